@@ -304,11 +304,8 @@ class Dummies:
         hook = known.model.get_submodule(_classifier(known.model)).register_forward_pre_hook(keep)
         # copies, since BatchNorm in train mode changes its buffers
         buffers = {k: b.clone() for k, b in known.model.named_buffers()}
-        try:
-            with torch.no_grad():
-                logits = functional_call(known.model, {**params, **buffers}, (x,))
-        finally:
-            hook.remove()
+        with hook, torch.no_grad():
+            logits = functional_call(known.model, {**params, **buffers}, (x,))
         return _of_logits(seen[0], known, params, _exact(logits)), _exact(logits).softmax(1)
 
 

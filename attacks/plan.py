@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from fedgauge.attacks.base import Attack, Budget
 from fedgauge.attacks.learned.auxiliary import Auxiliary
+from fedgauge.attacks.membership.measured import GUESS
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import BASELINES, MODALITIES
@@ -17,8 +18,10 @@ from fedgauge.client.components import ComponentKind, SpecError, Table, build, c
 
 # groups of the registry
 IMAGE_ATTACKS, TEXT_ATTACKS, DECODERS = "fedgauge.attacks", "fedgauge.text_attacks", "fedgauge.decoders"
-ATTACK = ComponentKind("an attack", (IMAGE_ATTACKS, TEXT_ATTACKS, DECODERS, "fedgauge.baselines"), Attack)
-LIMITS = ("bayes_limit",)  # not attacks: bounds that no attack can beat, computed in the same run
+MEMBERSHIP = "fedgauge.membership"  # they tell who was in a batch, and reconstruct nothing
+ATTACK = ComponentKind("an attack", (IMAGE_ATTACKS, TEXT_ATTACKS, DECODERS, MEMBERSHIP, "fedgauge.baselines"), Attack)
+MEMBERSHIP_LIMIT = "membership_limit"
+LIMITS = ("bayes_limit", MEMBERSHIP_LIMIT)  # not attacks: bounds that no attack can beat, computed in the same run
 _BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
 # keys of an [[attack]] table other than its component's arguments
 _OWN = ("name", *_BUDGET, "labels", "lengths", "defense", "trace", "auxiliary")
@@ -99,6 +102,11 @@ class PlannedAttack:
         return self.name in LIMITS
 
     @property
+    def tells_members(self) -> bool:
+        """Whether it tells who was in a batch, and reconstructs nothing; a user's own module is not loaded to know it."""
+        return any((entry.group, entry.name) == (MEMBERSHIP, self.table["use"]) for entry in ATTACK.entries())
+
+    @property
     def is_stateful(self) -> bool:
         """Whether a client's earlier rounds influence the attack on the next one, so that its jobs must run in order."""
         if self.is_limit:
@@ -174,8 +182,11 @@ class AttackPlan:
             SpecError: names the table, the value and what is allowed.
         """
         planned = [_attack(table, f"[[attack]] #{i}") for i, table in enumerate(tables, 1)]
+        tells_members = any(p.tells_members for p in planned)
         planned += [PlannedAttack(n, {"use": use}, Budget(1)) for n, use in modality.baselines.items()]
-        planned += [PlannedAttack(n, {"use": n}, Budget(1)) for n in limits]
+        if tells_members:
+            planned.append(PlannedAttack(GUESS, {"use": "membership", "score": GUESS}, Budget(1)))
+        planned += [PlannedAttack(n, {"use": n}, Budget(1)) for n in limits if n != MEMBERSHIP_LIMIT or tells_members]
         for i, p in enumerate(planned[: len(tables)], 1):
             _check_kind(p, modality, f"[[attack]] #{i}")
         names = [p.name for p in planned]

@@ -65,7 +65,7 @@ def with_given_truth(
         in_order: labels come in the client's order, as some papers give them, and with them lengths.
     """
     if planned.labels == "given":
-        if batches[0].y.dim() > 1:
+        if not batches[0].labelled:
             raise ValueError(
                 'labels = "given" would give away the sentences: the labels of next_token are their words; use "restored"'
             )
@@ -85,7 +85,7 @@ def _lengths(batch: Batch, pad: int, in_order: bool) -> Tensor:
     lengths = (batch.x != pad).sum(1)
     if in_order:
         return lengths
-    if batch.y.dim() > 1:
+    if not batch.labelled:
         return lengths.sort().values
     order = sorted(range(len(lengths)), key=lambda i: (int(batch.y[i]), int(lengths[i])))
     return lengths[order]

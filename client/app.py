@@ -254,10 +254,12 @@ def _objection(
         return ""
     moved = reply.content.array_records.get("buffers", ArrayRecord()).to_torch_state_dict()
     inversion = self_audit(limits)
-    audit = None
+    audit, policy = None, UpdatePolicy(limits.max_norm)
     if inversion is not None:
         audit = partial(inversion.leak, own, params, buffers, update, own.owner.batch(rows))
-    return UpdatePolicy().objection(moved) or UpdatePolicy(limits.max_norm, limits.threshold).objection(update, audit)
+        usual, unit = inversion.limit(own)
+        policy = UpdatePolicy(limits.max_norm, usual if limits.threshold is None else limits.threshold, unit)
+    return UpdatePolicy().objection(moved) or policy.objection(update, audit)
 
 
 @app.query("grade")

@@ -2,24 +2,33 @@
 
 import copy
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
 
 from fedgauge.client.chain import Chain, trained_on
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments, coerce, resolve
 from fedgauge.client.data.images import Dataset, Shards, batch_of, split
 from fedgauge.client.models.build import MODEL, build_model
-from fedgauge.client.models.losses import build_loss, is_mean, predicts_tokens, takes_probabilities
+from fedgauge.client.models.losses import (
+    build_loss,
+    is_cross_entropy,
+    is_mean,
+    per_example_accuracy,
+    predicts_tokens,
+    takes_probabilities,
+)
 from fedgauge.client.models.vision import detached_params, floating_buffers, load_weights
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
-from fedgauge.client.training import LOCAL_TRAININGS, gradient
+from fedgauge.client.training import LOCAL_TRAININGS, evaluated, gradient
 from fedgauge.client.transforms import (
     BatchTransform,
     GroupMean,
@@ -35,6 +44,7 @@ from fedgauge.client.update import Batch, Loss, Params, Transform, Update, Updat
 
 DATASET = ComponentKind("a dataset", ("fedgauge.datasets",), Dataset, annotated=False)
 TRANSFORM = ComponentKind("a link of a chain", ("fedgauge.links",), Link)
+LOGITS = 2**24  # computed at once where a network is evaluated
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +90,7 @@ class Federation:
     def loss(self) -> Loss:
         """What clients minimise: the mean over a batch of a function of logits and labels."""
         loss = build_loss(self.protocol.loss, "[loss]", self.shards.dataset.classes)
-        of_tokens = self.shards.dataset.y.dim() > 1
+        of_tokens = not self.shards.dataset.labelled
         if predicts_tokens(loss) != of_tokens:
             kind = "predicts each next token" if of_tokens else "has one label an example"
             other = "next_token" if of_tokens else "cross_entropy"
@@ -251,8 +261,18 @@ class Federation:
         Args:
             compute: a client function to use instead of the protocol's, on the same examples and randomness.
         """
-        members = self.protocol.members(client, round)
-        updates = [self.own_update(params, buffers, m, round, compute=compute) for m in members]
+        return self.mean_update(params, buffers, self.protocol.members(client, round), round, compute)
+
+    def mean_update(
+        self,
+        params: Params,
+        buffers: Mapping[str, Tensor],
+        clients: Sequence[int],
+        round: int,
+        compute: UpdateFn | None = None,
+    ) -> Update:
+        """The mean of these clients' updates in a round."""
+        updates = [self.own_update(params, buffers, client, round, compute=compute) for client in clients]
         return updates[0] if len(updates) == 1 else average(updates, [1] * len(updates))
 
     def own_update(
@@ -302,10 +322,39 @@ class Federation:
 
     def on(self, device: torch.device) -> "Federation":
         """This federation with a model of its own on a device; the data stay where they are."""
-        moved = Federation(self.protocol)
-        # cached properties live in __dict__: the data are the same, and the chain is built anew around the moved model
-        vars(moved).update(shards=self.shards, model=copy.deepcopy(self.model).to(device))
-        return moved
+        return self.having(model=copy.deepcopy(self.model).to(device))
+
+    def having(self, shards: Shards | None = None, model: nn.Module | None = None, **changes: Any) -> "Federation":
+        """This federation with other examples, another network or another protocol; its chain is built anew.
+
+        Args:
+            changes: fields of the protocol; its data and its model are those given here.
+        """
+        other = Federation(replace(self.protocol, **changes))
+        # cached properties live in __dict__
+        vars(other).update(shards=shards or self.shards, model=self.model if model is None else model)
+        return other
+
+    def evaluate(self, params: Params, most: int | None = None, chunk: int = 500) -> tuple[float, float]:
+        """Accuracy (of the largest logit) and mean loss on the held-out test examples, with BatchNorm in eval mode.
+
+        Args:
+            most: the first test examples alone; default: all.
+        """
+        dataset = self.shards.dataset
+        chunk = max(1, min(chunk, LOGITS // (dataset.y_test[0].numel() * dataset.classes)))
+        every = torch.arange(len(dataset.y_test))[:most]
+        right, loss = 0.0, 0.0
+        with evaluated(self.model), torch.no_grad():
+            for rows in every.split(chunk):
+                x, y = batch_of(dataset.x_test, dataset.y_test, rows)
+                logits = functional_call(self.model, params, (dataset.normalise(x),))
+                right += float(per_example_accuracy(logits, y).sum())
+                if is_cross_entropy(self.loss):
+                    loss += float(F.cross_entropy(logits, y, reduction="sum"))
+                else:  # this loss is a mean over each part
+                    loss += float(self.loss(logits, y)) * len(y)
+        return right / len(every), loss / len(every)
 
     def load_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Set the model's buffers to what the server sent."""

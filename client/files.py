@@ -4,8 +4,9 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +16,8 @@ MOST_TABLE = 2 << 30  # text, line by line
 MOST_ARCHIVE = 16 << 30  # arrays or weights, and all that is packed in one file of them
 MOST_PICTURE = MOST_WORDS = 256 << 20  # a picture; a vocabulary, or the description of a dataset or model
 _ARRAYS = (".safetensors", ".bin", ".pt", ".pth", ".onnx", ".gguf", ".h5", ".msgpack")  # names of a model's large files
+# a folder in which no link is followed, and how a file in it is opened
+_guarded: ContextVar[tuple[Path, Callable[[Path], int]] | None] = ContextVar("_guarded", default=None)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -84,14 +87,28 @@ def read_file(path: Path, most: int) -> bytes:
         return read_to(file, os.fstat(file.fileno()).st_size, most, path)
 
 
+@contextmanager
+def guarding(folder: Path, opened: Callable[[Path], int]) -> Iterator[None]:
+    """`open_data` opens what lies in this folder so, meanwhile and in this thread."""
+    token = _guarded.set((folder.absolute(), opened))
+    try:
+        yield
+    finally:
+        _guarded.reset(token)
+
+
 def open_data(path: Path, most: int) -> IO[bytes]:
-    """An open file that somebody else named; links are followed.
+    """An open file that somebody else named; links are followed, but where `guarding` says how a file is opened.
 
     Raises:
         OSError: it is no file (a device has no end, a pipe waits for its writer), an unfinished one, or larger than `most` bytes.
     """
-    _check_data(os.stat(path), path, most)  # before it is opened: to open a device may already do something
-    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    guarded = _guarded.get()
+    if guarded and (plain := Path(os.path.abspath(path))).is_relative_to(guarded[0]):
+        opened = guarded[1](plain)
+    else:
+        _check_data(os.stat(path), path, most)  # before it is opened: to open a device may already do something
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         _check_data(os.fstat(opened), path, most)
         return os.fdopen(opened, "rb")

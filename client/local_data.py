@@ -27,6 +27,12 @@ def data_folder() -> Path | None:
     return folder if folder.is_dir() else None
 
 
+def has_images(name: str) -> bool:
+    """Whether the local data folder has both parts of a dataset of images."""
+    folder = data_folder()
+    return folder is not None and all(any(folder.glob(f"{name}-{part}-*.npz")) for part in ("train", "test"))
+
+
 def cache_folder() -> Path:
     """Where decoded and downloaded data is kept between processes: XDG_CACHE_HOME/fedgauge."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedgauge"

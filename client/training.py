@@ -39,6 +39,18 @@ class StochasticLayer(nn.Module):
 
 
 @contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """In eval mode; afterwards each layer is in its own mode again."""
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
 def drawing(model: nn.Module, rng: Generator | None) -> Iterator[Sequence[StochasticLayer]]:
     """Give the stochastic layers a generator; afterwards the state of the pass is dropped."""
     layers = [m for m in model.modules() if isinstance(m, StochasticLayer)]

@@ -19,6 +19,11 @@ class Batch(NamedTuple):
     x: Tensor
     y: Tensor
 
+    @property
+    def labelled(self) -> bool:
+        """Whether each example has one label; if not, its words are its labels."""
+        return self.y.dim() == 1
+
 
 UpdateFn = Callable[[Params, Batch, Generator | None], Update]
 Transform = Callable[[UpdateFn], UpdateFn]

@@ -100,11 +100,8 @@ class soteria(Link):
         """The layer's input (B, k)."""
         seen: list[Tensor] = []
         layer = self.model.get_submodule(str(self.layer))
-        hook = layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-        try:
+        with layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0])):
             functional_call(self.model, params, (x,))
-        finally:
-            hook.remove()
         if len(seen) != 1 or seen[0].dim() != 2:
             raise ValueError(
                 f"soteria needs a layer that gets one vector for each example, once; {self.layer!r} gets "

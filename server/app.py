@@ -10,14 +10,10 @@ import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Strategy
-from torch.func import functional_call
-from torch.nn import functional as F
 
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import ComponentKind, SpecError, Table, call, check_arguments, resolve
-from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
-from fedgauge.client.models.losses import is_cross_entropy, per_example_accuracy
 from fedgauge.server.store import checkpoint
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import STARTED, Participation
@@ -33,7 +29,6 @@ from fedgauge.server.strategy.model_check import ModelCheck
 from fedgauge.server.strategy.node_discovery import LateJoiners, discover_nodes
 from fedgauge.server.strategy.validator import WEIGHT, RoundReplies
 
-LOGITS = 2**24  # computed at once where a network is evaluated
 STRATEGY = ComponentKind("a strategy", ("fedgauge.strategies",), Strategy)
 app = ServerApp()
 
@@ -166,7 +161,7 @@ class _Record:
         if (round := self.done + counted) in self.recorded:
             return None
         self.fed.load_buffers(self.strategy.buffers)
-        accuracy, loss = evaluate(self.fed, dict(arrays.to_torch_state_dict()))
+        accuracy, loss = self.fed.evaluate(dict(arrays.to_torch_state_dict()))
         seconds = time.perf_counter() - self.began
         self.ledger.record_round(round, accuracy, loss, seconds, self.recorder.seconds.pop(round, 0.0))
         for wait in self.between:
@@ -183,25 +178,6 @@ def _keep(run: Run, ledger: Ledger, at: checkpoint.Checkpoint) -> None:
         checkpoint.mark_not_resumable(run.folder, str(error))
     except OSError as error:  # e.g. a full disk; the previous checkpoint is still complete
         ledger.set_meta(checkpoint=f"round {at.round} has no checkpoint: {error.strerror or error}")
-
-
-def evaluate(fed: Federation, params: dict[str, torch.Tensor], chunk: int = 500) -> tuple[float, float]:
-    """Accuracy (of the largest logit) and mean loss on the held-out test examples, with BatchNorm in eval mode."""
-    dataset, training = fed.shards.dataset, fed.model.training
-    chunk = max(1, min(chunk, LOGITS // (dataset.y_test[0].numel() * dataset.classes)))
-    right, loss = 0.0, 0.0
-    fed.model.eval()
-    with torch.no_grad():
-        for rows in torch.arange(len(dataset.y_test)).split(chunk):
-            x, y = batch_of(dataset.x_test, dataset.y_test, rows)
-            logits = functional_call(fed.model, params, (dataset.normalise(x),))
-            right += float(per_example_accuracy(logits, y).sum())
-            if is_cross_entropy(fed.loss):
-                loss += float(F.cross_entropy(logits, y, reduction="sum"))
-            else:  # this loss is a mean over each part
-                loss += float(fed.loss(logits, y)) * len(y)
-    fed.model.train(training)
-    return right / len(dataset.y_test), loss / len(dataset.y_test)
 
 
 def build_strategy(table: Table, clients: int, least: int | None = None) -> Strategy:

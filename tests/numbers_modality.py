@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
-from fedgauge.attacks.modality.base import MainMetric, Mark, Measured, Modality
+from fedgauge.attacks.modality.base import PERCENT, MainMetric, Mark, Modality
 from fedgauge.attacks.modality.image_metrics import Metric
 from fedgauge.attacks.modality.registry import register
 from fedgauge.client.data.images import Dataset
@@ -40,9 +40,16 @@ class NumberModality(Modality):
     """Numbers are compared by whether they came back to a hundredth."""
 
     main = MainMetric(
-        "close", "right numbers", "%", 50.0, "with half of the scale above every baseline", "number", 100.0
+        "right to a hundredth (%)",
+        **PERCENT,
+        metric="close",
+        name="right numbers",
+        margin=50.0,
+        leaked=50.0,
+        beyond="with half of the scale above every baseline",
+        private="number",
     )
-    measured: ClassVar = {"close": Measured("right to a hundredth (%)")}
+    measured: ClassVar = {"close": main}
     baselines: ClassVar = {"mean_number": "mynumbers:mean_number"}
     attacks = ()
     shown_as = "text"
@@ -52,7 +59,7 @@ class NumberModality(Modality):
         return x.dim() == 2 and x.is_floating_point()
 
     def metrics(self, gallery: Tensor) -> list[Metric]:
-        return [Metric("close", "%", lambda truth, guess: 100.0 * ((truth - guess).abs() <= CLOSE).all(1).double())]
+        return [Metric("close", lambda truth, guess: 100.0 * ((truth - guess).abs() <= CLOSE).all(1).double())]
 
     def pairing(self, truth: Tensor, guess: Tensor) -> Tensor:
         return guess[:, 0].argsort()[truth[:, 0].argsort().argsort()]

@@ -260,6 +260,12 @@ BRANCHES_ON_MODALITY = {
     "attacks/grading/knowledge_card.py": 1,  # the others: a language model takes its words' vectors, which have gradients
     "attacks/labels.py": 1,
     "attacks/learned/shadow_updates.py": 1,
+    "attacks/malicious/carried_input.py": 1,  # these three, and two defenses, are of images alone
+    "attacks/malicious/imprint.py": 1,
+    "attacks/malicious/optimised_features.py": 1,
+    "client/data/images.py": 1,  # whether examples have one label each, asked here and of a batch
+    "client/update.py": 1,
+    "defenses/ats.py": 1,
     "defenses/precode.py": 1,
     "defenses/soteria.py": 1,
     "simulations/checks/owner_check.py": 1,
@@ -270,7 +276,7 @@ BRANCHES_ON_MODALITY = {
 
 
 def branches_on_modality(tree: ast.Module) -> Iterator[int]:
-    """The lines that ask for the kind of data: by its class, by what stands for images where there is no text, by its name."""
+    """The lines that ask for the kind of data: by its class or name, by what images lack, by the shape."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
@@ -285,7 +291,10 @@ def branches_on_modality(tree: ast.Module) -> Iterator[int]:
         if isinstance(node, ast.Compare):
             parts = [ast.unparse(side) for side in (node.left, *node.comparators)]
             without = "None" in parts and any(p.endswith((".text", "tokenizer")) for p in parts)
-            if without or {"'text'", "'image'"} & set(parts):
+            of_shape = any(p.endswith((".y.dim()", ".y.ndim")) for p in parts) or (
+                "3" in parts and any(p.startswith("len(") and p.endswith("shape)") for p in parts)
+            )
+            if without or of_shape or {"'text'", "'image'"} & set(parts):
                 yield node.lineno
 
 
@@ -299,9 +308,10 @@ def test_the_kind_of_data_is_asked_for_in_few_places() -> None:
     )
     assert dict(asked) == BRANCHES_ON_MODALITY
     shapes = (
-        "isinstance(data, corpora.Text), known.text is None, page.kind == 'image', isinstance(m, (A, LanguageModel))"
+        "isinstance(data, corpora.Text), known.text is None, page.kind == 'image', isinstance(m, (A, LanguageModel)),"
+        "len(known.shape) == 3, batch.y.dim() > 1"
     )
-    assert len(list(branches_on_modality(ast.parse(f"[{shapes}]")))) == 4
+    assert len(list(branches_on_modality(ast.parse(f"[{shapes}]")))) == 6
 
 
 def test_no_folder_has_more_files_than_a_reader_can_hold() -> None:

@@ -200,16 +200,13 @@ def _labels(x: Tensor, signals: Tensor, params: Params, layer: FirstLayer, known
         seen.append(output.detach().requires_grad_())
         return seen[-1]
 
-    hook = known.model.get_submodule(layer.name).register_forward_hook(keep)
     fits = []
-    try:
+    with known.model.get_submodule(layer.name).register_forward_hook(keep):
         logits = functional_call(known.model, dict(params), (known.normalise(x),))
         for label in range(known.classes):
             loss = known.loss(logits, torch.full((len(x),), label, device=x.device))
             (signal,) = torch.autograd.grad(loss, seen[0], retain_graph=True)
             fits.append(F.cosine_similarity(signal.double(), signals, dim=1))
-    finally:
-        hook.remove()
     return torch.stack(fits, 1).nan_to_num(-1.0).argmax(1)
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
@@ -22,12 +22,16 @@ from fedgauge.attacks.base import (
 from fedgauge.attacks.defense_inference.evidence import Inferred
 from fedgauge.attacks.defense_inference.infer import infer
 from fedgauge.attacks.engine.devices import CPU
+from fedgauge.attacks.grading.membership import MembershipTest, membership_limit
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, Grader, ScoreRecord, ungraded_rows, wrong_client
 from fedgauge.attacks.learned.auxiliary import check_disjoint
 from fedgauge.attacks.limits import GaussianPrior, bayes_limit
+from fedgauge.attacks.membership.attack import Membership
+from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.base import Modality
+from fedgauge.attacks.modality.image_metrics import by_error
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, PlannedAttack
 from fedgauge.attacks.threat_model import chosen_auxiliary, needs_truth, public_knowledge, with_given_truth
 from fedgauge.client.chain import Chain
 from fedgauge.client.federation import Federation
@@ -36,6 +40,7 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 
 NO_TRUTH = 'labels = "given" needs the true labels, which the server of a deployment does not have: use "restored"'
+NO_MEMBERS = "who was in a batch is tested where the batch is known: in a simulation of this deployment"
 Truth = Callable[[int, int], Batch]  # (client, round) -> the private batch
 
 
@@ -162,9 +167,11 @@ class Auditor:
             parts = [wave.of([k for k, m in enumerate(members) if m == size]) for size in sorted(set(members))]
             each = {a.client: a for part in parts for a in self.audit(planned, part, others, truth, memories)}
             return [each[client] for client in wave.clients]
+        if planned.name == MEMBERSHIP_LIMIT or planned.tells_members:
+            return self._membership(planned, wave, members[0], others or {}, memories or {})
         if planned.is_limit:
             return self._limit(planned, wave, members[0])
-        attacked = self._attack(planned, wave, members[0], truth or self._truth, memories or {})
+        attacked = self.attack(planned, wave, members[0], truth, memories or {})
         audited = []
         for client, (result, memory) in zip(wave.clients, attacked, strict=True):
             other = None if planned.is_baseline else (others or {}).get(client)
@@ -172,21 +179,33 @@ class Auditor:
                 other = None  # a secure sum of fewer clients, or of more
             if self.blind:
                 examples = members[0] * self.federation.shards.batch_size
-                rows = ungraded_rows(planned.name, wave.round, client, result, examples, other)
+                rows = ungraded_rows(
+                    planned.name, wave.round, client, result, examples, other, self.modality.main.metric
+                )
             else:
                 result, rows = self._grade(planned.name, wave, client, other, result, truth)
             audited.append(AuditResult(client, result, tuple(rows), memory))
         return audited
 
-    def _attack(
-        self, planned: PlannedAttack, wave: Wave, members: int, truth: Truth, memories: Mapping[int, ClientState]
+    def attack(
+        self,
+        planned: PlannedAttack,
+        wave: Wave,
+        members: int,
+        truth: Truth | None = None,
+        memories: Mapping[int, ClientState] = {},
     ) -> list[tuple[Reconstruction, ClientState | None]]:
-        """Each client's reconstruction; the attack gets of the truth what its threat model gives it and no more."""
+        """Each client's reconstruction, and what a stateful attack remembers of it.
+
+        Args:
+            members: clients whose updates are seen as one.
+            truth, memories: as for `audit`; the attack gets of the truth what its threat model gives it and no more.
+        """
         inferred = self.infer_defense(wave, members) if planned.defense == "inferred" else None
         attack = planned.build()
         device, fed = (CPU, self.federation) if attack.on_cpu else (self.device, self._moved)
         known = self._knowledge(fed, planned, members, inferred)
-        private = [truth(client, wave.round) for client in wave.clients] if needs_truth(planned) else []
+        private = [(truth or self._truth)(c, wave.round) for c in wave.clients] if needs_truth(planned) else []
         known = with_given_truth(planned, known, private, self.labels_in_order)
         fed.load_buffers(wave.buffers)
         if device != CPU:
@@ -219,6 +238,60 @@ class Auditor:
             rows += self.grader.grade(wrong_client(attack), round, other, unlabelled, truth(other, round))[1]
         return paired, rows
 
+    def _membership(
+        self,
+        planned: PlannedAttack,
+        wave: Wave,
+        members: int,
+        others: Mapping[int, int],
+        memories: Mapping[int, ClientState],
+    ) -> list[AuditResult]:
+        """Scores of candidates, then who was a member; of the limit, how well any test can tell."""
+        started, fed = time.perf_counter(), self.federation
+        others = {c: o for c, o in others.items() if len(fed.protocol.members(o, wave.round)) == members}
+        status: Status = "converged"
+        reason, remembered = "", self._nothing(wave)
+        try:
+            rows, remembered = self._told(planned, wave, members, {} if planned.is_baseline else others, memories)
+        except ValueError as error:
+            status, reason = "not_applicable", str(error)
+            none = ScoreRecord(wave.round, 0, planned.name, WHOLE_BATCH, MEMBER, None, status, 0.0)
+            rows = [[replace(none, client=client)] for client in wave.clients]
+        seconds = (time.perf_counter() - started) / len(wave)
+        result = Reconstruction(None, None, math.nan, 0, seconds, status, reason)
+        return [
+            AuditResult(client, result, tuple(replace(row, seconds=seconds) for row in own), memory)
+            for client, own, memory in zip(wave.clients, rows, remembered, strict=True)
+        ]
+
+    def _told(
+        self,
+        planned: PlannedAttack,
+        wave: Wave,
+        members: int,
+        others: Mapping[int, int],
+        memories: Mapping[int, ClientState],
+    ) -> tuple[list[list[ScoreRecord]], Sequence[ClientState | None]]:
+        if self.blind:
+            raise ValueError(NO_MEMBERS)
+        fed = self.federation
+        inferred = self.infer_defense(wave, members) if planned.defense == "inferred" else None
+        known = self._knowledge(fed, planned, members, inferred)
+        fed.load_buffers(wave.buffers)
+        if planned.is_limit:
+            return membership_limit(fed, known, wave, planned.name), self._nothing(wave)
+        attack = cast(Membership, planned.build())
+        test = MembershipTest(fed, attack, wave.round, (*wave.clients, *others.values()))
+        scores = attack.scores(wave, known, test.candidates)
+        if attack.is_stateful:
+            return test.over_rounds(scores, planned.name, wave.clients, memories)
+        return test.of_updates(scores, planned.name, wave.clients, others), self._nothing(wave)
+
+    @staticmethod
+    def _nothing(wave: Wave) -> Sequence[ClientState | None]:
+        """What is remembered of the clients where rounds are judged one by one."""
+        return [None] * len(wave)
+
     def _truth(self, client: int, round: int) -> Batch:
         if self.blind:
             raise ValueError(NO_TRUTH)
@@ -235,7 +308,6 @@ class Auditor:
             mse, reason = None, str(error)
         seconds = (time.perf_counter() - started) / len(wave)
         status: Status = "not_applicable" if mse is None else "converged"
-        values = {"mse": mse, "psnr": None if mse is None else -10 * math.log10(mse)}
         result = Reconstruction(None, None, math.nan if mse is None else mse, 0, seconds, status, reason)
         return [
             AuditResult(
@@ -243,7 +315,7 @@ class Auditor:
                 result,
                 tuple(
                     ScoreRecord(wave.round, client, planned.name, WHOLE_BATCH, metric, value, status, seconds)
-                    for metric, value in values.items()
+                    for metric, value in by_error(mse).items()
                 ),
             )
             for client in wave.clients

@@ -8,7 +8,7 @@ from torch import Generator, nn
 
 from fedgauge.attacks.limits import limit_method
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.plan import PlannedAttack, describe
+from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, PlannedAttack, describe
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import LocalTraining
@@ -17,6 +17,7 @@ from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, UpdateFn
 
+SEPARATOR = "; "  # of the parts of a card
 NO_DERIVATIVE = (  # on the card of an attack that cannot move
     "the chain's noise-free form has no derivative, so gradient matching cannot work: give the link a differentiable mean"
 )
@@ -34,13 +35,17 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         return f"{auxiliary} and nothing else"
     links = " > ".join(map(describe, fed.protocol.chain))
     batch = f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} an update" + _sum_of(fed)
+    if planned.name == MEMBERSHIP_LIMIT:
+        return SEPARATOR.join([f"chain {links}", batch, "the rest of the batch known, and the candidates"])
     if planned.is_limit:
-        return "; ".join([f"chain {links}", batch, *_limit_parts(fed)])
+        return SEPARATOR.join([f"chain {links}", batch, *_limit_parts(fed)])
     attack, local = planned.build(), fed.chain.local
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in fed.model.modules())
     parts = [
         server,
-        f"labels {attack.label_source if planned.labels == 'restored' else planned.labels}",
+        "candidates with their labels, and not which of them are members"
+        if planned.tells_members
+        else f"labels {attack.label_source if planned.labels == 'restored' else planned.labels}",
         f"chain {_known_chain(planned, links)}",
         *(["the order of each epoch assumed"] if isinstance(local, LocalTraining) and local.shuffle else []),
         *([NO_DERIVATIVE] if cannot_move(fed, planned) else []),
@@ -49,9 +54,9 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         ", ".join(filter(None, (modality.condition(planned.lengths), auxiliary))),
         *([f"BatchNorm in {'train' if fed.model.training else 'eval'} mode, statistics known"] if norms else []),
         *(["each client's earlier rounds"] if attack.is_stateful else []),
-        str(planned.budget),
+        *([] if planned.tells_members else [str(planned.budget)]),
     ]
-    return "; ".join(parts)
+    return SEPARATOR.join(parts)
 
 
 def cannot_move(fed: Federation, planned: PlannedAttack) -> bool:

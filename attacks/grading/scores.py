@@ -21,6 +21,7 @@ OBJECTIVE = (
     "objective"  # the metric of a row that holds the attack's own objective, where there is no truth to grade by
 )
 WHOLE_BATCH = -1  # the example number of a row about the whole batch
+WRONG_CLIENT = "wrong_client("
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Grader:
             return ScoreRecord(round, client, attack, example, metric, value, result.status, result.seconds)
 
         rows = []
-        if result.y is not None and truth.y.dim() == 1:
+        if result.y is not None and truth.labelled:
             rows.append(row(WHOLE_BATCH, "label_accuracy", label_accuracy(truth.y, result.y)))
         if result.x is None or not has_images(result.x):
             rows += [row(i, metric.name, None) for metric in self.metrics for i in range(len(truth.y))]
@@ -95,12 +96,13 @@ class Grader:
 
 
 def ungraded_rows(
-    attack: str, round: int, client: int, result: Reconstruction, examples: int, other: int | None
+    attack: str, round: int, client: int, result: Reconstruction, examples: int, other: int | None, metric: str
 ) -> list[ScoreRecord]:
     """Rows of a reconstruction without its truth: its objective, or that there is nothing to grade.
 
     Args:
         other: the client of the baseline wrong_client(attack), where there is one.
+        metric: the main one.
     """
 
     def row(client: int, attack: str, example: int, metric: str, value: float | None) -> ScoreRecord:
@@ -109,15 +111,20 @@ def ungraded_rows(
     objective = result.objective if math.isfinite(result.objective) else None
     rows = [row(client, attack, WHOLE_BATCH, OBJECTIVE, objective)]
     if not has_images(result.x):
-        rows += [row(client, attack, i, "psnr", None) for i in range(examples)]
+        rows += [row(client, attack, i, metric, None) for i in range(examples)]
         if other is not None:
-            rows += [row(other, wrong_client(attack), i, "psnr", None) for i in range(examples)]
+            rows += [row(other, wrong_client(attack), i, metric, None) for i in range(examples)]
     return rows
 
 
 def wrong_client(attack: str) -> str:
     """The name of the baseline that grades an attack's reconstruction against another client's truth."""
-    return f"wrong_client({attack})"
+    return f"{WRONG_CLIENT}{attack})"
+
+
+def attack_of(name: str) -> str:
+    """The attack whose reconstruction is graded under a name: itself, or that of a wrong_client."""
+    return name.removeprefix(WRONG_CLIENT).removesuffix(")") if name.startswith(WRONG_CLIENT) else name
 
 
 def has_images(x: Tensor | None) -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.deployment.deployed_client import SelfAudit
 from fedgauge.client.federation import Federation
@@ -15,7 +16,7 @@ from fedgauge.client.update import Batch, Params, Update
 
 @dataclass(frozen=True)
 class invert_own(SelfAudit):
-    """Inverts the client's own update and reports the best PSNR.
+    """Inverts the client's own update and reports the best value of the main metric: PSNR, or of text ROUGE-1.
 
     Args:
         attack: as [[attack]] use names it; it knows the whole chain, restores the labels, and has no auxiliary images.
@@ -43,7 +44,12 @@ class invert_own(SelfAudit):
         # the server chooses the weights, so weights that make the attack diverge must not pass for safe
         if result.status in ("not_applicable", "diverged"):
             raise ValueError(result.reason)
-        values = [r.value for r in audited.rows if r.metric == "psnr" and r.value is not None]
+        main = modality_of(own.shards.dataset).main
+        values = [r.value for r in audited.rows if r.metric == main.metric and r.value is not None]
         if not values:
-            raise ValueError("the attack left no images")
+            raise ValueError(f"the attack left no {main.private}s")
         return max(values)
+
+    def limit(self, own: Federation) -> tuple[float, str]:
+        main = modality_of(own.shards.dataset).main
+        return main.leaked, main.unit

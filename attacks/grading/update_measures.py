@@ -1,7 +1,9 @@
 """What is measured of an update to tell the local training behind it: sizes of entries, sums over classes, ranks."""
 
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient
+from fedgauge.client.training import evaluated, gradient
 from fedgauge.client.update import Batch, Params, Update, norm
 
 ONE_SIZE = 0.05  # how far entries of one size may be apart, relative
@@ -148,7 +150,7 @@ def goes_down(fed: Federation, seen: Observation, decay: float) -> bool | None:
     large ones, and they tell. If this is not clear, the number of classes decides that rise, as long as both agree.
     """
     own, theta = fed.shards.auxiliary_batch(), {k: seen.params[k] for k in seen.update}
-    there = own.y.unique().tolist() if own.y.dim() == 1 else []
+    there = own.y.unique().tolist() if own.labelled else []
     if not there:
         return None
     if len(there) > CLASSES and (names := classifier_names(fed, seen)):
@@ -250,19 +252,14 @@ def highest_rank(fed: Federation, seen: Observation) -> int:
     """The highest rank of a fully connected layer's update above rounding; of layers that see each example once."""
     once: dict[str, bool] = {}
 
-    def note(name: str) -> object:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
-            once[name] = name not in once and inputs[0].dim() == 2
+    def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+        once[name] = name not in once and inputs[0].dim() == 2
 
-        return hook
-
-    linears = {name: m for name, m in fed.model.named_modules() if isinstance(m, nn.Linear)}
-    hooks = [m.register_forward_hook(note(name)) for name, m in linears.items()]  # type: ignore[arg-type]
-    try:
-        _probe_forward(fed)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, evaluated(fed.model), torch.no_grad():
+        for name, m in fed.model.named_modules():
+            if isinstance(m, nn.Linear):
+                hooks.enter_context(m.register_forward_hook(partial(note, name)))
+        fed.model(fed.shards.dataset.normalise(torch.rand(2, *fed.shards.dataset.shape)))
     highest = 0
     for name in (f"{name}.weight" for name, single in once.items() if single):
         if name not in seen.update or seen.update[name].numel() > MOST_ENTRIES:
@@ -272,14 +269,3 @@ def highest_rank(fed: Federation, seen: Observation) -> int:
         values = torch.linalg.svdvals(update)
         highest = max(highest, int((values > max(4 * noise, 1e-5 * float(values[0]))).sum()))
     return highest
-
-
-def _probe_forward(fed: Federation) -> None:
-    modes = [(module, module.training) for module in fed.model.modules()]
-    fed.model.eval()
-    try:
-        with torch.no_grad():
-            fed.model(fed.shards.dataset.normalise(torch.rand(2, *fed.shards.dataset.shape)))
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -42,12 +42,9 @@ def layer_input(known: Knowledge, params: Params, layer: str, x: Tensor) -> Tens
     def keep(_: nn.Module, arguments: tuple[Any, ...]) -> None:
         inputs.append(arguments[0])
 
-    handle = known.model.get_submodule(layer).register_forward_pre_hook(keep)
-    try:
+    with known.model.get_submodule(layer).register_forward_pre_hook(keep):
         for part in x.split(TOGETHER):
             functional_call(known.model, dict(params), (known.normalise(part),))
-    finally:
-        handle.remove()
     return torch.cat(inputs)
 
 

@@ -126,8 +126,8 @@ class CandidateGradients:
             return found
 
     def _factored(self, part: Batch, factors: bool) -> dict[str, Tensor | FactoredGradient]:
-        if self.known.plain:
-            raise Unsupported("plain autograd was asked for")
+        if self.known.plain or not part.x.is_floating_point():
+            raise Unsupported("the gradients of words, and plain autograd, are formed as a whole")
         x = self.known.normalise(part.x)[:, None].requires_grad_()
         return gradients(self.known.model, self.params, x, part.y[:, None], 1.0, factors, self.known.loss)
 

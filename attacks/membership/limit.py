@@ -34,6 +34,15 @@ def area(mu: float) -> float:
     return NormalDist().cdf(mu / math.sqrt(2))
 
 
+def mu_of(area: float) -> float:
+    """The inverse of `area`, for an area in [0.5, 1].
+
+    >>> round(mu_of(area(1.3)), 6)
+    1.3
+    """
+    return math.inf if area >= 1 else max(0.0, math.sqrt(2) * NormalDist().inv_cdf(area))
+
+
 def composed(mus: Iterable[float]) -> float:
     """mu of several rounds with fresh noise: the square root of the sum of their squares."""
     return math.sqrt(sum(mu * mu for mu in mus))

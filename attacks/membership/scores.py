@@ -15,8 +15,10 @@ from fedgauge.attacks.base import Wave
 from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
 from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.likelihood import likelihood_ratio as log_ratios
+from fedgauge.client.update import Batch
 
 LEAST_NULL = 10  # candidates of a label that nobody trained on, below which their mean and spread say little
+LEAST_OTHERS = 2  # updates that say how the cosines of others vary
 TINY = torch.finfo(torch.float64).tiny
 
 
@@ -68,6 +70,24 @@ def gradient_difference(scoring: Scoring) -> Tensor:
     return 2 * scoring.products * kept / known.scale - (scoring.candidates.norms * kept).square()
 
 
+def fedmia(scoring: Scoring) -> Tensor:
+    """The cosine, in standard deviations above that of the other clients' updates of the round (Zhu et al., 2025).
+
+    Raises:
+        ValueError: the wave has too few updates to take the others as a null.
+    """
+    own = cosine(scoring)
+    others = len(own) - 1
+    if others < LEAST_OTHERS:
+        raise ValueError(
+            f"fedmia takes the other clients' updates of a round for its null, at least {LEAST_OTHERS}, and got {others}: let "
+            "more clients take part, and attack them in one wave"
+        )
+    mean = (own.sum(0) - own) / others
+    variance = ((own.square().sum(0) - own.square()) / others - mean.square()).clamp_min(0) * others / (others - 1)
+    return (own - mean) / variance.sqrt().clamp_min(TINY)
+
+
 def loss(scoring: Scoring) -> Tensor:
     """The negative loss at the weights before the update, which reads no update."""
     return (-scoring.candidates.losses).expand(len(scoring.wave), -1)
@@ -82,10 +102,10 @@ def loss_change(scoring: Scoring) -> Tensor:
 
 def label_frequency(scoring: Scoring) -> Tensor:
     """How frequent the candidate's label is among the public examples, which reads neither update nor weights."""
-    known, labels = scoring.candidates.known, scoring.candidates.batch.y
+    known, labels = scoring.candidates.known, classes_of(scoring.candidates.batch)
     if known.auxiliary is None:
         raise ValueError("the frequency of labels needs public examples: set the knowledge's auxiliary")
-    counts = torch.bincount(known.auxiliary.y, minlength=known.classes).double()
+    counts = torch.bincount(classes_of(known.auxiliary), minlength=known.classes).double()
     return (counts / counts.sum())[labels].expand(len(scoring.wave), -1)
 
 
@@ -94,10 +114,16 @@ SCORES: Mapping[str, Score] = {
     "matched_filter": matched_filter,
     "cosine": cosine,
     "gradient_difference": gradient_difference,
+    "fedmia": fedmia,
     "loss_change": loss_change,
     "loss": loss,
     "label_frequency": label_frequency,
 }
+
+
+def classes_of(batch: Batch) -> Tensor:
+    """(N,) int64: the label of each example; one for all where labels are the next tokens."""
+    return batch.y if batch.labelled else torch.zeros(len(batch.y), dtype=torch.int64)
 
 
 def against_null(scores: Tensor, labels: Tensor, null: Tensor, null_labels: Tensor) -> Tensor:

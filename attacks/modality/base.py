@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,32 +17,70 @@ Mark = Literal["right", "misplaced", "wrong"]
 
 
 @dataclass(frozen=True)
-class MainMetric:
+class Measured:
+    """What a metric is, for all that computes with its values or shows them.
+
+    Args:
+        label: on an axis, with the unit.
+        unit: of its values; empty if they have none.
+        digits: decimals of a value; None: three significant digits, as nobody knows its size.
+        cap: the most that a value counts in a mean and in a figure; None: as it is.
+        ceiling: the value from which on more leakage is not seen: the end of a colour scale that is the same for all runs.
+        fraction: between 0 and 1, shown in percent.
+        rate: 0 or 1 for each example, so that there is no worst case, and intervals are Wilson's.
+    """
+
+    label: str
+    higher_is_better: bool = True
+    unit: str = ""
+    digits: int | None = 3
+    cap: float | None = None
+    ceiling: float = 1.0
+    fraction: bool = False
+    rate: bool = False
+
+    @property
+    def sign(self) -> int:
+        """The factor that makes the value that leaks most the largest."""
+        return 1 if self.higher_is_better else -1
+
+
+PERCENT: Mapping[str, Any] = {"unit": "%", "digits": 1, "ceiling": 100.0}
+DISTANCE: Mapping[str, Any] = {"higher_is_better": False, "ceiling": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MainMetric(Measured):
     """The metric by which attacks are compared.
 
     Args:
-        name, unit: as people write them.
+        metric, name: in the ledger, and as people write it.
         margin: no guess beats every baseline by this much through luck.
         beyond: the margin as a phrase.
+        leaked: from this value on an example has leaked: a client that audits itself withholds its update, unless told otherwise.
         private: the noun for what is attacked.
-        cap: the most that a value counts in a mean.
     """
 
     metric: str
     name: str
-    unit: str
     margin: float
     beyond: str
+    leaked: float
     private: str
-    cap: float
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A metric as tables and figures show it."""
+@dataclass(frozen=True, eq=False)
+class Mistake:
+    """Examples as they are not.
 
-    label: str
-    higher_is_better: bool = True
+    Args:
+        words: what they are, for a sentence.
+        subtle: another local training may look like it.
+    """
+
+    words: str
+    x: Tensor
+    subtle: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +89,7 @@ class Modality(ABC):
 
     Class attributes:
         main: the metric by which attacks are compared.
-        measured: every metric that a reconstruction may get, in the order in which tables and figures show them.
+        measured: what each metric is that a reconstruction may get, in the order in which tables and figures show them.
         baselines: the component of each guess that reads no update.
         limits: bounds on every attack, where the noise is known.
         attacks: groups of the registry whose attacks reconstruct such examples.
@@ -87,6 +125,14 @@ class Modality(ABC):
     @abstractmethod
     def pairing(self, truth: Tensor, guess: Tensor) -> Tensor:
         """Order (B,) that pairs guess[order[i]] with truth[i], one to one."""
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """Examples that somebody hands in, in the dataset's layout; ValueError if they cannot be brought into it."""
+        return x
+
+    def mistaken(self, x: Tensor) -> list[Mistake]:
+        """What somebody may have handed in for these examples by mistake."""
+        return []
 
     def blank(self, truth: Tensor) -> Tensor:
         """The guess of the truth's shape as which a paper's table grades an attack that failed."""

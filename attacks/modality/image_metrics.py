@@ -1,5 +1,6 @@
 """Metrics of a reconstruction: one value per example, on images in [0, 1] paired one to one with the truth."""
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,6 @@ class Metric:
     """A metric from truth and guess, both (B, C, H, W) or, for text, (B, L), to values (B,)."""
 
     name: str
-    unit: str
     compute: Callable[[Tensor, Tensor], Tensor]
 
     def __call__(self, truth: Tensor, guess: Tensor) -> Tensor:
@@ -51,9 +51,14 @@ def ssim_of(truth: Tensor, guess: Tensor) -> Tensor:
     return torch.as_tensor(windows[..., 5:-5, 5:-5]).flatten(1).mean(1)
 
 
-mse = Metric("mse", "", mse_of)
-psnr = Metric("psnr", "dB", psnr_of)
-ssim = Metric("ssim", "", ssim_of)
+mse = Metric("mse", mse_of)
+psnr = Metric("psnr", psnr_of)
+ssim = Metric("ssim", ssim_of)
+
+
+def by_error(value: float | None) -> dict[str, float | None]:
+    """A mean squared error as the metrics that say the same."""
+    return {mse.name: value, psnr.name: None if value is None else -10 * math.log10(value)}
 
 
 def identified(gallery: Tensor) -> Metric:
@@ -64,7 +69,7 @@ def identified(gallery: Tensor) -> Metric:
         others = torch.cdist(guess.flatten(1), gallery.flatten(1)).square().amin(1) / guess[0].numel()
         return (own < others).double()
 
-    return Metric("identified", "", compute)
+    return Metric("identified", compute)
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ def lpips_metric(net: str = "alex") -> Metric | None:
         with torch.no_grad():
             return torch.as_tensor(network(x, y)).reshape(len(truth))
 
-    return Metric(f"lpips_{net}", "", compute)
+    return Metric(f"lpips_{net}", compute)
 
 
 def lpips_weights(net: str = "alex") -> Path | None:

@@ -1,32 +1,41 @@
 """Images as private data."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fedgauge.attacks.learned.auxiliary import Auxiliary
-from fedgauge.attacks.modality.base import MainMetric, Measured, Modality
+from fedgauge.attacks.modality.base import DISTANCE, MainMetric, Measured, Mistake, Modality
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, Metric, image_metrics, match
 
-MARGIN = 10.0  # dB: a tenth of the squared error
+PSNR: Mapping[str, Any] = {
+    "unit": "dB",
+    "digits": 1,
+    "cap": PSNR_CAP,
+    "ceiling": 40.0,
+}  # dB: beyond it the eye sees no difference
 
 
 class ImageModality(Modality):
     """Images (C, H, W) in [0, 1], paired and compared by their squared errors."""
 
-    main = MainMetric("psnr", "PSNR", "dB", MARGIN, "at a tenth of every baseline's error or less", "image", PSNR_CAP)
+    main = MainMetric(
+        "PSNR (dB)", **PSNR, metric="psnr", name="PSNR", private="image",
+        margin=10.0, leaked=20.0, beyond="at a tenth of every baseline's error or less",
+    )  # fmt: skip
     measured: ClassVar = {
-        "psnr": Measured("PSNR (dB)"),
+        "psnr": main,
         "ssim": Measured("SSIM"),
-        "mse": Measured("MSE (lower leaks more)", False),
-        "identified": Measured("identified (part of the images)"),
-        "label_accuracy": Measured("label accuracy"),
-        "lpips_alex": Measured("LPIPS, AlexNet (lower leaks more)", False),
-        "lpips_vgg": Measured("LPIPS, VGG16 (lower leaks more)", False),
-        "psnr_augmented": Measured("PSNR (dB) to what was trained on"),
+        "mse": Measured("MSE (lower leaks more)", **DISTANCE, digits=None),
+        "identified": Measured("identified (part of the images)", fraction=True, rate=True),
+        "label_accuracy": Measured("label accuracy", fraction=True),
+        "lpips_alex": Measured("LPIPS, AlexNet (lower leaks more)", **DISTANCE),
+        "lpips_vgg": Measured("LPIPS, VGG16 (lower leaks more)", **DISTANCE),
+        "psnr_augmented": Measured("PSNR (dB) to what was trained on", **PSNR),
         "ssim_augmented": Measured("SSIM to what was trained on"),
-        "mse_augmented": Measured("MSE to what was trained on (lower leaks more)", False),
+        "mse_augmented": Measured("MSE to what was trained on (lower leaks more)", **DISTANCE, digits=None),
     }
     baselines: ClassVar = {"mean_image": "mean_image", "random_image": "random_image"}
     limits = ("bayes_limit",)
@@ -43,6 +52,31 @@ class ImageModality(Modality):
 
     def pairing(self, truth: Tensor, guess: Tensor) -> Tensor:
         return match(truth, guess)
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """Images (B, C, H, W) in [0, 1], from (B, H, W) or (B, H, W, C), and from uint8, too."""
+        shape = self.dataset.shape
+        x = x[:, None] if x.dim() == 3 else x
+        if tuple(x.shape[1:]) != shape and x.dim() == 4 and (x.shape[3], *x.shape[1:3]) == shape:
+            x = x.permute(0, 3, 1, 2)
+        if x.dtype == torch.uint8 and x.any() and int(x.max()) == 1:
+            raise ValueError("pixels of 0 and 1 as uint8, whose white is 255: write floats, or 0 and 255")
+        x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
+        if len(x) and not (float(x.min()) >= 0 and float(x.max()) <= 1):
+            raise ValueError(
+                f"expected pixels as uint8 or in [0, 1], before any normalisation, got {float(x.min()):.3g} to {float(x.max()):.3g}"
+            )
+        return x
+
+    def mistaken(self, x: Tensor) -> list[Mistake]:
+        found = [
+            Mistake("these with black and white exchanged", 1 - x, False),
+            Mistake("these at half the brightness", x / 2, True),
+            Mistake("these at twice the brightness", x * 2, True),
+        ]
+        return (
+            found if x.shape[1] != 3 else [*found, Mistake("these with the colours' order reversed", x.flip(1), False)]
+        )
 
     def blank(self, truth: Tensor) -> Tensor:
         return torch.full_like(truth, 0.5)

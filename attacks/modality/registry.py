@@ -1,27 +1,31 @@
 """Which kinds of private data there are, and the metrics and baselines of all of them."""
 
-from fedgauge.attacks.modality.base import Modality
+from collections.abc import Collection
+
+from fedgauge.attacks.membership.measured import GUESS
+from fedgauge.attacks.modality.base import Measured, Modality
 from fedgauge.attacks.modality.images import ImageModality
+from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.sentences import SentenceModality
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import Dataset
 
 MODALITIES: dict[type[Dataset], type[Modality]] = {}
-HIGHER_IS_BETTER: dict[str, bool] = {}  # by metric, in the order in which tables and figures show them
-LABELS: dict[str, str] = {}  # of metrics
+MEASURED: dict[str, Measured] = {}  # what each metric is, in the order in which tables and figures show them
 BASELINES: dict[str, str] = {}  # the component of each name
 
 
 def register(dataset: type[Dataset], modality: type[Modality]) -> None:
     """Let a modality stand for the datasets of this type."""
     MODALITIES[dataset] = modality
-    for name, measured in modality.measured.items():
-        HIGHER_IS_BETTER[name], LABELS[name] = measured.higher_is_better, measured.label
+    MEASURED.update(modality.measured)
     BASELINES.update(modality.baselines)
 
 
 register(Dataset, ImageModality)
 register(Text, SentenceModality)
+MEASURED.update(MEMBERSHIP)
+BASELINES[GUESS] = "membership"
 
 
 def modality_of(dataset: Dataset) -> Modality:
@@ -29,6 +33,16 @@ def modality_of(dataset: Dataset) -> Modality:
     return next(MODALITIES[kind] for kind in type(dataset).__mro__ if kind in MODALITIES)(dataset)
 
 
-def modality_measured(metrics: tuple[str, ...]) -> type[Modality]:
-    """The modality whose main metric is among these; images come last, as a wave whose worker died leaves a row of PSNR."""
+def examples_of(dataset: Dataset) -> str:
+    """What a dataset's examples are called, in the plural."""
+    return f"{modality_of(dataset).main.private}s"
+
+
+def modality_compared_by(metric: str) -> type[Modality] | None:
+    """The modality whose attacks are compared by this metric; None if there is none."""
+    return next((m for m in MODALITIES.values() if m.main.metric == metric), None)
+
+
+def modality_measured(metrics: Collection[str]) -> type[Modality]:
+    """The modality whose main metric is among these; images come last: an older ledger has a row of PSNR for what failed."""
     return next((m for m in reversed(MODALITIES.values()) if m.main.metric in metrics), ImageModality)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Sentences
-from fedgauge.attacks.modality.base import MainMetric, Mark, Measured, Modality
+from fedgauge.attacks.modality.base import PERCENT, MainMetric, Mark, Measured, Modality
 from fedgauge.attacks.modality.image_metrics import Metric
 from fedgauge.attacks.modality.text_metrics import match_sentences, text_metrics
 from fedgauge.client.data.corpora import Text
@@ -21,17 +21,18 @@ class SentenceModality(Modality):
     dataset: Text
 
     main = MainMetric(
-        "rouge1", "ROUGE-1", "%", 50.0, "with half of the scale above every baseline or more", "sentence", 100.0
-    )
+        "ROUGE-1 (%)", **PERCENT, metric="rouge1", name="ROUGE-1", private="sentence",
+        margin=50.0, leaked=50.0, beyond="with half of the scale above every baseline or more",
+    )  # fmt: skip
     measured: ClassVar = {
-        "rouge1": Measured("ROUGE-1 (%)"),
-        "rouge2": Measured("ROUGE-2 (%)"),
-        "rougeL": Measured("ROUGE-L (%)"),
-        "token_accuracy": Measured("words in their places (%)"),
-        "exact": Measured("exact sentences (%)"),
-        "rouge1_special": Measured("ROUGE-1 with special tokens (%)"),
-        "rouge2_special": Measured("ROUGE-2 with special tokens (%)"),
-        "rougeL_special": Measured("ROUGE-L with special tokens (%)"),
+        "rouge1": main,
+        "rouge2": Measured("ROUGE-2 (%)", **PERCENT),
+        "rougeL": Measured("ROUGE-L (%)", **PERCENT),
+        "token_accuracy": Measured("words in their places (%)", **PERCENT),
+        "exact": Measured("exact sentences (%)", **PERCENT),
+        "rouge1_special": Measured("ROUGE-1 with special tokens (%)", **PERCENT),
+        "rouge2_special": Measured("ROUGE-2 with special tokens (%)", **PERCENT),
+        "rougeL_special": Measured("ROUGE-L with special tokens (%)", **PERCENT),
     }
     baselines: ClassVar = {"random_words": "random_words"}
     attacks = ("fedgauge.text_attacks",)

@@ -23,7 +23,7 @@ PERCENT = 100.0
 def text_metrics(tokenizer: Tokenizer) -> list[Metric]:
     """All metrics of sentences (B, L) of token ids; attacks are compared by the first."""
     rouge = [
-        Metric(kind + ending, "%", partial(_rouge, tokenizer=tokenizer, kind=kind, special=bool(ending)))
+        Metric(kind + ending, partial(_rouge, tokenizer=tokenizer, kind=kind, special=bool(ending)))
         for ending in ("", SPECIAL)
         for kind in ROUGE
     ]
@@ -31,7 +31,7 @@ def text_metrics(tokenizer: Tokenizer) -> list[Metric]:
         "token_accuracy": partial(token_accuracy, tokenizer=tokenizer),
         "exact": exact,
     }
-    return [*rouge, *(Metric(name, "%", compute) for name, compute in own.items())]
+    return [*rouge, *(Metric(name, compute) for name, compute in own.items())]
 
 
 def match_sentences(truth: Tensor, guess: Tensor, tokenizer: Tokenizer) -> Tensor:

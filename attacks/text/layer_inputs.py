@@ -28,15 +28,12 @@ def layer_inputs(
         captured.append(arguments[0])
         raise _InputsReached
 
-    handle = part.register_forward_pre_hook(keep)
     try:
-        with torch.no_grad():
+        with part.register_forward_pre_hook(keep), torch.no_grad():
             device = next(iter(params.values())).device
             functional_call(model, dict(params), (ids.to(device), None if mask is None else mask.to(device)))
     except _InputsReached:
         return captured[0]
-    finally:
-        handle.remove()
     raise ValueError(f"the model's forward pass never calls {type(part).__name__}")
 
 

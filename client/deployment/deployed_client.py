@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedgauge.client.chain import Chain, may_read_examples
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments
 from fedgauge.client.data.images import Dataset, Shards, split
+from fedgauge.client.data.own_images import SHARED_NAMES
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.secure_sum_terms import SecureSum, build_secure_sum
 from fedgauge.client.deployment.server_model import build_servers_model
@@ -38,6 +39,7 @@ _GIVEN = {
     "std": "std (such as 0.25 for each channel)",
     "classes": "classes (all that there may be)",
     "tokenizer": "tokenizer (the name of a published one) or tokenizer_folder",
+    SHARED_NAMES: "each picture a file name of its own",
 }
 
 
@@ -219,11 +221,15 @@ class SelfAudit(ABC):
     def leak(
         self, own: Federation, params: Params, buffers: Mapping[str, Tensor], update: Update, batch: Batch
     ) -> float:
-        """PSNR in dB of the best reconstructed example; -inf if there is none.
+        """The best reconstructed example's value of its modality's main metric.
 
         Raises:
             ValueError: the attack does not apply to this update.
         """
+
+    @abstractmethod
+    def limit(self, own: Federation) -> tuple[float, str]:
+        """From which value on an example has leaked, where the owner names none, and the unit of these values."""
 
 
 SELF_AUDIT = ComponentKind("an audit of one's own update", ("fedgauge.audits",), SelfAudit)

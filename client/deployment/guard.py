@@ -58,11 +58,13 @@ class UpdatePolicy:
 
     Args:
         max_norm: the largest Euclidean norm that is sent; None: any.
-        threshold: dB; an update is withheld if the audit reconstructs an example at this PSNR or better.
+        threshold: an update is withheld if the audit reconstructs an example at this value or better.
+        unit: of the audit's values.
     """
 
     max_norm: float | None = None
     threshold: float = 20.0
+    unit: str = "dB"
 
     def objection(self, update: Mapping[str, Tensor], audit: Callable[[], float] | None = None) -> str:
         """Why an update should not leave, for the owner only; empty if it may.
@@ -82,7 +84,7 @@ class UpdatePolicy:
         except ValueError as error:
             return f"its audit failed: {error}"
         # not (leak >= threshold): a NaN must not pass
-        return "" if leak < self.threshold else f"its audit reconstructs an example at {leak:.1f} dB"
+        return "" if leak < self.threshold else f"its audit reconstructs an example at {leak:.1f} {self.unit}"
 
 
 def guard(

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch.func import functional_call, vmap
 from fedgauge.client.data.images import Shards, batch_of
 from fedgauge.client.inspection.results import LARGEST, DetectorResult
 from fedgauge.client.inspection.weights import FEWEST, embedding_weights
-from fedgauge.client.training import drawing, gradient
+from fedgauge.client.training import drawing, evaluated, gradient
 from fedgauge.client.update import Batch, Loss, Params
 
 PROBE = 32  # own examples on which weights are evaluated
@@ -74,21 +73,9 @@ class _ProbeResult:
 
 
 def _try_weights(probes: ProbeSet, params: Params) -> _ProbeResult:
-    with _as_evaluated(probes.model):
+    with evaluated(probes.model):  # in train mode BatchNorm makes one example's gradient depend on the others
         inputs, losses = _forward(probes, params)
         return _ProbeResult(inputs, losses, _energies(probes, params))
-
-
-@contextmanager
-def _as_evaluated(model: nn.Module) -> Iterator[None]:
-    """In eval mode: in train mode BatchNorm makes one example's gradient depend on the others."""
-    training = [m for m in model.modules() if m.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _forward(probes: ProbeSet, params: Params) -> tuple[dict[str, float], Tensor]:

@@ -4,8 +4,7 @@ Networks of one interface differ: some pool at the last position where they are 
 positions off a mask of other form; some take no embeddings. Which call is right is tried on two short sentences.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,11 +127,7 @@ def _dtype(net: Any) -> torch.dtype:
     return found
 
 
-@contextmanager
-def _standing_in(net: Any, x: Tensor) -> Iterator[None]:
+def _standing_in(net: Any, x: Tensor) -> AbstractContextManager[object]:
     """A context in which the word embeddings return x."""
-    hook = net.get_input_embeddings().register_forward_hook(lambda *_: x)
-    try:
-        yield
-    finally:
-        hook.remove()
+    hook: AbstractContextManager[object] = net.get_input_embeddings().register_forward_hook(lambda *_: x)
+    return hook

@@ -24,7 +24,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.dashboard import STATIC
 from fedgauge.server.dashboard.connections import PageServer
 from fedgauge.server.dashboard.events import EventStream
@@ -45,8 +45,7 @@ from fedgauge.server.views.clients import client, clients
 from fedgauge.server.views.compare import compare
 from fedgauge.server.views.gallery import Gallery, Query, Sort, through_rounds, trace, worst_cases
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.run_list import run_summary
+from fedgauge.server.views.reading import Reading, run_summary
 
 PATIENCE = 1.0  # seconds that the list of runs waits for verdicts that it does not know yet
 WORST = 3  # cases under the verdict
@@ -259,7 +258,7 @@ async def _trace(request: Request) -> Response:
 
 async def _clients(request: Request) -> Response:
     asked = _query(request, "metric", "attack", "client")
-    wanted = _one_of(asked, "metric", tuple(HIGHER_IS_BETTER), "") if "metric" in asked else ""
+    wanted = _one_of(asked, "metric", tuple(MEASURED), "") if "metric" in asked else ""
 
     def find(reading: Reading) -> Any:
         metric = wanted or reading.scores.measure.metric
@@ -305,7 +304,7 @@ def _or_error(name: str, ask: Callable[[str], dict[str, Any]]) -> dict[str, Any]
 
 async def _compare(request: Request) -> Response:
     asked = _query(request, "runs", "metric")
-    metric = _one_of(asked, "metric", tuple(HIGHER_IS_BETTER), "psnr")
+    metric = _one_of(asked, "metric", tuple(MEASURED), "") if "metric" in asked else None
     catalog: RunCatalog = request.app.state.catalog
     names = [name for name in asked.get("runs", "").split(",") if name] or catalog.names()
     if len(names) > OPEN:

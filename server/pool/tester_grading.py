@@ -36,7 +36,7 @@ CHECKING = 60.0  # seconds after which no further update is checked against its 
 MOST_DOUBTS = 3  # in one sentence
 EXAMPLE = "example"  # (B,) in a reconstruction's file: the example of the truth that each was paired with; -1: none
 GRADED = "graded against the examples handed in with --truth"
-NOTHING, EMPTY_HANDED = "nothing came back", ("not_applicable", "diverged")
+EMPTY_HANDED = ("not_applicable", "diverged")
 
 
 def grade(run: Run, ledger: Ledger, scenario: Scenario, truth: TesterTruth) -> str:
@@ -58,9 +58,9 @@ def grade(run: Run, ledger: Ledger, scenario: Scenario, truth: TesterTruth) -> s
             raise TruthError(_no_truth(truth, jobs, nodes))
         notes = Counter(_grade(run, ledger, grader, job, found, _assumed(scenario, job)) for job in jobs)
         graded = notes.pop("", 0)
-        every = len(jobs) - notes.pop(NOTHING, 0)
+        every = len(jobs) - notes.pop(None, 0)
         words = _graded(graded, every, truth)
-        why = ", ".join(sorted(notes)[:3])
+        why = ", ".join(sorted(filter(None, notes))[:3])
         if notes:
             words += f"; not graded ({sum(notes.values())} of {every}): {why}"
         ledger.set_grading({row["name"]: GRADED for row in ledger.attacks() if row["name"] not in LIMITS})
@@ -93,7 +93,7 @@ def _graded(some: int, every: int, truth: TesterTruth) -> str:
 
 def _doubts(run: Run, ledger: Ledger, scenario: Scenario, found: Found) -> str:
     """What speaks against this truth, by the updates that it should give; empty if nothing does."""
-    fits, digests = ledger.meta().get("training_fits") != "False", {}
+    fits, digests = ledger.training_fits is not False, {}
     for o in ledger.observations():
         digests[o["round"], o["client"]] = o["digest"]
     doubts: list[str] = []
@@ -123,24 +123,24 @@ def _no_truth(truth: TesterTruth, jobs: list[Ungraded], nodes: Mapping[int, str]
 
 def _grade(
     run: Run, ledger: Ledger, grader: Grader, job: Ungraded, found: Mapping[tuple[int, int], Batch | None], assumed: int
-) -> str:
-    """Write one job's scores, or take those of an earlier truth back; returns why there are none, or nothing.
+) -> str | None:
+    """Write one job's scores, or take those of an earlier truth back; returns why not, None if nothing came back.
 
     Args:
         assumed: how many examples the attack took the client to have.
     """
-    why = ""
+    why: str | None = ""
     try:
         tensors = run.read_reconstruction(job.round, job.client, job.attack)
     except TapeError:
-        tensors, why = {}, NOTHING if job.status in EMPTY_HANDED else "the attack left no file"
+        tensors, why = {}, None if job.status in EMPTY_HANDED else "the attack left no file"
     own = found[job.round, job.client]
     result = Reconstruction(tensors.get("x"), tensors.get("y"), math.nan, 0, job.seconds, _status(job.status))
-    if why or own is None or not len(own.y):
+    if why != "" or own is None or not len(own.y):
         against = None if job.attack in BASELINES else job.other
-        rows = ungraded_rows(job.attack, job.round, job.client, result, assumed, against)
+        rows = ungraded_rows(job.attack, job.round, job.client, result, assumed, against, grader.modality.main.metric)
         ledger.ungrade(job.id, [row for row in rows if row.metric != OBJECTIVE])
-        return why or f"no truth of client {job.client} in round {job.round}"
+        return f"no truth of client {job.client} in round {job.round}" if why == "" else why
     example, rows = paired(grader, job.attack, job.round, job.client, result, own)
     other = None if job.other is None or job.attack in BASELINES else found[job.round, job.other]
     if other is not None and job.other is not None and len(other.y):

@@ -1,12 +1,12 @@
 """Whether the truth that a tester hands in gives the updates on the tape: it grades nothing and chooses nothing."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from fedgauge.attacks.base import Observation
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import LocalTraining
 from fedgauge.client.rng import generator
@@ -23,24 +23,6 @@ ORDERS, STEPS = 16, 64
 SAME = 0.999  # cosine from which nothing can explain an update better
 SURE = 0.99  # cosine from which another brightness does
 IN_ORDER, ANY_ORDER = 0.8, 0.5  # the least cosine of a truth that is right
-
-
-@dataclass(frozen=True)
-class Explained:
-    """How well some examples give an update, and what they are.
-
-    Args:
-        words: whose examples they are, for a sentence.
-        cosine: of the update that they give with the one on the tape.
-    """
-
-    words: str
-    cosine: float
-
-    @property
-    def is_brightness(self) -> bool:
-        """Whether they differ in brightness, which another local training may look like."""
-        return self.words.endswith("brightness")
 
 
 def chosen(found: Found) -> list[tuple[int, int]]:
@@ -64,33 +46,29 @@ def doubt(fed: Federation, seen: Observation, found: Found, fits: bool) -> str:
     said = f"the truth of client {seen.client} does not give its update of round {seen.round} (cosine {cosine:.2f})"
     if cosine >= SAME:
         return ""
-    others = [Explained(words, _cosine(fed, seen, batch)) for words, batch in _others(fed, seen, own, found)]
-    likely = [e for e in others if e.cosine >= SURE or not e.is_brightness]
-    best = max(likely, key=lambda e: e.cosine, default=None)
-    if best is not None and 1 - best.cosine < (1 - cosine) / 2:
-        return f"{said}: {best.words} do (cosine {best.cosine:.2f})"
+    others = [(_cosine(fed, seen, batch), words, subtle) for words, batch, subtle in _others(fed, seen, own, found)]
+    likely = [(cosine, words) for cosine, words, subtle in others if cosine >= SURE or not subtle]
+    better, words = max(likely, key=lambda other: other[0], default=(-1.0, ""))
+    if 1 - better < (1 - cosine) / 2:
+        return f"{said}: {words} do (cosine {better:.2f})"
     if fits and not _is_noisy(fed) and cosine < (ANY_ORDER if _draws_order(fed) else IN_ORDER):
         return f"{said}: is it another client's, another scale, another round, or is the local training not as [[chain]] says?"
     return ""
 
 
-def _others(fed: Federation, seen: Observation, own: Batch, found: Found) -> Iterator[tuple[str, Batch]]:
-    """Other examples that would show a mistake: other clients' and rounds', and other pixels."""
+def _others(fed: Federation, seen: Observation, own: Batch, found: Found) -> Iterator[tuple[str, Batch, bool]]:
+    """Other examples that would show a mistake, and whether another local training may look like them."""
     for kind in ("client", "round"):
-        named: list[tuple[str, Batch]] = []
+        named: list[tuple[str, Batch, bool]] = []
         for (round, client), batch in sorted(found.items(), key=lambda item: item[0]):
             here = round == seen.round if kind == "client" else client == seen.client
             if batch is None or not here or (round, client) == (seen.round, seen.client) or _same(batch, own):
                 continue
             words = f"those of client {client}" if kind == "client" else f"those of its round {round}"
-            named.append((words, batch))
+            named.append((words, batch, False))
         yield from named[:MOST_OTHERS]
-    if len(fed.shards.dataset.shape) == 3:
-        yield "these with black and white exchanged", Batch(1 - own.x, own.y)
-        yield "these at half the brightness", Batch(own.x / 2, own.y)
-        yield "these at twice the brightness", Batch(own.x * 2, own.y)
-        if own.x.shape[1] == 3:
-            yield "these with the colours' order reversed", Batch(own.x.flip(1), own.y)
+    for mistake in modality_of(fed.shards.dataset).mistaken(own.x):
+        yield mistake.words, Batch(mistake.x, own.y), mistake.subtle
 
 
 def _same(one: Batch, other: Batch) -> bool:

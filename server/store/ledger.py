@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.server.store import typed_rows
 from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.store.ledger_reads import LedgerReads
 from fedgauge.server.store.ledger_types import (
     DEPLOYMENT,
     DEVICES,
@@ -23,7 +22,7 @@ from fedgauge.server.store.ledger_writes import JobQueue
 _MOST_DEVICES = 1 << 16  # letters of JSON: some hundred devices
 
 
-class Ledger(JobQueue, LedgerReads):
+class Ledger(JobQueue):
     """One run's ledger: what happened in its rounds, with the queue of attacks and all queries."""
 
     def set_meta(self, **values: str) -> None:
@@ -43,6 +42,11 @@ class Ledger(JobQueue, LedgerReads):
         if not re.fullmatch(r"\d{1,7}", rounds := facts.get("rounds", "0")):
             raise LedgerError(f"{self.path} is damaged: expected a number of rounds, got {rounds!r:.60}")
         return facts
+
+    @property
+    def training_fits(self) -> bool | None:
+        """Whether the local training that the audit of a foreign app assumes explains its first update; None: not known."""
+        return {"True": True, "False": False}.get(self.meta().get("training_fits", ""))
 
     @property
     def deployed(self) -> bool:

@@ -4,19 +4,42 @@ import sqlite3
 from collections.abc import Iterator
 from typing import Literal
 
+from fedgauge.attacks.grading.knowledge_card import SEPARATOR
 from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, wrong_client
-from fedgauge.attacks.modality.registry import BASELINES
+from fedgauge.attacks.modality.base import Modality
+from fedgauge.attacks.modality.registry import BASELINES, MODALITIES, modality_compared_by, modality_measured
 from fedgauge.attacks.plan import LIMITS, PlannedAttack
-from fedgauge.server.store.ledger_connection import LedgerFile
-from fedgauge.server.store.ledger_types import DEPLOYMENT, UNGRADED, ScoreRow, planned_of
+from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
+from fedgauge.server.store.ledger_types import DEPLOYMENT, MAIN_METRIC, UNGRADED, ScoreRow, planned_of
 
 _CARDS = 200  # times the file's bytes: every row of scores repeats its attack's card
 # an attack's card: what was agreed, then what was found
-_CARD = "a.knowledge || coalesce('; ' || a.training, '') || coalesce('; ' || a.grading, '')"
+_CARD = f"a.knowledge || coalesce('{SEPARATOR}' || a.training, '') || coalesce('{SEPARATOR}' || a.grading, '')"
 
 
 class LedgerReads(LedgerFile):
     """Queries that change nothing."""
+
+    _modality: type[Modality] | None = None  # as the ledger names it, which never changes
+
+    @property
+    def modality(self) -> type[Modality]:
+        """The kind of the run's data; LedgerError if it is not known here. A ledger of an older fedgauge does not name it."""
+        if self._modality is not None:
+            return self._modality
+        named = self._db.execute("SELECT value fact FROM meta WHERE key = ?", (MAIN_METRIC,)).fetchone()
+        if named is None:
+            mains = [modality.main.metric for modality in MODALITIES.values()]
+            found = "SELECT column1 metric FROM (VALUES {}) WHERE EXISTS (SELECT 1 FROM scores WHERE metric = column1)"
+            rows = self._db.execute(found.format(", ".join(["(?)"] * len(mains))), mains)
+            return modality_measured([row["metric"] for row in rows])
+        self._modality = modality_compared_by(named["fact"])
+        if self._modality is None:
+            raise LedgerError(
+                f"{self.path}: its attacks are compared by {named['fact']!r:.60}, which no kind of data known here has; load the "
+                "package that adds it"
+            )
+        return self._modality
 
     def errors(self) -> list[str]:
         """The distinct errors of failed jobs."""
@@ -70,16 +93,16 @@ class LedgerReads(LedgerFile):
         """The attacks as they were planned, in order; LedgerError if one cannot be read."""
         return {row["name"]: planned_of(row["planned"], self.path) for row in self.attacks()}
 
-    def so_far(self, metric: str, cap: float) -> tuple[float | None, float | None]:
-        """Best and mean value of the attacks, without baselines and limits; the mean caps each value. None before the first."""
+    def best_so_far(self) -> float | None:
+        """The highest main metric that an attack has reached, baselines and limits left out; None before the first."""
         others = (*BASELINES, *LIMITS)
         query = (
-            "SELECT max(s.value) best, avg(min(s.value, ?)) mean FROM scores s JOIN jobs j ON j.id = s.job_id"
+            "SELECT max(s.value) best FROM scores s JOIN jobs j ON j.id = s.job_id"
             " JOIN attacks a ON a.id = j.attack_id WHERE s.metric = ? AND s.attack = a.name"
             f" AND s.value IS NOT NULL AND a.name NOT IN ({', '.join('?' * len(others))})"
         )
-        best, mean = self._db.execute(query, (cap, metric, *others)).fetchone()
-        return best, mean
+        best: float | None = self._db.execute(query, (self.modality.main.metric, *others)).fetchone()["best"]
+        return best
 
     def scores(self, metric: str | None = None) -> Iterator[sqlite3.Row]:
         """Score rows in a stable order: round, client, attack, example, metric, value, status, seconds, knowledge."""
@@ -118,11 +141,11 @@ class LedgerReads(LedgerFile):
         query = (
             f"SELECT s.round, s.client, {own}, s.example, s.metric, s.status, s.value"
             f" {of} WHERE j.finished > ?1 AND s.metric != ?2"
-            f" UNION ALL SELECT s.round, s.client, {own}, {WHOLE_BATCH}, 'psnr', '{UNGRADED}', NULL"
+            f" UNION ALL SELECT s.round, s.client, {own}, {WHOLE_BATCH}, ?3, '{UNGRADED}', NULL"
             f" {of} WHERE {blind} AND j.finished > ?1 AND s.metric = ?2"
             " AND j.graded IS NULL AND NOT EXISTS (SELECT 1 FROM scores g WHERE g.job_id = j.id AND g.metric != s.metric)"
         )
-        rows = self._db.execute(query, (finished, OBJECTIVE))
+        rows = self._db.execute(query, (finished, OBJECTIVE, self.modality.main.metric))
         rows.row_factory = self._tuple  # a large run has many
         yield from rows
 

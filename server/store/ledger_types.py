@@ -14,6 +14,7 @@ DEPLOYMENT = "deployment"  # the run's mode, if it is not a simulation
 STARTED = (
     "flower_run_from_round_"  # prefix in the meta table: Flower's number for a deployment's training from that round on
 )
+MAIN_METRIC = "main_metric"  # key in the meta table: the metric by which the attacks are compared
 EMPTY = "empty"  # key in the meta table: why a run that has all its rounds has failed, as no client gave any update
 ROUND_NOTE = (
     "note_on_round_"  # prefix in the meta table: what stood out in that round's replies; only of the first such rounds

@@ -7,8 +7,10 @@ from dataclasses import fields
 
 from fedgauge.attacks.engine.devices import Numerics
 from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, ScoreRecord
+from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.plan import AttackPlan
-from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
+from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_reads import LedgerReads
 from fedgauge.server.store.ledger_types import (
     Lease,
     Progress,
@@ -34,7 +36,7 @@ def _sent(digest: str | None) -> str:
     return (digest or "").rpartition(":")[0]
 
 
-class JobQueue(LedgerFile):
+class JobQueue(LedgerReads):
     """The ledger's jobs: each is one attack on one client's update in one round."""
 
     def add_attacks(
@@ -209,10 +211,11 @@ class JobQueue(LedgerFile):
 
     def fail(self, lease: Lease, error: str) -> None:
         """Mark a wave's jobs failed, each with a score row that says so."""
+        metric = MEMBER if lease.attack.tells_members else self.modality.main.metric
         with self._transaction() as db:
             for job, client in zip(lease.jobs, lease.clients, strict=True):
                 db.execute(f"UPDATE jobs SET state = 'failed', error = ?, {_END} WHERE id = ?", (error, job))
-                row = ScoreRecord(lease.round, client, lease.attack.name, WHOLE_BATCH, "psnr", None, "failed", 0.0)
+                row = ScoreRecord(lease.round, client, lease.attack.name, WHOLE_BATCH, metric, None, "failed", 0.0)
                 self._write_scores(db, job, [row])
 
     def retry_ended(self, statuses: Collection[str], wave: int) -> tuple[int, int]:

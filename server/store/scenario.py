@@ -3,7 +3,6 @@
 Clients are sent its protocol part; the plan of attack, the strategy and the tape options stay with the server.
 """
 
-import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -21,7 +20,7 @@ from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.malicious.targeting import TargetedServerAttack
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.plan import AttackPlan
+from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, Table, call, check_arguments, coerce, with_absolute_paths
 from fedgauge.client.federation import DATASET, Federation
@@ -297,11 +296,9 @@ def _agreed(malicious: Table, honest: Table) -> Table:
 
 
 def _limits(federation: Federation, modality: type[Modality]) -> Sequence[str]:
-    """The limits that run beside the attacks: those of the examples' kind, under a known noise."""
-    if not modality.limits:
-        return ()
+    """The limits that run beside the attacks, under a known noise: those of the examples' kind, and of membership."""
     noise = known_noise(federation.as_seen(federation.chain, len(federation.protocol.groups(1)[0])))
-    return modality.limits if noise else ()
+    return (*modality.limits, MEMBERSHIP_LIMIT) if noise else ()
 
 
 def _absolute_paths(tables: Table) -> Table:
@@ -335,8 +332,8 @@ def apply_setting(tables: dict[str, Any], setting: str) -> None:
     if not separator or not path:
         raise SpecError(f"--set {setting}: expected table.key=value")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = toml_text.parse(f"value = {text}".encode())["value"]
+    except (tomllib.TOMLDecodeError, UnicodeEncodeError):
         value = text
     *parents, last = path.strip().split(".")
     here: Any = tables
@@ -397,12 +394,13 @@ def _shorten(tables: dict[str, Any], rounds: int) -> tuple[int, ...]:
 
 def _as_set(message: str, settings: Sequence[str]) -> str:
     """A message about a table of a list; if a setting changed that table, it is named as in the setting, which counts from 0."""
-    place = re.match(r"\[\[(\w+)\]\] #(\d+)", message)
-    if place is None:
-        return message
-    name = f"{place[1]}.{int(place[2]) - 1}"
-    named = any(re.match(rf"\s*{re.escape(name)}\s*[.=]", setting) for setting in settings)
-    return f"{name} ({place[0]}){message[place.end() :]}" if named else message
+    for setting in settings:
+        name, _, rest = setting.partition("=")[0].strip().partition(".")
+        number = rest.partition(".")[0]
+        place = f"[[{name}]] #{int(number) + 1}" if number.isdecimal() else "a key"
+        if message.startswith((f"{place}:", f"{place} ")):
+            return f"{name}.{number} ({place}){message.removeprefix(place)}"
+    return message
 
 
 def _table(tables: Table, name: str, allowed: Sequence[str]) -> Table:

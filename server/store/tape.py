@@ -125,10 +125,14 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
             yield data[start : start + _PIECE]
 
 
-def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a run's file; TapeError names the file if it is missing, damaged, changed, or no file of ours."""
+def read_tensors(path: Path, digest: str | None = None, most: int | None = None) -> dict[str, Tensor]:
+    """The tensors of a run's file; TapeError names the file if it is missing, damaged, changed, or no file of ours.
+
+    Args:
+        most: bytes; default: what this machine can read.
+    """
     try:
-        data = run_files.read(path, most_bytes())
+        data = run_files.read(path, most_bytes() if most is None else most)
     except FileNotFoundError as error:
         raise TapeError(f"{path} is missing: was it deleted by [tape] keep, or is the run incomplete?") from error
     except OSError as error:

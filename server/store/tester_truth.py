@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.components import SpecError, Table, build, coerce, with_absolute_paths
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import DATASET
@@ -112,9 +113,12 @@ class TesterTruth:
                     f"{self.rows}: row {bad[0]} is not one of the {len(data.y)} training examples of {data.name}"
                 )
             found = batch_of(data.x, data.y, torch.tensor(rows, dtype=torch.int64))
-            return Batch(_shaped(found.x, like.shape, str(self)), found.y)
+            return Batch(_arranged(found.x, like, str(self)), found.y)
         path = _file(_files(self.folder), round, client, nodes)
-        return None if path is None else _read(path, path.stat().st_mtime_ns, like.shape)
+        if path is None:
+            return None
+        x, y = _read(path, path.stat().st_mtime_ns)
+        return Batch(_arranged(x, like, str(path)), y)
 
 
 def _text(path: Path | None) -> str | None:
@@ -135,7 +139,7 @@ def _file(
 
 
 @lru_cache(maxsize=256)
-def _read(path: Path, changed: int, shape: tuple[int, ...]) -> Batch:
+def _read(path: Path, changed: int) -> Batch:
     try:
         if path.suffix == ".npz":
             arrays = {key: torch.from_numpy(array) for key, array in read_npz(path).items()}
@@ -145,28 +149,20 @@ def _read(path: Path, changed: int, shape: tuple[int, ...]) -> Batch:
         raise TruthError(f"{path} cannot be read as the truth: {error}") from error
     if missing := [key for key in ("x", "y") if key not in arrays]:
         raise TruthError(f"{path} has no {missing[0]!r} (it has: {', '.join(sorted(arrays)) or 'nothing'})")
-    x, y = _shaped(arrays["x"], shape, str(path)), arrays["y"].long()
+    x, y = arrays["x"], arrays["y"].long()
     if len(x) != len(y):
         raise TruthError(f"{path} has {len(x)} examples x and {len(y)} labels y")
     return Batch(x, y)
 
 
-def _shaped(x: Tensor, shape: tuple[int, ...], where: str) -> Tensor:
-    """Examples in the audit's layout: images (B, C, H, W) in [0, 1], from (B, H, W) or (B, H, W, C), too."""
-    if len(shape) == 3:
-        x = x[:, None] if x.dim() == 3 else x
-        if tuple(x.shape[1:]) != shape and x.dim() == 4 and (x.shape[3], *x.shape[1:3]) == shape:
-            x = x.permute(0, 3, 1, 2)
-        if x.dtype == torch.uint8 and x.any() and int(x.max()) == 1:
-            raise TruthError(f"{where}: pixels of 0 and 1 as uint8, whose white is 255: write floats, or 0 and 255")
-        x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
-        if len(x) and not (float(x.min()) >= 0 and float(x.max()) <= 1):
-            raise TruthError(
-                f"{where}: expected pixels as uint8 or in [0, 1], before any normalisation, got {float(x.min()):.3g} to "
-                f"{float(x.max()):.3g}"
-            )
-    if tuple(x.shape[1:]) != shape:
-        raise TruthError(f"{where} has examples of shape {tuple(x.shape[1:])}; the audit's have {shape}")
+def _arranged(x: Tensor, like: Dataset, where: str) -> Tensor:
+    """Examples in the audit's layout."""
+    try:
+        x = modality_of(like).arranged(x)
+    except ValueError as error:
+        raise TruthError(f"{where}: {error}") from error
+    if tuple(x.shape[1:]) != like.shape:
+        raise TruthError(f"{where} has examples of shape {tuple(x.shape[1:])}; the audit's have {like.shape}")
     return x.contiguous()
 
 

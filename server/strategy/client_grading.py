@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord, has_images
+from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord, has_images, wrong_client
 from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import STARTED, UNGRADED, Ungraded, sanitised
@@ -152,17 +152,18 @@ class ClientGrader:
     def _settle(self, job: Ungraded, size: int, replies: Mapping[int, GradingReply], final: bool) -> None:
         """Write a job's scores once its answers have come, or no more can come."""
         attack, other = job.attack, _other(job)
-        graders = {job.client: attack} | ({} if other is None else {other: f"wrong_client({attack})"})
+        graders = {job.client: attack} | ({} if other is None else {other: wrong_client(attack)})
         if not final and any(client not in replies for client in graders):
             return
         rows: list[ScoreRecord] = []
+        metric = self.ledger.modality.main.metric
         for client, name in graders.items():
             reply = replies.get(client, GradingReply(otherwise="it was not connected"))
             values: Iterable[tuple[int, float | None]] = enumerate(reply.psnr.get(name, ()))
             status = job.status
             if reply.reason(name):
                 values, status = [(WHOLE_BATCH, None)], UNGRADED
-            rows += [ScoreRecord(job.round, client, name, i, "psnr", v, status, job.seconds) for i, v in values]
+            rows += [ScoreRecord(job.round, client, name, i, metric, v, status, job.seconds) for i, v in values]
         reply = replies.get(job.client, GradingReply(otherwise="it was not connected"))
         reason = reply.reason(attack)
         self.ledger.grade(job.id, rows, reason, None if reason else reply.precision)
@@ -221,7 +222,7 @@ def _questions(jobs: Sequence[tuple[Ungraded, Tensor]]) -> dict[int, dict[str, T
                 questions[job.client][job.attack] = x
     for job, x in jobs:
         if (other := _other(job)) is not None:
-            questions[other][f"wrong_client({job.attack})"] = x
+            questions[other][wrong_client(job.attack)] = x
     return questions
 
 

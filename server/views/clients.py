@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER, LABELS
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.views import formatting
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Floats
@@ -27,21 +27,18 @@ def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]
     ids = sorted({client for client, _ in reading.participation})
     rounds = np.unique(rows.round).tolist()
     return {
-        "metric": metric,
-        "label": LABELS.get(metric, metric),
+        "metric": formatting.metric_facts(metric),
         "ungraded": count_ungraded(reading.scores),
         "attack": attack or "",
         "attacks": [a for a in reading.order if is_attack(a)],
-        "metrics": [{"name": m, "label": LABELS.get(m, m)} for m in reading.metrics],
+        "metrics": [formatting.metric_facts(m) for m in reading.metrics],
         "rounds": rounds,
         "clients": ids,
         "z": [
             [formatting.rounded(formatting.plotted_value(metric, v)) for v in row]
             for row in _worst(rows, ids, rounds, metric).tolist()
         ],
-        "lower_is_worse": not HIGHER_IS_BETTER[metric],
         "floor": _floor(reading, metric, ids),
-        "ceiling": formatting.ceiling(metric),
         "table": sorted(_table(reading, metric, attack, ids), key=lambda row: _by_leak(row, metric)),
     }
 
@@ -60,7 +57,7 @@ def _floor(reading: Reading, metric: str, ids: list[int]) -> dict[str, Any] | No
             found.append((float(np.nanmean(worst)), name))
     if not found:
         return None
-    value, name = max(found) if HIGHER_IS_BETTER[metric] else min(found)
+    value, name = max(found) if MEASURED[metric].higher_is_better else min(found)
     return {"value": formatting.rounded(value), "name": name}
 
 
@@ -73,7 +70,7 @@ def _graded(scores: Scores, metric: str, attack: str | None) -> Scores:
 
 def _worst(rows: Scores, ids: list[int], rounds: list[int], metric: str) -> Floats:
     """(clients, rounds): the value that leaks most; NaN if there is none."""
-    sign = 1 if HIGHER_IS_BETTER[metric] else -1
+    sign = MEASURED[metric].sign
     rows = rows.where(np.isin(rows.client, ids) & np.isin(rows.round, rounds))  # somebody else's ledger may lack some
     z = np.full((len(ids), len(rounds)), np.nan)
     np.fmax.at(z, (np.searchsorted(ids, rows.client), np.searchsorted(rounds, rows.round)), sign * rows.value)
@@ -87,14 +84,15 @@ def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) ->
     if attack is None:  # per example the value that leaks most; labels that the threat model gives away do not count
         labels = labels.where(np.array([a not in given for a in labels.attacks], bool)[labels.attack])
         rows, hits, labels = (
-            _worst_of_each(rows, metric),
-            _worst_of_each(hits, "identified"),
-            _worst_of_each(labels, "label_accuracy"),
+            rows.strongest(metric),
+            hits.strongest("identified"),
+            labels.strongest("label_accuracy"),
         )
     lines = []
     for client in ids:
         values, identified, restored = (k.value[k.client == client] for k in (rows, hits, labels))
-        worst = (values.max() if HIGHER_IS_BETTER[metric] else values.min()) if len(values) else None
+        place = int(np.argmax(MEASURED[metric].sign * values)) if len(values) else None
+        worst = None if place is None else values[place]
         replies = {s: reading.participation[client, s] for s in ("accepted", "rejected", "missing")}
         lines.append(
             {
@@ -102,7 +100,8 @@ def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) ->
                 "n": len(values),
                 "mean": formatting.rounded(capped(metric, values).mean()) if len(values) else None,
                 "worst": formatting.rounded(worst),
-                "exact": metric.startswith("psnr") and formatting.is_exact(worst),
+                "round": None if place is None else int(rows.round[rows.client == client][place]),
+                "exact": MEASURED[metric].cap is not None and formatting.is_exact(worst),
                 "identified": {"count": int(identified.sum()), "n": len(identified)} if len(identified) else None,
                 "labels": formatting.rounded(restored.mean()) if len(restored) else None,
                 **replies,
@@ -111,20 +110,10 @@ def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) ->
     return lines
 
 
-def _worst_of_each(rows: Scores, metric: str) -> Scores:
-    """For each example the row that leaks most."""
-    sign = 1 if HIGHER_IS_BETTER[metric] else -1
-    keys = rows.example_keys()
-    order = np.lexsort((sign * rows.value, keys))
-    last = np.append(np.diff(keys[order]) != 0, True) if len(rows) else np.zeros(0, bool)
-    return rows.where(order[last])
-
-
 def _by_leak(row: Mapping[str, Any], metric: str) -> tuple[bool, float]:
     """Worst first, clients without a value last."""
-    sign = -1 if HIGHER_IS_BETTER[metric] else 1
     value = np.inf if row["exact"] else row["worst"]
-    return (value is None, 0.0 if value is None else sign * value)
+    return (value is None, 0.0 if value is None else -MEASURED[metric].sign * value)
 
 
 def client(gallery: Gallery, client: int) -> dict[str, Any]:

@@ -2,28 +2,35 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from fedgauge.attacks.modality.image_metrics import PSNR_CAP
-from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER, LABELS
+from fedgauge.attacks.modality.base import Measured
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import describe
 from fedgauge.server.views.leakage import Leak, as_rate
 from fedgauge.server.views.roles import is_limit
 
 ENDED = {"converged": "finished"}  # an attack that ran its schedule to the end is not known to have converged
-RATES = ("identified",)  # 0 or 1 per example, so no worst case, and Wilson intervals
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """A number to `digits` decimals, infinity as ∞, a missing one as a dash."""
+def number(value: float | None, digits: int | None = 3) -> str:
+    """A number to `digits` decimals (None: three significant digits), infinity as ∞, a missing one as a dash."""
     if value is None or math.isnan(value):
         return "–"
-    return ("−∞" if value < 0 else "∞") if math.isinf(value) else f"{value:.{digits}f}"
+    if math.isinf(value):
+        return "−∞" if value < 0 else "∞"
+    return f"{value:.3g}" if digits is None else f"{value:.{digits}f}"
 
 
 def decibel(value: float | None) -> str:
     """A PSNR."""
     return number(value, 1)
+
+
+def in_unit(value: float | None, by: Measured) -> str:
+    """A metric's value with its unit."""
+    return f"{number(value, by.digits)} {by.unit}".strip()
 
 
 def percent(value: float | None) -> str:
@@ -43,7 +50,8 @@ def rounded(value: float | None) -> float | None:
 
 def plotted_value(metric: str, value: float | None) -> float | None:
     """The value to draw: the infinite PSNR of an exact hit is drawn at the cap, as it would flatten all others."""
-    return min(value, PSNR_CAP) if metric.startswith("psnr") and value is not None else value
+    cap = MEASURED[metric].cap
+    return value if value is None or cap is None else min(value, cap)
 
 
 def is_exact(value: float | None) -> bool:
@@ -51,16 +59,10 @@ def is_exact(value: float | None) -> bool:
     return value is not None and math.isinf(value)
 
 
-CLEAR = 40.0  # dB: beyond it the eye sees no difference
-
-
-def ceiling(metric: str) -> float:
-    """The value from which on more leakage is not seen: the end of a colour scale that is the same for all runs."""
-    if metric.startswith("psnr"):
-        return CLEAR
-    if not HIGHER_IS_BETTER[metric]:
-        return 0.0
-    return 100.0 if "%" in LABELS.get(metric, "") else 1.0
+def metric_facts(metric: str) -> dict[str, Any]:
+    """What a metric is, for the page's scripts."""
+    measured = MEASURED[metric]
+    return {"name": metric, **{f.name: getattr(measured, f.name) for f in fields(Measured)}}
 
 
 def component(table: Mapping[str, Any]) -> str:
@@ -89,17 +91,18 @@ def scenario_line(tables: Mapping[str, Any]) -> str:
 
 def interval_label(leak: Leak) -> tuple[float | None, float | None]:
     """A mean's 95 % interval: Wilson's for a rate, clustered by client for other metrics."""
-    return as_rate(leak).interval if leak.metric in RATES else (leak.low, leak.high)
+    return as_rate(leak).interval if MEASURED[leak.metric].rate else (leak.low, leak.high)
 
 
 def point_label(leak: Leak) -> str:
     """The label of a point in a figure."""
     low, high = interval_label(leak)
-    digits = 1 if leak.metric.startswith("psnr") or "%" in LABELS.get(leak.metric, "") else 3
+    measured = MEASURED[leak.metric]
+    digits = measured.digits
     if is_limit(leak.attack):
         return number(leak.mean, digits)
     within = "" if low is None else f" ({number(low, digits)} to {number(high, digits)})"
-    worst = "" if leak.metric in RATES else f", worst case {number(leak.best, digits)}"
+    worst = "" if measured.rate else f", worst case {number(leak.best, digits)}"
     lost = f", {sum(leak.failed.values())} failed" if leak.failed else ""
     hidden = f", {leak.ungraded} not graded" if leak.ungraded else ""
     return f"{number(leak.mean, digits)}{within}{worst}, n = {leak.n}{lost}{hidden}"

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.attacks.modality.base import Mark, Modality
-from fedgauge.attacks.modality.images import ImageModality
-from fedgauge.attacks.modality.registry import modality_measured, modality_of
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.images import Shards
 from fedgauge.server.store.ledger_types import UNGRADED
@@ -45,7 +44,7 @@ class Query:
 
 @dataclass(frozen=True, eq=False)
 class AttackedExamples:
-    """The attacked examples, as columns (N,): where they are, and the attacks' best PSNR (NaN: no image)."""
+    """The attacked examples, as columns (N,): where they are, and the attacks' best value (NaN: none)."""
 
     round: Ints
     client: Ints
@@ -69,7 +68,7 @@ class Tile:
 
     Args:
         image: a data URI, or None with the reason in note.
-        psnr: the main metric (of text, ROUGE-1); None if there is no value, or if it is infinite, which `exact` says.
+        value: the main metric; None if there is no value, or if it is infinite, which `exact` says.
         label: the label that the attack claims, as text; empty if it claims none.
         trace: whether its iterations were kept.
         words: of text, each token and whether it is right, misplaced or wrong.
@@ -77,7 +76,7 @@ class Tile:
 
     attack: str
     image: str | None
-    psnr: float | None
+    value: float | None
     exact: bool
     note: str
     label: str = ""
@@ -152,7 +151,7 @@ class Gallery:
     @property
     def kind(self) -> Literal["image", "text"]:
         """How what was attacked is shown."""
-        return (self.modality or modality_measured(self.reading.scores.metrics)).shown_as
+        return (self.modality or self.reading.scores.modality).shown_as
 
     @cached_property
     def modality(self) -> Modality | None:
@@ -163,16 +162,16 @@ class Gallery:
             return None
 
     @cached_property
-    def psnr(self) -> Scores:
-        """The attacks' score rows of the main metric: PSNR, or ROUGE-1 of text."""
-        psnr = self.reading.scores.of_metric(self.reading.scores.measure.metric)
-        return psnr.where(np.array([is_attack(a) for a in psnr.attacks], bool)[psnr.attack])
+    def scores(self) -> Scores:
+        """The attacks' score rows of the main metric."""
+        scores = self.reading.scores.of_metric(self.reading.scores.measure.metric)
+        return scores.where(scores.by_attacks)
 
     @cached_property
     def cells(self) -> set[tuple[int, str]]:
         """Every (round, attack) that has scores."""
-        pairs = np.unique(np.stack([self.psnr.round, self.psnr.attack]), axis=1).T.tolist()
-        return {(round, self.psnr.attacks[attack]) for round, attack in pairs}
+        pairs = np.unique(np.stack([self.scores.round, self.scores.attack]), axis=1).T.tolist()
+        return {(round, self.scores.attacks[attack]) for round, attack in pairs}
 
     @cached_property
     def rounds(self) -> list[int]:
@@ -180,18 +179,18 @@ class Gallery:
         return sorted({round for round, _ in self.cells})
 
     def outcomes(self, round: int, attack: str) -> Mapping[tuple[int, int], tuple[float, str]]:
-        """PSNR (NaN: none) and status by (client, example); WHOLE_BATCH stands for a whole batch."""
+        """Main metric (NaN: none) and status by (client, example); WHOLE_BATCH stands for a whole batch."""
         return self.reading.view(("outcomes", round, attack), lambda: self._outcomes(round, attack))
 
     def _outcomes(self, round: int, attack: str) -> dict[tuple[int, int], tuple[float, str]]:
-        rows = self.psnr.of_attack(attack)
+        rows = self.scores.of_attack(attack)
         rows = rows.where(rows.round == round)
         columns = (rows.client, rows.example, rows.value, rows.status)
         return {(c, e): (v, rows.statuses[s]) for c, e, v, s in zip(*(k.tolist() for k in columns), strict=True)}
 
     def attacked(self, attack: str | None = None) -> AttackedExamples:
         """Every attacked example, by one attack or by any, in order."""
-        rows = self.psnr if attack is None else self.psnr.of_attack(attack)
+        rows = self.scores if attack is None else self.scores.of_attack(attack)
         whole = rows.example == WHOLE_BATCH
         lost = rows.where(whole)  # stands for each example of its batch
         sizes = [self._batch(key) for key in zip(lost.round.tolist(), lost.client.tolist(), strict=True)]
@@ -251,7 +250,7 @@ class Gallery:
     @property
     def _labelled(self) -> bool:
         """Whether the truth is on this machine and each example has one label."""
-        return self.shards is not None and self.shards.dataset.y.dim() == 1
+        return self.shards is not None and self.shards.dataset.labelled
 
     @staticmethod
     def _sorted(examples: AttackedExamples, sort: Sort) -> AttackedExamples:
@@ -314,7 +313,7 @@ class Gallery:
             batch = self.reading.tester_truth(round, client)
             if batch is None or example >= len(batch.y):
                 return None, None
-            return (batch.x[example], int(batch.y[example]) if batch.y.dim() == 1 else None), None
+            return (batch.x[example], int(batch.y[example]) if batch.labelled else None), None
         rows = self.rows_at(round, client)
         if example >= len(rows):
             return None, None
@@ -325,16 +324,16 @@ class Gallery:
         outcomes = self.outcomes(round, attack)
         fallback = (math.nan, "not attacked")
         value, status = outcomes.get((client, example)) or outcomes.get((client, WHOLE_BATCH)) or fallback
-        shown, exact, unit = formatting.rounded(value), formatting.is_exact(value), self.reading.scores.measure.unit
+        shown, exact, main = formatting.rounded(value), formatting.is_exact(value), self.reading.scores.measure
         if math.isnan(value) and status != UNGRADED:
             return Tile(attack, None, shown, exact, formatting.status_words(status))
-        note = self._ungraded(round, client, attack) if math.isnan(value) else f"{formatting.decibel(value)} {unit}"
+        note = self._ungraded(round, client, attack) if math.isnan(value) else formatting.in_unit(value, main)
         tensors = reconstruction(self.reading.run, round, client, attack)
         if isinstance(tensors, str):
             return Tile(attack, None, shown, exact, f"file {tensors}; {note}")
         # the file may hold sentences, which no score row shows here, or fewer images than the client claims to have
         x = tensors.get("x")
-        if x is None or not (self.modality or ImageModality).holds(x) or example >= len(x):
+        if x is None or not (self.modality or self.reading.scores.modality).holds(x) or example >= len(x):
             return Tile(attack, None, shown, exact, note if status == UNGRADED else f"file damaged; {note}")
         label = self._label(tensors.get("y"), round, client, example, attack)
         traced = "trace_x" in tensors
@@ -371,7 +370,7 @@ def worst_cases(gallery: Gallery, count: int) -> list[dict[str, Any]]:
         key = (client, rows[example]) if example < len(rows) else (round, client, example)
         if key not in found:
             card = asdict(gallery.card(round, client, example))
-            values = [math.inf if tile["exact"] else tile["psnr"] or -math.inf for tile in card["tiles"]]
+            values = [math.inf if tile["exact"] else tile["value"] or -math.inf for tile in card["tiles"]]
             found[key] = {**card, "tiles": [card["tiles"][int(np.argmax(values))]]}
         if len(found) == count:
             break

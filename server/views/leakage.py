@@ -1,16 +1,15 @@
-"""How much each attack brought back: by round, over all rounds, and beside the best baseline and the accuracy."""
+"""How much each attack brought back: by round, and over all rounds."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints, Rate, clustered_interval
-from fedgauge.server.views.roles import attack_order, is_attack, is_baseline
 from fedgauge.server.views.scores import Scores, capped
 
 
@@ -23,7 +22,7 @@ class Leak:
         n: graded examples (for label_accuracy: batches).
         failed: rows without a value, by status; no mean counts them.
         ungraded: reconstructions that a deployment's clients did not grade, each of a whole batch; not among the failed.
-        mean, low, high: mean and 95 % t interval, clustered by client; PSNR capped at PSNR_CAP. None if there is
+        mean, low, high: mean and 95 % t interval, clustered by client; PSNR capped. None if there is
             nothing to average, or there are fewer than two clients for an interval.
         median: of uncapped values.
         best: the worst case for the client, uncapped: the value that leaks most.
@@ -50,21 +49,21 @@ def leakage(scores: Scores, metric: str) -> list[Leak]:
     Raises:
         ValueError: this version of fedgauge does not know the metric.
     """
-    if metric not in HIGHER_IS_BETTER:
-        raise ValueError(f"unknown metric {metric!r} (there are: {', '.join(HIGHER_IS_BETTER)})")
+    if metric not in MEASURED:
+        raise ValueError(f"unknown metric {metric!r} (there are: {', '.join(MEASURED)})")
     return [*leakage_by_round(scores, metric), *leakage_of_all(scores, metric)]
 
 
 def leakage_by_round(scores: Scores, metric: str) -> list[Leak]:
     """One Leak for each (round, attack), by round."""
-    chosen, higher = scores.of_metric(metric), HIGHER_IS_BETTER[metric]
-    return [_leak(part, metric, higher, int(part.round[0])) for part in _groups(chosen, (chosen.attack, chosen.round))]
+    chosen = scores.of_metric(metric)
+    return [_leak(part, metric, int(part.round[0])) for part in _groups(chosen, (chosen.attack, chosen.round))]
 
 
 def leakage_of_all(scores: Scores, metric: str) -> list[Leak]:
     """One Leak for each attack, over all rounds."""
-    chosen, higher = scores.of_metric(metric), HIGHER_IS_BETTER[metric]
-    return [_leak(part, metric, higher, None) for part in _groups(chosen, (chosen.attack,))]
+    chosen = scores.of_metric(metric)
+    return [_leak(part, metric, None) for part in _groups(chosen, (chosen.attack,))]
 
 
 def _groups(scores: Scores, keys: Sequence[Ints]) -> Iterator[Scores]:
@@ -76,7 +75,7 @@ def _groups(scores: Scores, keys: Sequence[Ints]) -> Iterator[Scores]:
             yield scores.where(rows)
 
 
-def _leak(part: Scores, metric: str, higher: bool, round: int | None) -> Leak:
+def _leak(part: Scores, metric: str, round: int | None) -> Leak:
     own = part.metric == (part.metrics.index(metric) if metric in part.metrics else -1)
     averaged = capped(metric, part.value)
     graded = own & np.isfinite(averaged)
@@ -93,7 +92,7 @@ def _leak(part: Scores, metric: str, higher: bool, round: int | None) -> Leak:
         failed=dict(sorted(failed.items())),
         mean=float(values.mean()) if some else None,
         median=_median(raw) if some else None,
-        best=float(raw.max() if higher else raw.min()) if some else None,
+        best=float(raw.max() if MEASURED[metric].higher_is_better else raw.min()) if some else None,
         low=interval[0] if interval else None,
         high=interval[1] if interval else None,
         clusters=int(np.count_nonzero(np.bincount(clients))),
@@ -132,7 +131,8 @@ class Snapshot:
         if (finished := ledger.finished()) <= self._finished:
             return set()
         touched: set[int] = set()
-        self.scores = self.scores.extended(_noting(ledger.scores_since(self._finished), touched))
+        known = replace(self.scores, modality=ledger.modality)
+        self.scores = known.extended(_noting(ledger.scores_since(self._finished), touched))
         for rounds in self._by_round.values():
             for round in touched:
                 rounds.pop(round, None)
@@ -168,66 +168,3 @@ def _noting(rows: Iterable[ScoreRow], rounds: set[int]) -> Iterator[ScoreRow]:
     for row in rows:
         rounds.add(row[0])
         yield row
-
-
-@dataclass(frozen=True)
-class RoundLeak:
-    """One attack in one attacked round, beside what it is compared with.
-
-    Args:
-        accuracy: test accuracy of the model after the round.
-        attacked_accuracy: test accuracy of the model that the clients were sent and trained in this round.
-        psnr: the attack's Leak in the main metric (of text, ROUGE-1); its mean is None if nothing was graded.
-        baseline: the Leak of the best baseline in the round; None if none is graded.
-        labels: mean label accuracy; None if the attack claims no labels.
-        identified: None if it is not graded.
-    """
-
-    round: int
-    accuracy: float | None
-    attacked_accuracy: float | None
-    attack: str
-    psnr: Leak
-    baseline: Leak | None
-    labels: float | None
-    identified: Rate | None
-
-
-def round_table(scores: Scores, ledger: Ledger) -> list[RoundLeak]:
-    """Every attacked round that has scores; attacks in the order of the plan."""
-    accuracy = {row["round"]: row["accuracy"] for row in ledger.rounds()}
-    measures = (scores.measure.metric, "label_accuracy", "identified")
-    psnr, labels, identified = (_by_round(leakage(scores, m)) for m in measures)
-    attacks = [a for a in attack_order(ledger, scores.attacks) if is_attack(a)]
-    lines = []
-    for round, by_attack in sorted(psnr.items()):
-        floor = best_of([leak for name, leak in by_attack.items() if is_baseline(name)])
-        for attack in [a for a in attacks if a in by_attack]:
-            restored, known = (leaks.get(round, {}).get(attack) for leaks in (labels, identified))
-            lines.append(
-                RoundLeak(
-                    round=round,
-                    accuracy=accuracy.get(round),
-                    attacked_accuracy=accuracy.get(round - 1),
-                    attack=attack,
-                    psnr=by_attack[attack],
-                    baseline=floor,
-                    labels=restored.mean if restored else None,
-                    identified=as_rate(known) if known and known.n else None,
-                )
-            )
-    return lines
-
-
-def _by_round(leaks: Sequence[Leak]) -> dict[int, dict[str, Leak]]:
-    by_round: dict[int, dict[str, Leak]] = {}
-    for leak in leaks:
-        if leak.round is not None:
-            by_round.setdefault(leak.round, {})[leak.attack] = leak
-    return by_round
-
-
-def best_of(leaks: Sequence[Leak]) -> Leak | None:
-    """The Leak with the highest mean; None if none has a mean."""
-    graded = [leak for leak in leaks if leak.mean is not None]
-    return max(graded, key=lambda leak: leak.mean or 0.0, default=None)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.modality.image_metrics import LPIPS_PIXELS
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_types import EMPTY, MORE_NOTED, ROUND_NOTE, USUAL_NORM, json_table
 from fedgauge.server.views.outcomes import failure
@@ -104,7 +105,7 @@ def _audit_notices(reading: Reading) -> Iterator[Notice]:
     if "uploads" in meta:
         yield f"No update can be attacked: {meta['uploads']}", ""
     if reading.ledger.foreign and meta.get("training"):
-        if meta.get("training_fits") != "True":
+        if reading.ledger.training_fits is not True:
             yield f"Whether the assumed local training is right: {meta['training']}", ""
     elif meta.get("replay", "ok") != "ok":
         yield f"The replay check did not succeed ({meta['replay']}): {meta.get('replay_detail', '')}", ""
@@ -118,10 +119,15 @@ def _flat(reading: Reading) -> Iterator[Notice]:
 
 def _data(reading: Reading) -> Iterator[Notice]:
     try:
-        shape = reading.scenario.federation.shards.dataset.shape
+        dataset = reading.scenario.federation.shards.dataset
     except SpecError as error:
         yield f"The private examples cannot be shown on this machine: {error}", ""
         return
-    perceptual = any(metric.startswith("lpips_") for metric in reading.metrics)
-    if reading.metrics and not perceptual and len(shape) == 3 and min(shape[1:]) >= LPIPS_PIXELS:
+    perceptual = {metric for metric in modality_of(dataset).measured if metric.startswith("lpips_")}
+    if (
+        reading.metrics
+        and perceptual
+        and not perceptual & {*reading.metrics}
+        and min(dataset.shape[1:]) >= LPIPS_PIXELS
+    ):
         yield "LPIPS: unavailable (no backbone weights).", ""

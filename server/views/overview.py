@@ -7,25 +7,26 @@ from dataclasses import asdict
 from typing import Any, TypeGuard
 
 from fedgauge.attacks.limits import known_noise
-from fedgauge.attacks.modality.image_metrics import PSNR_CAP
-from fedgauge.attacks.modality.registry import LABELS, modality_of
-from fedgauge.attacks.plan import describe
+from fedgauge.attacks.modality.registry import MEASURED, modality_of
+from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, describe
 from fedgauge.client.components import SpecError
+from fedgauge.client.inspection.policy import REASON
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_types import json_table
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views import formatting, server_attacks
-from fedgauge.server.views.formatting import RATES, percent, rounded
+from fedgauge.server.views.formatting import metric_facts, percent, rounded
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, as_rate
+from fedgauge.server.views.membership import RATES_SHOWN, members_sentences, membership_table, roc_curves, told_members
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import attacked_on, device_use
 from fedgauge.server.views.participation import app_clients, rounds_seen
-from fedgauge.server.views.reading import Reading, most_examples
+from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, is_baseline, is_limit, planned_attacks, role_of
-from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
-from fedgauge.server.views.ungraded import ungraded_table
+from fedgauge.server.views.strength import newest
+from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve, success_series, ungraded_table
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 
 REASONS = 40  # the most rows in a table of reasons
@@ -51,6 +52,7 @@ def overview(reading: Reading) -> dict[str, Any]:
         **figure(reading),
         "success": success(reading),
         "ungraded": ungraded(reading),
+        "membership": membership(reading),
         "thresholds": THRESHOLDS,
         "summary": [_in_short(row) for row in summary(reading)],
         "limit": limit(reading),
@@ -58,16 +60,15 @@ def overview(reading: Reading) -> dict[str, Any]:
         "knowledge": knowledge(reading),
         "replay": {"verdict": reading.meta.get("replay"), "words": reading.meta.get("replay_detail", "")},
         "participation": participation(reading),
-        "cap": PSNR_CAP,
         "measure": asdict(reading.scores.measure),
         "scenario": reading.run.scenario_text(),
         "environment": environment(reading),
     }
 
 
-def _verdict(reading: Reading) -> dict[str, str]:
+def _verdict(reading: Reading) -> dict[str, Any]:
     judged = verdict_of(reading)
-    return {"word": judged.word, "sentence": judged.sentence}
+    return {"word": judged.word, "sentences": judged.sentences}
 
 
 # ----------------------------------------------------------------------------------------------------------- progress
@@ -163,7 +164,7 @@ def figure(reading: Reading) -> dict[str, Any]:
     tested = rounds if any(r["accuracy"] is not None for r in rounds) else []
     accuracy = {"x": [r["round"] for r in tested], "y": [rounded(r["accuracy"]) for r in tested]}
     metrics = [
-        {"name": m, "label": LABELS.get(m, m), "rate": m in RATES, "series": series(m, reading.leaks(m), order)}
+        {**metric_facts(m), "series": series(m, reading.leaks(m), order), "newest": newest(reading.leaks(m))}
         for m in reading.metrics
     ]
     return {"accuracy": accuracy, "metrics": [m for m in metrics if m["series"]]}
@@ -177,7 +178,7 @@ def series(metric: str, leaks: Sequence[Leak], order: Sequence[str]) -> list[dic
             by_attack.setdefault(leak.attack, []).append(leak)
     return [
         {
-            "name": LIMIT if is_limit(attack) else attack,
+            "name": LIMIT if is_limit(attack) and attack != MEMBERSHIP_LIMIT else attack,
             "kind": role_of(attack),
             "x": [leak.round for leak in own],
             "mean": [rounded(leak.mean) for leak in own],
@@ -192,13 +193,42 @@ def series(metric: str, leaks: Sequence[Leak], order: Sequence[str]) -> list[dic
 
 
 def _has_worst_case(leak: Leak) -> bool:
-    return leak.metric not in RATES and is_attack(leak.attack)
+    return not MEASURED[leak.metric].rate and is_attack(leak.attack)
 
 
 def success(reading: Reading) -> list[dict[str, Any]]:
     """For each attack and baseline, the fraction of the examples that reaches each PSNR."""
-    curve = success_curve(reading.scores, reading.ledger, most_examples(reading.tables)) if len(reading.scores) else {}
-    return success_series(curve)
+    return success_series(success_curve(reading.scores, reading.ledger, reading.sizes))
+
+
+def membership(reading: Reading) -> dict[str, Any]:
+    """Who was in a batch: every test's numbers and ROC curve, as plain data; no rows where it was not tested."""
+    scores = reading.scores
+    rows = [
+        {
+            **asdict(row),
+            "area": rounded(row.area), "low": rounded(row.low), "high": rounded(row.high),
+            "told": [{"rate": rate, **(rate_in_numbers(told) or {})} for rate, told in row.told.items()],
+        }
+        for row in membership_table(scores, reading.order)
+    ]  # fmt: skip
+    curves = roc_curves(scores)
+    roc = [
+        {
+            "name": name,
+            "kind": role_of(name),
+            "y": [rounded(y) for y in curves[name]],
+            "hover": [percent(y) for y in curves[name]],
+        }
+        for name in reading.order
+        if name in curves
+    ]
+    return {
+        "words": " ".join(members_sentences(told_members(scores), reading.ledger)),
+        "rows": rows,
+        "roc": roc,
+        "rates": RATES_SHOWN,
+    }
 
 
 def ungraded(reading: Reading) -> dict[str, Any]:
@@ -210,19 +240,6 @@ def ungraded(reading: Reading) -> dict[str, Any]:
     }
 
 
-def success_series(curve: Mapping[str, Sequence[Rate]]) -> list[dict[str, Any]]:
-    """Success curves as the page's scripts draw them."""
-    return [
-        {
-            "name": attack,
-            "kind": role_of(attack),
-            "y": [rounded(r.fraction) for r in rates],
-            "hover": [f"{r.count} of {r.n} ({percent(r.interval[0])} to {percent(r.interval[1])})" for r in rates],
-        }
-        for attack, rates in curve.items()
-    ]
-
-
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -232,6 +249,8 @@ def summary(reading: Reading) -> list[dict[str, Any]]:
     rows = []
     for attack in reading.order:
         leaks = {m: by_attack[attack] for m, by_attack in pooled.items() if attack in by_attack}
+        if reading.scores.measure.metric not in leaks:
+            continue  # it tells members
         if is_baseline(attack) and not leaks[reading.scores.measure.metric].n:
             continue  # of an attack that gave nothing
         labels, identified = leaks.pop("label_accuracy", None), leaks.pop("identified", None)
@@ -239,7 +258,7 @@ def summary(reading: Reading) -> list[dict[str, Any]]:
             {
                 "attack": attack,
                 "kind": role_of(attack),
-                "psnr": leaks.pop(reading.scores.measure.metric),
+                "leak": leaks.pop(reading.scores.measure.metric),
                 "others": leaks,
                 "identified": as_rate(identified) if identified and identified.n else None,
                 "labels": labels if labels and labels.n else None,
@@ -249,21 +268,21 @@ def summary(reading: Reading) -> list[dict[str, Any]]:
 
 
 def _in_short(row: Mapping[str, Any]) -> dict[str, Any]:
-    psnr: Leak = row["psnr"]
+    leak: Leak = row["leak"]
     return {
         "attack": row["attack"],
         "kind": row["kind"],
-        "n": psnr.n,
-        "mean": rounded(psnr.mean),
-        "low": rounded(psnr.low),
-        "high": rounded(psnr.high),
-        "median": rounded(psnr.median),
-        "worst": rounded(psnr.best),
-        "exact": formatting.is_exact(psnr.best),
+        "n": leak.n,
+        "mean": rounded(leak.mean),
+        "low": rounded(leak.low),
+        "high": rounded(leak.high),
+        "median": rounded(leak.median),
+        "worst": rounded(leak.best),
+        "exact": formatting.is_exact(leak.best),
         "identified": rate_in_numbers(row["identified"]),
         "labels": rounded(row["labels"].mean) if row["labels"] else None,
-        "failed": ", ".join(f"{n} {formatting.status_words(status)}" for status, n in psnr.failed.items()),
-        "ungraded": psnr.ungraded,
+        "failed": ", ".join(f"{n} {formatting.status_words(status)}" for status, n in leak.failed.items()),
+        "ungraded": leak.ungraded,
     }
 
 
@@ -279,11 +298,11 @@ def limit(reading: Reading) -> dict[str, Any]:
 
     state: drawn, pending, none (without noise nothing is hidden for good), unknown (the randomness has no known density).
     """
-    planned = [row for row in reading.attacks if is_limit(row["name"])]
+    planned = [row for row in reading.attacks if is_limit(row["name"]) and row["name"] != MEMBERSHIP_LIMIT]
     if planned:
         name = planned[0]["name"]
         drawn = "mse" in reading.metrics and reading.pooled("mse").get(name) is not None
-        parts = planned[0]["knowledge"].split("; ")
+        parts = planned[0]["parts"]
         return {"state": "drawn" if drawn else "pending", "parts": parts}
     try:
         chain, dataset = reading.scenario.federation.chain, reading.scenario.federation.shards.dataset
@@ -310,7 +329,8 @@ def _privacy(reading: Reading) -> dict[str, Any]:
         scenario = reading.scenario
     except SpecError as error:
         return {"epsilon": None, "client": None, "delta": None, "words": f"No epsilon on this machine: {error}."}
-    missing = {where for (status, _), places in reading.missed.items() if status == "missing" for where in places}
+    silent = [places for (s, why), places in reading.missed.items() if s == "missing" and not why.startswith(REASON)]
+    missing = {where for places in silent for where in places}  # who withholds may have computed an update first
     replies = [(round, client) for round, client in reading.sizes if (client, round) not in missing]
     seen = rounds_seen(scenario.protocol, replies)
     each, secret = {c: len(rounds) for c, rounds in seen.items()}, not reading.ledger.deployed
@@ -326,7 +346,7 @@ def _privacy(reading: Reading) -> dict[str, Any]:
 def knowledge(reading: Reading) -> dict[str, Any]:
     """What all attackers knew, and the knowledge card of each attack; baselines and limits last."""
     attacks = reading.attacks
-    real = [row["knowledge"].split("; ") for row in attacks if is_attack(row["name"])]
+    real = [row["parts"] for row in attacks if is_attack(row["name"])]
     shared = [part for part in (real[0] if real else []) if all(part in other for other in real)]
     planned = planned_attacks(reading.ledger)
     cards = [
@@ -334,8 +354,8 @@ def knowledge(reading: Reading) -> dict[str, Any]:
             "name": row["name"],
             "kind": role_of(row["name"]),
             "component": describe(planned[row["name"]].table),
-            "parts": row["knowledge"].split("; "),
-            "own": [part for part in row["knowledge"].split("; ") if part not in shared],
+            "parts": row["parts"],
+            "own": [part for part in row["parts"] if part not in shared],
             "seed": row["seed"],
         }
         for row in attacks

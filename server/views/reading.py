@@ -5,11 +5,13 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from threading import Lock
 from typing import Any, Literal, TypeVar
 
 from xxhash import xxh3_64_hexdigest
 
+from fedgauge.attacks.grading.knowledge_card import SEPARATOR
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.local_data import may_download
@@ -17,13 +19,14 @@ from fedgauge.client.protocol import MOST_CLIENTS, MOST_ROUNDS
 from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_connection import LedgerChanged, LedgerError
-from fedgauge.server.store.ledger_types import EMPTY
+from fedgauge.server.store.ledger_connection import LedgerChanged, LedgerError, reads_again
+from fedgauge.server.store.ledger_types import EMPTY, Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tester_truth import TesterTruth
+from fedgauge.server.views.formatting import chain, component, is_exact, rounded
 from fedgauge.server.views.leakage import Leak, Snapshot
-from fedgauge.server.views.roles import attack_order
+from fedgauge.server.views.roles import attack_order, is_attack
 from fedgauge.server.views.scores import Scores, known_metrics
 
 State = Literal["training", "attacking", "complete", "attacks waiting", "attacks failed", "interrupted", "failed"]
@@ -90,7 +93,24 @@ def _check_shapes(tables: Mapping[str, Any]) -> None:
             coerce(table[key], kind, key)
 
 
-class Reading:
+class LedgerReading:
+    """What has been read of a ledger so far: it asks only for what is new."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.snapshot = Snapshot()
+        self.progress = Progress()
+        self.meta: Mapping[str, str] = {}
+        self.rounds: dict[int, Mapping[str, Any]] = {}
+
+    def read(self) -> set[int]:
+        """Read what is new, all of one moment (`Ledger.snapshot`); returns the rounds whose scores it changes."""
+        self.meta, self.progress = self.ledger.meta(), self.ledger.progress()
+        self.rounds |= {row["round"]: dict(row) for row in self.ledger.rounds_since(max(self.rounds, default=0))}
+        return self.snapshot.read(self.ledger)
+
+
+class Reading(LedgerReading):
     """One run. Users hold `lock`, because a ledger serves one thread at a time.
 
     Raises:
@@ -99,14 +119,12 @@ class Reading:
 
     def __init__(self, run: Run) -> None:
         run.check(whole=False)
+        super().__init__(run.ledger(readonly=True))
         self.run = run
         self.lock = Lock()
-        self.ledger = run.ledger(readonly=True)
         self._torn = False
         self.inode = self.ledger.path.stat().st_ino
         self.tables = tables_of(run)
-        self.snapshot = Snapshot()
-        self.rounds: dict[int, Mapping[str, Any]] = {}
         self.sizes: dict[tuple[int, int], int] = {}
         self.participation: Counter[tuple[int, str]] = Counter()  # (client, status)
         self.missed: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (status, reason): (client, round)
@@ -144,24 +162,22 @@ class Reading:
         """Read what is new."""
         version = self._version()
         if version != self.version:
-            self._read()
+            self.read()
             self.version = version
 
-    def _read(self) -> None:
-        self.meta, self.progress = self.ledger.meta(), self.ledger.progress()
+    def read(self) -> set[int]:
+        touched = super().read()
         if "rounds" in self.meta:  # a user's own app decides by itself how many it trains
             self.tables["rounds"] = int(self.meta["rounds"])
-        self.attacks = [dict(row) for row in self.ledger.attacks()]
-        for row in self.ledger.rounds_since(max(self.rounds, default=0)):
-            self.rounds[row["round"]] = dict(row)
+        self.attacks = [{**row, "parts": row["knowledge"].split(SEPARATOR)} for row in self.ledger.attacks()]
         for o in self.ledger.observations_since(self._seen + 1):
             self._seen = o["round"]
             self.sizes[o["round"], o["client"]] = min(o["examples"] or 1, most_examples(self.tables))
             self.participation[o["client"], o["status"]] += 1
             if o["status"] != "accepted":
                 self.missed.setdefault((o["status"], o["reason"]), []).append((o["client"], o["round"]))
-        self.snapshot.read(self.ledger)
         self._views.clear()
+        return touched
 
     def _version(self) -> str:
         return version_of(self.run, self.ledger)
@@ -269,3 +285,30 @@ def most_examples(tables: Mapping[str, Any]) -> int:
         table.get(key, 1) for table, key in ((tables["data"], "batch_size"), (tables.get("secure_sum", {}), "group"))
     )
     return min(math.prod(max(1, n) for n in factors if isinstance(n, int)), MOST_EXAMPLES)
+
+
+@reads_again
+def run_summary(run: Run) -> dict[str, Any]:
+    """A run in one line, without reading all its scores; LedgerError if it cannot be read."""
+    run.check(whole=False)
+    tables = tables_of(run)
+    with run.ledger(readonly=True) as ledger:
+        progress, last = ledger.progress(), ledger.last_round()
+        rounds = ledger.rounds_since(last)
+        best = ledger.best_so_far()
+        return {
+            "id": run.name,
+            "state": state_of(run, ledger),
+            "version": version_of(run, ledger),
+            "round": last,
+            "rounds": int(ledger.meta().get("rounds") or tables["rounds"]),
+            "chain": chain(tables),
+            "data": component(tables["data"]),
+            "model": component(tables["model"]),
+            "attacks": [row["name"] for row in ledger.attacks() if is_attack(row["name"])],
+            "accuracy": rounded(rounds[-1]["accuracy"]) if rounds else None,
+            "best": rounded(best),
+            "exact": is_exact(best),
+            "measure": asdict(ledger.modality.main),
+            "progress": {**vars(progress), "total": progress.total},
+        }

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Literal
 
+from fedgauge.attacks.grading.scores import attack_of, wrong_client
 from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.attacks.plan import LIMITS, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
@@ -12,7 +13,7 @@ Role = Literal["attack", "limit", "baseline"]
 
 def is_baseline(attack: str) -> bool:
     """Whether a name in the scores is a guess that does not read the update it is graded against."""
-    return attack in BASELINES or attack.startswith("wrong_client(")
+    return attack in BASELINES or attack_of(attack) != attack
 
 
 def is_limit(attack: str) -> bool:
@@ -40,5 +41,5 @@ def planned_attacks(ledger: Ledger) -> dict[str, PlannedAttack]:
 def attack_order(ledger: Ledger, names: Collection[str]) -> list[str]:
     """The names in the scores, sorted: attacks in the plan's order, then limits, then baselines."""
     planned = [row["name"] for row in ledger.attacks()]
-    rank = {name: i for i, name in enumerate(planned)} | {f"wrong_client({n})": i for i, n in enumerate(planned)}
+    rank = {name: i for i, name in enumerate(planned)} | {wrong_client(n): i for i, n in enumerate(planned)}
     return sorted(names, key=lambda a: (is_baseline(a), is_limit(a), a not in BASELINES, rank.get(a, len(rank)), a))

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgauge.attacks.grading.scores import WHOLE_BATCH
-from fedgauge.attacks.modality.base import MainMetric
-from fedgauge.attacks.modality.image_metrics import PSNR_CAP
+from fedgauge.attacks.modality.base import MainMetric, Modality
 from fedgauge.attacks.modality.images import ImageModality
-from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER, MODALITIES, modality_measured
+from fedgauge.attacks.modality.membership import MEMBERSHIP
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints
@@ -23,21 +23,13 @@ Mask = NDArray[np.bool_]
 Number = TypeVar("Number", np.int64, np.float64)
 
 
-def best_so_far(ledger: Ledger) -> tuple[MainMetric, float | None]:
-    """The main metric of a run, and the best value that an attack has reached; None before the first."""
-    for modality in MODALITIES.values():
-        best, _ = ledger.so_far(modality.main.metric, modality.main.cap)
-        if best is not None:
-            return modality.main, best
-    return ImageModality.main, None
-
-
 @dataclass(frozen=True, eq=False)
 class Scores:
     """All score rows of a ledger as columns of length N; a value is NaN where there was nothing to grade.
 
     Args:
         attack, metric, status: indices into attacks, metrics and statuses, which are in alphabetical order.
+        modality: the kind of the run's data.
     """
 
     round: Ints
@@ -50,11 +42,12 @@ class Scores:
     attacks: tuple[str, ...]
     metrics: tuple[str, ...]
     statuses: tuple[str, ...]
+    modality: type[Modality] = ImageModality
 
     @classmethod
     def read(cls, ledger: Ledger) -> "Scores":
         """All score rows, in one query."""
-        return cls.empty().extended(ledger.scores_since(0))
+        return replace(cls.empty(), modality=ledger.modality).extended(ledger.scores_since(0))
 
     @classmethod
     def empty(cls) -> "Scores":
@@ -91,8 +84,9 @@ class Scores:
         for name in columns:  # one at a time: two copies of all columns of a large run would not fit
             columns[name] = columns[name][order]
         read = Scores(
-            **columns, value=values[order], attacks=attack.sorted, metrics=metric.sorted, statuses=status.sorted
-        )
+            **columns, value=values[order], attacks=attack.sorted, metrics=metric.sorted, statuses=status.sorted,
+            modality=self.modality,
+        )  # fmt: skip
         return read._without_answered()
 
     def _without_answered(self) -> "Scores":
@@ -115,11 +109,13 @@ class Scores:
     def of_metric(self, metric: str) -> "Scores":
         """The rows of a metric, and one row for each observation of which an attack gave nothing that any metric could grade.
 
-        A wave whose worker died leaves one row of PSNR, and an attack that restores no image may restore no label either:
-        under every metric that counts as a failed attempt.
+        A wave whose worker died leaves one row of the main metric, and an attack that restores no example may restore no label
+        either: under every metric that counts as a failed attempt.
         """
         own = self.metric == (self.metrics.index(metric) if metric in self.metrics else -1)
-        missing = np.flatnonzero(np.isnan(self.value))
+        # an attack on examples does not fail at membership, nor the other way round
+        of_members = np.array([name in MEMBERSHIP for name in self.metrics], dtype=bool)[self.metric]
+        missing = np.flatnonzero(np.isnan(self.value) & (of_members == (metric in MEMBERSHIP)))
         if not len(missing):
             return self.where(own)
         attempt = self._pack(self.attack, self.round, self.client)
@@ -132,6 +128,13 @@ class Scores:
     def of_attack(self, attack: str) -> "Scores":
         """The rows of an attack."""
         return self.where(self.attack == (self.attacks.index(attack) if attack in self.attacks else -1))
+
+    def strongest(self, metric: str) -> "Scores":
+        """Of rows of one metric, for each example the one that leaks most."""
+        keys = self.example_keys()
+        order = np.lexsort((MEASURED[metric].sign * self.value, keys))
+        last = np.append(np.diff(keys[order]) != 0, True) if len(self) else np.zeros(0, bool)
+        return self.where(order[last])
 
     @property
     def by_attacks(self) -> Mask:
@@ -147,8 +150,8 @@ class Scores:
 
     @property
     def measure(self) -> MainMetric:
-        """The main metric for the kind of examples that were graded."""
-        return modality_measured(self.metrics).main
+        """The metric by which the run's attacks are compared."""
+        return self.modality.main
 
     def batch_keys(self) -> Ints:
         """(N,) one number for each (round, client)."""
@@ -198,9 +201,10 @@ class _Names:
 def known_metrics(scores: Scores) -> list[str]:
     """The metrics with at least one value, of those that this version of fedgauge knows."""
     present = {scores.metrics[i] for i in np.unique(scores.metric[~np.isnan(scores.value)])}
-    return [m for m in HIGHER_IS_BETTER if m in present]
+    return [m for m in MEASURED if m in present]
 
 
 def capped(metric: str, values: Floats) -> Floats:
     """The values that enter a mean: the infinite PSNR of an exact hit is capped."""
-    return np.minimum(values, PSNR_CAP) if metric.startswith("psnr") else values
+    cap = MEASURED[metric].cap if metric in MEASURED else None
+    return values if cap is None else np.minimum(values, cap)

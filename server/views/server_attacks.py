@@ -4,10 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from fedgauge.attacks.modality.image_metrics import PSNR_CAP
+import numpy as np
+
+from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.formatting import in_unit
 from fedgauge.server.views.scores import Scores
 
 MOST_WORDS = 240  # letters of a client's message that are shown
@@ -27,7 +29,7 @@ def server_attack_effects(scenario: Scenario, scores: Scores, ledger: Ledger) ->
     trouble = ledger.meta().get("server_attack")
     return {
         "sent": "; ".join([f"{'; '.join(map(str, scenario.server_attack))}: {sent}", *([trouble] if trouble else [])]),
-        "recovered": _recovered(_best(scores), altered, rounds),
+        "recovered": _recovered(_best(scores), altered, rounds, scores.measure),
         "noticed": _noticed(scenario, seen, altered),
         "cost": _cost(scenario, ledger, seen, altered, rounds),
     }
@@ -40,37 +42,39 @@ def _altered_clients(scenario: Scenario, round: int, client: int) -> list[int]:
 
 
 def _best(scores: Scores) -> dict[tuple[int, int, int], float]:
-    """The best uncapped PSNR of any attack, by round, client and example."""
-    ours = {i for i, name in enumerate(scores.attacks) if is_attack(name)}
-    best: dict[tuple[int, int, int], float] = {}
-    if "psnr" not in scores.metrics:
-        return best
-    rows = (scores.metric == scores.metrics.index("psnr")) & ~(scores.value != scores.value)
-    columns = (scores.round, scores.client, scores.example, scores.attack, scores.value)
-    for r, client, example, attack, value in zip(*(column[rows].tolist() for column in columns), strict=True):
-        if attack in ours:
-            best[r, client, example] = max(value, best.get((r, client, example), value))
-    return best
+    """The best uncapped value of any attack, by round, client and example."""
+    rows = scores.of_metric(scores.measure.metric)
+    rows = rows.where(rows.by_attacks & ~np.isnan(rows.value)).strongest(scores.measure.metric)
+    keys = zip(rows.round.tolist(), rows.client.tolist(), rows.example.tolist(), strict=True)
+    return dict(zip(keys, rows.value.tolist(), strict=True))
 
 
-def _recovered(best: Mapping[tuple[int, int, int], float], altered: set[Key], rounds: Sequence[int]) -> str:
+def _recovered(
+    best: Mapping[tuple[int, int, int], float], altered: set[Key], rounds: Sequence[int], by: MainMetric
+) -> str:
     if not best:
-        return "no image has been graded"
+        return f"no {by.private} has been graded"
     theirs = {k: v for k, v in best.items() if k[:2] in altered}
     others = {k: v for k, v in best.items() if k[:2] not in altered}
-    words = f"of the images behind altered weights {_exact(theirs.values())}"
-    if first := min((r for (r, _, _), v in theirs.items() if v > PSNR_CAP), default=None):
+    words = f"of the {by.private}s behind altered weights {_exact(theirs.values(), by)}"
+    if first := min((r for (r, _, _), v in theirs.items() if _is_whole(v, by)), default=None):
         words += f", the first after {_many(rounds.index(first) + 1, 'such round')} (round {first})"
-    return f"{words}; of all others {_exact(others.values())}"
+    return f"{words}; of all others {_exact(others.values(), by)}"
 
 
-def _exact(values: Iterable[float]) -> str:
-    psnr = list(values)
-    if not psnr:
+def _is_whole(value: float, by: MainMetric) -> bool:
+    """Whether an example came back whole: beyond what a mean counts, or where nothing is capped all that there is."""
+    return value >= by.ceiling if by.cap is None else value > by.cap
+
+
+def _exact(values: Iterable[float], by: MainMetric) -> str:
+    found = list(values)
+    if not found:
         return "none was graded"
-    exact = sum(v > PSNR_CAP for v in psnr)
-    nearest = f" ({100 * exact / len(psnr):.0f} %)" if exact else f", the best {max(psnr):.1f} dB"
-    return f"{exact} of {len(psnr)} over {PSNR_CAP:g} dB{nearest}"
+    exact = sum(_is_whole(v, by) for v in found)
+    nearest = f" ({100 * exact / len(found):.0f} %)" if exact else f", the best {in_unit(max(found), by)}"
+    level = f"at {by.ceiling:g}" if by.cap is None else f"over {by.cap:g}"
+    return f"{exact} of {len(found)} {level} {by.unit}{nearest}"
 
 
 def _noticed(scenario: Scenario, seen: Sequence[Row], altered: set[Key]) -> str:

@@ -1,4 +1,4 @@
-"""The verdict on a run, in one sentence: whether an attack beats every baseline, or reads labels, by more than chance."""
+"""The verdict on a run: whether an attack beats every baseline, reads labels or tells members by more than chance."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,24 +10,23 @@ import numpy as np
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.attacks.modality.base import MainMetric
-from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED
-from fedgauge.server.views.formatting import status_words
+from fedgauge.server.views.formatting import in_unit, status_words
 from fedgauge.server.views.intervals import (
     LUCK,
-    Floats,
     Ints,
     Rate,
-    clustered_interval,
     guessed_labels,
     luck_bound,
     luck_of_hits,
 )
+from fedgauge.server.views.membership import ToldMembers, members_sentences, told_members
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, planned_attacks
-from fedgauge.server.views.scores import Scores, capped
+from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.strength import PairedDifference, paired, rivals_of, values_of
 
 UNKNOWN = (0.5, 0.5)  # shares of the classes, where they are not known
 
@@ -40,7 +39,7 @@ class ExcessLeakage:
         attack, baseline: names.
         mean, low, high: of the differences in the main metric (PSNR in dB, each capped; of text, ROUGE-1 in percent). The
             interval is clustered by client, wider if several attacks are compared, and None below two clients.
-        psnr, floor: mean of attack and baseline in the main metric, over the examples that both have.
+        reached, floor: mean of attack and baseline in the main metric, over the examples that both have.
         identified, floor_identified: how many examples are nearer to the attack's reconstruction, or to the best
             baseline's, than to every auxiliary image; None if that is not graded.
         identified_more_often: lower end of the clustered interval of the difference between these two rates; None below two
@@ -59,7 +58,7 @@ class ExcessLeakage:
     mean: float
     low: float | None
     high: float | None
-    psnr: float
+    reached: float
     floor: float
     identified: Rate | None
     floor_identified: Rate | None
@@ -109,31 +108,48 @@ class RestoredLabels:
         return f"{100 * self.share:.0f} % of the labels are restored (a guess without the update: {100 * self.guess:.0f} %)"
 
 
+Word = Literal["leaks", "not shown to leak", "undetermined"]
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a run: one sentence, and the numbers that support it."""
+    """The verdict on a run: one sentence for each kind of leak, and the numbers that support it.
 
-    word: Literal["leaks", "not shown to leak", "undetermined"]
-    sentence: str
+    Args:
+        word: "not shown to leak" only where both kinds were tested.
+        strongest: of the attacks that reconstruct.
+        members: the best test of each question about membership.
+        reconstruction: the word on what comes back of the examples alone.
+    """
+
+    word: Word
+    sentences: tuple[str, ...]
     strongest: ExcessLeakage | None = None
+    members: tuple[ToldMembers, ...] = ()
+    reconstruction: Word = "undetermined"
+
+    @property
+    def sentence(self) -> str:
+        """All sentences as one text."""
+        return " ".join(self.sentences)
 
 
 def excesses(scores: Scores) -> list[ExcessLeakage]:
     """One for each attack that shares examples with a baseline."""
-    psnr, identified = (scores.of_metric(m) for m in (scores.measure.metric, "identified"))
-    psnr, identified = (rows.where(~np.isnan(rows.value)) for rows in (psnr, identified))
-    gains = {a: gain for a in psnr.attacks if is_attack(a) and (gain := _gain(psnr, a)) is not None}
-    return [_excess(psnr, identified, a, gain, len(gains)) for a, gain in gains.items()]
+    main, identified = (scores.of_metric(m) for m in (scores.measure.metric, "identified"))
+    main, identified = (rows.where(~np.isnan(rows.value)) for rows in (main, identified))
+    gains = {a: gain for a in main.attacks if is_attack(a) and (gain := paired(main, a)) is not None}
+    return [_excess(main, identified, a, gain, len(gains)) for a, gain in gains.items()]
 
 
-def _excess(psnr: Scores, identified: Scores, attack: str, gain: "_PairedDifference", attacks: int) -> ExcessLeakage:
-    own, more_often = psnr.of_attack(attack), _gain(identified, attack)
+def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifference, attacks: int) -> ExcessLeakage:
+    own, more_often = main.of_attack(attack), paired(identified, attack)
     interval = gain.interval(attacks)
     interval_of_rates = more_often.interval(attacks) if more_often else None
     keys = own.example_keys()
-    highest = np.fmax.reduce([_lookup(psnr.of_attack(b), keys) for b in _rivals(attack)])  # NaN: none is graded
-    hit = _lookup(identified.of_attack(attack), keys)
-    guesses = np.stack([_lookup(identified.of_attack(b), keys) for b in _rivals(attack)])
+    highest = np.fmax.reduce([values_of(main.of_attack(b), keys) for b in rivals_of(attack)])  # NaN: none is graded
+    hit = values_of(identified.of_attack(attack), keys)
+    guesses = np.stack([values_of(identified.of_attack(b), keys) for b in rivals_of(attack)])
     rivals = (~np.isnan(guesses)).sum(0)
     guessed, graded = (guesses == 1).any(0), (rivals > 0) & ~np.isnan(hit)
     alone, missed = (hit == 1) & ~guessed & graded, (hit == 0) & guessed & graded
@@ -143,7 +159,7 @@ def _excess(psnr: Scores, identified: Scores, attack: str, gain: "_PairedDiffere
         mean=float(gain.differences.mean()),
         low=interval[0] if interval else None,
         high=interval[1] if interval else None,
-        psnr=float(gain.own.mean()),
+        reached=float(gain.own.mean()),
         floor=float((gain.own - gain.differences).mean()),
         identified=_rate_of(identified.of_attack(attack)),
         floor_identified=_rate_of(identified.of_attack(more_often.baseline)) if more_often else None,
@@ -152,55 +168,16 @@ def _excess(psnr: Scores, identified: Scores, attack: str, gain: "_PairedDiffere
         if graded.any()
         else 1.0,
         identified_clients=len(np.unique(own.client[hit == 1])),
-        exposed=int(((own.value >= highest + psnr.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
+        exposed=int(((own.value >= highest + main.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
         n=len(own),
         clusters=len(np.unique(gain.clients)),
         attacks=attacks,
     )
 
 
-def _rivals(attack: str) -> tuple[str, ...]:
-    return (*BASELINES, f"wrong_client({attack})")
-
-
-@dataclass(frozen=True, eq=False)
-class _PairedDifference:
-    """An attack against the baseline that leaves it the smallest gain, on the n examples that both have."""
-
-    baseline: str
-    own: Floats
-    differences: Floats
-    clients: Ints
-
-    def interval(self, attacks: int) -> tuple[float, float] | None:
-        """95 % for as many attacks together."""
-        return clustered_interval(self.differences, self.clients, LUCK / attacks)
-
-
-def _gain(graded: Scores, attack: str) -> _PairedDifference | None:
-    own = graded.of_attack(attack)
-    metric = graded.metrics[own.metric[0]] if len(own) else ""
-    values, gains = capped(metric, own.value), []
-    for baseline in _rivals(attack):
-        floor = capped(metric, _lookup(graded.of_attack(baseline), own.example_keys()))
-        both = ~np.isnan(floor)
-        if both.any():
-            gains.append(_PairedDifference(baseline, values[both], values[both] - floor[both], own.client[both]))
-    return min(gains, key=lambda g: float(g.differences.mean()), default=None)
-
-
 def _rate_of(rows: Scores) -> Rate | None:
     # clipped, as a ledger from elsewhere may hold any number
     return Rate(int(np.clip(rows.value, 0, 1).sum()), len(rows)) if len(rows) else None
-
-
-def _lookup(rows: Scores, keys: Ints) -> Floats:
-    """The value of each key (round, client, example) in some rows; NaN if there is none."""
-    known, first = np.unique(rows.example_keys(), return_index=True)
-    if not len(known):
-        return np.full(len(keys), np.nan)
-    place = np.minimum(np.searchsorted(known, keys), len(known) - 1)
-    return np.where(known[place] == keys, rows.value[first][place], np.nan)
 
 
 def verdict_of(reading: Reading) -> Verdict:
@@ -223,18 +200,31 @@ def class_shares(reading: Reading) -> tuple[float, ...]:
 
 
 def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float] = UNKNOWN) -> Verdict:
-    """The run's verdict: "leaks" or "not shown to leak", with the strongest attack. It never says that a run is private.
+    """The run's verdict on both kinds of leak. It never says that a run is private.
 
     Args:
         shares: how often each class occurs in the data, for what a guess restores of labels.
     """
+    examples, members = _of_examples(scores, ledger, shares), told_members(scores)
+    words = {examples.word, *("leaks" if told.leaks else "not shown to leak" for told in members)}
+    word: Word = "undetermined"
+    if "leaks" in words:
+        word = "leaks"
+    elif words == {"not shown to leak"} and members:
+        word = "not shown to leak"
+    sentences = (*examples.sentences, *members_sentences(members, ledger))
+    return Verdict(word, sentences, examples.strongest, tuple(members), examples.word)
+
+
+def _of_examples(scores: Scores, ledger: Ledger, shares: Sequence[float]) -> Verdict:
+    """The verdict on what comes back of the examples, with the strongest attack."""
     compared, labels = excesses(scores), restored_labels(scores, ledger, shares)
     read_off = f"{_so_far(ledger)} labels leak: {labels}, by {labels.attack}." if labels and labels.leaks else ""
     if not compared:
         return _undetermined(read_off, _nothing_to_judge(scores, ledger))
     strongest = max(compared, key=lambda e: (e.leaks, not e.leaks and e.looks_identified, e.mean))
     if not strongest.leaks and (why := _proves_nothing(compared, ledger)):
-        why = f"Nothing can be said about leakage: {why}, so their failure proves nothing."
+        why = f": {why}, so their failure proves nothing"
         return _undetermined(read_off, why, strongest)
     budget, private = planned_attacks(ledger)[strongest.attack].budget, f"{scores.measure.private}s"
     numbers = _numbers(strongest, compared, scores.measure)
@@ -242,33 +232,37 @@ def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float] = UNKNOWN) -
         few = (
             f"{strongest.n} {private} of one client are too few to tell a leak from luck. {strongest.attack} ({budget})"
         )
-        return _undetermined(read_off, f"Nothing can be said about leakage: {few} reaches {numbers}.", strongest)
+        return _undetermined(read_off, f": {few} reaches {numbers}", strongest)
     if labels and (strongest.leaks or not read_off):
         numbers += f"; {labels}"
     if strongest.clusters == 1:
         numbers += "; one client gives no interval"
     if strongest.leaks:
         words = f"leak: the strongest attack, {strongest.attack} ({budget}), reaches {numbers}."
-        return Verdict("leaks", f"{_so_far(ledger)} {private} {words}", strongest)
+        return Verdict("leaks", (f"{_so_far(ledger)} {private} {words}",), strongest)
     words = f"at this budget (strongest attack {strongest.attack}, {budget}): it reaches {numbers}"
     if read_off:
         words = f"{read_off} Their {private} come back no better than from a guess {words}; a stronger attack may do better."
-        return Verdict("leaks", words, strongest)
+        return Verdict("leaks", (words,), strongest)
     words = f"are not shown to leak {words}; a stronger attack may still succeed."
-    return Verdict("not shown to leak", f"{_so_far(ledger)} {private} {words}", strongest)
+    return Verdict("not shown to leak", (f"{_so_far(ledger)} {private} {words}",), strongest)
 
 
 def _undetermined(read_off: str, why: str, strongest: ExcessLeakage | None = None) -> Verdict:
-    """Nothing can be said of the examples; labels that are read off are a leak all the same."""
-    if not read_off:
-        return Verdict("undetermined", why, strongest)
-    return Verdict("leaks", f"{read_off} {why.replace('about leakage', 'about more than labels', 1)}", strongest)
+    """Nothing can be said of the examples; labels that are read off are a leak all the same.
+
+    Args:
+        why: what follows, such as ": the plan has no attack".
+    """
+    if read_off:
+        return Verdict("leaks", (f"{read_off} Nothing can be said about more than labels{why}.",), strongest)
+    return Verdict("undetermined", (f"Nothing can be said about reconstruction{why}.",), strongest)
 
 
 def _numbers(strongest: ExcessLeakage, compared: Sequence[ExcessLeakage], by: MainMetric) -> str:
     numbers = (
-        f"{strongest.psnr:.1f} {by.unit} {by.name} on average, the best baseline ({strongest.baseline}) "
-        f"{strongest.floor:.1f} {by.unit}"
+        f"{in_unit(strongest.reached, by)} {by.name} on average, the best baseline ({strongest.baseline}) "
+        f"{in_unit(strongest.floor, by)}"
     )
     if strongest.identified is not None:
         count = strongest.identified.count
@@ -287,7 +281,7 @@ def _proves_nothing(compared: Sequence[ExcessLeakage], ledger: Ledger) -> str:
     """Why the failure of these attacks proves nothing; empty if it does."""
     if ledger.meta().get("replay") == "mismatch":
         return "the replay check failed, so the attacks inverted a different computation from the clients'"
-    if ledger.meta().get("training_fits") == "False":
+    if ledger.training_fits is False:
         return (
             "the local training that the audit assumes does not explain the update, so the attacks inverted another one"
         )
@@ -334,13 +328,13 @@ def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
     real = scores.of_metric(scores.measure.metric)
     real = real.where(real.by_attacks)
     if not ledger.attacks():
-        return "Nothing can be said about leakage: no attack was planned."
-    if not any(is_attack(row["name"]) for row in ledger.attacks()):
-        return "Nothing can be said about leakage: the plan has baselines only."
+        return ": no attack was planned"
+    if not any(is_attack(name) and not planned.tells_members for name, planned in planned_attacks(ledger).items()):
+        return ": the plan has no attack that reconstructs"
     if not len(real) and ledger.meta().get("replay") == "mismatch":
-        return "Nothing can be said about leakage: the replay check failed, so no attack was run."
+        return ": the replay check failed, so no attack was run"
     if not len(real):
-        return "Nothing can be said about leakage yet: no attack has been done."
+        return " yet: no attack has been done"
     if np.isnan(real.value).all():
         counts = Counter(real.statuses[s] for s in real.status)
         hidden = counts.pop(UNGRADED, 0)
@@ -352,8 +346,8 @@ def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
             pairs = {(real.attacks[a], real.statuses[s]) for a, s in zip(real.attack, real.status, strict=True)}
             empty = ", ".join(f"{a} ({status_words(s)})" for a, s in sorted(pairs) if s != UNGRADED)
             other = f"{count}{f' ({reason})' if reason else ''}{f'; nothing came back from: {empty}' if empty else ''}"
-        return f"Nothing can be said about leakage: {other}."
-    return "Nothing can be said about leakage yet: no baseline has been graded beside the attacks."
+        return f": {other}"
+    return " yet: no baseline has been graded beside the attacks"
 
 
 def ungraded_reason(ledger: Ledger) -> str:

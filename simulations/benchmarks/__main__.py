@@ -26,6 +26,7 @@ from fedgauge.simulations.benchmarks.random_kills import kills
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Progress, cells, record
 from fedgauge.simulations.benchmarks.success import success
 from fedgauge.simulations.benchmarks.text_matching_cost import text
+from fedgauge.simulations.experiments.reproduce_output import ProgressReporter
 
 Benchmark = Callable[[Progress], BenchmarkReport]
 FLOWER = "memory-flower"
@@ -52,34 +53,18 @@ RESULTS = Path(__file__).parent / "results"
 PLAIN_EVERY = 10.0  # seconds between plain lines of progress
 
 
-class ProgressLine:
-    """Shows progress and time left on stderr: one live line in a terminal, otherwise plain lines."""
+def counted(report: ProgressReporter) -> Progress:
+    """Reports steps done and the time left, in plain lines now and then."""
+    started = reported = time.monotonic()
 
-    def __init__(self, name: str, console: Console) -> None:
-        self.name = name
-        self.console = console
-        self._status = console.status(f"{name}: starting")
-        self._started = self._reported = time.monotonic()
-
-    def __enter__(self) -> "ProgressLine":
-        if self.console.is_terminal:
-            self._status.start()
-        else:
-            self.console.print(f"{self.name}: starting")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()
-
-    def __call__(self, done: int, total: int) -> None:
+    def progress(done: int, total: int) -> None:
+        nonlocal reported
         now = time.monotonic()
-        left = (now - self._started) * (total - done) / done
-        line = f"{self.name}: {done} of {total} steps, about {left:.0f} s left"
-        if self.console.is_terminal:
-            self._status.update(line)
-        elif now - self._reported >= PLAIN_EVERY:
-            self._reported = now
-            self.console.print(line)
+        if report.console.is_terminal or now - reported >= PLAIN_EVERY:
+            reported = now
+            report(f"{done} of {total} steps, about {(now - started) * (total - done) / done:.0f} s left")
+
+    return progress
 
 
 def main(
@@ -97,9 +82,10 @@ def main(
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(benchmarks)}")
     missed = False
     for name in names:
-        with ProgressLine(name, Console(stderr=True)) as progress:
+        with ProgressReporter(name, Console(stderr=True)) as report:
+            report("starting")
             started = time.monotonic()
-            result = record(name, benchmarks[name](progress), time.monotonic() - started)
+            result = record(name, benchmarks[name](counted(report)), time.monotonic() - started)
         keep(result, results)
         show(result, as_json=options.json)
         missed |= any(figure["met"] is False for figure in result["figures"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
+from fedgauge.attacks.base import Budget, Knowledge, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.matching.compiled_step import missing
@@ -21,10 +21,11 @@ from fedgauge.attacks.matching.search import AdamSearch, Step
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import mnist5k
-from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
+from fedgauge.client.models.vision import convnet, lenet, mlp, resnet20
 from fedgauge.client.rng import generator
 from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
+from fedgauge.simulations.benchmarks.observed_updates import observed, singles, untrained
 from fedgauge.simulations.benchmarks.published import invert
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread
 
@@ -155,15 +156,11 @@ def problem(
         x = F.interpolate(x, pixels, mode="bicubic").clamp(0, 1) if source == SMOOTH else x
         y, centre, spread = torch.arange(size) % 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     shape = (x.shape[1], x.shape[2], x.shape[3])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = make(shape, 10).to(device, torch.get_default_dtype()).eval()
+    model = untrained(partial(make, shape, 10), seed).to(device, torch.get_default_dtype())
     x, y = x.to(device, torch.get_default_dtype()), y.to(device)
-    params = detached_params(model)
     known = Knowledge(model, chain(local_sgd(RATE, steps)), shape, 10, 1, centre, spread, labels=y[:, None])
-    seen = [Observation(1, k, params, known.forward(params, Batch(x[[k]], y[[k]]), None)) for k in range(size)]
     streams: list[Stream] = [partial(generator, seed, "benchmark", k) for k in range(size)]
-    return ImageProblem(model, Wave.stack(seen), known, streams, x[:, None], steps)
+    return ImageProblem(model, observed(known, singles(Batch(x, y))), known, streams, x[:, None], steps)
 
 
 def engine(progress: Progress, cells: Sequence[SpeedCase] = CELLS, repetitions: int = 3) -> BenchmarkReport:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Stream, Wave
+from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Sentences, Stream, Wave
 from fedgauge.attacks.engine.devices import CPU, Precision, compute_on, devices_of, numerics
 from fedgauge.attacks.engine.scheduler import Variables
 from fedgauge.attacks.learned.learning_to_invert import (
@@ -42,11 +42,12 @@ from fedgauge.attacks.text.lamp import lamp
 from fedgauge.client.chain import chain
 from fedgauge.client.models.language import tiny_bert
 from fedgauge.client.models.tokenizer import Tokenizer
-from fedgauge.client.models.vision import convnet, detached_params, lenet, resnet
+from fedgauge.client.models.vision import convnet, lenet, resnet
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
 from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, PUBLISHED, SMOOTH, ImageProblem, Make, problem
+from fedgauge.simulations.benchmarks.observed_updates import observed, singles, untrained
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, cells, interleaved, record
 
 ENGINE = "engine"
@@ -375,28 +376,24 @@ class GpuBenchmark:
         sizes, rng = self.sizes, generator("gpu", "words")
         counted = SimpleNamespace(get_vocab_size=lambda: sizes.vocabulary)  # all that is asked of it
         words = Tokenizer("random", counted, pad=0, cls=2, sep=3, special=frozenset(range(5)))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = tiny_bert(
-                (sizes.length,), words, "classification", 2, sizes.layers, sizes.width, sizes.heads, 512, ("words",)
-            )
-        model, links = model.to(self.device), chain(local_sgd(1.0))
-        params, client = detached_params(model), links(gradient(model))
+        form = sizes.layers, sizes.width, sizes.heads
+        model = untrained(lambda: tiny_bert((sizes.length,), words, "classification", 2, *form, 512, ("words",)))
+        model = model.to(self.device)
         inner = torch.randint(5, sizes.vocabulary, (sizes.sentences, sizes.length - 2), generator=rng)
         ends = [torch.full((sizes.sentences, 1), token) for token in (2, 3)]
         x, y = (
             torch.cat([ends[0], inner, ends[1]], 1).to(self.device),
             (torch.arange(sizes.sentences) % 2).to(self.device),
         )
-        seen = []
-        for k in range(sizes.sentences):
-            update = client(params, Batch(x[[k]], y[[k]]), None)
-            seen.append(Observation(1, k, params, {name: t.detach() for name, t in update.items()}))
         known = Knowledge(
-            model, links, (sizes.length,), 2, 1, (), (), labels=y[:, None],
+            model, chain(local_sgd(1.0)), (sizes.length,), 2, 1, (), (), labels=y[:, None],
             text=Sentences(torch.full((sizes.sentences, 1), sizes.length)),
         )  # fmt: skip
-        return Wave.stack(seen), known, [partial(generator, 0, "gpu", k) for k in range(sizes.sentences)]
+        return (
+            observed(known, singles(Batch(x, y))),
+            known,
+            [partial(generator, 0, "gpu", k) for k in range(sizes.sentences)],
+        )
 
     def transfers(self) -> list[Figure]:
         """What it takes to move a wave of ResNet-18, auxiliary images and the results."""

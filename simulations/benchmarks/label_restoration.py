@@ -18,6 +18,7 @@ from fedgauge.client.update import Params, Update
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.prune import prune
+from fedgauge.simulations.benchmarks.observed_updates import known_of, untrained
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 
 RATE = 0.1
@@ -71,12 +72,11 @@ def _chains(size: int) -> Mapping[str, Chain]:
 
 def _observe(dataset: Dataset, net: str, links: Chain, size: int, k: int) -> Seen:
     """The k-th batch's update, the weights, what the server knows, and the true labels, sorted."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(SEED, "labels", "network", k))
-        model = NETS[net](dataset.shape, dataset.classes)
+    seed = seed_of(SEED, "labels", "network", k)
+    model = untrained(partial(NETS[net], dataset.shape, dataset.classes), seed)
     draw = partial(generator, SEED, "labels", k)
     batch = batch_of(dataset.x, dataset.y, torch.randint(len(dataset.y), (size,), generator=draw("batch")))
-    known = Knowledge(model, links, dataset.shape, dataset.classes, size, dataset.mean, dataset.std)
+    known = known_of(model, links, dataset, size)
     params = detached_params(model)
     update = links(gradient(model, normalise=dataset.normalise))(params, batch, draw("noise"))
     return update, params, known, batch.y.sort().values.tolist()

@@ -21,6 +21,7 @@ from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.benchmarks.observed_updates import untrained
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread
 from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.create import new_run
@@ -64,9 +65,7 @@ def learning(
 
 
 def _generation(images: int, repetitions: int, progress: Progress) -> Figure:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = lenet(SHAPE, 10).eval()
+    model = untrained(partial(lenet, SHAPE, 10))
     params, links = detached_params(model), chain(local_sgd(1.0))
     known = Knowledge(model, links, SHAPE, 10, 1, (0.5,) * 3, (0.25,) * 3)
     rng = generator("learning", "images")

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.base import Budget
 from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import batch_of, cifar10
 from fedgauge.client.local_training import local_training
-from fedgauge.client.models.vision import detached_params, lenet
+from fedgauge.client.models.vision import lenet
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
+from fedgauge.simulations.benchmarks.observed_updates import known_of, observed, singles, untrained
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 
 SEED = 0
@@ -50,22 +51,18 @@ def training(progress: Progress, images: int = 16, iterations: int = 1000) -> Be
     """PSNR of Inverting Gradients by network and local training, beside the mean of the other images."""
     data = cifar10()
     nets: Mapping[str, Callable[[], nn.Module]] = {"quickstart": Quickstart, "lenet": partial(lenet, data.shape, 10)}
-    truth = [batch_of(data.x, data.y, torch.tensor([k])) for k in range(images)]
+    truth = singles(batch_of(data.x, data.y, torch.arange(images)))
     others = batch_of(data.x, data.y, torch.arange(images, images + 1000)).x.mean(0, keepdim=True)
     floor = [float(psnr(batch.x, others)) for batch in truth]
     figures = [Figure("the mean of 1,000 other images: mean PSNR", mean(floor), "dB", note=f"n = {images}")]
     with one_thread():
         for net, make in nets.items():
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(SEED)
-                model = make().eval()
-            params = detached_params(model)
+            model = untrained(make, SEED)
             for name, (own, assumed) in TRAININGS.items():
-                client = own(gradient(model, normalise=data.normalise))
-                seen = [Observation(1, k, params, client(params, batch, None)) for k, batch in enumerate(truth)]
-                known = Knowledge(model, chain(assumed), data.shape, 10, 1, data.mean, data.std)
+                known = known_of(model, chain(assumed), data)
+                wave = observed(known, truth, own(gradient(model, normalise=data.normalise)))
                 streams = [partial(generator, SEED, "training", k) for k in range(images)]
-                found = inverting_gradients(TV).reconstruct(Wave.stack(seen), known, Budget(iterations), streams)
+                found = inverting_gradients(TV).reconstruct(wave, known, Budget(iterations), streams)
                 values = [float(psnr(batch.x, r.x)) for batch, r in zip(truth, found, strict=True) if r.x is not None]
                 note = (
                     f"n = {len(values)}, best {max(values):.1f}, worst {min(values):.1f}" if values else found[0].reason

@@ -5,24 +5,21 @@ The replies are synthetic, as their content does not matter here; validator, rec
 
 import time
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedgauge.client.rng import generator
-from fedgauge.server.app import build_strategy
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
-from fedgauge.simulations.benchmarks.memory_growth import MB, MemoryUse, own_memory
+from fedgauge.server.strategy.curious_strategy import UpdateRecorder
+from fedgauge.simulations.benchmarks.memory_growth import MB, MemoryUse, in_a_process, own_memory
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress
 from fedgauge.simulations.run.create import new_run
-from fedgauge.simulations.run.in_memory import MemoryGrid, flower
+from fedgauge.simulations.run.in_memory import InMemory, MemoryGrid, flower
 
 
 class Synthetic(MemoryGrid):
@@ -50,10 +47,7 @@ def load(progress: Progress, clients: int = 50, rounds: int = 20, hidden: int = 
     with TemporaryDirectory(prefix="fedgauge-load-") as scratch:
         scenario = _scenario(clients, rounds, hidden)
         run = new_run(scenario, "load", Path(scratch))
-        with ProcessPoolExecutor(
-            1, mp_context=get_context("spawn")
-        ) as pool:  # a forked process would start with its parent's memory
-            seen, seconds = pool.submit(serve, run).result()
+        seen, seconds = in_a_process(serve, run)
         with run.ledger() as ledger:
             rows = [(o["round"], o["client"]) for o in ledger.observations() if o["status"] == "accepted"]
             jobs = ledger.progress().total
@@ -81,19 +75,11 @@ def serve(run: Run) -> tuple[list[MemoryUse], float]:
     """Serve all rounds of a run in this process; its memory after each round, and the seconds of all."""
     torch.set_num_threads(1)
     scenario, seen = run.scenario(), []
-    params, buffers = scenario.federation.initial()
-    grid = Synthetic(scenario.protocol)
     with flower(), run.ledger() as ledger:
         recorder = UpdateRecorder(ledger, run.tape(), scenario.plan)
-        strategy = CuriousStrategy(
-            build_strategy(scenario.strategy, scenario.protocol.clients), recorder, buffers, 0, grid.clients
-        )
-        arrays, started = ArrayRecord(params), time.perf_counter()
+        federation, started = InMemory(scenario, recorder, Synthetic(scenario.protocol)), time.perf_counter()
         for round in range(1, scenario.protocol.rounds + 1):
-            sent = strategy.configure_train(round, arrays, ConfigRecord(), grid)
-            trained, _ = strategy.aggregate_train(round, grid.send_and_receive(sent))
-            assert trained is not None, "no update passed the validator"
-            arrays = trained
+            federation.advance(round)
             seen.append(own_memory(round))
     return seen, time.perf_counter() - started
 

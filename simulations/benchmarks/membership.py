@@ -1,7 +1,7 @@
 """Who was in the batch: membership from single updates on rows of the sweep, untrained and trained, beside what reads nothing."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +23,11 @@ from fedgauge.client.components import Table
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Params, average, concatenate
+from fedgauge.client.update import Batch, Params, concatenate
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 from fedgauge.simulations.experiments.sweep_file import Sweep
+from fedgauge.simulations.run.honest_rounds import honest_rounds
 
 ROWS = (
     "none",
@@ -110,18 +111,8 @@ def _measured(tables: Table, seed: int, updates: int, rounds: Sequence[int]) -> 
     """One row of the sweep and seed, by stage."""
     with one_thread():
         fed = Federation(Scenario.from_tables({**tables, "seed": seed}).protocol)
-        return {stage: _scored(fed, params, updates, seed) for stage, params in _stages(fed, rounds)}
-
-
-def _stages(fed: Federation, rounds: Sequence[int]) -> Iterator[tuple[int, Params]]:
-    """The weights before each attacked round; every client takes part in every round."""
-    params, buffers = fed.initial()
-    for round in range(1, max(rounds) + 1):
-        if round in rounds:
-            yield round, params
-        updates = [fed.own_update(params, buffers, c, round) for c in range(fed.protocol.clients)]
-        mean = average(updates, [1] * len(updates))
-        params = {k: p + mean[k] for k, p in params.items()}
+        before = (now for now in honest_rounds(fed, max(rounds)) if now.round in rounds)
+        return {now.round: _scored(fed, now.params, updates, seed) for now in before}
 
 
 def _scored(fed: Federation, params: Params, updates: int, seed: int) -> _Scored:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +30,7 @@ from fedgauge.simulations.run.in_memory import InMemory, flower
 from fedgauge.simulations.run.launch import TrainingProcess
 
 MB = 2**20
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ def memory(progress: Progress, clients: int = 100, rounds: int = 3, iterations: 
     """Resident and peak memory after each round, of training and of the audit, in this process's children."""
     with TemporaryDirectory(prefix="fedgauge-") as folder:
         scenario, run = _run(Path(folder), clients, rounds, iterations)
-        trained = _in_a_process(train, run)
+        trained = in_a_process(train, run)
         progress(1, 2)
-        attacked = _in_a_process(audit, run)
+        attacked = in_a_process(audit, run)
         progress(2, 2)
         figures = _complete(run) + _figures("strategy and tap", trained, run) + _figures("audit", attacked, run)
     return BenchmarkReport(
@@ -69,7 +71,7 @@ def memory_of_flower(progress: Progress, clients: int = 100, rounds: int = 10, i
     with TemporaryDirectory(prefix="fedgauge-") as folder:
         scenario, run = _run(Path(folder), clients, rounds, iterations)
         trained = _watch(run, scenario, lambda done: progress(done, rounds + 1))
-        attacked = _in_a_process(audit, run)
+        attacked = in_a_process(audit, run)
         progress(rounds + 1, rounds + 1)
         figures = _complete(run) + _figures("ServerApp's process", trained, run) + _figures("audit", attacked, run)
     return BenchmarkReport(
@@ -153,8 +155,8 @@ def _run(folder: Path, clients: int, rounds: int, iterations: int) -> tuple[Scen
     return scenario, new_run(scenario, "memory", folder)
 
 
-def _in_a_process(work: Callable[[Run], list[MemoryUse]], run: Run) -> list[MemoryUse]:
-    # spawned, not forked: a forked process starts with its parent's peak
+def in_a_process(work: Callable[[Run], Result], run: Run) -> Result:
+    """What some work on a run gives, spawned, as a forked process starts with its parent's peak."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(work, run).result()
 

@@ -9,7 +9,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -20,7 +19,7 @@ from urllib.parse import urlsplit
 
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.benchmarks.page_speed import DIRECT, large_run, peak_memory
+from fedgauge.simulations.benchmarks.page_speed import large_run, peak_memory, seconds_of
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress
 from fedgauge.simulations.reports.screenshots import watching
 
@@ -43,20 +42,13 @@ def crowd(
                 waits = []
                 with _around(base, half_open, streams, addresses):
                     for i in range(asked):
-                        waits.append(_seconds(views[i % len(views)]))
+                        waits.append(seconds_of(views[i % len(views)]))
                         progress(done := done + 1, total)
                 note = f"median {median(waits):.3f} s of {asked}"
                 figures.append(Figure(f"slowest request, {name}", max(waits), "s", at_most=2.0, note=note))
             figures.append(Figure("server's largest resident memory", peak_memory(pid), "MB", at_most=400.0))
     settings = dict(half_open=half_open, streams=streams, rounds=rounds, clients=clients, asked=asked, seed=0)
     return BenchmarkReport(tuple(figures), settings)
-
-
-def _seconds(address: str) -> float:
-    started = time.perf_counter()
-    with DIRECT.open(address, timeout=120) as answer:
-        answer.read()
-    return time.perf_counter() - started
 
 
 @contextmanager

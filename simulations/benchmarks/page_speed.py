@@ -106,16 +106,17 @@ def _rows(round: int, client: int, attack: str, rng: np.random.Generator) -> lis
 def _served(run: Run, news: int) -> Iterator[Figure]:
     address = "/api/runs/large/"
     with watching(run.folder.parent) as (base, pid):
-        yield Figure("overview, first view", _seconds(f"{base}{address}overview"), "s", at_most=2.0)
+        yield Figure("overview, first view", seconds_of(f"{base}{address}overview"), "s", at_most=2.0)
         for name, view in VIEWS.items():
-            yield Figure(name, _seconds(base + address + view), "s")
+            yield Figure(name, seconds_of(base + address + view), "s")
         with run.ledger() as ledger:
             waits = [_news(base, ledger, 1000 + i) for i in range(news)]
         yield Figure("a new round until its overview", median(waits), "s", at_most=2.0, note=f"median of {news}")
         yield Figure("server's largest resident memory", peak_memory(pid), "MB", at_most=300.0)
 
 
-def _seconds(address: str) -> float:
+def seconds_of(address: str) -> float:
+    """Seconds that a request takes."""
     started = time.perf_counter()
     with DIRECT.open(address, timeout=120) as answer:
         answer.read()

@@ -7,18 +7,19 @@ from statistics import mean, median
 import torch
 from torch import nn
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Wave
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.labels import restore
 from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset, batch_of, cifar10, mnist5k
-from fedgauge.client.local_data import data_folder
-from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
+from fedgauge.client.local_data import has_images
+from fedgauge.client.models.vision import convnet, lenet, mlp, resnet20
 from fedgauge.client.rng import generator
 from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
+from fedgauge.simulations.benchmarks.observed_updates import known_of, observed, singles, untrained
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 
 RATE = 0.1
@@ -30,7 +31,7 @@ def quality(
     progress: Progress, images: int = 8, iterations: int = 500, labels: int = 64, inputs: int = 16
 ) -> BenchmarkReport:
     """Mean PSNR of Inverting Gradients, label accuracy of iDLG, PSNR of the analytic attack; one example per update."""
-    dataset = cifar10() if _local_cifar10() else mnist5k()
+    dataset = cifar10() if has_images("cifar10") else mnist5k()
     nets: dict[str, Callable[..., nn.Module]] = {
         "lenet": lenet,
         "mlp": mlp,
@@ -101,20 +102,9 @@ def _graded(found: Reconstruction, truth: torch.Tensor) -> float:
 def _observe(model: nn.Module, dataset: Dataset, count: int) -> tuple[Wave, Knowledge, Batch]:
     """What a server observes of `count` clients with one test image each, what it knows, and the true images."""
     truth = batch_of(dataset.x_test, dataset.y_test, torch.arange(count))
-    known = Knowledge(model, chain(local_sgd(RATE)), dataset.shape, dataset.classes, 1, dataset.mean, dataset.std)
-    params = detached_params(model)
-    seen = [
-        Observation(1, k, params, known.forward(params, Batch(truth.x[[k]], truth.y[[k]]), None)) for k in range(count)
-    ]
-    return Wave.stack(seen), known, truth
+    known = known_of(model, chain(local_sgd(RATE)), dataset)
+    return observed(known, singles(truth)), known, truth
 
 
 def _untrained(make: Callable[..., nn.Module], dataset: Dataset) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        return make(dataset.shape, dataset.classes).eval()
-
-
-def _local_cifar10() -> bool:
-    folder = data_folder()
-    return folder is not None and all(any(folder.glob(f"cifar10-{part}-*.npz")) for part in ("train", "test"))
+    return untrained(partial(make, dataset.shape, dataset.classes), SEED)

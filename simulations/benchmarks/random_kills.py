@@ -87,7 +87,7 @@ def _a_run(folder: Path, number: int, draw: random.Random, victims: list[str], w
             if run is not None:
                 command = _to_continue(run)
     finally:
-        for pid in _ours(mark):
+        for pid in processes.marked(mark, MARK):
             _kill(pid)
 
 
@@ -106,7 +106,7 @@ def _disturb(
         try:
             driver.wait(draw.uniform(0, LONGEST) if len(victims) < wanted else 1.0)
         except subprocess.TimeoutExpired:
-            pids = _ours(mark)
+            pids = processes.marked(mark, MARK)
             if len(victims) < wanted and pids:
                 victim = draw.choice(sorted(pids))
                 name = _name(victim)
@@ -115,18 +115,6 @@ def _disturb(
     if driver.poll() is None:
         _kill(driver.pid)
     driver.wait()
-
-
-def _ours(mark: str) -> list[int]:
-    wanted = f"{MARK}={mark}".encode()
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except OSError:  # it has just ended, or belongs to another user
-            continue
-    return found
 
 
 def _name(pid: int) -> str:

@@ -5,17 +5,17 @@ from statistics import median
 
 import torch
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.base import Budget
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.recipes import dlg, idlg
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, mse, psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset, batch_of, cifar100, mnist5k
-from fedgauge.client.local_data import data_folder
-from fedgauge.client.models.vision import detached_params, lenet
+from fedgauge.client.local_data import has_images
+from fedgauge.client.models.vision import lenet
 from fedgauge.client.rng import generator
 from fedgauge.client.training import local_sgd
-from fedgauge.client.update import Batch
+from fedgauge.simulations.benchmarks.observed_updates import known_of, observed, singles, untrained
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 
 EVALUATIONS = 300 * 20  # of the published loops: 300 steps of L-BFGS, each of up to 20 evaluations
@@ -25,14 +25,14 @@ SUCCESS = 1e-3  # mean squared error, judged by the papers' images
 def success(progress: Progress, digits: int = 64, colours: int = 6, evaluations: int = EVALUATIONS) -> BenchmarkReport:
     """Success rates of DLG and iDLG on LeNet, one image per update."""
     works = [(mnist5k(), digits, attack) for attack in (idlg(), dlg())]
-    if _local_cifar100():
+    if has_images("cifar100"):
         works += [(cifar100(), colours, attack) for attack in (idlg(), dlg())]
     figures: list[Figure] = []
     with one_thread():
         for done, (dataset, count, attack) in enumerate(works):
             figures += _measured(dataset, count, attack, evaluations)
             progress(done + 1, len(works))
-    if not _local_cifar100():
+    if not has_images("cifar100"):
         reason = "skipped: needs cifar100-train-*.npz and cifar100-test-*.npz in the local data folder (FEDGAUGE_DATA)"
         figures.append(Figure("cifar100: successes", None, "%", at_least=95.0, note=reason))
     settings = dict(
@@ -44,16 +44,10 @@ def success(progress: Progress, digits: int = 64, colours: int = 6, evaluations:
 
 def _measured(dataset: Dataset, count: int, attack: GradientMatching, evaluations: int) -> list[Figure]:
     truth = batch_of(dataset.x_test, dataset.y_test, torch.arange(count))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = lenet(dataset.shape, dataset.classes).eval()
-    params = detached_params(model)
-    known = Knowledge(model, chain(local_sgd(0.1)), dataset.shape, dataset.classes, 1, dataset.mean, dataset.std)
-    seen = [
-        Observation(1, k, params, known.forward(params, Batch(truth.x[[k]], truth.y[[k]]), None)) for k in range(count)
-    ]
+    model = untrained(partial(lenet, dataset.shape, dataset.classes))
+    known = known_of(model, chain(local_sgd(0.1)), dataset)
     streams = [partial(generator, 0, "success", k) for k in range(count)]
-    found = attack.reconstruct(Wave.stack(seen), known, Budget(evaluations), streams)
+    found = attack.reconstruct(observed(known, singles(truth)), known, Budget(evaluations), streams)
     images = torch.stack([r.x[0] for r in found if r.x is not None])
     errors = mse(truth.x, images)
     rate = 100 * float((errors < SUCCESS).double().mean())
@@ -62,8 +56,3 @@ def _measured(dataset: Dataset, count: int, attack: GradientMatching, evaluation
     quality = median(min(v, PSNR_CAP) for v in psnr(truth.x, images).tolist())
     note = f"n = {count}; median {spent:.0f} evaluations, {quality:.1f} dB"
     return [Figure(f"{name}: successes", rate, "%", at_least=95.0, note=note)]
-
-
-def _local_cifar100() -> bool:
-    folder = data_folder()
-    return folder is not None and all(any(folder.glob(f"cifar100-{part}-*.npz")) for part in ("train", "test"))

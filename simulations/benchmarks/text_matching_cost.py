@@ -10,15 +10,16 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Knowledge, Observation, Sentences, Wave
+from fedgauge.attacks.base import Knowledge, Sentences, Wave
 from fedgauge.attacks.text.distance import Kind, Matcher, SentenceGuess
 from fedgauge.client.chain import chain
 from fedgauge.client.models.language import LanguageModel, encoder
 from fedgauge.client.models.tokenizer import load_tokenizer
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch, Params
+from fedgauge.simulations.benchmarks.observed_updates import observed, untrained
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread
 
 MINILM = "minilm"
@@ -51,20 +52,20 @@ class SentenceProblem:
 
     @cached_property
     def wave(self) -> Wave:
-        rng, model = generator("text benchmark", "words"), self.model
-        client = chain(local_sgd(1.0))(gradient(model))
-        seen = []
+        rng, model, batches = generator("text benchmark", "words"), self.model, []
         for k in range(self.sentences):
             inner = self.length - len(model.start) - len(model.end)
             words = torch.randint(model.vocabulary // 2, model.vocabulary, (inner,), generator=rng).tolist()
             x = torch.tensor([[*model.start, *words, *model.end]])
-            update = client(self.params, Batch(x, self.labels[k : k + 1]), None)
-            seen.append(Observation(1, k, self.params, {name: t.detach() for name, t in update.items()}))
-        return Wave.stack(seen)
+            batches.append(Batch(x, self.labels[k : k + 1]))
+        return observed(self.known, batches)
+
+    @property
+    def known(self) -> Knowledge:
+        return Knowledge(self.model, chain(local_sgd(1.0)), (self.length,), 2, 1, (), (), text=Sentences())
 
     def matcher(self, kind: Kind) -> Matcher:
-        known = Knowledge(self.model, chain(local_sgd(1.0)), (self.length,), 2, 1, (), (), text=Sentences())
-        return Matcher(self.wave, known, kind, L1)
+        return Matcher(self.wave, self.known, kind, L1)
 
     def guess(self, count: int, owners: Tensor) -> SentenceGuess:
         """`count` random guesses at the sentences of `owners`."""
@@ -171,9 +172,7 @@ def text(
 def minilm(length: int) -> LanguageModel:
     """MiniLM-L6 with frozen word embeddings; ValueError if its package is missing."""
     words = load_tokenizer(MINILM)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return encoder((length,), words, "classification", 2, MINILM, freeze=("words",))
+    return untrained(lambda: encoder((length,), words, "classification", 2, MINILM, freeze=("words",)))
 
 
 def _first(guess: SentenceGuess, count: int) -> SentenceGuess:

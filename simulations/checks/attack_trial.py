@@ -13,7 +13,6 @@ from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.engine.batch_limiter import SHARE, host_memory, peak_bytes
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.plan import ATTACK, DECODERS, PlannedAttack
-from fedgauge.attacks.threat_model import with_given_truth
 from fedgauge.client.update import Batch
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.check_result import CheckFailed, CheckResult, attempt
@@ -71,6 +70,8 @@ def real(scenario: Scenario) -> list[PlannedAttack]:
 def untried(attack: PlannedAttack) -> str:
     """Why an attack cannot be tried in seconds; empty if it can."""
     use = str(attack.table["use"])
+    if attack.tells_members:
+        return "it scores candidates, of which a stand-in has none"
     if use in {entry.name for entry in ATTACK.entries() if entry.group == DECODERS}:
         return "it reads the answer to a malicious server's weights, which none has sent yet"
     if use in LEARNERS or "generator_prior" in str(attack.table):
@@ -80,6 +81,13 @@ def untried(attack: PlannedAttack) -> str:
 
 class NotApplicable(Exception):
     """An attack says that it cannot work on these updates, and why."""
+
+
+class _TrialAuditor(Auditor):
+    """Attacks learn from a few examples."""
+
+    def auxiliary_of(self, planned: PlannedAttack) -> Batch:
+        return Batch(*(t[:FEW] for t in super().auxiliary_of(planned)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +100,8 @@ class Trial:
 
     @classmethod
     def of(cls, scenario: Scenario) -> "Trial":
-        auditor = Auditor(scenario.federation, scenario.plan.seed)
-        return cls(scenario, auditor, StandIns(scenario.federation, auditor.auxiliary, 1))
+        auditor = _TrialAuditor(scenario.federation, scenario.plan.seed)
+        return cls(scenario, auditor, StandIns(scenario.federation, 1))
 
     def result(self, planned: PlannedAttack, tried: Callable[[], str]) -> CheckResult:
         """The result of a trial under the attack's name; that it is not applicable is a note."""
@@ -112,15 +120,11 @@ class Trial:
 
     def run(self, planned: PlannedAttack, iterations: int) -> Reconstruction:
         """Attack the stand-in's update for this many iterations, from one start."""
-        auditor, wave = self.auditor, self.stand_ins.wave
-        members = self.stand_ins.members
-        inferred = auditor.infer_defense(wave, members) if planned.defense == "inferred" else None
-        known = auditor.knowledge(planned, members, inferred)
-        known = with_given_truth(planned, known, self.stand_ins.batches)
-        if known.auxiliary is not None:
-            known = replace(known, auxiliary=Batch(known.auxiliary.x[:FEW], known.auxiliary.y[:FEW]))
-        budget = replace(planned.budget, iterations=iterations, restarts=1, seconds=SECONDS)
-        (found,) = planned.build().reconstruct(wave, known, budget, [auditor.stream(planned, 1, 0)])
+        stand_ins = self.stand_ins
+        short = replace(planned, budget=replace(planned.budget, iterations=iterations, restarts=1, seconds=SECONDS))
+        ((found, _),) = self.auditor.attack(
+            short, stand_ins.wave, stand_ins.members, lambda client, round: stand_ins.batches[client]
+        )
         return found
 
     def once(self, planned: PlannedAttack) -> str:

@@ -13,7 +13,6 @@ from torch import Generator, Tensor
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.client.components import is_own
 from fedgauge.client.federation import TRANSFORM, Federation
 from fedgauge.client.rng import generator
@@ -74,7 +73,7 @@ def check_links(scenario: Scenario) -> Iterator[tuple[bool, CheckResult]]:
 
 def _client(fed: Federation) -> Batch:
     """One stand-in client's batch."""
-    batch = StandIns(fed, Auditor(fed).auxiliary, 1).batches[0]
+    batch = StandIns(fed, 1).batches[0]
     return Batch(batch.x[: fed.shards.batch_size], batch.y[: fed.shards.batch_size])  # one of a secure sum's
 
 

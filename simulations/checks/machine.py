@@ -14,7 +14,7 @@ from fedgauge.attacks.modality.image_metrics import BACKBONES, lpips_weights
 from fedgauge.client.components import SpecError, build
 from fedgauge.client.data import images
 from fedgauge.client.federation import DATASET
-from fedgauge.client.local_data import cache_folder, data_folder
+from fedgauge.client.local_data import cache_folder, data_folder, has_images
 from fedgauge.simulations.checks.check_result import CheckResult, attempt
 from fedgauge.simulations.run.environment import PACKAGES, package
 
@@ -110,4 +110,4 @@ def _dataset(short: str, local: bool) -> CheckResult:
 def _has_local(short: str) -> bool:
     folder = data_folder()
     places = [] if folder is None else [folder / short, folder / "text" / short]
-    return folder is not None and (any(p.is_dir() for p in places) or any(folder.glob(f"{short}-train-*.npz")))
+    return folder is not None and (any(p.is_dir() for p in places) or has_images(short))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedgauge.attacks.matching.model_check import check_lookups
+from fedgauge.attacks.modality.registry import examples_of
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
@@ -40,7 +41,7 @@ def try_network(fed: Federation) -> str:
     model, data = fed.model, fed.shards.dataset
     if further := _further_arguments(model):
         raise CheckFailed(
-            f"its forward needs {' and '.join(map(repr, further))} besides the {_kind(data)}: give it a default, or wrap the "
+            f"its forward needs {' and '.join(map(repr, further))} besides the {examples_of(data)}: give it a default, or wrap the "
             "network in a module whose forward takes one argument"
         )
     if whole := [name for name, p in model.named_parameters() if not p.is_floating_point()]:
@@ -55,7 +56,7 @@ def try_network(fed: Federation) -> str:
         form = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         alone = "" if isinstance(logits, Tensor) else "wrap it in a module that returns the logits alone, and "
         raise CheckFailed(
-            f"it gives {form} for {len(x)} {_kind(data)}, expected logits {expected}: {alone}let its "
+            f"it gives {form} for {len(x)} {examples_of(data)}, expected logits {expected}: {alone}let its "
             "factory take `shape` and `classes`, which it is offered"
         )
     if not logits.isfinite().all():
@@ -130,10 +131,6 @@ def try_again(fed: Federation) -> str:
     return "the same logits"
 
 
-def _kind(data: Dataset) -> str:
-    return "images" if data.mean else "sentences"
-
-
 def _further_arguments(model: nn.Module) -> list[str]:
     """The arguments of its forward without a default, after the first."""
     empty, several = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -175,7 +172,8 @@ def _layers_named(model: nn.Module, data: Dataset) -> Iterator[list[str]]:
     except Exception as error:  # the model is the user's
         where = running[-1] if running else "the gradient of its loss fails"
         shape = " x ".join(map(str, data.shape))
-        fits = f"[data] gives {_kind(data)} of {shape}: build the network for them (its factory is offered `shape` and `classes`)"
+        given = f"[data] gives {examples_of(data)} of {shape}"
+        fits = f"{given}: build the network for them (its factory is offered `shape` and `classes`)"
         raise CheckFailed(f"{where}: {sentence(error)}; {remedy(error, fits)}") from error
     finally:
         for hook in hooks:

@@ -8,7 +8,9 @@ chain, and computes the limit.
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,6 +21,8 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit, known_noise
+from fedgauge.attacks.membership.gradients import CandidateGradients
+from fedgauge.attacks.membership.limit import detectability, power
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy, match, psnr_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import trained_on
@@ -26,6 +30,7 @@ from fedgauge.client.collusion import tolerance
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator
+from fedgauge.client.training import evaluated
 from fedgauge.client.transforms import is_identity
 from fedgauge.client.update import Batch
 from fedgauge.defenses.accounting import privacy_statement
@@ -35,8 +40,8 @@ from fedgauge.simulations.checks.network_check import SOFTMAX, ends_in_softmax
 from fedgauge.simulations.checks.stand_ins import StandIns
 
 STAND_INS = 8  # clients, with batches of auxiliary images
-EXACT = 60.0  # dB; above it an image counts as recovered exactly
 STRONG = 8.0  # epsilon of a record, up to which the guarantee means something
+FAINT = 0.05  # true positives at 1 % false positives, up to which membership hardly shows
 TESTED = 512  # auxiliary images on which the mean image is measured
 Severity = Literal["leaks", "weak", "unknown", "note", "holds"]
 _STYLES: Mapping[Severity, str] = {
@@ -97,7 +102,7 @@ class _Probe:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.fed = scenario, scenario.federation
         self.auditor = Auditor(self.fed, scenario.plan.seed)
-        self.stand_ins = StandIns(self.fed, self.auditor.auxiliary, STAND_INS)
+        self.stand_ins = StandIns(self.fed, STAND_INS)
         self.params, _ = self.stand_ins.start
         self.members, self.size = self.stand_ins.members, self.stand_ins.size
         self.batches, self.wave = self.stand_ins.batches, self.stand_ins.wave
@@ -115,24 +120,15 @@ class _Probe:
     def _inputs(self) -> dict[str, tuple[nn.Module, Tensor]]:
         inputs: dict[str, tuple[nn.Module, Tensor]] = {}
 
-        def watch(name: str, module: nn.Module) -> None:
-            def seen(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-                inputs.setdefault(name, (module, given[0].detach()))
+        def note(name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
+            inputs.setdefault(name, (module, given[0].detach()))
 
-            hooks.append(module.register_forward_pre_hook(seen))
-
-        hooks: list[torch.utils.hooks.RemovableHandle] = []
-        for name, module in self.fed.model.named_modules():
-            if next(module.parameters(recurse=False), None) is not None:
-                watch(name, module)
-        training = self.fed.model.training
-        try:
-            with torch.no_grad():  # in eval mode: the probe must not change BatchNorm's statistics
-                self.fed.model.eval()(self.fed.shards.dataset.normalise(self.batches[0].x))
-        finally:
-            self.fed.model.train(training)
-            for hook in hooks:
-                hook.remove()
+        model = self.fed.model
+        with ExitStack() as hooks, evaluated(model), torch.no_grad():  # BatchNorm's statistics must not change
+            for name, module in model.named_modules():
+                if next(module.parameters(recurse=False), None) is not None:
+                    hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
+            model(self.fed.shards.dataset.normalise(self.batches[0].x))
         return inputs
 
     # --------------------------------------------------------------------------------------------------- findings
@@ -218,7 +214,7 @@ class _Probe:
             weight, bias = (self.wave.update[f"{name}.{part}"][k].double() for part in ("weight", "bias"))
             rows = known.pixels((weight / bias[:, None])[bias != 0].view(-1, *known.shape)).flatten(1)
             errors = torch.cdist(batch.x.double().flatten(1), rows).square() / math.prod(known.shape)
-            shares.append(float((errors < 10 ** (-EXACT / 10)).any(1).double().mean()) if len(rows) else 0.0)
+            shares.append(float((errors < 10 ** (-PSNR_CAP / 10)).any(1).double().mean()) if len(rows) else 0.0)
         return sum(shares) / len(shares)
 
     def _trained_on(self) -> list[Batch]:
@@ -234,15 +230,13 @@ class _Probe:
 
     def _analytic(self) -> PreflightFinding | None:
         planned = PlannedAttack("analytic", {"use": "analytic"})
-        known = self.auditor.knowledge(planned, self.members)
-        streams = [self.auditor.stream(planned, 1, k) for k in range(STAND_INS)]  # stand-ins are no clients: no audit
-        results = planned.build().reconstruct(self.wave, known, planned.budget, streams)
-        pairs = [(r.x, b.x) for r, b in zip(results, self.batches, strict=True) if r.x is not None]
+        results = self.auditor.attack(planned, self.wave, self.members)  # stand-ins are no clients: no audit
+        pairs = [(r.x, b.x) for (r, _), b in zip(results, self.batches, strict=True) if r.x is not None]
         values = [float(v) for x, truth in pairs for v in psnr_of(truth, x[match(truth, x)])]
         if not values:
             return None
         mean = sum(min(v, PSNR_CAP) for v in values) / len(values)
-        exact = sum(v > EXACT for v in values)
+        exact = sum(v > PSNR_CAP for v in values)
         if exact:
             return PreflightFinding(
                 "leaks",
@@ -257,7 +251,7 @@ class _Probe:
     def _labels(self) -> PreflightFinding | None:
         from fedgauge.attacks.labels import restore
 
-        if self.fed.shards.dataset.y.dim() > 1:  # the labels are the sentences
+        if not self.fed.shards.dataset.labelled:  # the labels are the sentences
             return None
         known = self.auditor.knowledge(PlannedAttack("labels", {"use": "idlg"}))
         try:
@@ -288,6 +282,7 @@ class _Probe:
             yield PreflightFinding("note", f"the real one is {tolerance(together.group, together.least).words}")
         if not self.text:
             yield self._limit()
+        yield self._membership()
         yield self._epsilon()
 
     def _limit(self) -> PreflightFinding:
@@ -313,6 +308,28 @@ class _Probe:
             return PreflightFinding("holds", words)
         return PreflightFinding("weak", f"{words}: there is room for a leak", "more noise, or larger batches")
 
+    def _membership(self) -> PreflightFinding:
+        """Who was in a batch, in closed form: from the norms of gradients and the noise."""
+        known, shards = self.auditor.knowledge(PlannedAttack("limit", {"use": "membership"})), self.fed.shards
+        density = known.chain.update_distribution
+        if density is not None and not density.noisy:
+            words = "who was in a batch: no noise hides it, as an update moves with each example's gradient"
+            return PreflightFinding("weak", words, 'noise; measure it with [[attack]] use = "membership"')
+        some = Batch(*(t[:STAND_INS] for t in self.auditor.auxiliary))
+        try:
+            mu = float(detectability(CandidateGradients(known, self.params, some)).median())
+        except ValueError as error:
+            return PreflightFinding("unknown", f"who was in a batch: {error}")
+        times = max(1.0, self.fed.protocol.rounds * shards.batch_size / min(map(len, shards.indices)))
+        once, often = (percent(power(0.01, math.sqrt(n) * mu)) for n in (1, times))
+        words = (
+            f"who was in a batch: whoever knows the rest of it tells half of the members with a probability of {once} or more at "
+            f"1 % false positives, {often} after all rounds"
+        )
+        if power(0.01, math.sqrt(times) * mu) <= FAINT:
+            return PreflightFinding("holds", words)
+        return PreflightFinding("weak", words, "more noise, larger batches, fewer rounds")
+
     def _mean_image(self) -> float:
         """Mean PSNR of the mean auxiliary image over auxiliary images."""
         x = self.auditor.auxiliary.x
@@ -336,7 +353,7 @@ def _examples(n: int) -> str:
 
 def _fed(batch: Batch, pad: int) -> Tensor:
     """The words that reach the loss as inputs; with next-word prediction, all but a sentence's last."""
-    if batch.y.dim() == 1:
+    if batch.labelled:
         return batch.x[batch.x != pad]
     return batch.x[:, :-1][batch.x[:, 1:] != pad]
 

@@ -80,7 +80,7 @@ def _check_data(fed: Federation, again: Federation) -> Iterator[CheckResult]:
     sizes = [len(own) for own in fed.shards.indices]
     message = f"{min(sizes):,} to {max(sizes):,} examples per client, {fed.shards.batch_size} of them per round"
     yield CheckResult("shards", True, True, message)
-    if data.y.dim() == 1 and (absent := sorted(set(range(data.classes)) - set(data.y.unique().tolist()))):
+    if data.labelled and (absent := sorted(set(range(data.classes)) - set(data.y.unique().tolist()))):
         message = (
             f"no training image of {len(absent)} classes, the first of them {absent[0]}: are the labels 0, 1, 2 ...?"
         )
@@ -97,7 +97,7 @@ def describe_data(data: Dataset) -> str:
     """How many examples of what shape and how many classes."""
     shape = " x ".join(map(str, data.shape))
     what = f"images of {shape}" if data.mean else f"sentences of {shape} tokens"
-    of = "classes" if data.y.dim() == 1 else "words"
+    of = "classes" if data.labelled else "words"
     return f"{len(data.y):,} + {len(data.y_test):,} {what}, {data.classes:,} {of}"
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Generator
 
 from fedgauge.attacks.base import Observation, Wave
+from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import GroupMean
@@ -18,13 +19,16 @@ class StandIns:
     """Stand-in clients of a federation, numbered from 0; under a secure sum each is a group.
 
     Args:
-        examples: public ones, from which their batches are drawn.
         count: of them.
     """
 
     federation: Federation
-    examples: Batch
     count: int
+
+    @cached_property
+    def examples(self) -> Batch:
+        """Public ones, from which their batches are drawn."""
+        return Auditor(self.federation).auxiliary
 
     @property
     def members(self) -> int:

@@ -11,12 +11,14 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import status_words
-from fedgauge.server.views.leakage import Leak, RoundLeak, round_table
+from fedgauge.server.views.leakage import Leak
+from fedgauge.server.views.membership import members_sentences, told_members
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on, failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import app_clients, numbering, other_sizes, participation
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
-from fedgauge.server.views.ungraded import UngradedAttack, ungraded_table
+from fedgauge.server.views.strength import RoundLeak, round_table
+from fedgauge.server.views.success import UngradedAttack, ungraded_table
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 from fedgauge.simulations.live import json_log
 from fedgauge.simulations.live.log import Log
@@ -86,9 +88,9 @@ def _print_results(reading: Reading) -> None:
     values = [f"{which} {of}" for which in ("mean", "best", "baseline")]
     table = Table("round", "accuracy", "attack", *values, "label accuracy", box=None)
     lines, without_truth = round_table(scores, ledger), ungraded_table(scores, ledger)
-    if any(line.psnr.n for line in lines) or not without_truth:
+    if any(line.leak.n for line in lines) or not without_truth:
         for line in lines:
-            if line.psnr.n or line.psnr.failed:
+            if line.leak.n or line.leak.failed:
                 table.add_row(*_cells(line))
     if table.row_count:
         console.print(table)
@@ -96,6 +98,9 @@ def _print_results(reading: Reading) -> None:
         _print_line(console, f"no table: {verdict_of(reading).sentence}")
     if without_truth:
         _print_ungraded(console, ledger, without_truth)
+    if ledger.attacks() and (table.row_count or without_truth):
+        for text in members_sentences(told_members(scores), ledger):
+            _print_line(console, text)
     if "replay_detail" in meta:
         style = "yellow" if meta.get("replay") != "ok" else None
         _print_line(console, f"replay check: {meta['replay_detail']}", style)
@@ -184,8 +189,8 @@ def _cells(line: RoundLeak) -> list[str]:
         str(line.round),
         number(line.accuracy, ".1%"),
         printable(line.attack),
-        " ".join(filter(None, [number(line.psnr.mean, ".1f"), _without_value(line.psnr)])),
-        number(line.psnr.best, ".1f"),
+        " ".join(filter(None, [number(line.leak.mean, ".1f"), _without_value(line.leak)])),
+        number(line.leak.best, ".1f"),
         number(line.baseline.mean if line.baseline else None, ".1f"),
         number(line.labels, ".0%"),
     ]

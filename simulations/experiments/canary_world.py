@@ -14,10 +14,11 @@ from fedgauge.attacks.grading.canary import canary, combine_iterates, cosines, e
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Update
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
-from fedgauge.simulations.experiments.gaussian_world import WorldFigure, mean_interval
+from fedgauge.simulations.experiments.gaussian_world import mean_interval
+from fedgauge.simulations.experiments.measures import ComparedFigure
+from fedgauge.simulations.run.honest_rounds import honest_rounds
 
 DELTA = 1e-5
 DIMENSION = 2**16
@@ -79,15 +80,11 @@ def training(seed: int) -> Iterator[Tensor]:
         {"use": "clip", "max_norm": 1.0},
     )
     fed = Federation(Protocol(seed, ROUNDS, 8, data, {"use": "mlp", "hidden": [64]}, chain))
-    params, buffers = fed.initial()
-    for round in range(1, ROUNDS + 1):
-        updates = [fed.own_update(params, buffers, c, round) for c in range(fed.protocol.clients)]
-        total: Update = {k: torch.stack([u[k] for u in updates]).sum(0) for k in params}
-        yield torch.cat([t.flatten() for t in total.values()])
-        params = {k: t + total[k] / len(updates) for k, t in params.items()}
+    for now in honest_rounds(fed, ROUNDS):
+        yield fed.protocol.clients * torch.cat([t.flatten() for t in now.mean.values()])
 
 
-def canary_world(n: int = 100, seed: int = 0, iterations: int = 128) -> list[WorldFigure]:
+def canary_world(n: int = 100, seed: int = 0, iterations: int = 128) -> list[ComparedFigure]:
     """For each mechanism, the true epsilon and the mean of n runs' estimates.
 
     Args:
@@ -98,5 +95,5 @@ def canary_world(n: int = 100, seed: int = 0, iterations: int = 128) -> list[Wor
         runs = [case.estimates(iterations, generator(seed, "canaries", case.name, run)) for run in range(n)]
         for observed, metric in runs[0]:
             estimates = torch.tensor([run[observed, metric] for run in runs], dtype=torch.float64)
-            rows.append(WorldFigure(case.name, observed, metric, case.epsilon, *mean_interval(estimates), n))
+            rows.append(ComparedFigure(case.name, observed, metric, case.epsilon, *mean_interval(estimates), n))
     return rows

@@ -26,33 +26,13 @@ from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch, Params
 from fedgauge.defenses import noise
+from fedgauge.server.views.intervals import NORMAL_95
+from fedgauge.simulations.experiments.measures import ComparedFigure
 
 RATIOS = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)  # sigma / |g|
 VARIANCE = 0.051  # of the first world's inputs
 NOISE = 0.1  # of the second's gradients: Laplace noise of this scale
 STD = 0.05  # pixels to a unit of x; inputs lie well inside [0, 1], so that the box has no effect
-NORMAL_95 = 1.959963984540054
-
-
-@dataclass(frozen=True)
-class WorldFigure:
-    """One figure beside its reference.
-
-    Args:
-        cell, attack, metric: what was measured.
-        reference: the bound, in the first world; the paper's figure shows no number.
-        here, low, high: mean and 95 % interval over inputs; no interval from one input.
-        n: inputs.
-    """
-
-    cell: str
-    attack: str
-    metric: str
-    reference: float | None
-    here: float
-    low: float | None
-    high: float | None
-    n: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +122,7 @@ def mean_information(world: GaussianWorld) -> Tensor:
 
 def gaussian_world(
     n: int = 512, seed: int = 0, iterations: int = 400, ratios: Sequence[float] = RATIOS
-) -> list[WorldFigure]:
+) -> list[ComparedFigure]:
     """For each noise level, the van Trees bound and the mean squared error of the maximum-a-posteriori attack, in units of x.
 
     Args:
@@ -203,7 +183,7 @@ def fig4_errors(n: int, seed: int = 0, iterations: int = 400) -> dict[tuple[str,
     }
 
 
-def bayes_fig4(n: int = 512, seed: int = 0, iterations: int = 400) -> list[WorldFigure]:
+def bayes_fig4(n: int = 512, seed: int = 0, iterations: int = 400) -> list[ComparedFigure]:
     """For each prior and conditional, the mean Euclidean distance of reconstructions from the true inputs."""
     results = fig4_errors(n, seed, iterations)
     return [_row(f"{p} prior", f"{c} conditional", "distance", None, errors) for (p, c), errors in results.items()]
@@ -215,8 +195,8 @@ def _network(size: int, hidden: int, classes: int, seed: int) -> nn.Module:
         return mlp((1, 1, size), classes, hidden=(hidden,), activation="tanh").double()
 
 
-def _row(cell: str, attack: str, metric: str, reference: float | None, errors: Tensor) -> WorldFigure:
-    return WorldFigure(cell, attack, metric, reference, *mean_interval(errors), len(errors))
+def _row(cell: str, attack: str, metric: str, reference: float | None, errors: Tensor) -> ComparedFigure:
+    return ComparedFigure(cell, attack, metric, reference, *mean_interval(errors), len(errors))
 
 
 def mean_interval(values: Tensor) -> tuple[float, float | None, float | None]:

@@ -88,7 +88,9 @@ def expand(tables: Table, others: Collection[str]) -> list[dict[str, Any]]:
     for entries in product(*axes.values()):
         place = {axis: entry["name"] for axis, entry in zip(axes, entries, strict=True)}
         layers = [top, *entries, *(where for chosen, where in wheres if _is_in(place, chosen))]
-        own = [a for chosen, a in attacks if _is_in(place, chosen)] + [a for e in entries for a in _own_attacks(e)]
+        own = [a for chosen, a in attacks if _is_in(place, chosen)] + [
+            a for e in entries for a in tables_of(e, "attack")
+        ]
         cells.append(_cell(_cell_name(template, place), layers, own))
     _check_names(cells)
     _check_changes([top, *(e for entries in axes.values() for e in entries), *(where for _, where in wheres)], cells)
@@ -124,10 +126,6 @@ def _cell_name(template: str, place: Mapping[str, str]) -> str:
         raise SpecError(
             f"cell_name: {template!r} may name the axes {', '.join(place)} in braces, and no other"
         ) from error
-
-
-def _own_attacks(entry: Table) -> list[Table]:
-    return tables_of(entry, "attack")
 
 
 def _cell(name: str, layers: Sequence[Table], attacks: Sequence[Table]) -> dict[str, Any]:

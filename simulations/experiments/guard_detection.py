@@ -3,8 +3,7 @@
 The thresholds were chosen on honest rounds of networks, settings and seeds (TUNING) that are not reported.
 """
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Generator, Tensor
@@ -18,9 +17,10 @@ from fedgauge.client.inspection.probes import ProbeSet, probe_examples
 from fedgauge.client.inspection.results import DetectorResults
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Params, average
+from fedgauge.client.update import Params
 from fedgauge.server.views.intervals import Rate
-from fedgauge.simulations.experiments.gaussian_world import WorldFigure
+from fedgauge.simulations.experiments.measures import ComparedFigure
+from fedgauge.simulations.run.honest_rounds import honest_rounds
 
 CLIENTS = 4
 FALSE_ALARMS = 0.01  # of honest rounds, at most
@@ -119,12 +119,10 @@ class InspectedRound:
 
 def honest(fed: Federation, rounds: int) -> Iterator[InspectedRound]:
     """Rounds of an honest federation, each seen by another client."""
-    params, buffers = fed.initial()
     previous: Params | None = None
-    for round in range(1, rounds + 1):
-        yield InspectedRound(fed, round % CLIENTS, round, params, previous)
-        mean = average([fed.own_update(params, buffers, c, round) for c in range(CLIENTS)], [1] * CLIENTS)
-        previous, params = params, {k: t + mean[k] for k, t in params.items()}
+    for now in honest_rounds(fed, rounds):
+        yield InspectedRound(fed, now.round % CLIENTS, now.round, now.params, previous)
+        previous = now.params
 
 
 def inspected_rounds(settings: Sequence[GuardSetting], n: int, seed: int) -> list[DetectorResults]:
@@ -160,16 +158,20 @@ class AttackTrial:
 def attempts(server_attack: ServerAttack, setting: GuardSetting, rounds: int, seed: int) -> list[AttackTrial]:
     """A server attack in each of the first rounds; empty if the network lacks what it needs."""
     normal = fingerprint(setting.federation(seed).model)
-    rounds_met = honest(setting.federation(seed, server_attack.architecture), rounds)
-    first = next(rounds_met)
-    try:
-        params = first.crafted(server_attack)
-    except ValueError:  # the network lacks what the attack needs; a later ValueError would be a defect
-        return []
-    crafted_rounds = itertools.chain(
-        [(first, params)], ((inspected, inspected.crafted(server_attack)) for inspected in rounds_met)
-    )
-    return [AttackTrial(m.previous is None, m.findings(sent, normal), m.findings(sent)) for m, sent in crafted_rounds]
+    met = _crafted(server_attack, honest(setting.federation(seed, server_attack.architecture), rounds))
+    return [AttackTrial(m.previous is None, m.findings(sent, normal), m.findings(sent)) for m, sent in met]
+
+
+def _crafted(server_attack: ServerAttack, met: Iterable[InspectedRound]) -> Iterator[tuple[InspectedRound, Params]]:
+    """The rounds with what is sent in them; none if the network lacks what the server attack needs."""
+    for i, inspected in enumerate(met):
+        try:
+            params = inspected.crafted(server_attack)
+        except ValueError:
+            if i:  # it is a defect, as the first round went well
+                raise
+            return
+        yield inspected, params
 
 
 def persistent_attacks(
@@ -178,22 +180,13 @@ def persistent_attacks(
     """Results of a client attacked in every round from its first on, so that it remembers only crafted weights; may be empty."""
     policy = InspectionPolicy("log", fingerprint(setting.federation(seed).model))
     state: dict[str, Tensor] = {}
-    results: list[DetectorResults] = []
-    for honest_round in honest(setting.federation(seed, server_attack.architecture), rounds):
-        inspected = replace(honest_round, client=0)
-        try:
-            params = inspected.crafted(server_attack)
-        except ValueError:
-            if results:
-                raise
-            return []
-        results.append(policy.findings(inspected.probes, params, inspected.round, state, inspected.rng))
-    return results
+    first = (replace(met, client=0) for met in honest(setting.federation(seed, server_attack.architecture), rounds))
+    return [policy.findings(m.probes, sent, m.round, state, m.rng) for m, sent in _crafted(server_attack, first)]
 
 
 def patient_world(
     n: int = 1, seed: int = 0, iterations: int = 6, networks: Mapping[str, Sequence[GuardSetting]] = NETWORKS
-) -> list[WorldFigure]:
+) -> list[ComparedFigure]:
     """How often each server attack is detected by a client that has never received honest weights.
 
     Args:
@@ -217,7 +210,7 @@ def patient_world(
 
 def guard_world(
     n: int = 200, seed: int = 0, iterations: int = 6, networks: Mapping[str, Sequence[GuardSetting]] = NETWORKS
-) -> list[WorldFigure]:
+) -> list[ComparedFigure]:
     """False alarms in n honest rounds of each network, and how often each server attack is detected.
 
     `detected` counts from a client's second round on; `detected_first` counts its first; `detected_by_weights` is for a client
@@ -239,7 +232,7 @@ def guard_world(
 
 def _server_attack_rows(
     use: str, networks: Mapping[str, Sequence[GuardSetting]], rounds: int, seed: int
-) -> list[WorldFigure]:
+) -> list[ComparedFigure]:
     server_attack = _build_server_attack(use)
     rows = []
     for name, settings in networks.items():
@@ -253,7 +246,7 @@ def _server_attack_rows(
             rows.append(_rate(name, use, "detected_by_weights", [bool(a.alone.alarms) for a in trials]))
         levels = [a.agreed.suspicion for a in later]
         mean = sum(levels) / len(levels)
-        rows.append(WorldFigure(name, use, "suspicion", 1.0, mean, min(levels), max(levels), len(levels)))
+        rows.append(ComparedFigure(name, use, "suspicion", 1.0, mean, min(levels), max(levels), len(levels)))
     if not rows:
         raise RuntimeError(f"{use} applies to none of {', '.join(networks)}; add a network that has what it needs")
     return rows
@@ -266,7 +259,7 @@ def _build_server_attack(use: str) -> ServerAttack:
 
 def _rate(
     cell: str, server_attack: str, metric: str, hits: Sequence[bool], reference: float | None = None
-) -> WorldFigure:
+) -> ComparedFigure:
     rate = Rate(sum(hits), len(hits))
     assert rate.fraction is not None
-    return WorldFigure(cell, server_attack, metric, reference, rate.fraction, *rate.interval, rate.n)
+    return ComparedFigure(cell, server_attack, metric, reference, rate.fraction, *rate.interval, rate.n)

@@ -1,75 +1,110 @@
 """Measures: the figures of a paper's table, each with a 95 % interval."""
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from fedgauge.attacks.modality.base import Modality
-from fedgauge.attacks.modality.image_metrics import AUGMENTED, PSNR_CAP
-from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
-from fedgauge.attacks.modality.sentences import SentenceModality
-from fedgauge.server.views.intervals import Rate, clustered_interval
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP
+from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.server.views.intervals import Floats, Ints, Rate, clustered_interval
+from fedgauge.server.views.leakage import leakage_of_all
+from fedgauge.server.views.scores import Mask, Scores, capped
 
 BOOTSTRAP_DRAWS = 2000  # for the interval of a ratio
 SUCCESS_MSE = 1e-3  # mean squared error below which an image counts as recovered
 
 
-@dataclass(frozen=True, eq=False)
-class AttackOutcome:
-    """One attack's scores on every update, its cost, and the score of a guess that reads no update.
+@dataclass(frozen=True)
+class ComparedFigure:
+    """One of our figures beside the paper's.
 
     Args:
-        scores: (n, B) each, by metric.
+        cell, attack, metric: what was measured.
+        reference, spread: the paper's figure and standard deviation, or the bound; None if it gives none.
+        here, low, high: our figure and its 95 % interval; no interval from a single update.
+        n: images, or inputs.
+        floor: score of the mean public image, without an attack.
+        budget: ours, and the paper's where it differs.
+        note: failed attacks, training.
+    """
+
+    cell: str
+    attack: str
+    metric: str
+    reference: float | None
+    here: float | None
+    low: float | None
+    high: float | None
+    n: int
+    spread: float | None = None
+    floor: float | None = None
+    budget: str = ""
+    note: str = ""
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        """The figures as one JSON object, without budget, note and time."""
+        keys = ("cell", "attack", "metric", "reference", "here", "low", "high", "n")
+        return json.dumps({k: getattr(self, k) for k in keys}, allow_nan=False)
+
+
+@dataclass(frozen=True, eq=False)
+class AttackOutcome:
+    """One attack's scores on n updates of B examples each, its cost, and the score of a guess that reads no update.
+
+    Args:
+        scores: of this attack alone; each update has a client of its own.
+        iterations: (n,) spent on each update.
         failed: attacks that reconstructed nothing; reasons: why.
         floor: score of the mean public image, or of random words, by metric.
         isolated: for each batch, the example that the server attack isolates.
     """
 
-    scores: Mapping[str, Tensor]
-    iterations: Tensor
+    scores: Scores
+    iterations: Floats
     failed: int
     seconds: float
     floor: Mapping[str, float]
     reasons: tuple[str, ...] = ()
     isolated: tuple[int, ...] | None = None
 
-    @property
-    def psnr(self) -> Tensor:
-        return self.scores["psnr"]
+    def values(self, metric: str) -> Floats:
+        """(n, B) as they enter a mean."""
+        return capped(metric, self.scores.of_metric(metric).value).reshape(len(self.iterations), -1)
 
     @property
-    def mse(self) -> Tensor:
-        return self.scores["mse"]
+    def psnr(self) -> Floats:
+        return self.values("psnr")
 
     @property
     def examples(self) -> int:
         """The number of attacked images or sentences."""
-        return next(iter(self.scores.values())).numel()
+        return len(np.unique(self.scores.example_keys()))
 
 
 Interval = tuple[float | None, float | None, float | None]  # value, low, high
 Measure = Callable[[AttackOutcome, AttackOutcome | None], Interval]
+NOTHING: Interval = (None, None, None)
 
 
-def _mean(values: Tensor) -> Interval:
-    """Mean over images, with its interval clustered by update."""
-    flat = values.flatten().numpy()
-    interval = clustered_interval(flat, np.arange(len(values)).repeat(values[0].numel()))
-    return float(flat.mean()), *(interval or (None, None))
+def mean_of(scores: Scores, metric: str) -> Interval:
+    """A metric's mean as a run has it, with its interval clustered by update."""
+    return next(((leak.mean, leak.low, leak.high) for leak in leakage_of_all(scores, metric)), NOTHING)
 
 
-def _rate(hits: Tensor) -> Interval:
+def _rate(hits: Mask) -> Interval:
     """The fraction of hits (n,), with its Wilson interval."""
     rate = Rate(int(hits.sum()), len(hits))
     return rate.fraction, *rate.interval
 
 
-def _succeeded(outcome: AttackOutcome) -> Tensor:
+def _succeeded(outcome: AttackOutcome) -> Mask:
     """(n,) whether every image of an update was recovered."""
-    return (outcome.mse < SUCCESS_MSE).all(1)
+    recovered: Mask = np.all(outcome.values("mse") < SUCCESS_MSE, axis=1)
+    return recovered
 
 
 def _success(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
@@ -78,31 +113,42 @@ def _success(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
 
 def _exact(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
     """The rate of updates whose images were all recovered verbatim: to 60 dB or more."""
-    return _rate((outcome.psnr >= PSNR_CAP).all(1))
+    return _rate(np.all(outcome.psnr >= PSNR_CAP, axis=1))
 
 
 def _isolated_psnr(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
     """PSNR of the example that the server attack isolates, in its one-to-one pair; the others do not count."""
-    if outcome.isolated is None:
-        return None, None, None
-    return _mean(outcome.psnr.gather(1, torch.tensor(outcome.isolated)[:, None]))
+    return NOTHING if outcome.isolated is None else _psnr_of(outcome, np.array(outcome.isolated))
+
+
+def _best(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
+    """Mean PSNR of each update's best image."""
+    return _psnr_of(outcome, outcome.psnr.argmax(1))
+
+
+def _psnr_of(outcome: AttackOutcome, chosen: Ints) -> Interval:
+    """Mean PSNR of one example (n,) of each update."""
+    n, size = outcome.psnr.shape
+    return mean_of(outcome.scores.of_metric("psnr").where(size * np.arange(n) + chosen), "psnr")
 
 
 def _verbatim(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
     """The fraction of single images that were recovered verbatim."""
-    return _mean((outcome.psnr >= PSNR_CAP).double())
+    psnr = outcome.scores.of_metric("psnr")
+    return mean_of(replace(psnr, value=(psnr.value >= PSNR_CAP).astype(float)), "psnr")
 
 
 def _iterations(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
     """Mean iterations of the attacks that succeeded."""
-    succeeded = _succeeded(outcome)
-    return _mean(outcome.iterations[succeeded][:, None]) if bool(succeeded.any()) else (None, None, None)
+    spent = outcome.iterations[_succeeded(outcome)]
+    interval = clustered_interval(spent, np.arange(len(spent))) if len(spent) else None
+    return (float(spent.mean()), *(interval or (None, None))) if len(spent) else NOTHING
 
 
 def _success_gain(outcome: AttackOutcome, against: AttackOutcome | None) -> Interval:
     """How many more updates succeed than with the other attack, in percent of the other's."""
     assert against is not None
-    ours, theirs = (_succeeded(o).double().numpy() for o in (outcome, against))
+    ours, theirs = (_succeeded(o).astype(float) for o in (outcome, against))
     return _paired(lambda w: 100 * ((w @ ours) / (w @ theirs) - 1), len(ours))
 
 
@@ -110,7 +156,7 @@ def _iterations_saved(outcome: AttackOutcome, against: AttackOutcome | None) -> 
     """How many fewer iterations a success takes than with the other attack, in percent of the other's."""
     assert against is not None
     (ours, succeeded), (theirs, others) = (
-        (o.iterations.numpy() * _succeeded(o).numpy(), _succeeded(o).double().numpy()) for o in (outcome, against)
+        (o.iterations * _succeeded(o), _succeeded(o).astype(float)) for o in (outcome, against)
     )
     return _paired(lambda w: 100 * (1 - (w @ ours) / (w @ succeeded) / ((w @ theirs) / (w @ others))), len(ours))
 
@@ -121,17 +167,12 @@ def _paired(ratio: Callable[[np.ndarray], np.ndarray], n: int) -> Interval:
     with np.errstate(divide="ignore", invalid="ignore"):
         value, drawn = float(ratio(np.ones(n))), ratio(weights)
     if not np.isfinite(value):
-        return None, None, None
+        return NOTHING
     drawn = drawn[np.isfinite(drawn)]
     if n < 2 or not len(drawn):
         return value, None, None
     low, high = np.quantile(drawn, (0.025, 0.975))
     return value, float(low), float(high)
-
-
-def _best(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
-    """Mean PSNR of each update's best image."""
-    return _mean(outcome.psnr.amax(1, keepdim=True))
 
 
 # measures that are no means of a metric, each with the metric that it reads
@@ -146,7 +187,7 @@ DERIVED: Mapping[str, tuple[str, Measure]] = {
     "iterations_saved": ("mse", _iterations_saved),
 }
 RENAMED = {"exact_sentence": "exact"}  # of sentences: of images, `exact` is a measure
-METRICS = (*DERIVED, *RENAMED, *(m for m in HIGHER_IS_BETTER if m not in DERIVED and m != "label_accuracy"))
+METRICS = (*DERIVED, *RENAMED, *(m for m in MEASURED if m not in DERIVED and m != "label_accuracy"))
 
 
 def metric_of(measure: str) -> str:
@@ -163,11 +204,11 @@ def measured(measure: str, outcome: AttackOutcome, against: AttackOutcome | None
     """A measure of an attack's outcome; without a value where its metric does not apply."""
     if measure in DERIVED:
         return DERIVED[measure][1](outcome, against)
-    scores = outcome.scores.get(metric_of(measure))
-    return (None, None, None) if scores is None else _mean(scores)
+    return mean_of(outcome.scores, metric_of(measure))
 
 
-UNITS = {
-    **dict.fromkeys(("psnr", "isolated_psnr", "psnr" + AUGMENTED, "best_psnr"), "dB"),
-    **dict.fromkeys(("success_gain", "iterations_saved", *RENAMED, *SentenceModality.measured), "%"),
-}
+def unit_of(measure: str) -> str:
+    """The unit of a measure's values; empty if they have none."""
+    if measure in ("success_gain", "iterations_saved"):
+        return "%"
+    return MEASURED[metric_of(measure)].unit if measure not in DERIVED or measure.endswith("_psnr") else ""

@@ -58,27 +58,15 @@ def _cell(table: Mapping[str, Any]) -> Setting:
     for spec in specs:
         if spec.against and spec.against not in {t.name for t in specs}:
             raise SpecError(f"{where}: against = {spec.against!r} is not one of its attacks")
-    chain = tuple(coerce(table.get("chain", []), list, f"{where}: chain"))
-    for j, link in enumerate(chain, 1):
+    for j, link in enumerate(coerce(table.get("chain", []), list, f"{where}: chain"), 1):
         check_link(link, f"{where}, chain #{j}")
-    training = table.get("train")
-    made = dict(
-        name=table["name"],
-        n=coerce(table.get("n"), int, f"{where}: n"),
-        wave=coerce(table.get("wave", 64), int, f"{where}: wave"),
-        images=_options(Images, table.get("data"), f"{where}: data"),
-        model=coerce(table.get("model"), dict, f"{where}: model"),
-        chain=chain,
-        attacks=tuple(specs),
-        weights=coerce(table.get("weights", ""), str, f"{where}: weights"),
-        train=None if training is None else _options(Pretraining, training, f"{where}: train"),
-        clients=coerce(table.get("clients", 1), int, f"{where}: clients"),
-        heavy=coerce(table.get("heavy", False), bool, f"{where}: heavy"),
-        server_attack=coerce(table.get("server_attack"), dict | None, f"{where}: server_attack"),
-        **{key: coerce(table.get(key, 1), int, f"{where}: {key}") for key in ("rounds", "members")},
-        **{key: coerce(table.get(key, False), bool, f"{where}: {key}") for key in ("alone", "faintest")},
-        auxiliary=coerce(table.get("auxiliary", 200), int, f"{where}: auxiliary"),
-    )
+    made = {
+        "images": _options(Images, table.get("data"), f"{where}: data"),
+        "attacks": tuple(specs),
+        "train": _options(Pretraining, table["train"], f"{where}: train") if "train" in table else None,
+    }
+    rest = {key: value for key, value in table.items() if key not in ("data", "attack", "train")}
+    made |= check_arguments(Setting, {"wave": 64, "chain": [], **rest}, where, made)
     cell: Setting = call(Setting, made, where)
     cell.build_server_attack()
     return cell

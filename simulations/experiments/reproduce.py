@@ -1,16 +1,15 @@
 """Reproduce a paper's table: run its attacks and compare our figures with the paper's, with n, interval and budget."""
 
-import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
 from fedgauge.attacks.modality.registry import modality_measured
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.experiments.canary_world import canary_world
 from fedgauge.simulations.experiments.gaussian_world import bayes_fig4, gaussian_world
 from fedgauge.simulations.experiments.guard_detection import guard_world, patient_world
-from fedgauge.simulations.experiments.measures import DERIVED, AttackOutcome, measured, metric_of
+from fedgauge.simulations.experiments.measures import DERIVED, AttackOutcome, ComparedFigure, measured, metric_of
 from fedgauge.simulations.experiments.paper_table_files import matches
 from fedgauge.simulations.experiments.paper_tables import AttackSpec, PaperTable, Setting, WorldSpec
 from fedgauge.simulations.experiments.run_attack import check_attacks, estimate_seconds, run_attack
@@ -28,46 +27,13 @@ UNTIMED = ("guard_world", "patient_world", "canary_world")  # most of their time
 ReportProgress = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class ComparedFigure:
-    """One of our figures beside the paper's.
-
-    Args:
-        reference, spread: the paper's figure and standard deviation; None if it gives none.
-        here, low, high: our figure and its 95 % interval; no interval from a single update.
-        n: images.
-        floor: score of the mean public image, without an attack.
-        budget: ours, and the paper's where it differs.
-        note: failed attacks, training.
-    """
-
-    cell: str
-    attack: str
-    metric: str
-    reference: float | None
-    here: float | None
-    low: float | None
-    high: float | None
-    n: int
-    spread: float | None = None
-    floor: float | None = None
-    budget: str = ""
-    note: str = ""
-    seconds: float = 0.0
-
-    def to_json(self) -> str:
-        """The figures as one JSON object, without budget, note and time."""
-        keys = ("cell", "attack", "metric", "reference", "here", "low", "high", "n")
-        return json.dumps({k: getattr(self, k) for k in keys}, allow_nan=False)
-
-
 def compared_figures(
     cell: Setting, spec: AttackSpec, outcome: AttackOutcome, others: Mapping[str, AttackOutcome], note: str
 ) -> list[ComparedFigure]:
     """The rows of one attack in one setting."""
     failed = ""
     if outcome.failed:
-        graded_as = modality_measured(tuple(outcome.scores)).blank_name
+        graded_as = modality_measured(outcome.scores.metrics).blank_name
         failed = f"{outcome.failed} of {len(outcome.iterations)} attacks failed, graded as {graded_as}"
         failed += "".join(f": {reason}" for reason in outcome.reasons[:1])
     rows = []
@@ -163,4 +129,4 @@ def _world_figures(world: WorldSpec, seed: int, report: ReportProgress) -> list[
     if not rows:
         raise SpecError(f"no cell of {world.name} matches {world.only!r}")
     spent, budget = round(time.perf_counter() - started, 1), f"n {world.n}, iterations at most {world.iterations}"
-    return [ComparedFigure(**asdict(row), budget=budget, seconds=spent) for row in rows]
+    return [replace(row, budget=budget, seconds=spent) for row in rows]

@@ -1,11 +1,10 @@
 """One attack of a paper's table: attack every update of a setup, grade the results, estimate the time."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from fedgauge.attacks.base import Budget, ClientState, Wave
 from fedgauge.attacks.grading.audit import AuditResult
@@ -13,7 +12,8 @@ from fedgauge.attacks.grading.scores import WHOLE_BATCH, has_images
 from fedgauge.attacks.modality.image_metrics import AUGMENTED
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import SpecError
-from fedgauge.simulations.experiments.measures import AttackOutcome, measures_of
+from fedgauge.server.views.scores import Scores
+from fedgauge.simulations.experiments.measures import AttackOutcome, mean_of, measures_of
 from fedgauge.simulations.experiments.paper_tables import AttackSpec, Setting
 from fedgauge.simulations.experiments.setups import Setup
 
@@ -39,8 +39,8 @@ def run_attack(
     seconds = time.perf_counter() - started
     failed = [r.reconstruction for r in results if not has_images(r.reconstruction.x)]
     return AttackOutcome(
-        scores=_scores(setup, results),
-        iterations=torch.tensor([r.reconstruction.iterations for r in results], dtype=torch.float64),
+        scores=_scores([results]),
+        iterations=np.array([r.reconstruction.iterations for r in results], float),
         failed=len(failed),
         seconds=seconds,
         floor=_floor(spec, setup),
@@ -78,17 +78,15 @@ def _audit(
     return results
 
 
-def _scores(setup: Setup, results: Sequence[AuditResult]) -> dict[str, Tensor]:
-    """Each metric as (n, B); the metric by which attacks are compared counts up to its cap."""
-    main, graded = setup.auditor.modality.main, []
-    for result in results:
-        values: dict[str, list[float]] = {}
-        for row in result.rows:
-            if row.example != WHOLE_BATCH and row.value is not None:
-                cap = main.cap if row.metric in (main.metric, main.metric + AUGMENTED) else float("inf")
-                values.setdefault(row.metric, []).append(min(row.value, cap))
-        graded.append(values)
-    return {name: torch.tensor([g[name] for g in graded], dtype=torch.float64) for name in graded[0]}
+def _scores(draws: Iterable[Iterable[AuditResult]]) -> Scores:
+    """The scores of the examples, as a run has them; each draw counts as a round."""
+    return Scores.empty().extended(
+        (draw, row.client, row.attack, row.example, row.metric, row.status, row.value)
+        for draw, results in enumerate(draws, 1)
+        for result in results
+        for row in result.rows
+        if row.example != WHOLE_BATCH
+    )
 
 
 def _floor(spec: AttackSpec, setup: Setup) -> dict[str, float]:
@@ -99,9 +97,10 @@ def _floor(spec: AttackSpec, setup: Setup) -> dict[str, float]:
     for draw in range(RANDOM_DRAWS if baseline.build().is_random else 1):
         guessing = replace(setup, auditor=replace(setup.auditor, purpose=("floor", draw)))
         waves = _waves(spec, guessing, len(setup.observations))
-        draws.append(_scores(guessing, [result for part in waves for result in _audit(baseline, guessing, part)]))
-    means = {name: float(torch.stack([scores[name] for scores in draws]).mean()) for name in draws[0]}
-    return {name: mean for name, mean in means.items() if not name.endswith(AUGMENTED)}
+        draws.append([result for part in waves for result in _audit(baseline, guessing, part)])
+    scores = _scores(draws)
+    means = {name: mean_of(scores, name)[0] for name in scores.metrics if not name.endswith(AUGMENTED)}
+    return {name: mean for name, mean in means.items() if mean is not None}
 
 
 def check_attacks(cell: Setting, setup: Setup) -> None:
@@ -114,7 +113,7 @@ def check_attacks(cell: Setting, setup: Setup) -> None:
             raise SpecError(f"{where}: {wrong[0]} is no metric of {noun}s; those of {use} are {', '.join(there_are)}")
         if spec.lengths == "given" and not modality.gives_lengths:
             raise SpecError(f'{where}: lengths = "given" is for sentences, but {use} holds {noun}s')
-        if spec.labels == "given" and setup.truth[0].y.dim() > 1:
+        if spec.labels == "given" and not setup.truth[0].labelled:
             raise SpecError(f'{where}: labels = "given" would hand over the sentences; set labels = "restored"')
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Stream, Wave
+from fedgauge.attacks.base import Observation, Reconstruction, Stream, Wave
 from fedgauge.attacks.grading.audit import Auditor, Truth
 from fedgauge.attacks.grading.scores import Grader, ScoreRecord, has_images
 from fedgauge.attacks.modality.image_metrics import AUGMENTED
-from fedgauge.attacks.modality.registry import modality_of
+from fedgauge.attacks.modality.registry import examples_of, modality_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.chain import Chain
@@ -22,7 +22,7 @@ from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import Dataset, Shards, batch_of
 from fedgauge.client.federation import DATASET, Federation
 from fedgauge.client.local_data import data_folder
-from fedgauge.client.models.losses import CROSS_ENTROPY, per_example_accuracy
+from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.protocol import Protocol, SecureSumOptions
 from fedgauge.client.rng import generator
@@ -33,6 +33,7 @@ from fedgauge.simulations.experiments.measures import metric_of
 from fedgauge.simulations.experiments.paper_tables import Images, Pretraining, Setting
 
 AUXILIARY = 200  # last training images, held out of pretraining
+TESTED = 2000  # test examples by which pretraining is judged
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,11 +100,6 @@ class Setup:
     isolated: tuple[int, ...] | None = None
 
     @property
-    def known(self) -> Knowledge:
-        """What the server knows, before anything of the private examples is given to it."""
-        return public_knowledge(self.auditor.federation)
-
-    @property
     def truth(self) -> tuple[Batch, ...]:
         """The private examples behind each observation."""
         return tuple(self.auditor.federation.batch_at(seen.client, seen.round) for seen in self.observations)
@@ -131,7 +127,7 @@ def build_setup(cell: Setting, seed: int) -> Setup:
         alone = replace(cell, server_attack=None, rounds=1, members=1)
         firsts = [fed.shards.indices[k * cell.members][i : i + 1] for k, i in enumerate(isolated)]
         isolated = (0,) * cell.n
-        fed = _with(_federation(alone, shards, seed, fed), firsts)
+        fed = _with(fed, firsts, rounds=1, secure_sum=None)
         clients = _Clients(alone, fed)
     reported = {metric_of(measure).removesuffix(AUGMENTED) for spec in cell.attacks for measure in spec.metrics}
     auditor = TableAuditor(fed, seed, metrics=frozenset({*reported, modality_of(dataset).main.metric}))
@@ -140,8 +136,8 @@ def build_setup(cell: Setting, seed: int) -> Setup:
     return Setup(auditor, clients.observed(), note, turns, isolated)
 
 
-def _federation(cell: Setting, shards: Shards, seed: int, like: Federation | None = None) -> Federation:
-    """The federation of a setting; like: one whose network it shares."""
+def _federation(cell: Setting, shards: Shards, seed: int) -> Federation:
+    """The federation of a setting."""
     table, server_attack = cell.model, cell.build_server_attack()
     if server_attack is not None and server_attack.architecture is not None:
         table = {**table, "architectures": [server_attack.architecture]}
@@ -160,19 +156,17 @@ def _federation(cell: Setting, shards: Shards, seed: int, like: Federation | Non
         model=table,
         chain=cell.chain,
         secure_sum=SecureSumOptions(cell.members) if cell.members > 1 else None,
-        loss={"use": "next_token"} if shards.dataset.y.dim() > 1 else dict(CROSS_ENTROPY),
+        loss={"use": "next_token"} if not shards.dataset.labelled else dict(CROSS_ENTROPY),
     )
     fed = Federation(protocol)
-    vars(fed).update(shards=shards, **({} if like is None else {"model": like.model}))
+    vars(fed).update(shards=shards)
     return fed
 
 
-def _with(fed: Federation, indices: Sequence[Tensor]) -> Federation:
+def _with(fed: Federation, indices: Sequence[Tensor], **changes: Any) -> Federation:
     """The federation with other examples, and the same network."""
-    other = Federation(replace(fed.protocol, clients=len(indices)))
     shards = replace(fed.shards, indices=tuple(indices), batch_size=len(indices[0]))
-    vars(other).update(shards=shards, model=fed.model)
-    return other
+    return fed.having(shards, clients=len(indices), **changes)
 
 
 def _faintest(fed: Federation, members: int) -> list[Tensor]:
@@ -232,22 +226,18 @@ class _Clients:
         return replace(observations[-1], round=1)
 
 
-def _noun(dataset: Dataset) -> str:
-    return f"{modality_of(dataset).main.private}s"
-
-
 def _shards(cell: Setting, dataset: Dataset, rows: Sequence[Tensor], seed: int) -> Shards:
     """The attacked examples, and the last training examples as public ones; SpecError if some are both, or if there are too few."""
     first = len(dataset.y) - cell.auxiliary
     if first < 0:
         raise SpecError(
-            f"cell {cell.name}: auxiliary = {cell.auxiliary:,}, but {dataset.name} has {len(dataset.y):,} {_noun(dataset)}"
+            f"cell {cell.name}: auxiliary = {cell.auxiliary:,}, but {dataset.name} has {len(dataset.y):,} {examples_of(dataset)}"
         )
     if cell.images.part == "test":
         rows = [r + len(dataset.y) for r in rows]
     elif both := sum(int((r >= first).sum()) for r in rows):
         raise SpecError(
-            f"cell {cell.name}: {both} of the {cell.auxiliary:,} auxiliary {_noun(dataset)} are attacked; lower auxiliary"
+            f"cell {cell.name}: {both} of the {cell.auxiliary:,} auxiliary {examples_of(dataset)} are attacked; lower auxiliary"
         )
     clients = tuple(part for group in rows for part in group.chunk(cell.members))
     return ChosenShards(dataset, clients, torch.arange(first, len(dataset.y)), cell.images.batch_size, seed)
@@ -288,8 +278,8 @@ def choose(dataset: Dataset, images: Images, n: int) -> list[Tensor]:
                 break
         if len(taken) < images.batch_size:
             raise SpecError(
-                f"{dataset.name}, {images.part} part, has too few {_noun(dataset)} for {n} updates of {images.batch_size} from "
-                f"number {images.first} on; lower --n"
+                f"{dataset.name}, {images.part} part, has too few {examples_of(dataset)} for {n} updates of {images.batch_size} "
+                f"from number {images.first} on; lower --n"
             )
         left = [i for i in left if i not in set(taken)]
         batches.append(torch.tensor(taken))
@@ -307,8 +297,9 @@ def _pretrain(cell: Setting, fed: Federation) -> str:
     defended = cell.chain if cell.train.defended else []
     key = json.dumps([fed.protocol.model, defended, asdict(cell.train), asdict(cell.images), fed.protocol.seed])
     fed.model.load_state_dict(_trained(key, partial(_train, cell.train, fed)))
-    right = "words" if dataset.y.dim() > 1 else _noun(dataset)
-    return f"{cell.train.steps} steps of training, {_accuracy(fed, dataset):.0%} of the test {right} right"
+    right = "words" if not dataset.labelled else examples_of(dataset)
+    accuracy, _ = fed.evaluate(fed.initial()[0], TESTED)
+    return f"{cell.train.steps} steps of training, {accuracy:.0%} of the test {right} right"
 
 
 _STATES: dict[str, dict[str, Tensor]] = {}
@@ -348,9 +339,3 @@ def defended_gradient(fed: Federation, batch_size: int) -> UpdateFn:
     whole = Chain(before)
     each = all(isinstance(link, UpdateTransform) for link in before)
     return per_example(whole)(fed.gradient) if each else whole(fed.gradient)
-
-
-def _accuracy(fed: Federation, dataset: Dataset, count: int = 2000) -> float:
-    test = batch_of(dataset.x_test, dataset.y_test, torch.arange(min(count, len(dataset.y_test))))
-    with torch.no_grad():
-        return float(per_example_accuracy(fed.model(dataset.normalise(test.x)), test.y).mean())

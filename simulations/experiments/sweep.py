@@ -5,11 +5,8 @@ it stopped.
 """
 
 import shutil
-import subprocess
 import sys
-import tempfile
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,16 +21,15 @@ from fedgauge.server.views.outcomes import failure
 from fedgauge.simulations.checks.before_training import PATIENCE, try_first
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
 from fedgauge.simulations.experiments.sweep_rows import SweepRow, is_done, matrix, rows, write_rows
-from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE, INTERRUPTED, exit_status
-from fedgauge.simulations.run.launch import blame, child_environment
+from fedgauge.simulations.run.launch import OwnProcess, blame
 from fedgauge.simulations.run.simulate import Interrupt
 
 POLL = 0.2  # seconds between checks of the running cells
 
 
-class _CellProcess:
+class _CellProcess(OwnProcess):
     """The process of one cell, with everything it started.
 
     Args:
@@ -41,28 +37,9 @@ class _CellProcess:
     """
 
     def __init__(self, cell: SweepCell, run: Run, place: int) -> None:
-        self.cell, self.run, self.place = cell, run, place
-        self.mark = uuid.uuid4().hex
-        self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "fedgauge.simulations.experiments.sweep_worker",
-            str(run.folder.resolve()),
-            str(place),
-        ]
-        self.child: subprocess.Popen[bytes] = processes.start(
-            command, run.log("cell.log"), child_environment(self.scratch, self.mark)
-        )
-
-    def close(self) -> None:
-        """End the process and all that it started."""
-        try:
-            processes.end(self.child, patience=1.0)
-        finally:
-            processes.sweep(self.mark)
-            shutil.rmtree(self.scratch, ignore_errors=True)
+        self.cell, self.place = cell, place
+        command = ("fedgauge.simulations.experiments.sweep_worker", str(run.folder.resolve()), str(place))
+        super().__init__(run, "cell.log", *command, ray=False)
 
 
 def try_cells(cells: Sequence[SweepCell], console: Console) -> None:
@@ -101,12 +78,12 @@ def run_cells(
                 cell = waiting.pop(0)
                 place = min(set(range(parallel)) - {work.place for work in at_work})
                 at_work.append(_CellProcess(cell, _prepare_run(cell, folder), place))
-            for work in [w for w in at_work if w.child.poll() is not None]:
+            for work in [w for w in at_work if w.status() is not None]:
                 at_work.remove(work)
                 work.close()
                 ended += 1
-                if work.child.returncode:
-                    cause = f"its process ended with status {work.child.returncode}"
+                if status := work.status():
+                    cause = f"its process ended with status {status}"
                     failures[work.cell.folder] = blame(work.run, cause, "cell.log")
                 left = (time.monotonic() - started) / ended * len(waiting + at_work)
                 report(f"{done + ended} of {len(sweep.cells)} cells: {work.cell.folder}{_time_left(left)}")

@@ -10,14 +10,19 @@ from typing import Any
 
 from rich.table import Table as Grid
 
+from fedgauge.attacks.membership.measured import MEMBER
+from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.modality.image_metrics import AUGMENTED
+from fedgauge.attacks.modality.images import ImageModality
+from fedgauge.attacks.modality.registry import MEASURED, modality_measured
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
+from fedgauge.server.views.membership import ONE_PERCENT
 from fedgauge.server.views.overview import privacy
 from fedgauge.server.views.reading import Reading, read_once
-from fedgauge.server.views.roles import is_baseline, is_limit
+from fedgauge.server.views.strength import best_of, final_accuracy, mean_of
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
 
 
@@ -27,12 +32,14 @@ class SweepRow:
 
     Args:
         accuracy: on the test images after the last round.
-        mean, low, high, best: PSNR (dB) over all attacked examples, with its 95 % interval clustered by client.
-        augmented: mean PSNR to the examples as trained on, where the defense changed them.
-        baseline: best mean PSNR of a guess that reads no update; limit: the van Trees bound in dB, if there is one.
+        mean, low, high, best: of `metric` over all attacked examples, with its 95 % interval clustered by client.
+        augmented: mean against the examples as trained on, where the defense changed them.
+        baseline: best mean of a guess that reads no update; limit: the van Trees bound, if there is one.
         epsilon: for replacing one record, over the rounds that were run, if a guarantee holds.
         n: graded examples; failed: attacked examples without a grade.
         reason: why there is no number, or why some are missing.
+        metric: by which the attacks are compared, or which tells members; an older sweep's rows do not name it.
+        told: of a test of membership, the share of members that it tells at 1 % false positives.
     """
 
     defense: str
@@ -51,6 +58,8 @@ class SweepRow:
     failed: int
     reason: str
     run: str
+    metric: str = ImageModality.main.metric
+    told: float | None = None
 
 
 def is_done(path: Path) -> bool:
@@ -83,14 +92,16 @@ def _attacks(cell: SweepCell) -> list[str]:
 def _failed_row(cell: SweepCell, attack: str, reason: str) -> SweepRow:
     nothing: dict[str, Any] = {f.name: None for f in fields(SweepRow)}
     return SweepRow(**{**nothing, "defense": cell.defense, "attack": attack, "seed": cell.seed, "n": 0, "failed": 0,
-                  "reason": reason, "run": cell.folder})  # fmt: skip
+                  "reason": reason, "run": cell.folder, "metric": ""})  # fmt: skip
 
 
 def _row(cell: SweepCell, attack: str, reading: Reading) -> SweepRow:
-    pooled, changed = reading.pooled("psnr"), reading.pooled("psnr" + AUGMENTED)
-    leak, last = pooled.get(attack), max(reading.rounds, default=None)
-    floors = [found.mean for name, found in pooled.items() if is_baseline(name) and found.mean is not None]
-    limits = [found.mean for name, found in pooled.items() if is_limit(name) and found.mean is not None]
+    tells_members = reading.ledger.planned()[attack].tells_members
+    metric = MEMBER if tells_members else reading.scores.measure.metric
+    pooled = reading.pooled(metric)
+    told = reading.pooled(MEMBER + ONE_PERCENT).get(attack) if tells_members else None
+    changed = reading.pooled(metric + AUGMENTED) if metric + AUGMENTED in MEASURED else {}
+    leak = pooled.get(attack)
     job_reasons = [*reading.ledger.reasons(), *reading.ledger.reasons("failed")]
     reasons = [f"{r['reason']} ({r['jobs']} x)" for r in job_reasons if r["attack"] == attack]
     if reading.meta.get("replay") == "mismatch":
@@ -102,19 +113,21 @@ def _row(cell: SweepCell, attack: str, reading: Reading) -> SweepRow:
         defense=cell.defense,
         attack=attack,
         seed=cell.seed,
-        accuracy=None if last is None else reading.rounds[last]["accuracy"],
+        accuracy=final_accuracy(reading.rounds),
         mean=leak.mean if leak else None,
         low=leak.low if leak else None,
         high=leak.high if leak else None,
         best=leak.best if leak else None,
         augmented=changed[attack].mean if attack in changed else None,
-        baseline=max(floors, default=None),
-        limit=max(limits, default=None),
+        baseline=mean_of(best_of(pooled.values(), "baseline")),
+        limit=mean_of(best_of(pooled.values(), "limit")),
         epsilon=privacy(reading)["epsilon"],
         n=leak.n if leak else 0,
         failed=sum(leak.failed.values()) if leak else 0,
         reason="; ".join(reasons),
         run=cell.folder,
+        metric=metric,
+        told=told.mean if told else None,
     )
 
 
@@ -136,25 +149,30 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[str]
     Args:
         promises: of every defense, in the sweep's order.
 
-    The strongest attack has the highest mean PSNR over the seeds, to the images or to what the defense made of them.
+    The strongest attack has the highest mean over the seeds, against the examples or what the defense made of them. Who was in
+    the batch: of the best test, the area under the ROC curve, and the members told at 1 % false positives.
     """
+    by = _measure(found)
     lines = [
-        "| defense | what it promises | strongest attack | PSNR, dB (interval) | baseline | limit | epsilon | accuracy | cost |",
-        "|---|---|---|---|---:|---:|---:|---:|---:|",
+        f"| defense | what it promises | strongest attack | {by.name}, {by.unit} (interval) | baseline | limit | in the batch "
+        "| epsilon | accuracy | cost |",
+        "|---|---|---|---|---:|---:|---|---:|---:|---:|",
     ]
     names = list(dict.fromkeys(row.defense for row in found))
     first = _accuracy([row for row in found if row.defense == next(iter(promises or names))])
     for name in names:
-        own = [row for row in found if row.defense == name]
-        accuracy = _accuracy(own)
+        every = [row for row in found if row.defense == name]
+        own = [row for row in every if row.metric != MEMBER]
+        accuracy = _accuracy(every)
         cost = None if accuracy is None or first is None else 100 * (first - accuracy)
         cells = [
             name,
             promises.get(name, ""),
             *_strongest(own),
-            _decibel(_mean([r.baseline for r in own])),
-            _decibel(_mean([r.limit for r in own])),
-            _epsilon([r.epsilon for r in own]),
+            _number(_mean([r.baseline for r in own])),
+            _number(_mean([r.limit for r in own])),
+            _in_the_batch([row for row in every if row.metric == MEMBER]),
+            _epsilon([r.epsilon for r in every]),
             "–" if accuracy is None else f"{100 * accuracy:.0f} %",
             "–" if cost is None else str(round(cost)),
         ]
@@ -162,8 +180,13 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[str]
     return lines
 
 
+def _measure(found: Sequence[SweepRow]) -> MainMetric:
+    """The metric by which a sweep's attacks are compared."""
+    return modality_measured([row.metric for row in found]).main
+
+
 def _strongest(own: Sequence[SweepRow]) -> tuple[str, str]:
-    """The strongest attack on one defense, and its PSNR as text."""
+    """The strongest attack on one defense, and what it reached as text."""
 
     def leak(attack: str) -> float | None:
         means = [_mean([getattr(r, column) for r in own if r.attack == attack]) for column in ("mean", "augmented")]
@@ -174,11 +197,23 @@ def _strongest(own: Sequence[SweepRow]) -> tuple[str, str]:
         return "none gave a number", "–"
     best = max(leaks, key=lambda attack: leaks[attack])
     of_best = [r for r in own if r.attack == best]
-    words = _decibel(_mean([r.mean for r in of_best]))
+    words = _number(_mean([r.mean for r in of_best]))
     if len(of_best) == 1 and of_best[0].low is not None and of_best[0].high is not None:
         words += f" ({of_best[0].low:.1f} to {of_best[0].high:.1f})"
     augmented = _mean([r.augmented for r in of_best])
     return f"`{best}`", words + ("" if augmented is None else f"; {augmented:.1f} to what was trained on")
+
+
+def _in_the_batch(tests: Sequence[SweepRow]) -> str:
+    """What the best test of membership reached, as text."""
+    areas = {
+        t.attack: area for t in tests if (area := _mean([r.mean for r in tests if r.attack == t.attack])) is not None
+    }
+    if not areas:
+        return "no test gave a number" if tests else "not tested"
+    best = max(areas, key=lambda attack: areas[attack])
+    told = _mean([r.told for r in tests if r.attack == best])
+    return f"{areas[best]:.2f}" + ("" if told is None else f"; {100 * told:.0f} % told")
 
 
 def _accuracy(own: Sequence[SweepRow]) -> float | None:
@@ -187,8 +222,9 @@ def _accuracy(own: Sequence[SweepRow]) -> float | None:
 
 
 def matrix(found: Sequence[SweepRow]) -> Grid:
-    """Mean PSNR over the seeds for each defense and attack, with the accuracy; a dash if there is no number."""
+    """The mean over the seeds for each defense and attack, with the accuracy; a dash if there is no number."""
     attacks = list(dict.fromkeys(row.attack for row in found))
+    tests = {row.attack for row in found if row.metric == MEMBER}
     grid = Grid("defense", "accuracy", *attacks, "baseline", "limit", "epsilon", box=None)
     for defense in dict.fromkeys(row.defense for row in found):
         own = [row for row in found if row.defense == defense]
@@ -197,9 +233,9 @@ def matrix(found: Sequence[SweepRow]) -> Grid:
         grid.add_row(
             defense,
             "–" if accuracy is None else f"{100 * accuracy:.1f} %",
-            *map(_decibel, cells),
-            _decibel(_mean([r.baseline for r in own])),
-            _decibel(_mean([r.limit for r in own])),
+            *(_number(cell, 2 if attack in tests else 1) for attack, cell in zip(attacks, cells, strict=True)),
+            _number(_mean([r.baseline for r in own if r.attack not in tests])),
+            _number(_mean([r.limit for r in own if r.attack not in tests])),
             _epsilon([r.epsilon for r in own]),
         )
     return grid
@@ -216,5 +252,5 @@ def _epsilon(values: Sequence[float | None]) -> str:
     return f"{max(present):.3g}" if present else "–"
 
 
-def _decibel(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
+def _number(value: float | None, digits: int = 1) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"

@@ -55,8 +55,9 @@ class Events(View):
         p = s.progress
         counts = {"done": p.done, "expected": s.expected, "queued": p.queued, "leased": p.leased, "failed": p.failed}
         self._once("progress", "progress", counts, seconds_left=_finite(s.seconds_left()))
-        if s.replay:
-            self._once("replay", "replay", {"verdict": s.replay, "words": s.replay_detail})
+        verdict, words = s.replay
+        if verdict:
+            self._once("replay", "replay", {"verdict": verdict, "words": words})
 
     def _once(self, key: object, event: str, facts: Mapping[str, object], **more: object) -> None:
         """Emit, unless the last event of this key had the same facts."""
@@ -88,7 +89,7 @@ def _round(round: int, row: Mapping[str, float | None]) -> dict[str, object]:
 
 
 def _scores(attack: str, round: int, cell: AttackProgress, metric: str) -> dict[str, object]:
-    best = None if cell.best is None else cell.best.psnr
+    best = None if cell.best is None else cell.best.value
     facts = {"n": cell.n, "failed": cell.failed, "complete": cell.complete}
     return {"round": round, **_measured(metric, attack, cell.mean, best), **facts}
 

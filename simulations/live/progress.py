@@ -2,21 +2,24 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
+from fedgauge.attacks.grading.scores import attack_of
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import DeviceUse, Progress
+from fedgauge.server.store.ledger_types import DeviceUse
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.leakage import Leak, Snapshot
+from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.outcomes import device_shares
 from fedgauge.server.views.overview import jobs_of_remaining_rounds
-from fedgauge.server.views.roles import is_attack, is_baseline
+from fedgauge.server.views.reading import LedgerReading
+from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.strength import best_of
 
 EVERY = 1.0  # seconds between two readings of the ledger
 IDLE = 0.1  # share of the time that attacks may have waited for rounds; above it their pace does not predict the end
@@ -25,11 +28,11 @@ Clock = Callable[[], float]  # seconds since any moment
 
 @dataclass(frozen=True)
 class BestExample:
-    """A reconstructed example and its PSNR (for text: ROUGE-1), not capped."""
+    """A reconstructed example and its value of the main metric, not capped."""
 
     client: int
     example: int
-    psnr: float
+    value: float
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class AttackProgress:
         return cls(leak.n, sum(leak.failed.values()), leak.mean, best, complete)
 
 
-class RunProgress:
+class RunProgress(LedgerReading):
     """The state of a run, as of the last reading.
 
     Args:
@@ -70,7 +73,6 @@ class RunProgress:
     Attributes:
         measure: the metric by which attacks are compared.
         coming: whether rounds are still to come.
-        rounds: by round, 0 being before training: accuracy, loss, seconds.
         cells: by attack and round; baselines and limits among them.
         fresh: the keys of `cells` that the last reading changed.
         busy: waves at work.
@@ -81,21 +83,17 @@ class RunProgress:
     def __init__(
         self, ledger: Ledger, scenario: Scenario, training: bool = True, clock: Clock = time.monotonic
     ) -> None:
-        self.ledger = ledger
+        super().__init__(ledger)
         self.scenario = scenario
         self.measure = modality_of(scenario.federation.shards.dataset).main
         self.training = self.coming = training
         self.attacks = [row["name"] for row in ledger.attacks()]
-        self.rounds: dict[int, Mapping[str, float | None]] = {}
         self.cells: dict[tuple[str, int], AttackProgress] = {}
         self.fresh: list[tuple[str, int]] = []
-        self.progress = Progress()
         self.busy = 0
         self.devices: list[DeviceUse] = []
         self.best: tuple[str, int, BestExample] | None = None
-        self.replay, self.replay_detail = "", ""
         self._newest = 0  # round that has jobs
-        self._snapshot = Snapshot()
         self._version: object = None
         self._clock = clock
         self._started = clock()
@@ -115,28 +113,30 @@ class RunProgress:
             return False
         self._version = version
         with self.ledger.snapshot():
-            self._read()
+            self.read()
         return True
 
-    def _read(self) -> None:
-        meta = self.ledger.meta()
+    def read(self) -> set[int]:
+        waiting, touched = self._waiting(), super().read()
         self.devices = self.ledger.devices()
-        self.replay, self.replay_detail = meta.get("replay", ""), " ".join(meta.get("replay_detail", "").split())
-        self.rounds |= {row["round"]: dict(row) for row in self.ledger.rounds_since(self.round)}
-        self.progress = self.ledger.progress()
         self._measure()
-        waiting, touched = self._waiting(), self._snapshot.read(self.ledger)
         self.fresh = []
         for round in sorted(touched):
-            rows = self._snapshot.scores.of_metric(self.measure.metric)
+            rows = self.snapshot.scores.of_metric(self.measure.metric)
             rows = rows.where(rows.round == round)
-            for leak in sorted(self._snapshot.of_round(self.measure.metric, round), key=_attacks_first):
-                cell = AttackProgress.of(leak, rows, not waiting[_own(leak.attack), round])
+            for leak in sorted(self.snapshot.of_round(self.measure.metric, round), key=_attacks_first):
+                cell = AttackProgress.of(leak, rows, not waiting[attack_of(leak.attack), round])
                 if cell != self.cells.get((leak.attack, round)):
                     self.cells[leak.attack, round] = cell
                     self.fresh.append((leak.attack, round))
         self._newest = max([self._newest, *(r for _, r in waiting), *touched])
         self._choose_best()
+        return touched
+
+    @property
+    def replay(self) -> tuple[str, str]:
+        """The verdict of the replay check and its reason; empty before it."""
+        return self.meta.get("replay", ""), " ".join(self.meta.get("replay_detail", "").split())
 
     def _measure(self) -> None:
         """Count the time in which jobs were done: jobs that waited at the last reading are taken to have waited until this one."""
@@ -168,7 +168,7 @@ class RunProgress:
         newest = max((r for a, r in self.fresh if is_attack(a) and self.cells[a, r].best), default=None)
         candidates = {a: c.best for (a, r), c in self.cells.items() if r == newest and is_attack(a) and c.best}
         if newest is not None:
-            attack = max(candidates, key=lambda a: candidates[a].psnr)
+            attack = max(candidates, key=lambda a: candidates[a].value)
             self.best = (attack, newest, candidates[attack])
 
     @property
@@ -181,21 +181,18 @@ class RunProgress:
         """Test accuracy by round."""
         return {r: row["accuracy"] for r, row in self.rounds.items() if row["accuracy"] is not None}
 
-    def psnr(self, attack: str) -> dict[int, float]:
-        """Mean PSNR (for text: ROUGE-1) of an attack by round."""
+    def means(self, attack: str) -> dict[int, float]:
+        """Mean of an attack by round."""
         return {r: c.mean for (a, r), c in self.cells.items() if a == attack and c.mean is not None}
 
     def worst_case(self, attack: str) -> float | None:
         """The highest value that an attack has reached."""
-        return max((c.best.psnr for (a, _), c in self.cells.items() if a == attack and c.best), default=None)
+        return max((c.best.value for (a, _), c in self.cells.items() if a == attack and c.best), default=None)
 
     def floor(self) -> dict[int, float]:
         """Mean of the best baseline by round."""
-        best: dict[int, float] = {}
-        for (attack, round), cell in self.cells.items():
-            if is_baseline(attack) and cell.mean is not None:
-                best[round] = max(best.get(round, -inf), cell.mean)
-        return best
+        found = {r: best_of(self.snapshot.of_round(self.measure.metric, r), "baseline") for _, r in self.cells}
+        return {r: leak.mean for r, leak in found.items() if leak is not None and leak.mean is not None}
 
     @property
     def slots(self) -> int:
@@ -248,8 +245,3 @@ class RunProgress:
 
 def _attacks_first(leak: Leak) -> tuple[bool, str]:
     return not is_attack(leak.attack), leak.attack
-
-
-def _own(attack: str) -> str:
-    """The attack whose jobs write a name's scores."""
-    return attack.removeprefix("wrong_client(").removesuffix(")") if attack.startswith("wrong_client(") else attack

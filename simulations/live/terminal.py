@@ -12,10 +12,11 @@ from rich.live import Live
 from rich.text import Text
 from torch import Tensor
 
-from fedgauge.attacks.modality.base import Modality
+from fedgauge.attacks.modality.base import MainMetric, Modality
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
+from fedgauge.server.views.formatting import in_unit
 from fedgauge.server.views.roles import is_attack, is_limit
 from fedgauge.simulations.live import thumbnails
 from fedgauge.simulations.live.progress import BestExample, Clock, RunProgress
@@ -92,9 +93,9 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def in_unit(value: float, unit: str = "dB") -> str:
+def shown_value(value: float, by: MainMetric) -> str:
     """A value of the run's measure with its unit."""
-    return "exact" if isinf(value) else f"{value:.1f} {unit}"
+    return "exact" if isinf(value) else in_unit(value, by)
 
 
 @dataclass(frozen=True)
@@ -190,15 +191,14 @@ class LiveDisplay(View):
         s = self.run_progress
         names = [a for a in s.attacks if is_attack(a)]
         limits = [a for a in s.attacks if is_limit(a)]
-        curves = {a: s.psnr(a) for a in [*names, *limits]} | {"": s.floor()}
+        curves = {a: s.means(a) for a in [*names, *limits]} | {"": s.floor()}
         values = [v for curve in curves.values() for v in curve.values()]
         low, high = min(values, default=0.0), max(values, default=0.0)
 
         def row(key: str, label: str, style: str, worst: float | None = None) -> DisplayRow:
             curve = curves[key]
-            unit = s.measure.unit
-            text = f"{curve[max(curve)]:.1f} {unit} now" if curve else ""
-            text += "" if worst is None else f", worst case {in_unit(worst, unit)}"
+            text = f"{in_unit(curve[max(curve)], s.measure)} now" if curve else ""
+            text += "" if worst is None else f", worst case {shown_value(worst, s.measure)}"
             drawn = sparkline(curve, s.scenario.protocol.rounds, drawing, low, high, glyphs.levels)
             return DisplayRow(label, drawn, text, style)
 
@@ -221,7 +221,7 @@ class LiveDisplay(View):
                 "; ".join(filter(None, (f"{s.busy} of {s.slots} at work, {jobs.queued} queued", s.use))),
             ),
             DisplayRow("time", f"{duration(s.elapsed())} elapsed", ", ".join(estimates)),
-            DisplayRow("replay check", None, s.replay_detail, "yellow" if s.replay == "mismatch" else ""),
+            DisplayRow("replay check", None, s.replay[1], "yellow" if s.replay[0] == "mismatch" else ""),
             DisplayRow("", None, self.note, "dim"),
         ]
 
@@ -232,15 +232,14 @@ class LiveDisplay(View):
         if not any(map(is_attack, self.run_progress.attacks)):
             return []
         dataset, best = self.run_progress.scenario.federation.shards.dataset, self.run_progress.best
+        lines = ["no reconstruction yet", ""] if best is None else caption(*best, self.run_progress.measure)
         if (modality := modality_of(dataset)).shown_as == "text":
-            lines = ["no reconstruction yet", ""] if best is None else caption(*best, self.run_progress.measure.unit)
             return [*self._sentences(modality, glyphs), *(glyphs.fit(line, CAPTION) for line in lines)]
         _, h, w = dataset.shape
         pixels = thumbnails.size(h, w)
         tile = max(pixels[1], TILE)
         width = max(2 * tile + 2, CAPTION)
         tiles = self._tiles(glyphs) or [[Text()] * thumbnails.lines_of(pixels[0])] * 2
-        lines = ["no reconstruction yet", ""] if best is None else caption(*best)
         truth, guess = ([Text(name), *t] for name, t in zip(("truth", "reconstruction"), tiles, strict=True))
         margin = " " * (width - 2 * tile - 2)
         made = [
@@ -286,9 +285,9 @@ class LiveDisplay(View):
         return [self.run_progress.scenario.federation.batch_at(hit.client, round).x[hit.example], guess]
 
 
-def caption(attack: str, round: int, hit: BestExample, unit: str = "dB") -> list[str]:
+def caption(attack: str, round: int, hit: BestExample, by: MainMetric) -> list[str]:
     """A reconstruction's caption, on two lines."""
-    return [attack, f"round {round}, client {hit.client}, example {hit.example}: {in_unit(hit.psnr, unit)}"]
+    return [attack, f"round {round}, client {hit.client}, example {hit.example}: {shown_value(hit.value, by)}"]
 
 
 def _padded(line: Text, columns: int) -> Text:

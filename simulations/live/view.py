@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fedgauge.server.views.formatting import in_unit
 from fedgauge.server.views.roles import is_attack
 from fedgauge.simulations.live.progress import Clock, RunProgress
 
@@ -77,12 +78,12 @@ def progress_line(s: RunProgress) -> str:
     if s.progress.failed:
         parts.append(f"{s.progress.failed} failed")
     graded = [
-        (c.n, c.mean, c.best.psnr) for (a, _), c in s.cells.items() if is_attack(a) and c.mean is not None and c.best
+        (c.n, c.mean, c.best.value) for (a, _), c in s.cells.items() if is_attack(a) and c.mean is not None and c.best
     ]
     if graded:
         mean = sum(n * mean for n, mean, _ in graded) / sum(n for n, _, _ in graded)
         best, by = max(best for _, _, best in graded), s.measure
-        parts.append(f"{by.name} best {best:.1f} {by.unit}, mean {mean:.1f} {by.unit}")
+        parts.append(f"{by.name} best {in_unit(best, by)}, mean {in_unit(mean, by)}")
     if (left := s.seconds_left()) is not None:
         parts.append(f"about {left:.0f} s left")
     return "; ".join(parts)

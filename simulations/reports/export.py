@@ -15,13 +15,13 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.components import SpecError
 from fedgauge.client.files import replacing
 from fedgauge.defenses.accounting import Accountant, NoGuarantee
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.formatting import RATES
 from fedgauge.server.views.gallery import Card, Gallery
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.participation import rounds_seen
@@ -67,7 +67,7 @@ class _Epsilons:
             return
         self.delta = scenario.privacy.delta
         self._shards = [len(mine) for mine in scenario.federation.shards.indices]
-        replies = [(o["round"], o["client"]) for o in ledger.observations() if o["status"] != "missing"]
+        replies = [(o["round"], o["client"]) for o in ledger.observations() if o["status"] != "missing" or o["alarm"]]
         self._seen = rounds_seen(scenario.protocol, replies)
         self._known: dict[tuple[int, int], float] = {}
 
@@ -201,7 +201,9 @@ def _write_leakage(writer: "SummaryWriter", leaks: Sequence[Leak], clock: RoundT
         if leak.round is None or leak.mean is None or leak.best is None:
             continue
         _add(writer, f"{leak.metric}/mean", leak.mean, leak.round, clock)
-        if leak.metric not in RATES and not is_limit(leak.attack):  # useless for values of 0 and 1, and for a bound
+        if not MEASURED[leak.metric].rate and not is_limit(
+            leak.attack
+        ):  # useless for values of 0 and 1, and for a bound
             worst = float(capped(leak.metric, np.array(leak.best)))
             _add(writer, f"{leak.metric}/worst_case", worst, leak.round, clock)
 

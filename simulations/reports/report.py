@@ -9,8 +9,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from fedgauge.attacks.modality.image_metrics import PSNR_CAP
-from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
+from fedgauge.attacks.modality.membership import MEMBERSHIP
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.components import SpecError
 from fedgauge.server.dashboard import DRAWING, STATIC
 from fedgauge.server.store import run_files
@@ -20,13 +20,14 @@ from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views import overview
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
-from fedgauge.server.views.formatting import decibel, number, percent, rounded, scenario_line, status_words
+from fedgauge.server.views.formatting import number, percent, rounded, scenario_line, status_words
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Rate
-from fedgauge.server.views.leakage import Leak, RoundLeak, round_table
+from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import attacked_on
-from fedgauge.server.views.reading import Reading, most_examples, read_once
+from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.strength import RoundLeak, round_table
 from fedgauge.server.views.success import THRESHOLDS, success_curve
 from fedgauge.server.views.verdict import a_or_an, verdict_of
 from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
@@ -49,8 +50,8 @@ def write_comparison(runs: Sequence[Run], path: Path) -> Path:
     with ExitStack() as stack:
         distinct = dict.fromkeys(Run(run.folder.resolve()) for run in runs)
         readings = [stack.enter_context(read_once(run)) for run in distinct]
-        metrics = [m for m in HIGHER_IS_BETTER if any(m in reading.metrics for reading in readings)]
-        comparisons = [compare(readings, metric) for metric in metrics or ["psnr"]]
+        metrics = [m for m in MEASURED if any(m in reading.metrics for reading in readings)]
+        comparisons = [compare(readings, metric) for metric in metrics] or [compare(readings)]
     return _write(
         path, "comparison.html", {"data": comparisons, "names": [run["id"] for run in comparisons[0]["runs"]]}
     )
@@ -79,7 +80,6 @@ def _template(name: str) -> jinja2.Template:
     )
     environment.filters |= {
         "number": number,
-        "decibel": decibel,
         "percent": percent,
         "interval": interval,
         "ended": status_words,
@@ -98,14 +98,15 @@ def interval(leak: Leak) -> str:
     if leak.low is None or leak.high is None:
         return f"no interval from {leak.clusters} client" if leak.clusters == 1 else ""
     few = f", {leak.clusters} clients" if leak.clusters < 10 else ""
-    return f"{decibel(leak.low)} to {decibel(leak.high)}{few}"
+    digits = MEASURED[leak.metric].digits
+    return f"{number(leak.low, digits)} to {number(leak.high, digits)}{few}"
 
 
 def _content(reading: Reading) -> dict[str, Any]:
     """The values of the template."""
     ledger, scores = reading.ledger, reading.scores
     gallery, reasons = Gallery(reading), ledger.reasons()
-    curve = success_curve(scores, ledger, most_examples(reading.tables)) if len(scores) else {}
+    curve = success_curve(scores, ledger, reading.sizes)
     certificate, shown = _certificate(reading, curve), sample_examples(gallery)
     known, lines, rounds = overview.knowledge(reading), round_table(scores, ledger), overview.app_rounds(reading)
     return {
@@ -117,9 +118,10 @@ def _content(reading: Reading) -> dict[str, Any]:
         "limit": overview.limit(reading),
         "privacy": overview.privacy(reading),
         "certificate": certificate,
+        "membership": overview.membership(reading),
         "lines": _by_round(lines),
-        "graded": any(line.psnr.n for line in lines),
-        "failed": any(line.psnr.failed for line in lines),
+        "graded": any(line.leak.n for line in lines),
+        "failed": any(line.leak.failed for line in lines),
         "truth_shown": gallery.shards is not None or "truth" in reading.meta,
         "app_metrics": sorted({name for row in rounds for name in row["metrics"]}),
         "reasons": reasons[: overview.REASONS],
@@ -128,7 +130,7 @@ def _content(reading: Reading) -> dict[str, Any]:
         "further": [
             metric
             for metric in reading.metrics
-            if metric not in (scores.measure.metric, "identified", "label_accuracy")
+            if metric not in (scores.measure.metric, "identified", "label_accuracy", *MEMBERSHIP)
         ],
         "gallery": shown,
         "data": _data(reading, gallery, shown, certificate),
@@ -144,8 +146,8 @@ def _content(reading: Reading) -> dict[str, Any]:
         "scenario": reading.run.scenario_text(),
         "environment": overview.environment(reading),
         "attacked_on": attacked_on(reading.ledger),
-        "cap": PSNR_CAP,
         "measure": scores.measure,
+        "identifies": "identified" in scores.modality.measured,
     }
 
 
@@ -160,6 +162,7 @@ def _data(
             "success": overview.success(reading) + ([certificate.series] if certificate else []),
             "ungraded": overview.ungraded(reading),
             "thresholds": THRESHOLDS,
+            "membership": overview.membership(reading),
             "knowledge": overview.knowledge(reading),
         },
         "gallery": {

@@ -14,12 +14,13 @@ import torch
 
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.grading.audit import NO_TRUTH
-from fedgauge.attacks.grading.knowledge_card import cannot_move, knowledge_card
+from fedgauge.attacks.grading.knowledge_card import SEPARATOR, cannot_move, knowledge_card
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import DEPLOYMENT
+from fedgauge.server.store.ledger_types import DEPLOYMENT, MAIN_METRIC
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run.environment import environment, package
@@ -52,7 +53,8 @@ def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> R
     run = Run.create(folder, scenario)
     run_files.write(folder / "environment.json", json.dumps(environment(), indent=2).encode())
     with run.ledger() as ledger:
-        ledger.set_meta(rounds=str(scenario.protocol.rounds))
+        main = modality_of(scenario.federation.shards.dataset).main
+        ledger.set_meta(rounds=str(scenario.protocol.rounds), **{MAIN_METRIC: main.metric})
         if mode == DEPLOYMENT:
             ledger.set_meta(mode=mode)
         if scenario.audit.curious:
@@ -166,7 +168,7 @@ def cards(scenario: Scenario, plan: AttackPlan, mode: str = "simulation") -> dic
     if scenario.audit.precision != "ieee":
         for planned in plan.attacks:
             if not (planned.is_limit or planned.build().on_cpu):
-                texts[planned.name] += f"; precision {scenario.audit.precision} on a GPU"
+                texts[planned.name] += f"{SEPARATOR}precision {scenario.audit.precision} on a GPU"
     if mode != DEPLOYMENT:
         return texts
-    return {name: f"{text}; assumed of the clients, who may do otherwise" for name, text in texts.items()}
+    return {name: f"{text}{SEPARATOR}assumed of the clients, who may do otherwise" for name, text in texts.items()}

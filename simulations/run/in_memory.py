@@ -79,11 +79,15 @@ def train(run: Run, owners: Sequence[Path] = (), number: int = 1) -> None:
 
 
 class InMemory:
-    """A scenario's federation, trained round by round with the real clients, validator, recorder and strategy."""
+    """A scenario's federation, trained round by round with the real clients, validator, recorder and strategy.
 
-    def __init__(self, scenario: Scenario, recorder: UpdateRecorder) -> None:
+    Args:
+        grid: of other clients than the real ones.
+    """
+
+    def __init__(self, scenario: Scenario, recorder: UpdateRecorder, grid: MemoryGrid | None = None) -> None:
         params, buffers = scenario.federation.initial()
-        self._grid = MemoryGrid(scenario.protocol)
+        self._grid = grid or MemoryGrid(scenario.protocol)
         inner = build_strategy(scenario.strategy, scenario.protocol.clients)
         self._strategy = CuriousStrategy(
             inner, recorder, buffers, scenario.protocol.seed, self._grid.clients, protocol=scenario.protocol

@@ -33,15 +33,15 @@ class AuditFailed(Exception):
     """The attack service died repeatedly; the message names its log and shows the end of it."""
 
 
-class _OwnProcess:
-    """One process of ours beside the driver, with everything that it starts."""
+class OwnProcess:
+    """One process of ours beside the driver, with everything that it starts; ray: whether it starts Ray."""
 
-    def __init__(self, run: Run, log: str, *arguments: str) -> None:
+    def __init__(self, run: Run, log: str, *arguments: str, ray: bool = True) -> None:
         self.run = run
         self.log = log
         self.mark = uuid.uuid4().hex
         self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))
-        env = child_environment(self.scratch, self.mark) | private_ray(self.scratch)
+        env = child_environment(self.scratch, self.mark) | (private_ray(self.scratch) if ray else {})
         self._child = processes.start([sys.executable, "-P", "-m", *arguments], run.log(log), env)
 
     def status(self) -> int | None:
@@ -60,7 +60,7 @@ class _OwnProcess:
         return blame(self.run, f"{what} (exit status {self.status()})", self.log)
 
 
-class AuditService(_OwnProcess):
+class AuditService(OwnProcess):
     """The attack service that runs during training: `fedgauge audit RUN --follow` in its own process."""
 
     def __init__(self, run: Run) -> None:
@@ -77,7 +77,7 @@ class AuditService(_OwnProcess):
         return self._blame("the attack service died")
 
 
-class TrainingProcess(_OwnProcess):
+class TrainingProcess(OwnProcess):
     """A federation in training, in a process of its own with everything that it starts; ends on exit.
 
     Args:

@@ -58,9 +58,9 @@ def sweep(mark: str, patience: float = 5.0) -> list[int]:
     return alive
 
 
-def marked(mark: str) -> list[int]:
+def marked(mark: str, variable: str = MARK) -> list[int]:
     """The ids of living processes that carry a launch's mark, without our own (Linux)."""
-    wanted = f"{MARK}={mark}".encode()
+    wanted = f"{variable}={mark}".encode()
     pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -41,7 +41,7 @@ from fedgauge.attacks.matching.recipes import (
     surrogate,
 )
 from fedgauge.attacks.matching.several_rounds import several_rounds
-from fedgauge.attacks.plan import ATTACK, DECODERS, TEXT_ATTACKS, PlannedAttack
+from fedgauge.attacks.plan import ATTACK, DECODERS, MEMBERSHIP, TEXT_ATTACKS, PlannedAttack
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.server.store.tape import read_tensors, write_tensors
@@ -83,8 +83,9 @@ SEARCHES = (
 
 
 def test_every_attack_of_the_package_is_held_to_the_contract() -> None:
-    # text: tests/attacks/text/test_text_contract.py, tests/attacks/grading/test_text_audit.py; decoders: tests/attacks/malicious
-    elsewhere = {entry.name for entry in ATTACK.entries() if entry.group in (TEXT_ATTACKS, DECODERS)}
+    # text: tests/attacks/text/test_text_contract.py, tests/attacks/grading/test_text_audit.py; decoders: tests/attacks/malicious;
+    # membership: tests/attacks/grading/test_membership.py
+    elsewhere = {entry.name for entry in ATTACK.entries() if entry.group in (TEXT_ATTACKS, DECODERS, MEMBERSHIP)}
     assert set(ATTACKS) | elsewhere | {"random_words"} == set(ATTACK.names())
 
 

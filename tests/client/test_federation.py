@@ -235,3 +235,13 @@ def test_what_wants_no_gradient_must_be_frozen_in_the_chain(make_federation: Mak
         params, buffers = fed.initial()
         update = fed.own_update(params, buffers, 0, 1)
     assert [k for k, t in update.items() if t.any()] == ["2.weight"]
+
+
+def test_evaluation_leaves_each_layer_in_its_own_mode() -> None:
+    model = {"use": "convnet", "width": 4, "mode": "train"}
+    fed = Federation(Protocol(0, 1, 2, {"use": "mnist5k"}, model, ({"use": "local_sgd", "rate": 0.1},)))
+    next(fed.model.children()).eval()
+    before = [m.training for m in fed.model.modules()]
+    assert len(set(before)) == 2
+    fed.evaluate(fed.initial()[0], most=10)
+    assert [m.training for m in fed.model.modules()] == before

@@ -40,10 +40,7 @@ TABLES = {
 def run(tmp_path_factory: pytest.TempPathFactory, make_taped: Callable[..., Run]) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("numbers")
     (folder / "mynumbers.py").write_text(TOY.read_text())
-    kept = [
-        (table, dict(table))
-        for table in (registry.MODALITIES, registry.HIGHER_IS_BETTER, registry.LABELS, registry.BASELINES)
-    ]
+    kept = [(table, dict(table)) for table in (registry.MODALITIES, registry.MEASURED, registry.BASELINES)]
     with allowing(["mynumbers"], [folder]):
         made = make_taped(folder / "run", Scenario.from_tables(TABLES))
         serve(made, LocalExecutor())

@@ -13,8 +13,9 @@ function sideBySide(compare, state, change, named) {
 }
 
 /** Mean leakage of each attack on each run; the tint goes from the run's best baseline to what leaks as much as can be seen. */
-function matrix({ matrix: m, metric, label, lower_is_worse, runs, ceiling }, named) {
-  const from = floor => floor ?? (lower_is_worse ? Math.max(...m.mean.flat().filter(v => v !== null)) : 0);
+function matrix({ matrix: m, metric, runs }, named) {
+  const { label, ceiling, higher_is_better: higher } = metric;
+  const from = floor => floor ?? (higher ? 0 : Math.max(...m.mean.flat().filter(v => v !== null)));
   const part = (v, floor) => ceiling === floor ? 1 : (v - floor) / (ceiling - floor);
   const tint = (v, floor) => Math.round(100 * Math.min(1, Math.max(0, part(v, from(floor)))));
   const cell = (v, floor) => v === null ? el("td", NONE)
@@ -33,7 +34,7 @@ function matrix({ matrix: m, metric, label, lower_is_worse, runs, ceiling }, nam
 }
 
 function compareTable(compare, state, change, named) {
-  const { mean, interval, worst } = leakageColumns(compare.metric, compare.lower_is_worse);
+  const { mean, interval, worst } = leakageColumns(compare.metric);
   const columns = [
     { key: "run", head: "run", text: true, value: r => r.run, cell: r => [named(r.run), el("span.small.detail", r.chain)] },
     { key: "attack", head: "attack", text: true, value: r => r.attack, cell: r => breakable(r.attack) },
@@ -44,7 +45,7 @@ function compareTable(compare, state, change, named) {
       cell: r => r.epsilon === null ? NONE : r.epsilon.toPrecision(3),
     },
   ];
-  const caption = `Every attack on every run, ${compare.label}`;
+  const caption = `Every attack on every run, ${compare.metric.label}`;
   const said = new Map(compare.table.map(r => [r.privacy, new Set()]));
   compare.table.forEach(r => said.get(r.privacy).add(r.run));
   const privacy = [...said].map(([words, runs]) => el("p.small", said.size > 1 && `${[...runs].join(", ")}: `, words));
@@ -76,8 +77,8 @@ function utilityFigure(compare) {
       })),
     ];
     const x = {
-      uirevision: compare.metric, title: { text: `${plain(compare.label)}, mean`, standoff: 6 },
-      ...(compare.lower_is_worse ? { autorange: "reversed" } : {}),
+      uirevision: compare.metric.name, title: { text: `${plain(compare.metric.label)}, mean`, standoff: 6 },
+      ...(compare.metric.higher_is_better ? {} : { autorange: "reversed" }),
     };
     const y = { title: { text: "test accuracy" }, tickformat: ".0%", autorangeoptions: { clipmin: -.02, clipmax: 1.03 } };
     draw(node, traces, layout(x, y, height, { hovermode: "closest" }));
@@ -151,7 +152,7 @@ function curvesFigure(compare) {
     });
     const last = Math.max(1, ...curves.flatMap(c => c.x));
     const more = { hovermode: "x unified", legend: { ...legend(), entrywidth: 320 } };
-    draw(node, traces, layout(roundAxis(last), { title: { text: plain(compare.label) } }, height, more));
+    draw(node, traces, layout(roundAxis(last), { title: { text: plain(compare.metric.label) } }, height, more));
   };
   const which = alone ? " Only each run's strongest attack is drawn." : "";
   const meaning = `Means over the examples of a round. Colours are runs, symbols attacks, as above.${which}`;

@@ -29,7 +29,7 @@ function roundsFigure(overview, metric, hidden) {
     };
     const left = {
       uirevision: metric?.name, title: { text: metric ? plain(metric.label) : "" }, visible: Boolean(metric),
-      ...(FRACTIONS.has(metric?.name) ? partAxis : {}),
+      ...(metric?.fraction ? partAxis : {}),
     };
     const fixed = { ...legend(), itemclick: false, itemdoubleclick: false }; // switches() does that
     draw(node, traces, layout(roundAxis(last), left, height, { hovermode: "x unified", ...(tested ? { yaxis2: right } : {}), legend: fixed }));
@@ -76,13 +76,10 @@ function accuracyTrace({ x, y }) {
 
 /** The newest round, in a sentence. */
 function roundsMeaning(overview, metric) {
-  const attacks = metric ? metric.series.filter(s => s.kind === "attack" && s.x.length) : [];
-  if (!attacks.length) return `${overview.ungraded.count ? "Nothing is graded" : "No attack has given a score yet"}: only the test accuracy is drawn.`;
-  const lower = LOWER_LEAKS_MORE.has(metric.name), round = Math.max(...attacks.map(s => s.x.at(-1)));
-  const at = s => s.mean[s.x.indexOf(round)];
-  const best = strongest(attacks, at, lower), floor = strongest(metric.series.filter(s => s.kind === "baseline"), at, lower);
-  const guess = floor ? `, the best guess that does not read the update (${floor.name}) ${inMetric(metric.name, at(floor))}` : "";
-  const reached = `In round ${round}, the strongest attack (${best.name}) reaches ${inMetric(metric.name, at(best))} on average`;
+  if (!metric?.newest) return `${overview.ungraded.count ? "Nothing is graded" : "No attack has given a score yet"}: only the test accuracy is drawn.`;
+  const { round, strongest: best, baseline: floor } = metric.newest;
+  const guess = floor ? `, the best guess that does not read the update (${floor.name}) ${inMetric(metric, floor.mean)}` : "";
+  const reached = `In round ${round}, the strongest attack (${best.name}) reaches ${inMetric(metric, best.mean)} on average`;
   return `${reached}${guess}. What an attack has beyond the grey lines is leakage.`;
 }
 
@@ -109,6 +106,28 @@ function successFigure({ success, thresholds, knowledge, ungraded }) {
   return figure("Success over thresholds", successMeaning(success, thresholds, 20, ungraded), drawing, height);
 }
 
+/** Members told at each rate of false positives, on two logarithmic axes; grey: as many strangers as members. */
+function rocFigure({ membership: { roc, rates }, knowledge }) {
+  const height = 340 + legendHeight(roc.length + 1), least = rates.find((_, i) => roc.some(s => s.y[i] !== null)) ?? rates[0];
+  const drawing = node => {
+    const style = styles(roc, planned(knowledge));
+    const traces = roc.map((s, i) => ({
+      x: rates, y: s.y.map(y => y === null ? null : Math.max(y, least / 2)), name: folded(s.name), mode: "lines+markers",
+      opacity: style[i].opacity, customdata: s.hover.map(plain), hovertemplate: "%{customdata}",
+      line: { color: style[i].color, dash: style[i].dash, width: style[i].width }, marker: { color: style[i].color, size: 5 },
+    }));
+    const even = { x: rates, y: rates, name: "chance", mode: "lines", hoverinfo: "skip", line: { color: cssVariable("--muted"), dash: "dot", width: 1 } };
+    const scale = { type: "log", tickvals: [.001, .01, .1, 1], ticktext: ["0.1 %", "1 %", "10 %", "100 %"] };
+    const x = { ...scale, title: { text: "strangers taken for members", standoff: 6 }, range: [Math.log10(least), 0] };
+    const y = { ...scale, title: { text: "members told" }, range: [Math.log10(least / 2), .03] };
+    draw(node, [...traces, even], layout(x, y, height, { hovermode: "x unified" }));
+  };
+  const tests = roc.filter(s => s.kind === "attack"), at = s => s.y[rates.indexOf(.01)];
+  const best = strongest(tests, at);
+  const meaning = best ? `At 1 % false positives, ${best.name} tells ${percent(at(best))} of the members.` : "Too few strangers for 1 % false positives.";
+  return figure("Members told from strangers", meaning, drawing, height);
+}
+
 /** Why attacks have no score. */
 function noScore({ count, reason }) {
   return count ? `No score: ${many(count, "reconstruction")}, none graded${reason && ` (${reason})`}.` : "No attack has given a score yet.";
@@ -125,10 +144,10 @@ function successMeaning(success, thresholds, threshold, ungraded) {
 }
 
 /** What the heat map's colours mean, the same in every run: from the best guess (dark) to what leaks as much as can be seen. */
-function heatScale({ floor, ceiling, z, lower_is_worse: lower }) {
+function heatScale({ floor, z, metric: { ceiling, higher_is_better: higher } }) {
   const values = z.flat().filter(v => v !== null), step = ceiling / 1e6;
-  const from = floor ? floor.value : lower ? Math.max(1e-9, ...values) : 0;
-  return lower ? { zmin: ceiling, zmax: Math.max(from, ceiling + 1e-9) } : { zmin: Math.min(from, ceiling - step), zmax: ceiling };
+  const from = floor ? floor.value : higher ? 0 : Math.max(1e-9, ...values);
+  return higher ? { zmin: Math.min(from, ceiling - step), zmax: ceiling } : { zmin: ceiling, zmax: Math.max(from, ceiling + 1e-9) };
 }
 
 /** Worst leak by client and round: brighter leaks more, a cross marks a client that was not graded. */
@@ -141,8 +160,8 @@ function heatFigure(clients, open) {
     const wide = .8 * node.clientWidth / rounds.length, gap = wide > 12 ? 1 : 0; // the approximate width of a square, in pixels
     const heat = {
       type: "heatmap", x: rounds, y: names, z: clients.z, customdata: hover, hoverongaps: false, xgap: gap, ygap: gap,
-      colorscale: "Cividis", reversescale: clients.lower_is_worse, ...heatScale(clients),
-      colorbar: { thickness: 12, outlinewidth: 0, title: { text: plain(clients.label), side: "right" } },
+      colorscale: "Cividis", reversescale: !clients.metric.higher_is_better, ...heatScale(clients),
+      colorbar: { thickness: 12, outlinewidth: 0, title: { text: plain(clients.metric.label), side: "right" } },
       hovertemplate: "%{y}, round %{x}: %{customdata}<extra></extra>",
     };
     const gaps = {
@@ -163,14 +182,13 @@ function heatFigure(clients, open) {
   return figure("Worst leak by client and round", heatMeaning(clients), drawing, height);
 }
 
-function heatMeaning({ clients, rounds, z, table: [most], metric, lower_is_worse, floor, ceiling }) {
-  const row = most ? z[clients.indexOf(most.client)].map((value, j) => ({ value, round: rounds[j] })) : [];
-  const worst = strongest(row, cell => cell.value, lower_is_worse);
+function heatMeaning({ table: [most], metric, floor }) {
+  const worst = most ? raw(most.worst, most.exact) : null;
   const guess = floor && `The best guess that does not read the update (${floor.name}) reaches ${inMetric(metric, floor.value)} in a cell on average.`;
-  const beyond = !worst || !floor || (lower_is_worse ? worst.value < floor.value : worst.value > floor.value);
-  const found = worst && `Client ${most.client} leaks most, in round ${worst.round}: ${inMetric(metric, raw(most.worst, most.exact))}`;
-  const scale = `Brighter leaks more: darkest is ${guess ? "no more than that guess" : "nothing"}, brightest ${inMetric(metric, ceiling)}`
-    + `${metric.startsWith("psnr") ? " or more" : ""}.`;
+  const beyond = !floor || (metric.higher_is_better ? worst > floor.value : worst < floor.value);
+  const found = worst !== null && `Client ${most.client} leaks most, in round ${most.round}: ${inMetric(metric, worst)}`;
+  const scale = `Brighter leaks more: darkest is ${guess ? "no more than that guess" : "nothing"}, brightest ${inMetric(metric, metric.ceiling)}`
+    + `${metric.cap === null ? "" : " or more"}.`;
   return [
     found && `${found}${beyond ? "" : ", no more than a guess"}.`, guess, scale, "A cross means that nothing was graded there.",
   ].filter(Boolean).join(" ");

@@ -2,9 +2,6 @@
 // Numbers and names as text, for the live page and the reports.
 
 const NONE = "–";
-const LOWER_LEAKS_MORE = new Set(["mse", "lpips_alex", "lpips_vgg"]);
-const FRACTIONS = new Set(["identified", "label_accuracy"]);
-const PERCENTAGES = /^(rouge|token_accuracy|exact)/; // already in percent
 
 const percent = value => value === null || value === undefined ? NONE : `${Math.round(100 * value)}\u00a0%`;
 const decimal = value => value === null || value === undefined ? NONE : value.toPrecision(3);
@@ -12,11 +9,12 @@ const many = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 
 const article = noun => /^[aeiou]/.test(noun) ? "an" : "a";
 const plain = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
-function inMetric(metric, value, unit = " dB") {
+/** A value of a metric, which the data says how to show; bare: its unit stands elsewhere. */
+function inMetric({ digits, unit, fraction }, value, bare = false) {
   if (value === null || value === undefined) return NONE;
-  if (FRACTIONS.has(metric)) return percent(value);
-  if (PERCENTAGES.test(metric)) return `${value.toFixed(1)}${unit && " %"}`;
-  return metric === "psnr" ? `${value.toFixed(1)}${unit}` : metric === "mse" ? value.toPrecision(3) : value.toFixed(3);
+  if (fraction) return percent(value);
+  const number = digits === null ? value.toPrecision(3) : value.toFixed(digits);
+  return bare || !unit ? number : `${number} ${unit}`;
 }
 
 function duration(seconds) {
@@ -25,7 +23,7 @@ function duration(seconds) {
 }
 
 function interval(row, metric) {
-  return row.low === null || row.high === null ? "" : `${inMetric(metric, row.low, "")} to ${inMetric(metric, row.high, "")}`;
+  return row.low === null || row.high === null ? "" : `${inMetric(metric, row.low, true)} to ${inMetric(metric, row.high, true)}`;
 }
 
 const LIMITS = {
@@ -36,8 +34,7 @@ const LIMITS = {
   unknown: "No limit is drawn: the density of this chain's randomness is not known in closed form.",
 };
 
-/** The item whose value leaks most; undefined if there is none. */
-function strongest(items, value, lower) {
-  const sign = lower ? -1 : 1;
-  return items.filter(i => value(i) !== null && value(i) !== undefined).sort((a, b) => sign * (value(b) - value(a)))[0];
+/** The item of the highest value; undefined if there is none. */
+function strongest(items, value) {
+  return items.filter(i => value(i) !== null && value(i) !== undefined).sort((a, b) => value(b) - value(a))[0];
 }

@@ -58,9 +58,9 @@ const HITS = {
 const LABELS = { key: "labels", head: "labels", first: true, value: r => r.labels, cell: r => percent(r.labels) };
 const EXAMPLES = { key: "n", head: "examples", value: r => r.n, cell: r => r.kind === "limit" ? NONE : String(r.n) };
 
-function leakageColumns(metric, less, unit) {
-  const sign = PERCENTAGES.test(metric) ? "%" : "dB";
-  const shown = value => inMetric(metric, value, unit), head = words => unit === "" ? `${words} (${sign})` : words;
+function leakageColumns(metric, bare) {
+  const less = !metric.higher_is_better;
+  const shown = value => inMetric(metric, value, bare), head = words => bare ? `${words} (${metric.unit})` : words;
   return {
     mean: { key: "mean", head: head("mean"), less, first: true, value: r => r.mean, cell: r => shown(r.mean) },
     interval: { key: "low", head: "95 % interval", less, value: r => r.low, cell: r => interval(r, metric) || NONE },
@@ -72,16 +72,25 @@ function leakageColumns(metric, less, unit) {
 }
 
 function summaryTable(rows, state, change, measure) {
-  const { metric, name: called, unit, private: noun } = measure, without = `without ${article(noun)} ${noun}`;
+  const { name: called, unit, private: noun } = measure, without = `without ${article(noun)} ${noun}`;
   const name = r => [breakable(r.attack), r.kind !== "attack" && small(r.kind), r.failed && small(`${without}: ${r.failed}`),
     r.ungraded > 0 && small(`${many(r.ungraded, "reconstruction")} not graded`)];
-  const { mean, interval, worst } = leakageColumns(metric, false, "");
+  const { mean, interval, worst } = leakageColumns(measure, true);
   const columns = [
     { key: "attack", head: "attack", text: true, value: r => r.attack, cell: name },
     EXAMPLES, { ...mean, head: `mean ${called} (${unit})` }, interval,
-    { key: "median", head: `median (${unit})`, value: r => r.median, cell: r => inMetric(metric, r.median, "") },
+    { key: "median", head: `median (${unit})`, value: r => r.median, cell: r => inMetric(measure, r.median, true) },
     worst, HITS, LABELS,
   ];
   const mark = r => r.kind === "attack" ? "" : "baseline";
   return table({ id: "summary", caption: "All rounds together", columns, rows, key: r => r.attack, mark, state, change });
+}
+
+/** Every test, baseline and limit of membership. */
+function membershipTable(rows) {
+  const between = r => r.low === null || r.high === null ? NONE : `${percent(r.low)} to ${percent(r.high)}`;
+  const told = (r, rate) => r.told.filter(t => t.rate === rate).map(t => r.kind === "limit" ? percent(t.count / t.n) : `${t.count} of ${t.n}`)[0] ?? NONE;
+  const cells = r => [r.question, `${r.name}${r.kind === "attack" ? "" : ` (${r.kind})`}`, String(r.n), percent(r.area), between(r), told(r, .01), told(r, .001)];
+  const head = ["question", "test", "members", "pairs in which the member scores higher", "95 % interval", "told at 1 % false positives", "at 0.1 %"];
+  return list("Tests of membership", head, rows.map(cells));
 }

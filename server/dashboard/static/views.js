@@ -48,7 +48,7 @@ function runLine(run) {
     el("p.small", `${run.data}; ${run.model}; ${run.chain}`),
     el("dl.numbers",
       fact("round", `${run.round} of ${run.rounds}`), fact("accuracy", percent(run.accuracy)),
-      fact(`best ${run.measured}`, run.exact ? "∞" : inMetric(run.measure, run.best)), fact("attacks", run.attacks.join(", ") || NONE)),
+      fact(`best ${run.measure.name}`, run.exact ? "∞" : inMetric(run.measure, run.best)), fact("attacks", run.attacks.join(", ") || NONE)),
     progressBar(run.progress, run.progress.total),
   ];
 }
@@ -66,7 +66,7 @@ function overviewView(o, { state }) {
   const numbers = o.summary.some(row => row.n || (row.failed && !o.ungraded.rows.length)) && summaryTable(o.summary, state, change, o.measure);
   return [
     el("h1", o.name), el("p.facts", o.facts),
-    el("p", { class: `verdict ${VERDICTS[o.verdict.word] || ""}` }, o.verdict.sentence),
+    el("div", { class: `verdict ${VERDICTS[o.verdict.word] || ""}` }, o.verdict.sentences.map(words => el("p", words))),
     worstCases(o),
     el("ul.notices", o.notices.map(notice)),
     progressStrip(o),
@@ -76,6 +76,7 @@ function overviewView(o, { state }) {
     o.app_rounds.length > 0 && section("What the app returned", appRounds(o.app_rounds)),
     (numbers || !o.ungraded.rows.length) && section("Numbers", numbers || empty("No attack has given a score yet; they appear here by themselves.")),
     section("Success over thresholds", o.success.length ? successFigure(o) : empty(o.ungraded.count ? "Unknown, as nothing is graded." : noScore(o.ungraded))),
+    section("Who was in a batch", el("p", o.membership.words), o.membership.rows.length > 0 && [rocFigure(o), membershipTable(o.membership.rows)]),
     section("What each attacker knew", knowledge(o.knowledge)),
     section("Participation", participation(o.participation)),
     section("Replay check", el("p", replay || "Not done yet: it runs before the first attack.")),
@@ -113,9 +114,9 @@ function worstCases({ worst, kind, name, measure: { private: noun } }) {
 
 const serverAttacks = all => el("dl", all.map(({ name, words }) => [el("dt", name), el("dd", words)]));
 
-const lines = ({ cap, limit, measure }) => "Solid: means over examples with their 95 % band (clustered by client). "
+const lines = ({ limit, measure: { name, unit, cap } }) => "Solid: means over examples with their 95 % band (clustered by client). "
   + "Dotted: the worst case for a client. "
-  + `Grey: guesses that do not read the update. ${measure.metric === "psnr" ? `PSNR above ${cap} dB is drawn at ${cap}. ` : ""}${LIMITS[limit.state]}`;
+  + `Grey: guesses that do not read the update. ${cap === null ? "" : `${name} above ${cap} ${unit} is drawn at ${cap}. `}${LIMITS[limit.state]}`;
 
 function progressBar({ done, failed }, all) {
   return el("progress", { max: Math.max(1, all), value: done + failed, "aria-label": "attacks done" });
@@ -226,7 +227,7 @@ function clientsView(clients, { id, state }) {
   const metrics = clients.metrics.map(m => [m.name, m.label]);
   const attacks = [["", "the worst of all"], ...clients.attacks.map(a => [a, a])];
   const controls = el("div.controls",
-    choice("Leakage as", clients.metric, metrics, value => change({ metric: value })),
+    choice("Leakage as", clients.metric.name, metrics, value => change({ metric: value })),
     choice("Attack", clients.attack, attacks, value => change({ attack: value })));
   const none = empty(clients.ungraded ? "Unknown, as nothing is graded." : "No attack has given a score yet: the map of clients and rounds appears here by itself.");
   return [
@@ -239,13 +240,13 @@ function clientsTable(clients, state, open) {
   const isOpen = r => String(r.client) === state.get("client");
   const pressed = r => ({ type: "button", "aria-expanded": String(isOpen(r)), onclick: () => open(r.client) });
   const button = r => el("button.link", pressed(r), `client ${r.client}`);
-  const { mean, worst } = leakageColumns(clients.metric, clients.lower_is_worse);
+  const { mean, worst } = leakageColumns(clients.metric);
   const count = key => ({ key, head: key, value: r => r[key], cell: r => String(r[key]) });
   const columns = [
     { key: "client", head: "client", text: true, value: r => r.client, cell: button },
     worst, mean, HITS, LABELS, EXAMPLES, count("accepted"), count("rejected"), count("missing"),
   ];
-  const caption = `Clients, ${clients.label}`, mark = r => isOpen(r) ? "chosen" : "";
+  const caption = `Clients, ${clients.metric.label}`, mark = r => isOpen(r) ? "chosen" : "";
   return table({ id: "clients", caption, columns, rows: clients.table, key: r => r.client, mark, state, change });
 }
 
@@ -260,7 +261,7 @@ function openedClient({ client, reasons, ...counts }, attacks) {
 
 function compareView(compare, { state }) {
   const metrics = compare.metrics.map(m => [m.name, m.label]);
-  const metric = metrics.length > 0 && choice("Leakage as", compare.metric, metrics, value => change({ metric: value }));
+  const metric = metrics.length > 0 && choice("Leakage as", compare.metric.name, metrics, value => change({ metric: value }));
   const left = compare.left.map(words => el("p.notice", words));
   const title = [el("h1", "Compare runs"), el("div.controls", metric, runPicker(compare)), left];
   const none = empty("None of these runs has a score yet: choose others, or wait; scores appear here by themselves.");

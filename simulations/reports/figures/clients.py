@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 from numpy.typing import NDArray
 
-from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores, capped
 from fedgauge.simulations.reports.figures.style import INK, MUTED, new_axes
 
@@ -18,13 +17,9 @@ RASTER_FROM = 2000  # table entries from which the heat map is a bitmap even in 
 
 
 def worst_case_by_client(scores: Scores) -> dict[tuple[int, int], float]:
-    """For each attacked (client, round), the highest PSNR of any real attack, capped; NaN if none gave an image.
-
-    For text, the highest ROUGE-1.
-    """
+    """For each attacked (client, round), the highest value of any attack, capped; NaN if none has one."""
     psnr = scores.of_metric(scores.measure.metric)
-    real = np.array([is_attack(a) for a in psnr.attacks], dtype=bool)
-    psnr = psnr.where(real[psnr.attack]) if len(psnr) else psnr
+    psnr = psnr.where(psnr.by_attacks)
     worst: dict[tuple[int, int], float] = {}
     values = capped(scores.measure.metric, psnr.value)
     for client, round, value in zip(psnr.client.tolist(), psnr.round.tolist(), values.tolist(), strict=True):

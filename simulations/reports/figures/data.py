@@ -4,18 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.formatting import RATES
+from fedgauge.server.views.compare import tradeoff
+from fedgauge.server.views.formatting import interval_label, plotted_value
 from fedgauge.server.views.gallery import Card, Gallery
 from fedgauge.server.views.intervals import Rate
-from fedgauge.server.views.leakage import Leak, as_rate
-from fedgauge.server.views.reading import Reading, most_examples, read_once
+from fedgauge.server.views.leakage import Leak
+from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.roles import Role, attack_order, is_attack, is_baseline, role_of
-from fedgauge.server.views.scores import Scores, capped, known_metrics
+from fedgauge.server.views.scores import Scores, known_metrics
+from fedgauge.server.views.strength import Tradeoff
 from fedgauge.server.views.success import success_curve
 from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
 from fedgauge.simulations.reports.figures.style import LineStyle, line_styles
@@ -36,6 +37,7 @@ class RunResults:
     leaks: Mapping[str, Sequence[Leak]]  # by metric
     curve: Mapping[str, Sequence[Rate]]
     accuracy: Mapping[int, float]
+    tradeoffs: Mapping[str, Tradeoff]  # by metric
     certified: Sequence[float] | None
     cards: Sequence[Card] = field(repr=False)
     knowledge: str
@@ -46,7 +48,7 @@ class RunResults:
         with read_once(run) as reading:
             gallery, scores = Gallery(reading), reading.scores
             order = attack_order(reading.ledger, {*scores.attacks, *(row["name"] for row in reading.attacks)})
-            curve = success_curve(scores, reading.ledger, most_examples(reading.tables)) if len(scores) else {}
+            curve = success_curve(scores, reading.ledger, reading.sizes)
             mechanism = _mechanism(reading)
             return cls(
                 run=run,
@@ -57,6 +59,7 @@ class RunResults:
                 leaks={m: reading.leaks(m) for m in known_metrics(scores)},
                 curve=curve,
                 accuracy={n: row["accuracy"] for n, row in reading.rounds.items() if row["accuracy"] is not None},
+                tradeoffs={m: tradeoff(reading, m) for m in known_metrics(scores)},
                 certified=certified(curve, mechanism) if mechanism and curve else None,
                 cards=_sampled_cards(gallery),
                 knowledge=_knowledge(reading),
@@ -118,12 +121,11 @@ def leak_points(leaks: Sequence[Leak]) -> list[LeakPoint]:
 
 
 def _worst_case(leak: Leak) -> float | None:
-    if leak.best is None or leak.metric in RATES or not is_attack(leak.attack):
+    if MEASURED[leak.metric].rate or not is_attack(leak.attack):
         return None
-    return float(capped(leak.metric, np.array(leak.best)))
+    return plotted_value(leak.metric, leak.best)
 
 
 def _interval_of(leak: Leak) -> tuple[float, float] | None:
-    if leak.metric in RATES:
-        return as_rate(leak).interval
-    return None if leak.low is None or leak.high is None else (leak.low, leak.high)
+    low, high = interval_label(leak)
+    return None if low is None or high is None else (low, high)

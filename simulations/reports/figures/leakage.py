@@ -10,14 +10,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from fedgauge.attacks.modality.registry import LABELS
-from fedgauge.server.views.formatting import RATES
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.roles import is_attack
 from fedgauge.simulations.reports.figures.data import LeakPoint, RunResults, leak_points
 from fedgauge.simulations.reports.figures.style import (
     FRACTION_LIMITS,
-    FRACTIONS,
     INK,
     LineStyle,
     add_legend,
@@ -50,9 +48,9 @@ def leakage_figure(results: RunResults, metric: str, leaks: Sequence[Leak]) -> F
     if results.accuracy:
         handles += _draw_accuracy(axes, results.accuracy)
     right_margin = 1.18 if any(len(own_points) == 1 for own_points in by_attack.values()) else 1.03
-    axes.set(xlim=(-0.03 * last, right_margin * last), xlabel="round", ylabel=LABELS.get(metric, metric))
+    axes.set(xlim=(-0.03 * last, right_margin * last), xlabel="round", ylabel=MEASURED[metric].label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if metric in FRACTIONS:
+    if MEASURED[metric].fraction:
         percent_axis(axes.yaxis)
         axes.set_ylim(FRACTION_LIMITS)
     else:
@@ -108,7 +106,9 @@ def interval_entry(metric: str, points: Sequence[LeakPoint], sample: Artist) -> 
     clients = (
         f" ({min(clusters)} clients)" if len({*clusters}) == 1 else f" ({min(clusters)} to {max(clusters)} clients)"
     )
-    sample.set_label("95 % interval" + (" (Wilson)" if metric in RATES else clients if min(clusters) < 10 else ""))
+    sample.set_label(
+        "95 % interval" + (" (Wilson)" if MEASURED[metric].rate else clients if min(clusters) < 10 else "")
+    )
     return [sample]
 
 

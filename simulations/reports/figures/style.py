@@ -12,15 +12,13 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MultipleLocator, PercentFormatter
 
-from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
-from fedgauge.server.views.formatting import RATES
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.views.overview import LIMIT
 from fedgauge.server.views.roles import is_limit, role_of
 
 WIDTH = 3.3  # inches: a column of most two-column papers
 HEIGHT = 2.1  # inches: axes with their labels, without the legend
 LINE_HEIGHT = 0.15  # inches: one line of text
-FRACTIONS = (*RATES, "label_accuracy")  # metrics between 0 and 1, shown in percent
 FRACTION_LIMITS = (-0.02, 1.03)
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # of Okabe and Ito, in the report's order
 MARKERS = (
@@ -128,7 +126,7 @@ def value_limits(metric: str, values: Sequence[float], whole: tuple[float, float
     low, high = min(values), max(values)
     margin = 0.5 * max(high - low, 1e-3 * max(abs(low), abs(high)), 1e-9)
     low, high = max(whole[0], low - margin), min(whole[1], high + margin)
-    return low if HIGHER_IS_BETTER[metric] else max(low, -0.03 * high), high  # errors are never negative
+    return low if MEASURED[metric].higher_is_better else max(low, -0.03 * high), high  # errors are never negative
 
 
 def add_legend(figure: Figure, handles: Sequence[Artist]) -> None:

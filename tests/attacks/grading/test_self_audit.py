@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fedgauge.attacks.grading.self_audit import invert_own
+from fedgauge.client.deployment.guard import UpdatePolicy
 
 Make = Callable[..., Any]
 MLP = {"use": "mlp", "hidden": [16]}
@@ -24,3 +25,18 @@ def test_a_clients_own_audit_that_ends_without_images_says_nothing_rather_than_s
     broken = {k: torch.full_like(t, 1e38) for k, t in wave.params.items()}
     with pytest.raises(ValueError, match="not finite|no images|overflow"):
         own.leak(fed, broken, wave.buffers, update, fed.batch_at(0, wave.round))
+
+
+def test_a_client_audits_its_own_text_by_the_words_that_come_back(make_federation: Make) -> None:
+    """Its guard withholds what has leaked, and lets go what has not: it does not withhold every update."""
+    pytest.importorskip("transformers", reason="the extra [text] is not installed")
+    words = {"use": "phrases", "batch_size": 1, "auxiliary": 50}
+    fed = make_federation(data=words, model={"use": "tiny_bert", "width": 64, "heads": 2})
+    params, buffers = fed.initial()
+    batch, own = fed.batch_at(0, 1), invert_own("lamp", iterations=2)
+    update = fed.client_update(params, buffers, 0, 1)
+    leak, (limit, unit) = own.leak(fed, params, buffers, update, batch), own.limit(fed)
+    assert 0 <= leak <= 100 and (limit, unit) == (50.0, "%")
+    read_off = invert_own("dager").leak(fed, params, buffers, update, batch)
+    objection = UpdatePolicy(None, limit, unit).objection(update, lambda: read_off)
+    assert objection == "its audit reconstructs an example at 100.0 %"

@@ -22,7 +22,6 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator
 from fedgauge.client.update import norm
-from fedgauge.server.app import evaluate
 from fedgauge.server.store.scenario import Scenario
 
 pytest.importorskip("transformers", reason="the extra [text] is not installed")
@@ -62,15 +61,15 @@ def test_a_tiny_bert_learns_the_two_classes_of_phrases(make: Make) -> None:
         for k, p in leaves.items():
             p.grad = update[k]
         adam.step()
-    assert evaluate(fed, {k: p.detach() for k, p in leaves.items()})[0] > 0.9
+    assert fed.evaluate({k: p.detach() for k, p in leaves.items()})[0] > 0.9
 
 
 def test_a_tiny_gpt2_learns_in_a_round_of_local_sgd(make: Make) -> None:
     fed = lm(make, batch_size=1280, chain=[{**LOCAL, "rate": 0.5, "steps": 40, "batch_size": 32}])
     params, buffers = fed.initial()
-    accuracy, loss = evaluate(fed, params)
+    accuracy, loss = fed.evaluate(params)
     update = fed.client_update(params, buffers, 0, 1)
-    after = evaluate(fed, {k: p + update[k] for k, p in params.items()})
+    after = fed.evaluate({k: p + update[k] for k, p in params.items()})
     assert after[1] < 0.9 * loss and after[0] > accuracy + 0.05
 
 

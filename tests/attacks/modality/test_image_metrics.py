@@ -25,7 +25,7 @@ from fedgauge.attacks.modality.image_metrics import (
     psnr,
     ssim,
 )
-from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
+from fedgauge.attacks.modality.registry import MEASURED
 
 
 def images(seed: int, *shape: int) -> Tensor:
@@ -167,7 +167,7 @@ def test_metrics_stand_where_they_have_a_meaning(no_local_data: Path) -> None:
     assert [m.name for m in image_metrics((1, 28, 28), None)] == ["mse", "psnr", "ssim"]
     assert [m.name for m in image_metrics((1, 28, 28), gallery[:0])] == ["mse", "psnr", "ssim"]
     assert [m.name for m in image_metrics((3, 10, 32), None)] == ["mse", "psnr"]
-    higher = {m.name: HIGHER_IS_BETTER[m.name] for m in image_metrics((1, 28, 28), gallery)}
+    higher = {m.name: MEASURED[m.name].higher_is_better for m in image_metrics((1, 28, 28), gallery)}
     assert higher == {"mse": False, "psnr": True, "ssim": True, "identified": True}
 
 
@@ -185,5 +185,5 @@ def test_lpips_is_zero_for_the_same_grows_with_noise_and_is_symmetric(
     assert all((later > earlier).all() for earlier, later in itertools.pairwise(values))
     other = smooth(5, 2, channels, 32, 32)
     torch.testing.assert_close(metric(truth, other), metric(other, truth))
-    assert HIGHER_IS_BETTER[metric.name] is False
+    assert not MEASURED[metric.name].higher_is_better
     assert metric.name in [m.name for m in image_metrics((channels, 32, 32), None)]

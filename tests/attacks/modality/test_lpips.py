@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedgauge.attacks.modality import image_metrics as module
 from fedgauge.attacks.modality.image_metrics import BACKBONES, image_metrics, lpips_metric, lpips_weights
-from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.rng import generator
 
 Find = Callable[[str], Path]
@@ -62,7 +62,7 @@ def test_it_is_its_formula_on_torchvisions_layers(local_file: Find, net: str) ->
             expected += ((a - b).square() * head).sum(1).mean((1, 2))
     metric = lpips_metric(net)
     assert metric is not None
-    assert metric.name == f"lpips_{net}" and HIGHER_IS_BETTER[metric.name] is False
+    assert metric.name == f"lpips_{net}" and not MEASURED[metric.name].higher_is_better
     assert float(expected.min()) > 0.01
     torch.testing.assert_close(metric(truth, guess).float(), expected, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(metric(truth, truth), torch.zeros(3), rtol=0, atol=1e-6)

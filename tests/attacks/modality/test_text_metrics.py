@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedgauge.attacks.modality.registry import HIGHER_IS_BETTER
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.modality.text_metrics import exact, match_sentences, rouge, text_metrics, token_accuracy
 from fedgauge.client.models.tokenizer import Tokenizer, framed, wordpiece
 
@@ -92,4 +92,4 @@ def test_scores_lie_between_0_and_100_and_only_the_truth_is_exact(words: Tokeniz
 
 
 def test_every_metric_of_text_is_known_to_those_who_show_it(words: Tokenizer) -> None:
-    assert all(HIGHER_IS_BETTER[m.name] and m.unit == "%" for m in text_metrics(words))
+    assert all(MEASURED[m.name].higher_is_better and MEASURED[m.name].unit == "%" for m in text_metrics(words))

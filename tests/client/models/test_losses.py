@@ -185,12 +185,11 @@ def test_the_loss_travels_with_the_protocol_and_clients_minimise_it(make_federat
 
 
 def test_accuracy_and_mean_loss_are_the_losses_own(make_federation: MakeFederation) -> None:
-    from fedgauge.server.app import evaluate
 
     fed = make_federation(loss=SQUARED)
     params, data = fed.initial()[0], fed.shards.dataset
     logits = torch.func.functional_call(fed.model, params, (data.normalise(data.x_test.float() / 255),))
-    accuracy, loss = evaluate(fed, params, chunk=333)
+    accuracy, loss = fed.evaluate(params, chunk=333)
     assert loss == pytest.approx(float((logits - F.one_hot(data.y_test, 10)).square().mean()), rel=1e-5)
     first, second = logits.topk(2).values.T
     # images that rounding may decide either way, as it depends on the size of the chunks

@@ -14,6 +14,7 @@ from PIL import Image
 import fedgauge.server.dashboard.web
 import fedgauge.server.views.gallery
 from fedgauge.attacks.grading.scores import ScoreRecord
+from fedgauge.client.inspection.policy import REASON
 from fedgauge.defenses.accounting import spent
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.store.ledger_types import DeviceUse, Participation
@@ -37,7 +38,7 @@ def test_the_overview_is_what_the_ledger_says(get: Get, attacked_run: Run) -> No
         scores = Scores.read(ledger)
         told = {m: leakage(scores, m) for m in ("psnr", "ssim", "identified")}
     with closing(Reading(attacked_run)) as reading, reading.now():
-        assert page["verdict"]["sentence"] == verdict_of(reading).sentence
+        assert tuple(page["verdict"]["sentences"]) == verdict_of(reading).sentences
     shown = {m["name"]: {s["name"]: s for s in m["series"]} for m in page["metrics"]}
     for metric, leaks in told.items():
         for leak in leaks:
@@ -64,9 +65,9 @@ def test_the_worst_cases_are_the_best_reconstructions_of_different_images(get: G
     worst = get("/api/runs/complete/overview")["worst"]
     best: dict[int, float] = {}
     for card in get("/api/runs/complete/gallery?round=all")["cards"]:
-        strength = max(t["psnr"] for t in card["tiles"] if t["psnr"] is not None)
+        strength = max(t["value"] for t in card["tiles"] if t["value"] is not None)
         best[card["image"]] = max(strength, best.get(card["image"], strength))
-    assert [card["tiles"][0]["psnr"] for card in worst] == sorted(best.values(), reverse=True)[:3]
+    assert [card["tiles"][0]["value"] for card in worst] == sorted(best.values(), reverse=True)[:3]
     assert len({card["image"] for card in worst}) == 3
     assert all(len(card["tiles"]) == 1 and card["truth"] and card["tiles"][0]["image"] for card in worst)
 
@@ -149,8 +150,8 @@ def test_every_gallery_card_is_the_truth_beside_the_reconstruction(get: Get, att
         found = attacked_run.read_reconstruction(card["round"], card["client"], "inverting_gradients")
         image = (found["x"][card["example"], 0].clamp(0, 1) * 255).round().byte().numpy()
         assert np.array_equal(pixels(tile["image"]), image)
-        assert card["tiles"][1] | {"image": None, "psnr": None, "note": "not applicable"} == card["tiles"][1]
-    strengths = [card["tiles"][0]["psnr"] for card in page["cards"]]
+        assert card["tiles"][1] | {"image": None, "value": None, "note": "not applicable"} == card["tiles"][1]
+    strengths = [card["tiles"][0]["value"] for card in page["cards"]]
     assert strengths == sorted(strengths, reverse=True), "the worst leak first"
 
 
@@ -220,7 +221,9 @@ def test_the_heat_map_holds_the_worst_case_of_each_cell(get: Get, attacked_run: 
         by_luck = {name: float(np.mean(list(own.values()))) for name, own in cells.items()}
         name = worst(by_luck, key=lambda attack: by_luck[attack])
         assert page["floor"] == {"name": name, "value": pytest.approx(by_luck[name], rel=1e-4)}
-        assert page["ceiling"] == {"psnr": 40.0, "mse": 0.0}[metric], "the same scale, whatever this run leaks"
+        assert page["metric"]["ceiling"] == {"psnr": 40.0, "mse": 0.0}[metric], (
+            "the same scale, whatever this run leaks"
+        )
         leaks = [row["worst"] for row in page["table"] if row["worst"] is not None]
         assert leaks == sorted(leaks, reverse=metric == "psnr")
         assert page["table"][-1]["client"] == 2, "of whom nothing is known, last"
@@ -258,7 +261,7 @@ def test_runs_are_compared_with_the_front_that_none_beats(
 def test_epsilon_stands_beside_every_point(
     folder: Path, get: Get, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run]
 ) -> None:
-    """Of the rounds that the server saw: a refused reply was seen, a missing one was not."""
+    """Of the rounds that the server saw: a refused reply was seen, and that one was withheld; a missing one was not."""
     local = {"use": "local_sgd", "rate": 0.1}
     dp = {"use": "dp_sgd", "max_norm": 1.0, "noise_multiplier": 2.0}
     chosen = make_scenario(chain=[dp, local], privacy={"delta": 1e-4})
@@ -289,6 +292,11 @@ def test_epsilon_stands_beside_every_point(
     later = spent(chosen.federation, {0: 2, 1: 3, 2: 2}, 1e-4)
     assert later.record > expected.record
     assert get("/api/runs/private/overview")["privacy"]["epsilon"] == pytest.approx(later.record, rel=1e-4)
+    with run.ledger() as ledger:
+        ledger.record_intake(4, [Participation(1, "missing", f"{REASON}: its rows", alarm=True)])
+        ledger.record_round(4, 0.4, 2.0, 1.0, 0.01)
+    silent = spent(chosen.federation, {1: 4}, 1e-4)
+    assert get("/api/runs/private/overview")["privacy"]["epsilon"] == pytest.approx(silent.record, rel=1e-4)
 
 
 def test_runs_that_share_a_name_are_told_apart(attacked_run: Run, tmp_path: Path) -> None:

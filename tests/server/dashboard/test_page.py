@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
-from fedgauge.attacks.modality.registry import LABELS
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.pool.executors import LocalExecutor
@@ -539,10 +539,10 @@ def test_a_comparison_opened_from_its_file_draws(watched: Watched, folder: Path,
     runs = [Run(path) for path in sorted(folder.iterdir())]
     page = watched.open(write_comparison(runs, tmp_path / "comparison.html").resolve().as_uri())
     expect(page.locator(".js-plotly-plot").first).to_be_visible()
-    name = f"Every attack on every run, {LABELS['psnr']}"
+    name = f"Every attack on every run, {MEASURED['psnr'].label}"
     assert set(column(page, name, 2)) <= {"inverting_gradients", "analytic", "idlg", "dlg"}
     page.get_by_role("combobox", name="Leakage as").select_option("ssim")
-    expect(page.get_by_role("region", name=f"Every attack on every run, {LABELS['ssim']}")).to_be_visible()
+    expect(page.get_by_role("region", name=f"Every attack on every run, {MEASURED['ssim'].label}")).to_be_visible()
 
 
 def test_a_reports_words_run_nothing(watched: Watched, hostile: Run) -> None:

@@ -24,9 +24,9 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gallery import Gallery, Query
-from fedgauge.server.views.leakage import round_table
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.strength import round_table
 from fedgauge.server.views.verdict import verdict
 from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.terminal import LiveDisplay
@@ -95,8 +95,8 @@ def test_the_gallery_shows_sentences_with_their_words_marked(run: Run) -> None:
         assert tile["attack"] == "copies" and tile["image"] is None and tile["note"].endswith(" %")
         right = {word for word, mark in tile["words"] if mark == "right"}
         assert right <= set(card["truth_words"])
-        best = max(best, tile["psnr"])
-    assert page["cards"][0]["tiles"][0]["psnr"] == best
+        best = max(best, tile["value"])
+    assert page["cards"][0]["tiles"][0]["value"] == best
     json.dumps(page)
 
 
@@ -134,7 +134,7 @@ def test_the_verdict_compares_by_rouge_with_the_floor_of_text(run: Run) -> None:
     assert "% ROUGE-1 on average" in found.sentence and "sentences" in found.sentence and "dB" not in found.sentence
     assert found.strongest is not None
     assert found.strongest.baseline in ("random_words", "wrong_client(copies)")
-    assert all(line.attack == "copies" and line.psnr.metric == "rouge1" and line.baseline for line in lines)
+    assert all(line.attack == "copies" and line.leak.metric == "rouge1" and line.baseline for line in lines)
 
 
 def test_the_report_and_its_figures_are_written(run: Run, tmp_path: Path) -> None:

@@ -276,11 +276,12 @@ def test_an_app_may_have_many_nodes_and_a_writer_writes_no_more_than_a_reader_ta
 def test_what_a_reader_asks_is_answered_from_an_index(path: Path) -> None:
     with filled(path, plan_of("a")) as ledger:
         asked: list[str] = []
+        ledger.set_meta(main_metric="psnr")
         ledger._db.set_trace_callback(asked.append)
         ledger.finished(), list(ledger.scores_since(3)), ledger.rounds_since(2), ledger.observations_since(2)
         ledger.pace()
         ledger.progress()
         ledger._db.set_trace_callback(None)
-        assert len(asked) == 7
+        assert len(asked) == 8
         plans = [row["detail"] for query in asked for row in ledger._db.execute(f"EXPLAIN QUERY PLAN {query}")]
     assert [p for p in plans if "SCAN" in p and "INDEX" not in p] == []

@@ -10,6 +10,8 @@ import pytest
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
+from fedgauge.attacks.modality.images import ImageModality
+from fedgauge.attacks.modality.sentences import SentenceModality
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.store import ledger_connection
 from fedgauge.server.store.ledger import Ledger
@@ -119,7 +121,7 @@ def test_scores_are_in_long_format_in_a_stable_order(path: Path) -> None:
         assert len(list(ledger.scores())) == 4 * 4
         assert {r["example"] for r in ledger.scores("label_accuracy")} == {WHOLE_BATCH}
         assert ledger.progress() == Progress(done=4)
-        assert ledger.so_far("psnr", 20.5) == (21.0, 20.25)
+        assert ledger.best_so_far() == 21.0
 
 
 def test_exact_hits_and_missing_values_survive(path: Path) -> None:
@@ -548,3 +550,32 @@ def test_a_retry_that_is_cut_off_changes_nothing(path: Path) -> None:
         with pytest.raises(sqlite3.IntegrityError, match="cut off"):
             ledger.retry_ended(["failed"], 2)
         assert (jobs(ledger), list(map(tuple, ledger.scores())), ledger.meta()) == before
+
+
+def test_a_failed_wave_leaves_a_row_of_the_runs_main_metric(path: Path) -> None:
+    with filled(path, plan_of("a")) as ledger:
+        ledger.set_meta(main_metric="rouge1")
+        lease = ledger.lease()
+        assert lease is not None
+        ledger.fail(lease, "gone")
+        assert {row["metric"] for row in ledger.scores()} == {"rouge1"}
+
+
+def test_an_older_ledger_is_of_the_data_whose_metric_was_measured(path: Path) -> None:
+    """It does not name its main metric, and what failed has a row of PSNR there, whatever the data."""
+    with filled(path, plan_of("a", wave=2)) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        ledger.fail(lease, "faulty")
+        lease = ledger.lease()
+        assert ledger.modality is ImageModality and lease is not None
+        row = ScoreRecord(lease.round, lease.clients[0], "a", 0, "rouge1", 50.0, "converged", 0.1)
+        ledger.finish(lease, {c: [row] if c == row.client else [] for c in lease.clients})
+        assert ledger.modality is SentenceModality
+
+
+def test_a_main_metric_that_nobody_here_knows_is_named(path: Path) -> None:
+    with filled(path, plan_of("a")) as ledger:
+        ledger.set_meta(main_metric="taste")
+        with pytest.raises(LedgerError, match="compared by 'taste', which no kind of data known here has"):
+            _ = ledger.modality

@@ -195,7 +195,7 @@ def test_a_mu_that_is_no_number_is_refused(kit: Any, mu: Any) -> None:
         ({"audit": {"rounds": [1], "every": 2}}, "[audit]: every has no effect"),
         ({"audit": {"executor": "slurm"}}, "[audit]: executor must be one of 'ray', 'local', got 'slurm'"),
         ({"audit": {"curious": "no"}}, "[audit]: curious must be true or false, got 'no'"),
-        ({"model": {"use": "mlp", "hidden": [2**70]}}, "[model]: hidden[0] must fit in 64 bits"),
+        ({"model": {"use": "mlp", "hidden": [2**63]}}, "[model]: hidden[0] must fit in 64 bits"),
         ({"model": {"use": "mlp", "hidden": [10**18]}}, "[model]: "),
         ({"tape": {"keep": "some"}}, "[tape]: keep must be one of 'all', 'attacked', 'none', got 'some'"),
         ({"simulation": {"parallel_clients": 0}}, "[simulation]: parallel_clients must be at least 1, got 0"),

@@ -16,9 +16,10 @@ from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, Participation
 from fedgauge.server.views.intervals import Rate
-from fedgauge.server.views.leakage import Leak, RoundLeak, leakage, round_table
+from fedgauge.server.views.leakage import Leak, leakage
 from fedgauge.server.views.roles import attack_order, is_baseline, role_of
 from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.strength import RoundLeak, round_table
 from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
 from fedgauge.server.views.verdict import Verdict, excesses, verdict
 
@@ -36,6 +37,7 @@ Values = Mapping[str, Sequence[float | None]]  # by metric, one value an example
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
     with Ledger(tmp_path / "ledger.sqlite", create=True) as opened:
+        opened.set_meta(main_metric="psnr")
         opened.add_attacks(PLAN, {p.name: f"card of {p.name}" for p in PLAN.attacks})
         yield opened
 
@@ -90,7 +92,8 @@ def table_of(ledger: Ledger) -> list[RoundLeak]:
 
 
 def curve_of(ledger: Ledger) -> dict[str, list[Rate]]:
-    return success_curve(Scores.read(ledger), ledger, 100)
+    sizes = {(o["round"], o["client"]): o["examples"] or 1 for o in ledger.observations()}
+    return success_curve(Scores.read(ledger), ledger, sizes)
 
 
 def verdict_of(ledger: Ledger) -> Verdict:
@@ -194,8 +197,7 @@ def test_one_query_reads_the_scores(ledger: Ledger) -> None:
     ledger._db.set_trace_callback(asked.append)
     leaks(ledger, "psnr")
     ledger._db.set_trace_callback(None)
-    assert len(asked) == 1
-    assert "JOIN scores" in asked[0]
+    assert ["JOIN scores" in query for query in asked] == [False, True], "which kind of data it is, then all scores"
 
 
 @given(
@@ -234,11 +236,11 @@ def test_the_round_table_stands_on_paper(ledger: Ledger) -> None:
     score(ledger, cells)
     (line,) = table_of(ledger)
     assert (line.round, line.accuracy, line.attacked_accuracy, line.attack) == (2, 0.5, 0.3, "matching")
-    assert (line.psnr.mean, line.psnr.best) == (25.0, 30.0)
+    assert (line.leak.mean, line.leak.best) == (25.0, 30.0)
     assert line.baseline is not None
     assert (line.baseline.mean, line.baseline.attack) == (12.0, "mean_image")
     assert (line.labels, line.identified) == (0.75, Rate(2, 4))
-    assert line.psnr.n == 4
+    assert line.leak.n == 4
 
 
 def test_baselines_are_known_by_name() -> None:
@@ -299,8 +301,9 @@ def test_where_nobody_grades_there_is_no_curve_and_no_word_of_a_missing_image(le
     assert curve_of(ledger) == {}
     said = verdict_of(ledger)
     assert said.word == "undetermined"
-    assert said.sentence == (
-        "Nothing can be said about leakage: 2 reconstructions came back, and nobody graded any (the owner does not allow it); "
+    assert said.sentence.startswith(
+        "Nothing can be said about reconstruction: 2 reconstructions came back, and nobody graded any "
+        "(the owner does not allow it); "
         "nothing came back from: matching (not applicable)."
     )
 
@@ -363,14 +366,14 @@ def test_of_many_attacks_the_best_must_be_rarer_by_luck(tmp_path: Path) -> None:
             return verdict_of(ledger)
 
     alone, best = with_others([]), with_others(blind)
-    assert (alone.word, best.word) == ("leaks", "not shown to leak")
+    assert (alone.reconstruction, best.reconstruction) == ("leaks", "not shown to leak")
     assert alone.strongest is not None and best.strongest is not None
     assert best.strongest.attack == "matching" and (alone.strongest.attacks, best.strongest.attacks) == (1, 10)
 
 
 def test_a_single_image_brought_back_is_a_leak_even_where_the_mean_hides_it(tmp_path: Path) -> None:
     cells = drawn(0, gain=-3.0, chance=0.0)
-    assert judged(tmp_path, cells).word == "not shown to leak"
+    assert judged(tmp_path, cells).reconstruction == "not shown to leak"
     cells[1, 3, "matching"] = {"psnr": [45.0, 9.0, 9.0, 9.0], "identified": [1.0, 0.0, 0.0, 0.0]}
     verdict = judged(tmp_path, cells)
     assert verdict.word == "leaks"
@@ -407,7 +410,7 @@ def test_images_that_only_the_attack_identifies_are_a_leak_even_if_they_are_one_
         "wrong_client(matching)",
     ):  # who identifies them without the update proves that luck does
         shown = dict(alone) | {(1, 0, guess): {"psnr": [12.0] * 4, "identified": [1.0] * 4}}
-        assert judged(tmp_path, shown).word == "not shown to leak"
+        assert judged(tmp_path, shown).reconstruction == "not shown to leak"
 
 
 def labelled(clients: int, accuracy: Sequence[float]) -> dict[Cell, Values | None]:
@@ -427,7 +430,7 @@ def test_labels_that_are_read_off_are_a_leak_whatever_the_images(tmp_path: Path)
     assert found.sentence.startswith(f"{words} Their images come back no better than from a guess at this budget")
     assert "not shown" not in found.sentence
     lucky = judged(tmp_path, labelled(12, [0.75, 0.75, 1.0] * 4))  # two classes, four examples: 81 % without the update
-    assert lucky.word == "not shown to leak"
+    assert lucky.reconstruction == "not shown to leak"
     assert "83 % of the labels are restored (a guess without the update: 81 %)" in lucky.sentence
 
 
@@ -436,9 +439,9 @@ def test_how_well_labels_are_guessed_depends_on_how_common_the_classes_are(tmp_p
         ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
         score(ledger, labelled(12, [0.75] * 12), examples=4)
         scores = Scores.read(ledger)
-        assert verdict(scores, ledger).word == "not shown to leak"
+        assert verdict(scores, ledger).reconstruction == "not shown to leak"
         assert verdict(scores, ledger, [0.1] * 10).word == "leaks"
-        assert verdict(scores, ledger, [0.9, 0.1]).word == "not shown to leak"
+        assert verdict(scores, ledger, [0.9, 0.1]).reconstruction == "not shown to leak"
 
 
 def test_labels_leak_even_where_nothing_can_be_said_of_the_images(tmp_path: Path) -> None:
@@ -460,7 +463,7 @@ def test_one_client_gives_no_interval_and_the_sentence_says_so(tmp_path: Path) -
         None,
         1,
     )
-    assert verdict.word == "not shown to leak"
+    assert verdict.reconstruction == "not shown to leak"
     assert "one client gives no interval" in verdict.sentence
     assert "no interval" not in judged(tmp_path, drawn(0, gain=3.0)).sentence
 
@@ -471,7 +474,7 @@ def test_attacks_that_could_not_move_prove_nothing(tmp_path: Path, blind: tuple[
         ledger.add_attacks(PLAN, {p.name: f"a; {NO_DERIVATIVE}; b" for p in PLAN.attacks}, flat=blind)
         score(ledger, drawn(0, gain=-3.0, chance=0.0), examples=4)
         verdict = verdict_of(ledger)
-    assert verdict.word == ("undetermined" if blind else "not shown to leak")
+    assert verdict.reconstruction == ("undetermined" if blind else "not shown to leak")
     assert ("differentiable mean" in verdict.sentence) == bool(blind)
 
 
@@ -486,7 +489,7 @@ def test_the_sentence_names_attack_budget_baseline_and_numbers(tmp_path: Path) -
     e = verdict.strongest
     assert e is not None
     assert e.baseline in ("mean_image", "random_image", "wrong_client(matching)")
-    assert e.mean == pytest.approx(e.psnr - e.floor)
+    assert e.mean == pytest.approx(e.reached - e.floor)
     assert e.n == 48
     assert e.clusters == 12
 
@@ -507,12 +510,18 @@ def test_an_assumed_training_that_does_not_explain_the_update_forbids_it_too(tmp
 
 def test_what_cannot_be_said(tmp_path: Path) -> None:
     with Ledger(tmp_path / "none.sqlite", create=True) as ledger:
-        assert verdict_of(ledger).sentence.endswith("no attack was planned.")
+        assert verdict_of(ledger).sentence.startswith(
+            "Nothing can be said about reconstruction: no attack was planned."
+        )
         assert (leaks(ledger, "psnr"), table_of(ledger), curve_of(ledger)) == ([], [], {})
         ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
-        assert verdict_of(ledger).sentence.endswith("no attack has been done.")
+        assert verdict_of(ledger).sentence.startswith(
+            "Nothing can be said about reconstruction yet: no attack has been done."
+        )
         ledger.set_meta(replay="mismatch")
-        assert verdict_of(ledger).sentence.endswith("the replay check failed, so no attack was run.")
+        assert verdict_of(ledger).sentence.startswith(
+            "Nothing can be said about reconstruction: the replay check failed, so no attack was run."
+        )
     nothing: Values = {"psnr": [None] * 4}
     failing = judged(tmp_path, {(1, 0, "matching"): nothing, (1, 0, "mean_image"): {"psnr": [12.0] * 4}})
     assert failing.word == "undetermined"
@@ -540,7 +549,7 @@ def test_pairs_are_of_the_same_example(ledger: Ledger) -> None:
         },
     )
     (excess,) = excesses(Scores.read(ledger))
-    assert (excess.mean, excess.psnr, excess.floor, excess.baseline) == (5.0, 20.0, 15.0, "mean_image")
+    assert (excess.mean, excess.reached, excess.floor, excess.baseline) == (5.0, 20.0, 15.0, "mean_image")
 
 
 # -------------------------------------------------------------------------------------------------------------- limits
@@ -561,7 +570,7 @@ def test_a_limit_above_every_attack_changes_no_verdict(tmp_path: Path) -> None:
     with Ledger(tmp_path / "with.sqlite", create=True) as ledger:
         ledger.add_attacks(plan, {p.name: "card" for p in plan.attacks})
         score(ledger, cells, examples=1, plan=plan)
-        assert verdict_of(ledger).word == "not shown to leak"
+        assert verdict_of(ledger).reconstruction == "not shown to leak"
         assert [line.attack for line in table_of(ledger)] == ["matching"]
         assert "bayes_limit" not in curve_of(ledger)
         assert one(leaks(ledger, "mse"), "bayes_limit", 1).mean == 1e-4
@@ -576,4 +585,6 @@ def test_a_plan_of_baselines_and_limits_has_no_attack(tmp_path: Path) -> None:
     plan = AttackPlan((*PLAN.attacks[1:], PlannedAttack("bayes_limit", {"use": "bayes_limit"})))
     with Ledger(tmp_path / "without.sqlite", create=True) as ledger:
         ledger.add_attacks(plan, {p.name: "card" for p in plan.attacks})
-        assert verdict_of(ledger).sentence == "Nothing can be said about leakage: the plan has baselines only."
+        assert verdict_of(ledger).sentence.startswith(
+            "Nothing can be said about reconstruction: the plan has no attack that reconstructs."
+        )

@@ -82,6 +82,11 @@ def test_what_fails_is_named_and_what_is_not_applicable_is_a_note(own: None) -> 
     assert "it diverges in its first 4 iterations" in found["attack honest"].message
 
 
+def test_who_was_in_a_batch_is_not_asked_of_a_stand_in() -> None:
+    asked = tried(scenario({"use": "membership"}))["attack membership"]
+    assert asked.works is None and "it scores candidates" in asked.message
+
+
 def test_an_attack_that_shares_its_iterations_out_is_not_called_inapplicable() -> None:
     """leave_layer_out tries each of the fully connected layers, and refuses fewer iterations than there are."""
     planned = scenario(

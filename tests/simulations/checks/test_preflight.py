@@ -11,6 +11,7 @@ import tomli_w
 
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit
+from fedgauge.attacks.membership.limit import power
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import allowing
 from fedgauge.client.data.images import Shards
@@ -117,6 +118,21 @@ def test_the_limit_is_the_auditors_and_strong_noise_holds() -> None:
     assert told.severity == "weak" and told.change
     assert finding(preflight(noisy(100.0)), "Bayes limit").severity == "holds"
     assert finding(preflight(scenario()), "no limit").severity == "weak"
+
+
+def test_membership_is_told_from_norms_and_noise() -> None:
+    """Clipped gradients far above the bound have its norm, so that mu is bound / (batch size * sigma) on paper."""
+    clip = {"use": "clip", "max_norm": 0.01, "each": True}
+    chosen = scenario(chain=[clip, {"use": "gaussian", "sigma": 0.004}, SGD], data={"use": "mnist5k", "auxiliary": 200})
+    mu = 0.01 / 0.004
+    often = mu * math.sqrt(max(1.0, 5 / min(map(len, chosen.federation.shards.indices))))
+    told = finding(preflight(chosen), "who was in a batch")
+    assert told.severity == "weak"
+    assert f"probability of {100 * power(0.01, mu):.0f}\u00a0% or more" in told.words
+    assert f"{100 * power(0.01, often):.0f}\u00a0% after all rounds" in told.words
+    strong = scenario(chain=[clip, {"use": "gaussian", "sigma": 0.1}, SGD])
+    assert finding(preflight(strong), "who was in a batch").severity == "holds"
+    assert finding(preflight(scenario()), "who was in a batch", "no noise").severity == "weak"
 
 
 def test_epsilon_is_told_where_it_holds_and_why_where_it_does_not() -> None:

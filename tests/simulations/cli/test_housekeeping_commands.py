@@ -3,7 +3,9 @@
 import fcntl
 import json
 import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,23 +14,50 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 
+linux = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc who holds a lock: Linux")
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root may end another user's process")
-def test_stop_ends_no_process_that_another_user_names(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+
+@linux
+@pytest.mark.parametrize(
+    "whose", [os.getuid(), pytest.param(65534, marks=pytest.mark.skipif(os.getuid() != 0, reason="root"))]
+)
+def test_stop_ends_no_process_that_does_not_hold_the_lock_itself(
+    attacked: Run, capsys: pytest.CaptureFixture[str], whose: int
+) -> None:
+    """Whoever may read a lock's file may hold it, and a foreign run's file may name any process."""
     run = attacked
     victim = subprocess.Popen(["sleep", "60"])
     try:
         with (run.folder / "audit.lock").open("w") as lock:
-            os.fchown(lock.fileno(), 65534, 65534)
+            os.fchown(lock.fileno(), whose, -1)
             lock.write(str(victim.pid))
             lock.flush()
             fcntl.flock(lock, fcntl.LOCK_EX)
-            assert main(["stop", str(run.folder)]) == 1
-        assert f"process {victim.pid}, which is another user's" in capsys.readouterr().err
+            assert main(["stop", str(run.folder)]) == 2
+        assert f"process {victim.pid}, which is another user's, or does not hold it" in capsys.readouterr().err
         assert victim.poll() is None
     finally:
         victim.kill()
         victim.wait()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from fedgauge.server.store.run import Run
+with Run(Path(sys.argv[1])).lock("audit"):
+    print("held", flush=True)
+    time.sleep(120)
+"""
+
+
+def test_stop_ends_the_process_that_holds_the_lock(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-c", HOLD, str(attacked.folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        assert main(["stop", str(attacked.folder)]) == 0
+        assert holder.wait() == -signal.SIGTERM
+    assert "stopped; every update that was received has been attacked" in capsys.readouterr().out
 
 
 def test_a_damaged_run_is_listed_as_such_beside_the_others(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,14 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+import numpy as np
 
+from fedgauge.attacks.base import Knowledge
+from fedgauge.attacks.threat_model import public_knowledge
+from fedgauge.server.views.intervals import Floats
+from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.experiments.measures import AttackOutcome
 from fedgauge.simulations.experiments.paper_table_files import parse
 from fedgauge.simulations.experiments.paper_tables import (
     PaperTable,
     Setting,
 )
+from fedgauge.simulations.experiments.setups import Setup
 
 ANALYTIC = {
     "name": "analytic",
@@ -37,14 +42,28 @@ def only(found: PaperTable) -> Setting:
     return cell
 
 
+def known_to_the_server(setup: Setup) -> Knowledge:
+    """Before anything of the private examples is given to it."""
+    return public_knowledge(setup.auditor.federation)
+
+
 def quiet(words: str) -> None:
     """Says nothing."""
 
 
 def outcome(mse: list[float], iterations: list[float]) -> AttackOutcome:
-    errors = torch.tensor(mse, dtype=torch.float64)[:, None]
-    scores = {"psnr": -10 * errors.log10(), "mse": errors}
-    return AttackOutcome(scores, torch.tensor(iterations, dtype=torch.float64), 0, 0.0, {})
+    """An attack on updates of one image each."""
+    return of_scores({"psnr": -10 * np.log10(mse)[:, None], "mse": np.array(mse)[:, None]}, iterations)
+
+
+def of_scores(scores: Mapping[str, Floats], iterations: list[float]) -> AttackOutcome:
+    """An outcome of scores (n, B) by metric."""
+    rows = [
+        (1, client, "attack", example, metric, "converged", value)
+        for metric, values in scores.items()
+        for (client, example), value in np.ndenumerate(values)
+    ]
+    return AttackOutcome(Scores.empty().extended(rows), np.array(iterations, float), 0, 0.0, {})
 
 
 BERT = {"use": "tiny_bert", "layers": 2, "width": 48, "heads": 2}

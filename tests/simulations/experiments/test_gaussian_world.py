@@ -1,6 +1,7 @@
 """The engine against theory: where the answer is known exactly, the attack gives it, and nothing goes below the bound."""
 
-from dataclasses import asdict, replace
+import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from fedgauge.client.chain import chain
 from fedgauge.client.training import local_sgd
 from fedgauge.defenses import noise
 from fedgauge.simulations.experiments import gaussian_world as world_of
-from fedgauge.simulations.experiments.gaussian_world import RATIOS, STD, VARIANCE, WorldFigure
+from fedgauge.simulations.experiments.gaussian_world import RATIOS, STD, VARIANCE
+from fedgauge.simulations.experiments.measures import ComparedFigure
 
 # the bounds of another draw of weights for the same kind of world, computed by somebody else's program
 ELSEWHERE = (1.25e-5, 1.00e-3, 5.47e-3, 0.0230, 0.0434, 0.0502)
@@ -26,11 +28,11 @@ MANY = pytest.param(512, marks=pytest.mark.full)
 
 
 @pytest.fixture(scope="module", params=[128, MANY])
-def rows(request: pytest.FixtureRequest) -> list[WorldFigure]:
+def rows(request: pytest.FixtureRequest) -> list[ComparedFigure]:
     return world_of.gaussian_world(n=request.param)
 
 
-def test_the_attack_lands_on_the_bound_at_any_noise(rows: list[WorldFigure]) -> None:
+def test_the_attack_lands_on_the_bound_at_any_noise(rows: list[ComparedFigure]) -> None:
     assert [row.cell for row in rows] == [f"sigma / |g| = {ratio:g}" for ratio in RATIOS]
     for row in rows:
         assert row.n in (128, 512)
@@ -40,7 +42,7 @@ def test_the_attack_lands_on_the_bound_at_any_noise(rows: list[WorldFigure]) -> 
         assert row.high - row.low == pytest.approx(2 * (row.here - row.low))
 
 
-def test_the_bound_rises_from_nothing_to_the_priors_variance(rows: list[WorldFigure]) -> None:
+def test_the_bound_rises_from_nothing_to_the_priors_variance(rows: list[ComparedFigure]) -> None:
     bounds = [row.reference or 0.0 for row in rows]
     assert bounds == sorted(bounds)
     assert bounds[0] < 2e-5
@@ -49,8 +51,8 @@ def test_the_bound_rises_from_nothing_to_the_priors_variance(rows: list[WorldFig
         assert 0.5 < bound / other < 2
 
 
-def test_rows_are_what_is_printed(rows: list[WorldFigure]) -> None:
-    assert list(asdict(rows[0])) == ["cell", "attack", "metric", "reference", "here", "low", "high", "n"]
+def test_rows_are_what_is_printed(rows: list[ComparedFigure]) -> None:
+    assert list(json.loads(rows[0].to_json())) == ["cell", "attack", "metric", "reference", "here", "low", "high", "n"]
 
 
 def test_the_world_is_as_described() -> None:

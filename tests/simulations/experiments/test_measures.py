@@ -2,15 +2,13 @@
 
 import numpy as np
 import pytest
-import torch
 
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.data.corpora import phrases
 from fedgauge.client.data.images import mnist5k
 from fedgauge.server.views.intervals import clustered_interval
-from fedgauge.simulations.experiments import measures
 from fedgauge.simulations.experiments.measures import measured, measures_of, metric_of
-from tests.simulations.experiments.small_tables import outcome
+from tests.simulations.experiments.small_tables import of_scores, outcome
 
 
 def test_gains_are_ratios_that_can_be_done_on_paper() -> None:
@@ -47,10 +45,10 @@ def test_every_metric_of_the_data_is_a_measure_and_others_read_one() -> None:
 
 def test_intervals_resample_updates_and_one_update_gives_none() -> None:
     """Images of one update are alike here, so its interval is that of three numbers, not of twelve."""
-    values = torch.tensor([[10.0] * 4, [20.0] * 4, [30.0] * 4], dtype=torch.float64)
-    value, low, high = measures._mean(values)
+    values = np.array([[10.0] * 4, [20.0] * 4, [30.0] * 4])
+    value, low, high = measured("psnr", of_scores({"psnr": values}, [1] * 3), None)
     assert value == 20
     assert (low, high) == clustered_interval(np.array([10.0, 20.0, 30.0]), np.arange(3))
-    one_by_one = clustered_interval(values.flatten().numpy(), np.arange(12))
+    one_by_one = clustered_interval(values.flatten(), np.arange(12))
     assert low is not None and one_by_one is not None and low < one_by_one[0]
-    assert measures._mean(values[:1]) == (10.0, None, None)
+    assert measured("psnr", of_scores({"psnr": values[:1]}, [1]), None) == (10.0, None, None)

@@ -17,13 +17,14 @@ from fedgauge.client.data.images import Dataset, mnist5k
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.experiments import run_attack as attacking
 from fedgauge.simulations.experiments import setups
+from fedgauge.simulations.experiments.measures import ComparedFigure
 from fedgauge.simulations.experiments.paper_table_files import load, names, restrict
 from fedgauge.simulations.experiments.paper_tables import (
     AttackSpec,
     PaperTable,
     Setting,
 )
-from fedgauge.simulations.experiments.reproduce import ComparedFigure, ReportProgress, compared_figures, reproduce
+from fedgauge.simulations.experiments.reproduce import ReportProgress, compared_figures, reproduce
 from tests.simulations.experiments.small_tables import (
     ANALYTIC,
     GPT2,

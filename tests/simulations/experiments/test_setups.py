@@ -20,7 +20,15 @@ from fedgauge.simulations.experiments.paper_tables import (
     Images,
 )
 from fedgauge.simulations.experiments.setups import build_setup, choose
-from tests.simulations.experiments.small_tables import GPT2, SGD, WORDS, only, paper_table, sentences
+from tests.simulations.experiments.small_tables import (
+    GPT2,
+    SGD,
+    WORDS,
+    known_to_the_server,
+    only,
+    paper_table,
+    sentences,
+)
 
 
 @pytest.mark.parametrize("part", ["train", "test"])
@@ -57,7 +65,7 @@ def test_a_scene_is_what_clients_upload_and_what_a_server_knows() -> None:
     cell = only(paper_table(chain=[noise, SGD], data={"use": "mnist5k", "batch_size": 3}))
     setup = build_setup(cell, seed=5)
     data = mnist5k()
-    plain = gradient(setup.known.model, normalise=data.normalise)
+    plain = gradient(known_to_the_server(setup).model, normalise=data.normalise)
     for k, (seen, truth) in enumerate(zip(setup.observations, setup.truth, strict=True)):
         assert torch.equal(truth.x, data.x_test[3 * k : 3 * k + 3].float() / 255)
         rng = generator(5, "client", k, 1)
@@ -65,15 +73,17 @@ def test_a_scene_is_what_clients_upload_and_what_a_server_knows() -> None:
         for name in g:
             drawn = torch.randn(g[name].shape, generator=rng)
             torch.testing.assert_close(seen.update[name], -0.5 * (g[name] + 0.1 * drawn))
-    assert setup.known.labels is None
-    assert setup.known.auxiliary is not None
-    assert torch.equal(setup.known.auxiliary.y, data.y[-200:]), "public images, of which none is attacked or trained on"
+    assert known_to_the_server(setup).labels is None
+    assert known_to_the_server(setup).auxiliary is not None
+    assert torch.equal(known_to_the_server(setup).auxiliary.y, data.y[-200:]), (
+        "public images, of which none is attacked or trained on"
+    )
 
 
 def test_mean_and_std_can_be_those_the_network_was_trained_with() -> None:
     data = {"use": "mnist5k", "mean": [0.5], "std": [0.25]}
     setup = build_setup(only(paper_table(data=data)), 0)
-    assert (setup.known.mean, setup.known.std) == ((0.5,), (0.25,))
+    assert (known_to_the_server(setup).mean, known_to_the_server(setup).std) == ((0.5,), (0.25,))
     with pytest.raises(SpecError, match="mean and std need 1 numbers each"):
         build_setup(only(paper_table(data={**data, "mean": [0.5, 0.5]})), 0)
 
@@ -145,10 +155,12 @@ def test_a_scene_of_text_is_the_first_sentences_and_what_clients_make_of_them() 
     data = phrases(length=10, vocabulary=500)
     setup = build_setup(only(sentences({"batch_size": 2, "first": 3})), seed=2)
     assert torch.equal(torch.cat([t.x for t in setup.truth]), data.x_test[3:11])
-    assert setup.known.text is not None and setup.known.text.lengths is None
-    assert setup.known.auxiliary is not None and torch.equal(setup.known.auxiliary.x, data.x[-200:])
+    assert known_to_the_server(setup).text is not None and known_to_the_server(setup).text.lengths is None
+    assert known_to_the_server(setup).auxiliary is not None and torch.equal(
+        known_to_the_server(setup).auxiliary.x, data.x[-200:]
+    )
     for seen, truth in zip(setup.observations, setup.truth, strict=True):
-        plain = gradient(setup.known.model)(seen.params, truth, None)
+        plain = gradient(known_to_the_server(setup).model)(seen.params, truth, None)
         for name in plain:
             torch.testing.assert_close(seen.update[name], -0.5 * plain[name])
 
@@ -158,11 +170,11 @@ def test_clients_that_predict_words_minimise_the_words_surprise() -> None:
     seen, x = setup.observations[0], setup.truth[0].x
     with torch.enable_grad():
         own = {k: p.clone().requires_grad_() for k, p in seen.params.items()}
-        logits = torch.func.functional_call(setup.known.model, own, (x,))
+        logits = torch.func.functional_call(known_to_the_server(setup).model, own, (x,))
         length = int((x[0] != 0).sum())
         by_hand = torch.nn.functional.cross_entropy(logits[0, : length - 1], x[0, 1:length])
         found = torch.autograd.grad(by_hand, list(own.values()))
-    assert setup.known.loss == next_token()
+    assert known_to_the_server(setup).loss == next_token()
     for name, g in zip(own, found, strict=True):
         torch.testing.assert_close(seen.update[name], -0.5 * g, rtol=1e-4, atol=1e-7)
 

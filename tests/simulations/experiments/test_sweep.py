@@ -38,10 +38,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             self.cell, self.run, self.place = cell, run, place
             worked.append(cell.folder)
             sweep_worker.work(run, place)
-            self.child = self
-            self.returncode = 0
 
-        def poll(self) -> int:
+        def status(self) -> int:
             return 0
 
         def close(self) -> None: ...
@@ -102,6 +100,41 @@ def test_every_cell_has_a_number_or_a_reason_and_the_files_say_the_same(
     assert [line.split(" | ")[2] for line in lines] == ["`analytic`", "`inverting_gradients`"], "the strongest of each"
     shown = matrix(result)
     assert [column.header for column in shown.columns][:4] == ["defense", "accuracy", "inverting_gradients", "analytic"]
+
+
+def test_a_sweep_tests_membership_beside_its_attacks(tmp_path: Path, in_this_process: list[str]) -> None:
+    membership = {"use": "membership", "strangers": 120, "held": 0, "defenses": ["none"]}
+    scenario = {**TABLES["scenario"], "data": {"use": "mnist5k", "auxiliary": 400}}
+    path = write(tmp_path, seeds=[0], scenario=scenario, attack=[IG, membership])
+    found = {r.attack: r for r in run_cells(Sweep.load(path), tmp_path / "out", 1, Interrupt(), lambda words: None)}
+    told = found["membership"]
+    assert told.metric == "membership" and told.mean is not None and told.mean > 0.9
+    assert told.baseline is not None and 0.2 < told.baseline < 0.8
+    assert told.told is None, "one label of ten is too few strangers for 1 %"
+    lines = (tmp_path / "out" / "sweep.md").read_text().splitlines()
+    assert "in the batch" in lines[0] and lines[3].split(" | ")[6] == "not tested"
+
+
+def test_a_sweep_on_text_has_its_own_metric_in_every_row_and_table(tmp_path: Path, in_this_process: list[str]) -> None:
+    pytest.importorskip("transformers", reason="the extra [text] is not installed")
+    scenario = {
+        "rounds": 1,
+        "clients": 2,
+        "data": {"use": "phrases", "batch_size": 1, "auxiliary": 64},
+        "model": {"use": "tiny_bert", "width": 16, "heads": 2},
+    }
+    path = write(
+        tmp_path,
+        seeds=[0],
+        scenario=scenario,
+        defense=[{"name": "none", "chain": [SGD]}],
+        attack=[{"use": "lamp", "iterations": 2}],
+    )
+    (row,) = run_cells(Sweep.load(path), tmp_path / "out", 1, Interrupt(), lambda words: None)
+    assert row.metric == "rouge1" and row.n == 2 and row.reason == ""
+    assert row.mean is not None and 0 <= row.mean <= 100
+    assert row.baseline is not None and 0 <= row.baseline <= 100
+    assert "| ROUGE-1, % (interval) |" in (tmp_path / "out" / "sweep.md").read_text()
 
 
 def test_a_defense_under_which_nothing_arrives_is_a_row_with_its_reason(
@@ -210,11 +243,11 @@ def test_cells_at_work_share_the_gpus_out(tmp_path: Path, monkeypatch: pytest.Mo
         """A cell's process that has just been started; the first ends after a while, when another one has its place."""
 
         def __init__(self, cell: SweepCell, run: Run, place: int) -> None:
-            self.cell, self.run, self.place, self.child, self.returncode = cell, run, place, self, 0
+            self.cell, self.run, self.place = cell, run, place
             places.append(place)
             sweep_worker.work(run, place)
 
-        def poll(self) -> int | None:
+        def status(self) -> int | None:
             return 0 if self.place or len(places) > 2 else None
 
         def close(self) -> None: ...

@@ -37,9 +37,9 @@ def test_the_summary_names_the_strongest_attack_and_the_cost_beside_the_first_de
     ]
     promises = {"none": "", "blend": "blends", "hopeless": ""}
     assert summary(found, promises)[2:] == [
-        "| none |  | `b` | 21.0 (19.5 to 22.5) | 11.0 | – | – | 80 % | 0 |",
-        "| blend | blends | `b` | 11.5 (18.0 to 22.0); 30.0 to what was trained on | 11.0 | 24.0 | 5.55 | 50 % | 30 |",
-        "| hopeless |  | none gave a number | – | 11.0 | – | – | – | – |",
+        "| none |  | `b` | 21.0 (19.5 to 22.5) | 11.0 | – | not tested | – | 80 % | 0 |",
+        "| blend | blends | `b` | 11.5 (18.0 to 22.0); 30.0 to what was trained on | 11.0 | 24.0 | not tested | 5.55 | 50 % | 30 |",
+        "| hopeless |  | none gave a number | – | 11.0 | – | not tested | – | – | – |",
     ]
 
 
@@ -50,4 +50,21 @@ def test_before_the_first_defense_has_ended_no_cost_is_told() -> None:
 
 def test_over_several_seeds_the_summary_takes_means_and_no_single_runs_interval() -> None:
     found = [row("none", "a", 0), row("none", "a", 1, mean=22.0, accuracy=0.7), row("none", "b", 0, mean=20.9)]
-    assert summary(found, {})[2] == "| none |  | `a` | 21.0 | 11.0 | – | – | 75 % | 0 |"
+    assert summary(found, {})[2] == "| none |  | `a` | 21.0 | 11.0 | – | not tested | – | 75 % | 0 |"
+
+
+def test_membership_stands_beside_the_strongest_attack_and_is_never_it() -> None:
+    of_members = {"metric": "membership", "baseline": 0.5, "low": None, "high": None}
+    found = [
+        row("none", "a", 0),
+        row("none", "ratio", 0, mean=0.98, told=0.75, **of_members),
+        row("none", "filter", 0, mean=0.9, told=0.8, **of_members),
+        row("noise", "a", 0),
+        row("noise", "ratio", 0, **{**of_members, "mean": None, "reason": "few strangers"}),
+    ]
+    assert summary(found, {})[2:] == [
+        "| none |  | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | 0.98; 75 % told | – | 80 % | 0 |",
+        "| noise |  | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | no test gave a number | – | 80 % | 0 |",
+    ]
+    cells = [list(column.cells) for column in matrix(found).columns]
+    assert cells[3] == ["0.98", "–"] and cells[5] == ["11.0", "11.0"], "baselines are of the attacks' metric"

@@ -101,6 +101,7 @@ PLAN = AttackPlan(
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
     with Ledger(tmp_path / "ledger.sqlite", create=True) as opened:
+        opened.set_meta(main_metric="psnr")
         opened.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
         yield opened
 

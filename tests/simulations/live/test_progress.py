@@ -39,7 +39,7 @@ def test_what_is_read_in_pieces_is_what_the_analysis_finds_in_the_whole(ledger: 
         cell = found[key]
         assert (cell.n, cell.failed, cell.complete) == (leak.n, sum(leak.failed.values()), True), key
         assert cell.mean == pytest.approx(leak.mean), key
-        assert (cell.best and cell.best.psnr) == leak.best, key
+        assert (cell.best and cell.best.value) == leak.best, key
 
 
 def test_what_is_written_while_we_look_is_neither_lost_nor_called_complete_too_early(ledger: Ledger) -> None:
@@ -173,7 +173,7 @@ def test_the_picture_is_of_the_best_in_the_newest_round_that_brought_something_b
     run_progress.refresh(force=True)
     assert run_progress.best is not None
     attack, round, hit = run_progress.best
-    assert (attack, round, hit.client, hit.example, hit.psnr) == ("matching", 1, 1, 1, 30.0)
+    assert (attack, round, hit.client, hit.example, hit.value) == ("matching", 1, 1, 1, 30.0)
     work(ledger, lambda: 20.0)
     run_progress.refresh(force=True)
     assert run_progress.best[2] == hit, "another attack of the round is worse"

@@ -98,7 +98,7 @@ def test_the_truth_stands_beside_its_reconstruction(looking: RunProgress, attack
     attack, round, hit = looking.best
     truth = attacked.scenario().federation.batch_at(hit.client, round).x[hit.example]
     found = attacked.read_reconstruction(round, hit.client, attack)["x"][hit.example]
-    assert looking.cells[attack, round].best == hit and hit.psnr > 100
+    assert looking.cells[attack, round].best == hit and hit.value > 100
     sent = drawn(looking, attacked, 140, 45)
     lines = Text.from_ansi(sent).split()
     top = next(i for i, line in enumerate(lines) if "▀" in line.plain)
@@ -110,7 +110,7 @@ def test_the_truth_stands_beside_its_reconstruction(looking: RunProgress, attack
             for tile, offset in ((left, 0), (right, 30)):
                 want, got = tile.get_style_at_offset(console, x), line.get_style_at_offset(console, start + offset + x)
                 assert (want.color, want.bgcolor) == (got.color, got.bgcolor)
-    said = f"round {round}, client {hit.client}, example 0: {hit.psnr:.1f} dB"
+    said = f"round {round}, client {hit.client}, example 0: {hit.value:.1f} dB"
     assert any(line.plain.endswith(said) or said in line.plain for line in lines)
 
 

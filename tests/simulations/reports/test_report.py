@@ -120,6 +120,7 @@ def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None
         "Private images and their reconstructions",
         "Who leaks most",
         "Success over thresholds",
+        "Who was in a batch",
         "What each attacker knew",
         "Participation",
         "Replay check",
@@ -216,7 +217,7 @@ def test_a_large_gallery_is_a_choice_that_says_so(attacked: Run, monkeypatch: py
 
 def test_a_comparison_holds_every_run_and_metric(attacked: Run, copied: Run, tmp_path: Path) -> None:
     page = Page(write_comparison([attacked, copied], tmp_path / "c.html").read_text())
-    data = {found["metric"]: found for found in page.data}
+    data = {found["metric"]["name"]: found for found in page.data}
     assert list(data) == ["psnr", "ssim", "mse", "identified", "label_accuracy"]
     with attacked.ledger() as ledger:
         pooled = {k.attack: k for k in leakage(Scores.read(ledger), "ssim") if k.round is None}

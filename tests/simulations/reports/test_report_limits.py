@@ -12,8 +12,9 @@ import pytest
 from fedgauge.defenses.accounting import spent
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.reports.export import write_csv
+from fedgauge.simulations.reports.export import _Epsilons, write_csv
 from tests.simulations.reports.report_pages import NOISY, Page, page_of, taped
 from tests.small_runs import scenario
 
@@ -41,7 +42,7 @@ def test_a_chain_with_noise_gets_its_limit_beside_the_attacks(hidden: Run) -> No
     page = page_of(hidden)
     with hidden.ledger() as ledger:
         rows = [r for r in ledger.scores() if r["attack"] == "bayes_limit"]
-        best, _ = ledger.so_far("psnr", 60.0)
+        best = ledger.best_so_far()
         attacks = [r["value"] for r in ledger.scores("psnr") if r["attack"] == "inverting_gradients"]
     assert {(r["round"], r["client"], r["metric"]) for r in rows} == {
         (r, c, m) for r in (1, 2) for c in (0, 1) for m in ("mse", "psnr")
@@ -98,6 +99,16 @@ def test_epsilon_is_told_with_the_figures(hidden: Run) -> None:
     assert by_round[2] == pytest.approx(expected.record)
     assert by_round[1] == pytest.approx(spent(chosen.federation, {0: 1, 1: 1}).record)
     assert {float(r["delta"]) for r in rows} == {1e-5}
+
+
+def test_a_withheld_update_counts_in_the_export_as_its_owner_counts_it(tmp_path: Path) -> None:
+    run = taped(tmp_path / "silent", scenario(chain=NOISY))
+    with run.ledger() as ledger:
+        for round, alarm in ((3, True), (4, None)):
+            ledger.record_intake(round, [Participation(0, "missing", "no update", alarm=alarm)])
+        epsilon, federation = _Epsilons(run, ledger), run.scenario().federation
+    for round, counted in ((2, 2), (3, 3), (4, 3)):
+        assert epsilon(0, round) == spent(federation, {0: counted}).record
 
 
 def test_the_replay_of_a_noisy_chain_is_exact(hidden: Run) -> None:

@@ -4,8 +4,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
+from fedgauge.client.data.images import Dataset
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger_types import Participation
@@ -130,7 +132,8 @@ def test_a_chain_without_a_derivative_is_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("pixels", "told"), [((3, 32, 32), True), ((1, 28, 28), False)])
 def test_a_missing_lpips_is_told_where_it_has_a_meaning(pixels: tuple[int, int, int], told: bool) -> None:
     """Of the two things that the notice depends on."""
-    shards = SimpleNamespace(dataset=SimpleNamespace(shape=pixels))
+    x, y = torch.zeros(1, *pixels, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    shards = SimpleNamespace(dataset=Dataset("black", x, y, x, y, 2, (), ()))
     reading = SimpleNamespace(metrics=["psnr"], scenario=SimpleNamespace(federation=SimpleNamespace(shards=shards)))
     assert [words for words, _ in notices._data(reading)] == ["LPIPS: unavailable (no backbone weights)."] * told  # type: ignore[arg-type]
     reading.metrics.append("lpips_alex")

@@ -39,7 +39,7 @@ def test_a_process_of_a_run_loads_no_folder_of_the_user_as_fedgauge(
     (tmp_path / "fedgauge" / "simulations").mkdir(parents=True)
     (tmp_path / "fedgauge" / "simulations" / "__init__.py").write_text("raise RuntimeError('the folder of the user')\n")
     monkeypatch.chdir(tmp_path)
-    beside = launch._OwnProcess(run, "beside.log", "fedgauge.simulations.cli.main", "runs")
+    beside = launch.OwnProcess(run, "beside.log", "fedgauge.simulations.cli.main", "runs")
     try:
         beside._child.wait(timeout=300)
         assert "the folder of the user" not in run.log("beside.log").read_text()
@@ -54,7 +54,7 @@ def test_a_ctrl_c_while_children_are_asked_to_end_leaves_none_of_them(
 ) -> None:
     (tmp_path / "deaf.py").write_text(DEAF)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    training = launch._OwnProcess(run, "deaf.log", "deaf")
+    training = launch.OwnProcess(run, "deaf.log", "deaf")
     _until(lambda: run.log("deaf.log").read_text().count("ready") == 2)
 
     def interrupt(number: int, frame: object) -> None:

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.collections import FillBetweenPolyCollection, LineCollection
 from matplotlib.colors import to_hex
 
-from fedgauge.attacks.modality.registry import LABELS
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.scores import Scores
@@ -44,7 +44,7 @@ def test_lines_are_the_analysis(run: Run, metric: str) -> None:
     assert bool(limits) == (metric in ("psnr", "mse"))
     (accuracy,) = [line.get_xydata().tolist() for line in right.get_lines()]
     assert accuracy == [[r, pytest.approx(0.1 if r == 0 else 0.1 * r)] for r in range(4)]
-    assert axes.get_ylabel() == LABELS[metric]
+    assert axes.get_ylabel() == MEASURED[metric].label
 
 
 def test_bands_are_the_intervals(run: Run) -> None:

@@ -1,52 +1,49 @@
 """Compared runs: the Pareto front and what is drawn beside it."""
 
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgauge.simulations.reports.figures.data import LeakPoint
-from fedgauge.simulations.reports.figures.tradeoff import TradeoffPoint, pareto
+from fedgauge.server.views.leakage import Leak
+from fedgauge.server.views.strength import Tradeoff, best_of
+from fedgauge.simulations.reports.figures.tradeoff import front
 from fedgauge.simulations.reports.figures.write import write_figures
 from tests.simulations.reports.figures.graded_runs import SVG, graded, only_psnr
 
 
-def point(run: int, accuracy: float, leak: float, attack: str = "first") -> TradeoffPoint:
-    return TradeoffPoint(run, accuracy, LeakPoint(attack, 0, leak, leak, None, 3))
+def run_at(data: str, accuracy: float | None, leaks: Sequence[float], metric: str) -> Tradeoff:
+    """A run whose attacks leak so much on average."""
+    found = [Leak(f"attack {i}", None, metric, 3, {}, mean, mean, mean, None, None, 3) for i, mean in enumerate(leaks)]
+    return Tradeoff(data, accuracy, best_of(found, "attack"))
 
 
-POINTS = st.lists(
-    st.builds(
-        point,
-        st.integers(0, 5),
-        st.integers(0, 4).map(float),
-        st.integers(0, 4).map(float),
-        st.sampled_from(["first", "second"]),
-    ),
-    max_size=12,
-)
+FEW = st.integers(0, 4).map(float)
 
 
-@given(POINTS, st.booleans())
-def test_the_front_is_what_nothing_dominates(drawn: list[TradeoffPoint], higher: bool) -> None:
-    """Against its definition, of each run's strongest attack; a run has one accuracy."""
-    accuracy = {p.run: p.accuracy for p in drawn}
-    drawn = [point(p.run, accuracy[p.run], p.leakage, p.leak.attack) for p in drawn]
-    sign = 1 if higher else -1
-    leaks = {r: max(sign * p.leakage for p in drawn if p.run == r) for r in accuracy}
+@given(st.lists(st.tuples(st.sampled_from("ab"), FEW, st.lists(FEW, min_size=1)), max_size=8), st.booleans())
+def test_the_front_is_what_nothing_dominates(drawn: list[tuple[str, float, list[float]]], higher: bool) -> None:
+    """Against its definition, of each run's strongest attack, one front for each data set."""
+    metric, sign = ("psnr", 1) if higher else ("mse", -1)
+    runs = [run_at(data, accuracy, leaks, metric) for data, accuracy, leaks in drawn]
+    places = [(data, accuracy, max(sign * leak for leak in leaks)) for data, accuracy, leaks in drawn]
 
-    def dominated(run: int) -> bool:
-        return any(
-            accuracy[o] >= accuracy[run]
-            and leaks[o] <= leaks[run]
-            and (accuracy[o], leaks[o]) != (accuracy[run], leaks[run])
-            for o in accuracy
-        )
+    def dominated(data: str, accuracy: float, leak: float) -> bool:
+        return any(d == data and a >= accuracy and m <= leak and (a, m) != (accuracy, leak) for d, a, m in places)
 
-    front = pareto(drawn, higher)
-    places = [(p.accuracy, sign * p.leakage) for p in front]
-    assert places == sorted({(accuracy[r], leaks[r]) for r in accuracy if not dominated(r)})
+    best = {place for place in places if not dominated(*place)}
+    assert {p for p, run in zip(places, runs, strict=True) if run.is_optimal(runs)} == best
+    lines = [[(accuracy, sign * leak) for leak, accuracy in line] for line in front(runs)]
+    expected = [sorted((a, m) for d, a, m in best if d == data) for data in dict.fromkeys(d for d, _, _ in places)]
+    assert sorted(lines) == sorted(expected)
+
+
+def test_a_run_without_accuracy_or_without_a_value_is_on_no_front() -> None:
+    whole = run_at("a", 0.5, [20.0], "psnr")
+    untested, empty = run_at("a", None, [5.0], "psnr"), run_at("a", 0.9, [], "psnr")
+    assert [run.is_optimal([whole, untested, empty]) for run in (whole, untested, empty)] == [True, False, False]
 
 
 def test_runs_are_compared_by_what_they_end_with(tmp_path: Path) -> None:

@@ -1,0 +1,179 @@
+"""Who is a candidate, and how well the scores tell members from strangers: one row for each member.
+
+A member's value is the share of strangers with the members' labels that score below it. The mean over members is the area
+under the ROC curve; the share of members that all but 1 % of the strangers score below is the true-positive rate there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import ClientState, Knowledge, Wave
+from fedgauge.attacks.grading.scores import ScoreRecord, wrong_client
+from fedgauge.attacks.membership.attack import Membership
+from fedgauge.attacks.membership.gradients import CandidateGradients
+from fedgauge.attacks.membership.limit import area, detectability, power
+from fedgauge.attacks.membership.measured import HELD, MEMBER, RATES
+from fedgauge.attacks.membership.scores import classes_of
+from fedgauge.client.data.images import batch_of
+from fedgauge.client.federation import Federation
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, concatenate
+
+
+@dataclass(frozen=True, eq=False)
+class MembershipTest:
+    """The candidates of one wave: members of its batches, others of the clients' shards, and strangers.
+
+    Args:
+        round: of the wave.
+        clients: whose batches are members; with those of the baseline wrong_client.
+
+    Raises:
+        ValueError: there are no strangers.
+    """
+
+    fed: Federation
+    attack: Membership
+    round: int
+    clients: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.strangers.y):
+            raise ValueError(
+                "membership is told from examples that nobody trained on, and [data] has no test part: give it one"
+            )
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """(R,) the training examples among the candidates, which come before the strangers."""
+        found: Tensor = torch.cat([rows(c) for c in self.clients for rows in (self._batch, self._held)]).unique()
+        return found
+
+    @cached_property
+    def strangers(self) -> Batch:
+        """Test examples, which no client holds."""
+        data = self.fed.shards.dataset
+        order = torch.randperm(len(data.y_test), generator=generator(self.fed.protocol.seed, "strangers"))
+        return batch_of(data.x_test, data.y_test, order[: self.attack.strangers])
+
+    @cached_property
+    def candidates(self) -> Batch:
+        """All of them; nothing tells which are members."""
+        data = self.fed.shards.dataset
+        return concatenate([batch_of(data.x, data.y, self.rows), self.strangers])
+
+    @cached_property
+    def _labels(self) -> Tensor:
+        return classes_of(self.candidates)
+
+    def _batch(self, client: int) -> Tensor:
+        """Rows of the examples behind a client's update."""
+        return self.fed.rows_at(client, self.round)
+
+    def _held(self, client: int) -> Tensor:
+        """Rows of some examples of the data behind a client's updates, the same in every round."""
+        found = []
+        for member in self.fed.protocol.members(client, self.round):
+            mine = self.fed.shards.indices[member]
+            order = torch.randperm(len(mine), generator=generator(self.fed.protocol.seed, "held", member))
+            found.append(mine[order[: self.attack.held]])
+        return torch.cat(found)
+
+    def of_updates(
+        self, scores: Tensor, name: str, clients: Sequence[int], others: Mapping[int, int]
+    ) -> list[list[ScoreRecord]]:
+        """The rows of each update's scores (K, N) and, as a baseline, of the same scores against another client's batch."""
+        found = []
+        for own, client in zip(scores, clients, strict=True):
+            rows = self._graded(own, name, client)
+            if (other := others.get(client)) is not None:
+                rows += self._graded(own, wrong_client(name), other)
+            found.append(rows)
+        return found
+
+    def _graded(self, scores: Tensor, name: str, client: int) -> list[ScoreRecord]:
+        batch, held = self._batch(client), self._held(client)
+        own = torch.searchsorted(self.rows, batch)
+        outside = torch.searchsorted(self.rows, held)
+        # a label of none in the batch is told by the label alone
+        outside = outside.where(~torch.isin(held, batch) & torch.isin(self._labels[outside], self._labels[own]), -1)
+        rows = self._told(MEMBER, scores, own, name, client)
+        return rows + self._told(HELD, scores, outside, name, client, self._labels[own])
+
+    def over_rounds(
+        self, scores: Tensor, name: str, clients: Sequence[int], memories: Mapping[int, ClientState]
+    ) -> tuple[list[list[ScoreRecord]], Sequence[ClientState]]:
+        """The rows of each client's highest scores so far, and what is remembered of it.
+
+        Args:
+            scores: (K, N) of this round's updates.
+        """
+        found: list[list[ScoreRecord]] = []
+        after: list[ClientState] = []
+        for own, client in zip(scores, clients, strict=True):
+            held = torch.searchsorted(self.rows, self._held(client))
+            mine = torch.cat([held, torch.arange(len(self.rows), len(self._labels))])
+            best = own[mine] if client not in memories else own[mine].maximum(memories[client]["best"])
+            highest = own.index_copy(0, mine, best)
+            found.append(self._told(HELD, highest, held, name, client))
+            after.append({"best": best})
+        return found, after
+
+    def _told(
+        self, metric: str, scores: Tensor, positions: Tensor, name: str, client: int, labels: Tensor | None = None
+    ) -> list[ScoreRecord]:
+        """How far these candidates score above the strangers of the labels; a position below 0 is left out."""
+        kept = torch.nonzero(positions >= 0).flatten()
+        mine = positions[kept]
+        chosen = torch.isin(self._labels[len(self.rows) :], self._labels[mine] if labels is None else labels)
+        strangers = scores[len(self.rows) :][chosen]
+        values = {metric: above(scores[mine], strangers)}
+        for ending, rate in RATES.items():
+            if len(strangers) + 1 >= round(1 / rate):
+                values[metric + ending] = (exceeded_by(scores[mine], strangers) <= rate).double()
+        return [
+            ScoreRecord(self.round, client, name, i, measured, value, "converged", 0.0)
+            for measured, column in values.items()
+            for i, value in zip(kept.tolist(), column.tolist(), strict=True)
+        ]
+
+
+def membership_limit(fed: Federation, known: Knowledge, wave: Wave, name: str) -> list[list[ScoreRecord]]:
+    """The rows of what no test of one update can exceed, where the noise is normal.
+
+    Raises:
+        ValueError: the noise is another, or examples have no gradients of their own.
+    """
+    found = []
+    for client in wave.clients:
+        mus = detectability(CandidateGradients(known, wave.params, fed.batch_at(client, wave.round))).tolist()
+        values = {MEMBER: [area(mu) for mu in mus]}
+        values |= {MEMBER + ending: [power(rate, mu) for mu in mus] for ending, rate in RATES.items()}
+        found.append(
+            [
+                ScoreRecord(wave.round, client, name, i, metric, value, "converged", 0.0)
+                for metric, column in values.items()
+                for i, value in enumerate(column)
+            ]
+        )
+    return found
+
+
+def above(scores: Tensor, strangers: Tensor) -> Tensor:
+    """(P,) float64, the share of strangers (S,) that each score exceeds, ties counting half."""
+    if not len(strangers):
+        raise ValueError(
+            "no stranger has a label of the batch, so there is nothing to tell members from: give more test data"
+        )
+    lower, higher = (torch.searchsorted(strangers.sort().values, scores, right=right) for right in (False, True))
+    return (lower + higher).double() / (2 * len(strangers))
+
+
+def exceeded_by(scores: Tensor, strangers: Tensor) -> Tensor:
+    """(P,) float64, the p-value of each score: at most this share of strangers scores as high (Vovk et al., 2005)."""
+    lower = torch.searchsorted(strangers.sort().values, scores)
+    return (1 + len(strangers) - lower).double() / (1 + len(strangers))

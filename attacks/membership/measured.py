@@ -1,0 +1,10 @@
+"""The names of what is measured of a test of membership."""
+
+from collections.abc import Mapping
+
+MEMBER, HELD = "membership", "held_membership"  # of the members of a batch, and of a client's data
+RATES: Mapping[str, float] = {
+    "_at_1_percent": 0.01,
+    "_at_0.1_percent": 0.001,
+}  # of false positives, by a metric's ending
+GUESS = "label_frequency"  # the baseline: a score that reads neither update nor weights

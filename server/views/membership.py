@@ -1,0 +1,239 @@
+"""Who was in a batch, and whom a client's data holds: what the tests of a run found, in one sentence for each question."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import bdtrc
+
+from fedgauge.attacks.membership.limit import mu_of, power
+from fedgauge.attacks.membership.measured import HELD, MEMBER, RATES
+from fedgauge.attacks.plan import MEMBERSHIP_LIMIT
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.views.formatting import percent
+from fedgauge.server.views.intervals import LUCK, Rate, clustered_interval
+from fedgauge.server.views.roles import Role, is_attack, is_limit, role_of
+from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.strength import PairedDifference, paired
+
+QUESTIONS: Mapping[str, str] = {MEMBER: "Who was in a batch", HELD: "Whom a client's data holds"}
+ONE_PERCENT = "_at_1_percent"
+CHANCE = 0.5  # of two examples, which is the member
+
+
+@dataclass(frozen=True)
+class ToldMembers:
+    """What the best test of one question found.
+
+    Args:
+        metric: MEMBER or HELD, the question.
+        attack, baseline: names; the baseline is the one that is hardest to beat, or chance.
+        area: under the ROC curve, the mean over members; interval: of it, clustered by client; None below two clients.
+        floor: the baseline's area.
+        more_than_guessed: lower end of the interval of the difference between these two, clustered by client and wider if several
+            tests are compared; None below two clients.
+        hits: members told at 1 % false positives; None where strangers are too few for that rate.
+        hits_by_luck: how probable it is that half of a batch is told so in as many batches by luck.
+        limit: the area that no test of one update exceeds; None where it is not known.
+        tests: how many are compared.
+    """
+
+    metric: str
+    attack: str
+    baseline: str
+    area: float
+    interval: tuple[float, float] | None
+    floor: float
+    more_than_guessed: float | None
+    hits: Rate | None
+    hits_by_luck: float
+    limit: float | None
+    tests: int
+
+    @property
+    def leaks(self) -> bool:
+        """Whether members are told from strangers better than by a guess."""
+        surely = self.more_than_guessed is not None and self.more_than_guessed > 0
+        return surely or self.hits_by_luck <= LUCK / self.tests
+
+    def __str__(self) -> str:
+        words = f"by {self.attack}, a member scores above a stranger in {percent(self.area)} of all pairs"
+        if self.interval is not None:
+            words += " ({} to {})".format(*(percent(min(1.0, max(0.0, end))) for end in self.interval))
+        words += f", by {self.baseline} in {percent(self.floor)}"
+        if self.hits is not None:
+            words += f"; at 1 % false positives {self.hits.count} of {self.hits.n} members are told"
+        if self.limit is not None:
+            words += f"; no test of one update exceeds {percent(self.limit)}"
+        return words
+
+    @property
+    def sentence(self) -> str:
+        """What was found, and that another test may find more."""
+        if self.leaks:
+            return f"{QUESTIONS[self.metric]} leaks: {self}."
+        return f"{QUESTIONS[self.metric]} is not shown to leak: {self}; a stronger test may still tell."
+
+
+def told_members(scores: Scores) -> list[ToldMembers]:
+    """The best test of each question that was tested."""
+    found = []
+    for metric, rows in _questions(scores):
+        tests = [name for name in _names(rows) if is_attack(name)]
+        told = [_told(metric, rows, _graded(scores, metric + ONE_PERCENT), name, len(tests)) for name in tests]
+        if told:
+            found.append(max(told, key=lambda t: (t.leaks, t.area)))
+    return found
+
+
+def _questions(scores: Scores) -> list[tuple[str, Scores]]:
+    """The rows that answer each question."""
+    of_batch = _graded(scores, MEMBER)
+    # a test of single updates says nothing of others in the client's data
+    return [(MEMBER, of_batch), (HELD, _last_of_each_client(_graded(scores, HELD), without=set(_names(of_batch))))]
+
+
+@dataclass(frozen=True)
+class MembershipRow:
+    """One test, baseline or limit of one question, over all rounds.
+
+    Args:
+        question: in words.
+        area: under the ROC curve; low, high: its interval, None below two clients.
+        told: by false-positive rate, the members told at it; no entry where strangers are too few.
+    """
+
+    question: str
+    name: str
+    kind: Role
+    n: int
+    area: float
+    low: float | None
+    high: float | None
+    told: Mapping[float, Rate]
+
+
+def membership_table(scores: Scores, order: Sequence[str]) -> list[MembershipRow]:
+    """Every test, baseline and limit of both questions.
+
+    Args:
+        order: of the names.
+    """
+    table = []
+    for metric, rows in _questions(scores):
+        at_rates = {rate: _graded(scores, metric + ending) for ending, rate in RATES.items()}
+        for name in (name for name in order if name in _names(rows)):
+            own = rows.of_attack(name)
+            interval = None if is_limit(name) else clustered_interval(own.value, own.client)
+            hits = {rate: _rate(at.of_attack(name), own) for rate, at in at_rates.items() if len(at.of_attack(name))}
+            low, high = interval or (None, None)
+            question = QUESTIONS[metric]
+            table.append(
+                MembershipRow(question, name, role_of(name), len(own), float(own.value.mean()), low, high, hits)
+            )
+    return table
+
+
+def _rate(hits: Scores, of: Scores) -> Rate:
+    """How many members are told, in the batches that these rows are of."""
+    own = hits.where(np.isin(hits.batch_keys(), of.batch_keys()))
+    return Rate(round(float(np.clip(own.value, 0, 1).sum())), len(own))
+
+
+def _names(rows: Scores) -> list[str]:
+    return [rows.attacks[i] for i in np.unique(rows.attack)]
+
+
+def _told(metric: str, rows: Scores, at_rate: Scores, attack: str, tests: int) -> ToldMembers:
+    own = rows.of_attack(attack)
+    chance = PairedDifference("chance", own.value, own.value - CHANCE, own.client)
+    gain = min(filter(None, (paired(rows, attack), chance)), key=lambda g: float(g.differences.mean()))
+    difference = gain.interval(tests)
+    hits = at_rate.of_attack(attack)
+    hits = hits.where(np.isin(hits.batch_keys(), own.batch_keys()))
+    limits = rows.of_attack(MEMBERSHIP_LIMIT)
+    return ToldMembers(
+        metric=metric,
+        attack=attack,
+        baseline=gain.baseline,
+        area=float(own.value.mean()),
+        interval=clustered_interval(own.value, own.client),
+        floor=float((gain.own - gain.differences).mean()),
+        more_than_guessed=difference[0] if difference else None,
+        hits=_rate(hits, own) if len(hits) else None,
+        hits_by_luck=_luck(hits),
+        limit=float(limits.value.mean()) if len(limits) else None,
+        tests=tests,
+    )
+
+
+def _luck(hits: Scores) -> float:
+    """How probable it is by luck that half of a batch's members is told in as many batches.
+
+    One stranger in a hundred is told, so half of a batch of strangers is with a probability of at most 2 % (Markov), however
+    the strangers of a batch depend on each other.
+    """
+    if not len(hits):
+        return 1.0
+    _, batch = np.unique(hits.batch_keys(), return_inverse=True)
+    shares = np.bincount(batch, np.clip(hits.value, 0, 1)) / np.bincount(batch)
+    told = int((shares >= 0.5).sum())
+    return float(bdtrc(told - 1, len(shares), 0.02)) if told else 1.0
+
+
+def _last_of_each_client(rows: Scores, without: set[str]) -> Scores:
+    """Each test's rows after each client's last round, as they sum up the rounds before."""
+    kept = np.zeros(len(rows), dtype=bool)
+    for i, name in enumerate(rows.attacks):
+        if name in without:
+            continue
+        own = rows.attack == i
+        for client in np.unique(rows.client[own]):
+            mine = own & (rows.client == client)
+            kept |= mine & (rows.round == rows.round[mine].max())
+    return rows.where(kept)
+
+
+RATES_SHOWN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of false positives
+
+
+def roc_curves(scores: Scores) -> dict[str, list[float | None]]:
+    """By test, baseline and limit of who was in a batch: the share of members told at each rate of RATES_SHOWN.
+
+    None at rates below which a single stranger in a batch's labels lies.
+    """
+    rows = _graded(scores, MEMBER)
+    exact = {rate: _graded(scores, MEMBER + ending) for ending, rate in RATES.items()}
+    least = min((rate for rate, at in exact.items() if len(at)), default=RATES_SHOWN[-1])
+    curves: dict[str, list[float | None]] = {}
+    for name in _names(rows):
+        told = np.clip(rows.of_attack(name).value, 0, 1)
+        if is_limit(name):
+            powers = [[power(rate, mu_of(area)) for area in told.tolist()] for rate in RATES_SHOWN]
+            curves[name] = [float(np.mean(column)) for column in powers]
+            continue
+        at = {rate: hits.of_attack(name).value for rate, hits in exact.items()}
+        shares = [
+            float(at[rate].mean() if len(at.get(rate, ())) else (told >= 1 - rate).mean()) for rate in RATES_SHOWN
+        ]
+        curves[name] = [share if rate >= least else None for rate, share in zip(RATES_SHOWN, shares, strict=True)]
+    return curves
+
+
+def _graded(scores: Scores, metric: str) -> Scores:
+    return scores.where(~np.isnan(scores.value)).of_metric(metric)
+
+
+def members_sentences(told: Sequence[ToldMembers], ledger: Ledger) -> list[str]:
+    """What is known of membership: a sentence for each question that was tested, or why none was."""
+    return [t.sentence for t in told] or [f"Who was in a batch was not tested: {_why_not(ledger)}."]
+
+
+def _why_not(ledger: Ledger) -> str:
+    planned = [name for name, planned in ledger.planned().items() if planned.tells_members and is_attack(name)]
+    if ledger.deployed:
+        return "the server of a deployment does not know the batches; run its scenario as a simulation"
+    if not planned:
+        return 'plan it with [[attack]] use = "membership"'
+    reasons = [row["reason"] for row in ledger.reasons("done") if row["attack"] in planned]
+    return reasons[0] if reasons else "no test has been done yet"

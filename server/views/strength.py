@@ -1,0 +1,171 @@
+"""What decides between attacks and between runs: the strongest attack, the best guess, the final accuracy, the Pareto front."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedgauge.attacks.grading.scores import wrong_client
+from fedgauge.attacks.modality.registry import BASELINES, MEASURED
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.views.formatting import rounded
+from fedgauge.server.views.intervals import LUCK, Floats, Ints, Rate, clustered_interval
+from fedgauge.server.views.leakage import Leak, as_rate, leakage
+from fedgauge.server.views.roles import Role, attack_order, is_attack, role_of
+from fedgauge.server.views.scores import Scores, capped
+
+
+def best_of(leaks: Iterable[Leak], role: Role) -> Leak | None:
+    """The Leak of an attack, a baseline or a limit whose mean leaks most; None if none has a mean.
+
+    Of limits it is the weakest, which holds for sure.
+    """
+    graded = [(leak.mean, leak) for leak in leaks if leak.mean is not None and role_of(leak.attack) == role]
+    return max(graded, key=lambda found: MEASURED[found[1].metric].sign * found[0], default=(0.0, None))[1]
+
+
+def mean_of(leak: Leak | None) -> float | None:
+    """A Leak's mean, where there is one."""
+    return None if leak is None else leak.mean
+
+
+def final_accuracy(rounds: Mapping[int, Mapping[str, Any]]) -> float | None:
+    """Test accuracy after the last round that was tested; None if none was."""
+    tested: list[float] = [rounds[r]["accuracy"] for r in sorted(rounds) if rounds[r]["accuracy"] is not None]
+    return tested[-1] if tested else None
+
+
+def newest(leaks: Sequence[Leak]) -> dict[str, Any] | None:
+    """The newest round in which an attack has a value: the strongest attack and the best guess; None before the first."""
+    last = max(
+        (k.round for k in leaks if k.round is not None and k.mean is not None and is_attack(k.attack)), default=None
+    )
+    if last is None:
+        return None
+    own = [leak for leak in leaks if leak.round == last]
+    best, floor = (best_of(own, role) for role in ("attack", "baseline"))
+    named = [leak and {"name": leak.attack, "mean": rounded(leak.mean)} for leak in (best, floor)]
+    return {"round": last, "strongest": named[0], "baseline": named[1]}
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """What one run reached and what it leaked: its data set, its final accuracy, and the Leak of its strongest attack."""
+
+    data: str
+    accuracy: float | None
+    strongest: Leak | None
+
+    @property
+    def place(self) -> tuple[float, float] | None:
+        """Leakage and accuracy; None unless there are both."""
+        leakage = mean_of(self.strongest)
+        return None if leakage is None or self.accuracy is None else (leakage, self.accuracy)
+
+    def is_optimal(self, among: Iterable["Tradeoff"]) -> bool:
+        """Whether it is on its data set's Pareto front: neither an accuracy nor a leakage compares across data sets."""
+        if self.place is None or self.strongest is None:
+            return False
+        sign, (leaked, reached) = MEASURED[self.strongest.metric].sign, self.place
+        rivals = [other.place for other in among if other.data == self.data and other.place is not None]
+        gains = [(accuracy - reached, sign * (leaked - leakage)) for leakage, accuracy in rivals]
+        return not any(min(gain) >= 0 and max(gain) > 0 for gain in gains)
+
+
+@dataclass(frozen=True)
+class RoundLeak:
+    """One attack in one attacked round, beside what it is compared with.
+
+    Args:
+        accuracy: test accuracy of the model after the round.
+        attacked_accuracy: test accuracy of the model that the clients were sent and trained in this round.
+        leak: the attack's Leak in the main metric; its mean is None if nothing was graded.
+        baseline: the Leak of the best baseline in the round; None if none is graded.
+        labels: mean label accuracy; None if the attack claims no labels.
+        identified: None if it is not graded.
+    """
+
+    round: int
+    accuracy: float | None
+    attacked_accuracy: float | None
+    attack: str
+    leak: Leak
+    baseline: Leak | None
+    labels: float | None
+    identified: Rate | None
+
+
+def round_table(scores: Scores, ledger: Ledger) -> list[RoundLeak]:
+    """Every attacked round that has scores; attacks in the order of the plan."""
+    accuracy = {row["round"]: row["accuracy"] for row in ledger.rounds()}
+    measures = (scores.measure.metric, "label_accuracy", "identified")
+    leaks, labels, identified = (_by_round(leakage(scores, m)) for m in measures)
+    attacks = [a for a in attack_order(ledger, scores.attacks) if is_attack(a)]
+    lines = []
+    for round, by_attack in sorted(leaks.items()):
+        floor = best_of(by_attack.values(), "baseline")
+        for attack in [a for a in attacks if a in by_attack]:
+            restored, known = (leaks.get(round, {}).get(attack) for leaks in (labels, identified))
+            lines.append(
+                RoundLeak(
+                    round=round,
+                    accuracy=accuracy.get(round),
+                    attacked_accuracy=accuracy.get(round - 1),
+                    attack=attack,
+                    leak=by_attack[attack],
+                    baseline=floor,
+                    labels=restored.mean if restored else None,
+                    identified=as_rate(known) if known and known.n else None,
+                )
+            )
+    return lines
+
+
+def _by_round(leaks: Sequence[Leak]) -> dict[int, dict[str, Leak]]:
+    by_round: dict[int, dict[str, Leak]] = {}
+    for leak in leaks:
+        if leak.round is not None:
+            by_round.setdefault(leak.round, {})[leak.attack] = leak
+    return by_round
+
+
+def rivals_of(attack: str) -> tuple[str, ...]:
+    """The baselines that an attack is compared with."""
+    return (*BASELINES, wrong_client(attack))
+
+
+@dataclass(frozen=True, eq=False)
+class PairedDifference:
+    """An attack against the baseline that leaves it the smallest gain, on the n examples that both have."""
+
+    baseline: str
+    own: Floats
+    differences: Floats
+    clients: Ints
+
+    def interval(self, attacks: int) -> tuple[float, float] | None:
+        """95 % for as many attacks together."""
+        return clustered_interval(self.differences, self.clients, LUCK / attacks)
+
+
+def paired(graded: Scores, attack: str) -> PairedDifference | None:
+    """An attack against its hardest baseline in the metric of these rows; None if they share no example."""
+    own = graded.of_attack(attack)
+    metric = graded.metrics[own.metric[0]] if len(own) else ""
+    values, gains = capped(metric, own.value), []
+    for baseline in rivals_of(attack):
+        floor = capped(metric, values_of(graded.of_attack(baseline), own.example_keys()))
+        both = ~np.isnan(floor)
+        if both.any():
+            gains.append(PairedDifference(baseline, values[both], values[both] - floor[both], own.client[both]))
+    return min(gains, key=lambda g: float(g.differences.mean()), default=None)
+
+
+def values_of(rows: Scores, keys: Ints) -> Floats:
+    """The value of each key (round, client, example) in some rows; NaN if there is none."""
+    known, first = np.unique(rows.example_keys(), return_index=True)
+    if not len(known):
+        return np.full(len(keys), np.nan)
+    place = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+    return np.where(known[place] == keys, rows.value[first][place], np.nan)

@@ -1,0 +1,147 @@
+"""Membership through the audit: who is a candidate, what a member's value is, and what is said where nobody can tell."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import scipy.stats
+import torch
+
+from fedgauge.attacks.base import Wave
+from fedgauge.attacks.grading.audit import Auditor, AuditResult
+from fedgauge.attacks.grading.membership import MembershipTest, above, exceeded_by
+from fedgauge.attacks.membership.attack import Membership
+from fedgauge.attacks.membership.limit import area
+from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack
+from fedgauge.client.federation import Federation
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch
+
+Make = Callable[..., Any]
+SGD = {"use": "local_sgd", "rate": 0.1}
+
+
+def planned(use: str = "membership", **table: Any) -> PlannedAttack:
+    return PlannedAttack.from_table({"use": use, **table}, "here")
+
+
+def values(results: list[AuditResult], attack: str, metric: str) -> list[float]:
+    return [
+        row.value
+        for one in results
+        for row in one.rows
+        if (row.attack, row.metric) == (attack, metric) and row.value is not None
+    ]
+
+
+def mean(found: list[float]) -> float:
+    return sum(found) / len(found)
+
+
+def test_a_members_value_is_its_share_of_the_area_under_the_curve() -> None:
+    """Against Mann and Whitney's statistic as scipy has it, with ties."""
+    rng = generator("ties")
+    members, strangers = (torch.randint(0, 30, (n,), generator=rng).double() for n in (40, 300))
+    statistic = scipy.stats.mannwhitneyu(members.numpy(), strangers.numpy()).statistic
+    assert float(above(members, strangers).mean()) == pytest.approx(statistic / (40 * 300))
+
+
+def test_at_most_one_stranger_in_a_hundred_is_taken_for_a_member() -> None:
+    """A p-value of a score like all others is at most alpha with probability alpha, whatever the scores' distribution."""
+    rng = generator("p-values")
+    scores = torch.randn(4000, 200, generator=rng).double().exp()
+    found = torch.stack([exceeded_by(row[:1], row[1:])[0] for row in scores])
+    for alpha in (0.01, 0.05, 0.5):
+        share = float((found <= alpha).double().mean())
+        assert abs(share - alpha) < 4 * (alpha * (1 - alpha) / 4000) ** 0.5
+    assert float(exceeded_by(torch.tensor([9.0]), torch.arange(9.0))) == 0.1
+
+
+@pytest.fixture
+def fed(make_federation: Make) -> Federation:
+    made: Federation = make_federation(clients=3, model={"use": "mlp", "hidden": [8]})
+    return made
+
+
+def test_members_are_told_from_an_undefended_update_and_not_from_anothers(make_federation: Make, observe: Make) -> None:
+    fed = make_federation(data={"auxiliary": 400})  # a convolutional network
+    wave = observe(fed, (0, 1))
+    found = Auditor(fed).audit(planned(strangers=200, held=5), wave, {0: 1, 1: 0})
+    assert mean(values(found, "membership", "membership")) > 0.9
+    assert abs(mean(values(found, "wrong_client(membership)", "membership")) - 0.5) < 0.35
+    size = fed.shards.batch_size
+    assert len(values(found, "membership", "membership")) == 2 * size
+    assert {one.reconstruction.status for one in found} == {"converged"}
+
+
+@pytest.mark.parametrize("task", ["classification", "next_token"])
+def test_members_among_sentences_are_told(make_federation: Make, observe: Make, task: str) -> None:
+    fed = make_federation(
+        data={"use": "phrases", "length": 10, "auxiliary": 60, "task": task},
+        model={"use": "tiny_bert"} if task == "classification" else {"use": "transformer3"},
+        **({"loss": {"use": "next_token"}} if task == "next_token" else {}),
+    )
+    found = Auditor(fed).audit(planned(strangers=100, held=5), observe(fed, (0, 1)), {0: 1, 1: 0})
+    assert mean(values(found, "membership", "membership")) > 0.9, found[0].reconstruction.reason
+
+
+def test_nothing_tells_the_attack_which_candidates_are_members(fed: Federation, observe: Make) -> None:
+    """The members are spread over the candidates, and a change of the order changes no score."""
+    wave = observe(fed, (0, 1))
+    attack, auditor = Membership(strangers=100, held=10), Auditor(fed)
+    test = MembershipTest(fed, attack, 1, wave.clients)
+    known = auditor.knowledge(planned())
+    whole = attack.scores(wave, known, test.candidates)
+    order = torch.randperm(len(test.candidates.y), generator=generator("order"))
+    turned = attack.scores(wave, known, Batch(test.candidates.x[order], test.candidates.y[order]))
+    assert torch.allclose(turned, whole[:, order], rtol=1e-3, atol=1e-3)
+
+
+def test_over_rounds_each_candidate_keeps_its_highest_score(fed: Federation, observe: Make) -> None:
+    attack, auditor = planned("membership_over_rounds", strangers=200, held=10), Auditor(fed)
+    first = auditor.audit(attack, observe(fed, (0, 1)))
+    memories = {one.client: one.memory for one in first if one.memory is not None}
+    assert set(memories) == {0, 1}
+    second = auditor.audit(attack, observe(fed, (0, 1), round=2), memories=memories)
+    alone = auditor.audit(attack, observe(fed, (0, 1), round=2))
+    for before, after, fresh in zip(first, second, alone, strict=True):
+        assert before.memory is not None and after.memory is not None and fresh.memory is not None
+        assert after.memory["best"].equal(before.memory["best"].maximum(fresh.memory["best"]))
+    assert values(second, "membership_over_rounds", "held_membership")
+
+
+def test_the_limit_is_the_members_own_curve(make_federation: Make, observe: Make) -> None:
+    sigma = 0.05  # before local_sgd, whose rate then changes gradient and noise alike
+    fed = make_federation(chain=[{"use": "gaussian", "sigma": sigma}, SGD])
+    wave = observe(fed, (0,))
+    found = Auditor(fed).audit(PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}), wave)
+    batch, expected = fed.batch_at(0, 1), []
+    for x, y in zip(batch.x, batch.y, strict=True):
+        own = fed.gradient(wave.params, Batch(x[None], y[None]), None)
+        norm = float(torch.cat([t.flatten() for t in own.values()]).double().norm())
+        expected.append(area(norm / len(batch.y) / sigma))
+    assert values(found, MEMBERSHIP_LIMIT, "membership") == pytest.approx(expected, rel=1e-4)
+
+
+def test_its_baseline_and_limit_come_with_it_alone() -> None:
+    names = [p.name for p in AttackPlan.from_tables([{"use": "idlg"}], {}, 1, 1, (MEMBERSHIP_LIMIT,)).attacks]
+    assert "label_frequency" not in names and MEMBERSHIP_LIMIT not in names
+    names = [p.name for p in AttackPlan.from_tables([{"use": "membership"}], {}, 1, 1, (MEMBERSHIP_LIMIT,)).attacks]
+    assert names == ["membership", "mean_image", "random_image", "label_frequency", MEMBERSHIP_LIMIT]
+
+
+def test_where_nobody_can_tell_the_reason_is_said(make_federation: Make, observe: Make) -> None:
+    fed = make_federation()
+    wave: Wave = observe(fed, (0,))
+    blind = Auditor(fed, blind=True).audit(planned(), wave)
+    assert "in a simulation of this deployment" in blind[0].reconstruction.reason
+    few = make_federation(data={**fed.protocol.data, "auxiliary": 40})
+    found = Auditor(few).audit(planned(), observe(few, (0,)))
+    assert found[0].reconstruction.status == "not_applicable"
+    assert "add public examples of this label" in found[0].reconstruction.reason
+    data = replace(fed.shards.dataset, x_test=fed.shards.dataset.x_test[:0], y_test=fed.shards.dataset.y_test[:0])
+    bare = Federation(fed.protocol)
+    vars(bare)["shards"] = replace(fed.shards, dataset=data)
+    with pytest.raises(ValueError, match="has no test part"):
+        MembershipTest(bare, Membership(), 1, (0,))

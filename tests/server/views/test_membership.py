@@ -1,0 +1,165 @@
+"""What is said of membership: numbers on paper, chance alone is no finding, and no verdict on what was not tested."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedgauge.attacks.grading.scores import ScoreRecord
+from fedgauge.attacks.membership.limit import area, power
+from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_types import Participation
+from fedgauge.server.views.membership import RATES_SHOWN, membership_table, roc_curves, told_members
+from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.verdict import Verdict, verdict
+
+TESTS = (PlannedAttack("membership", {"use": "membership"}), PlannedAttack("over", {"use": "membership_over_rounds"}))
+GUESSES = (PlannedAttack("label_frequency", {"use": "membership", "score": "label_frequency"}),)
+MATCHING = (
+    PlannedAttack("matching", {"use": "inverting_gradients"}),
+    PlannedAttack("mean_image", {"use": "mean_image"}),
+)
+Cells = Mapping[tuple[int, int, str], Mapping[str, Sequence[float | None]]]  # (round, client, name): values by metric
+
+
+def written(path: Path, cells: Cells, attacks: Sequence[PlannedAttack] = (*MATCHING, *TESTS, *GUESSES)) -> Ledger:
+    """A ledger of a plan whose jobs are all done, with these rows."""
+    ledger, plan = Ledger(path, create=True), AttackPlan(tuple(attacks))
+    ledger.add_attacks(plan, {p.name: "" for p in attacks})
+    for round in sorted({round for round, _, _ in cells}):
+        clients = sorted({client for r, client, _ in cells if r == round})
+        ledger.record_intake(round, [Participation(c, "accepted", "", 4, f"{round} {c}") for c in clients], plan)
+    while (lease := ledger.lease()) is not None:
+        rows = {}
+        for client in lease.clients:
+            names = [n for r, c, n in cells if (r, c) == (lease.round, client) and lease.attack.name in (n, n[13:-1])]
+            rows[client] = [
+                ScoreRecord(lease.round, client, name, i, metric, value, "converged", 0.1)
+                for name in names
+                for metric, values in cells[lease.round, client, name].items()
+                for i, value in enumerate(values)
+            ]
+        ledger.finish(lease, rows)
+    return ledger
+
+
+def judged(path: Path, cells: Cells, attacks: Sequence[PlannedAttack] = (*MATCHING, *TESTS, *GUESSES)) -> Verdict:
+    with written(path, cells, attacks) as ledger:
+        return verdict(Scores.read(ledger), ledger)
+
+
+NOTHING = {"psnr": [12.0, 12.0]}
+IMAGES: Cells = {
+    (1, client, name): NOTHING for client in range(3) for name in ("matching", "mean_image", "wrong_client(matching)")
+}
+
+
+def of_members(values: Sequence[Sequence[float]], name: str = "membership") -> Cells:
+    """One row of members' values for each client."""
+    told = [{"membership": v, "membership_at_1_percent": [float(x > 0.99) for x in v]} for v in values]
+    return {(1, client, name): own for client, own in enumerate(told)}
+
+
+def test_the_numbers_of_a_test_are_means_over_members(tmp_path: Path) -> None:
+    found = of_members([[1.0, 0.9], [1.0, 0.7], [1.0, 0.8]])
+    guesses = of_members([[0.5, 0.6]] * 3, "label_frequency")
+    ledger = written(tmp_path / "l.sqlite", {**IMAGES, **found, **guesses})
+    (told,) = told_members(Scores.read(ledger))
+    assert told.area == pytest.approx(0.9)
+    assert (told.baseline, told.floor) == ("label_frequency", pytest.approx(0.55))
+    assert told.hits is not None and (told.hits.count, told.hits.n) == (3, 6)
+    assert told.leaks and told.interval is not None and told.interval[0] < 0.9 < told.interval[1]
+    row, guess = membership_table(Scores.read(ledger), ["membership", "label_frequency"])
+    assert (row.n, row.area, row.told[0.01].count, guess.kind) == (6, pytest.approx(0.9), 3, "baseline")
+    assert (
+        "Who was in a batch leaks: by membership, a member scores above a stranger in 90\u00a0% of all pairs"
+        in told.sentence
+    )
+
+
+def test_chance_alone_leaks_seldom(tmp_path: Path) -> None:
+    """Values of members that are strangers are uniform, whatever the test."""
+    rng, alarms = np.random.default_rng(0), 0
+    for seed in range(40):
+        found = of_members(rng.uniform(size=(4, 8)).tolist())
+        guesses = of_members(rng.uniform(size=(4, 8)).tolist(), "label_frequency")
+        with written(tmp_path / f"{seed}.sqlite", {**found, **guesses}, (*TESTS, *GUESSES)) as ledger:
+            alarms += any(told.leaks for told in told_members(Scores.read(ledger)))
+    assert alarms <= 3  # of 40 at 2.5 %, with a probability of 98 %
+
+
+def test_one_client_leaks_where_whole_batches_are_told(tmp_path: Path) -> None:
+    """No interval comes from one client; that strangers fill half of three batches' alarms has a probability of 0.02^3."""
+    cells = {
+        (round, 0, "membership"): {"membership": [1.0, 1.0], "membership_at_1_percent": [1.0, 1.0]}
+        for round in (1, 2, 3)
+    }
+    with written(tmp_path / "l.sqlite", cells, TESTS) as ledger:
+        (told,) = told_members(Scores.read(ledger))
+    assert told.interval is None and told.leaks
+    assert told.hits_by_luck == pytest.approx(0.02**3)
+
+
+def test_over_rounds_the_last_round_counts(tmp_path: Path) -> None:
+    cells = {
+        (round, client, "over"): {"held_membership": [value, value]}
+        for round, value in ((1, 0.5), (2, 0.9))
+        for client in range(3)
+    }
+    with written(tmp_path / "l.sqlite", cells, TESTS) as ledger:
+        (told,) = told_members(Scores.read(ledger))
+    assert (told.metric, told.area) == ("held_membership", pytest.approx(0.9))
+    assert told.sentence.startswith("Whom a client's data holds leaks")
+
+
+def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> None:
+    mus = [0.5, 1.5]
+    cells = {
+        **of_members([[0.995, 0.4]]),
+        (1, 0, MEMBERSHIP_LIMIT): {"membership": [area(mu) for mu in mus]},
+    }
+    plan = (*TESTS, PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}))
+    with written(tmp_path / "l.sqlite", cells, plan) as ledger:
+        curves = roc_curves(Scores.read(ledger))
+    assert curves[MEMBERSHIP_LIMIT] == pytest.approx([np.mean([power(r, mu) for mu in mus]) for r in RATES_SHOWN])
+    known = dict(zip(RATES_SHOWN, curves["membership"], strict=True))
+    assert known[0.001] is None and known[0.01] == 0.5 and known[0.5] == 0.5 and known[1.0] == 1.0
+
+
+def test_no_verdict_says_that_nothing_leaks_where_membership_was_not_tested(tmp_path: Path) -> None:
+    """The same images come back: only a test of membership that found nothing makes the word "not shown to leak"."""
+    rng = np.random.default_rng(1)
+    chance = of_members([[0.4, 0.6], [0.7, 0.3], [0.45, 0.55]])
+    failed: Cells = {(1, c, "membership"): {"membership": [None]} for c in range(3)}
+    words = {}
+    plans = {
+        "none": (IMAGES, MATCHING),
+        "planned, and nothing came of it": ({**IMAGES, **failed}, (*MATCHING, *TESTS)),
+        "chance": ({**IMAGES, **chance}, (*MATCHING, *TESTS)),
+        "members": ({**IMAGES, **of_members([[1.0, 0.995]] * 3)}, (*MATCHING, *TESTS)),
+    }
+    for name, (cells, plan) in plans.items():
+        found = judged(tmp_path / f"{name}.sqlite", cells, plan)
+        words[name] = found.word
+        assert ("was not tested" in found.sentence) == (not found.members)
+        assert found.reconstruction == "not shown to leak"
+    assert words == {
+        "none": "undetermined",
+        "planned, and nothing came of it": "undetermined",
+        "chance": "not shown to leak",
+        "members": "leaks",
+    }
+    for seed in range(20):  # whatever the images do
+        values = rng.normal(12, 2, size=(3, 2)).tolist()
+        cells = {**IMAGES, **{(1, c, "matching"): {"psnr": v} for c, v in enumerate(values)}}
+        assert judged(tmp_path / f"{seed}.sqlite", cells, MATCHING).word != "not shown to leak"
+
+
+def test_a_test_of_membership_is_no_failed_reconstruction_and_the_other_way_round(tmp_path: Path) -> None:
+    cells: Cells = {(1, 0, "matching"): {"psnr": [None, None]}, (1, 0, "membership"): {"membership": [0.9, 0.8]}}
+    with written(tmp_path / "l.sqlite", cells, (*MATCHING, *TESTS)) as ledger:
+        scores = Scores.read(ledger)
+        assert set(scores.of_metric("membership").attack) == {scores.attacks.index("membership")}
+        assert set(scores.of_metric("psnr").attack) == {scores.attacks.index("matching")}
