@@ -19,6 +19,7 @@ PATIENCE = 30.0  # seconds that a connection waits for another one's lock
 _MILLION = 1_000_000
 _SHORT, _LONGEST = 64 << 10, 16 << 20  # bytes of a value or row, before and after the file was checked
 _MANY = 1000  # objects of a schema
+_MOST_PAGES = 1 << 26  # for each of which the check takes a bit of memory: 256 GiB, as SQLite makes them
 # bytes of text that a query hands out for each byte of the file, and besides: rows may share the pages of one text
 _TEXT, _MORE_TEXT = 8, 16 << 20
 # of SQLite's machine for each byte of the file; a long run's dearest queries take a tenth
@@ -331,7 +332,15 @@ class LedgerFile:
         return version
 
     def _check_pages(self) -> None:
-        """Refuse rows that share a text and pages that repeat: a query then reads more bytes than the file's size explains."""
+        """Refuse rows that share a text and pages that repeat: a query then reads more bytes than the file's size explains.
+
+        Before that, refuse more pages than the file and its log have bytes for, or than any ledger has: a hole takes none.
+        """
+        pages, size = (self._db.execute(f"PRAGMA page_{what}").fetchone()[0] for what in ("count", "size"))
+        if pages * size > (held := self._db.size()) or pages > _MOST_PAGES:
+            raise LedgerError(
+                f"{self.path} is damaged: it claims {pages} pages of {size} bytes, and holds {held} bytes"
+            )
         if (fault := self._db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise LedgerError(f"{self.path} is damaged: {' '.join(fault.split()):.200}")
 

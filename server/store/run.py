@@ -5,9 +5,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.modality.registry import MODALITIES
-from fedgauge.client.files import SCRAP
+from fedgauge.client.files import SCRAP, guarding
 from fedgauge.server.store import predecessor, run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
@@ -24,7 +25,8 @@ from fedgauge.server.store.tape import Tape, TapeError, read_tensors, sweep, wri
 from fedgauge.server.store.typed_rows import MOST
 
 ROUNDS = ("tape", "reconstructions", "memories")  # folders whose files are named by their round
-_MOST_PLACED = 1 << 30  # bytes of reconstructions in their places among the truth's examples
+# bytes of a reconstruction's file, which a hole in it fills without any on the disk, and of its examples in their places
+_MOST_RECONSTRUCTED = 1 << 30
 WEIGHTS = "weights.safetensors"  # what [model] weights named when the run began
 
 
@@ -105,7 +107,8 @@ class Run:
         """The scenario as it was run, with further settings applied; [model] weights are the run's own copy."""
         path, weights = self.folder / "scenario.toml", (self.folder / WEIGHTS).absolute()
         own = [f"model.weights={json.dumps(str(weights), ensure_ascii=False)}"] if run_files.look(weights) else []
-        return Scenario.load(path, [*own, *settings], read=run_files.read)
+        with guarding(self.folder, lambda file: run_files.opened(file, run=self.folder.absolute())):
+            return Scenario.load(path, [*own, *settings], read=run_files.read)
 
     def scenario_text(self) -> str:
         """The scenario's file."""
@@ -147,7 +150,7 @@ class Run:
         path = self.reconstruction(round, client, attack)
         if not self._is_own(path):
             raise TapeError(f"{path} is no file of the run")
-        tensors = read_tensors(path)
+        tensors = read_tensors(path, most=_MOST_RECONSTRUCTED)
         if wrong := _misshapen(tensors):
             raise TapeError(f"{path} is damaged: {wrong}")
         return tensors
@@ -221,14 +224,43 @@ class Run:
             time.sleep(0.02)  # the holder has the lock but has not written its process id yet
         raise LedgerError(f"{self.folder}: a process that does not say its number holds its {purpose}")
 
-    def is_holders(self, purpose: str, pid: int) -> bool:
-        """Whether a process belongs to the user whose lock says that it holds it; True where the system does not say."""
+    def ask_to_end(self, purpose: str, pid: int) -> None:
+        """Signal the process that `holder` named, so that it ends in order.
+
+        Raises:
+            LedgerError: it is another user's, or does not hold the lock (Linux says who does): whoever may read the file may lock
+                it, and its words may be anybody's.
+        """
         lock = run_files.look(self._lock(purpose))
-        process = Path(f"/proc/{pid}")
-        return lock is None or not process.exists() or process.stat().st_uid == lock.st_uid
+        if lock is not None and _locks(pid, lock):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        elif self.holder(purpose) == pid:
+            raise LedgerError(
+                f"{self.folder}: its {purpose} lock names process {pid}, which is another user's, or does not hold it: end the "
+                "one that does yourself"
+            )
 
     def _lock(self, purpose: str) -> Path:
         return self.folder / f"{purpose}.lock"
+
+
+def _locks(pid: int, file: os.stat_result) -> bool:
+    """Whether a process of ours, or of a file's owner, holds a lock on it; True where the system does not say."""
+    process = Path(f"/proc/{pid}")
+    if not Path("/proc/self/fdinfo").exists():
+        return True
+    try:
+        opened, owner = list((process / "fdinfo").iterdir()), process.stat().st_uid
+    except OSError:  # it has ended, or is another user's
+        return False
+    lines = []
+    for info in opened:
+        with suppress(OSError):  # closed meanwhile
+            lines += info.read_text().splitlines()
+    return owner in (file.st_uid, os.geteuid()) and any(
+        line.startswith("lock:") and f":{file.st_ino} " in line for line in lines
+    )
 
 
 def _misshapen(tensors: Mapping[str, Tensor]) -> str:
@@ -243,7 +275,7 @@ def _misshapen(tensors: Mapping[str, Tensor]) -> str:
     if example is not None:
         if x is None or example.shape != x.shape[:1] or example.dtype != torch.int64 or not _within(example, -1):
             return f"example is {_kind(example)}"
-        if len(x) and (int(example.max()) + 1) * x[0].nbytes > _MOST_PLACED:
+        if len(x) and (int(example.max()) + 1) * x[0].nbytes > _MOST_RECONSTRUCTED:
             return f"example has {int(example.max())}"
     trace = [tensors[name] for name in ("trace_x", "trace_iteration", "trace_objective") if name in tensors]
     if trace:

@@ -125,17 +125,18 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() or c == "\n" or category(c) == "Zs" else " " for c in str(text))
 
 
-def look(path: Path, alone: bool = False) -> os.stat_result | None:
+def look(path: Path, alone: bool = False, run: Path | None = None) -> os.stat_result | None:
     """What a file is, or None where there is none.
 
     Args:
         alone: refuse a file that has another name, too, as it is to be changed in place.
+        run: the run's folder, for a file in a folder of its folders.
 
     Raises:
         RefusedFile: it is a link, a folder, a pipe, a device, or not ours.
     """
     try:
-        with _folder(path.parent) as at:
+        with _folder(path.parent, run) as at:
             found = os.stat(path.name, dir_fd=at, follow_symlinks=False)
     except FileNotFoundError:
         return None
@@ -143,12 +144,12 @@ def look(path: Path, alone: bool = False) -> os.stat_result | None:
     return found
 
 
-def opened(path: Path, flags: int = os.O_RDONLY) -> int:
+def opened(path: Path, flags: int = os.O_RDONLY, run: Path | None = None) -> int:
     """An open file, made for its owner only if the flags make it; RefusedFile as `look`, OSError as `os.open`."""
-    with _folder(path.parent) as at:
+    with _folder(path.parent, run) as at:
         try:
             alone = bool(flags & (os.O_WRONLY | os.O_RDWR))
-            if look(path, alone) is None and not flags & os.O_CREAT:
+            if look(path, alone, run) is None and not flags & os.O_CREAT:
                 raise FileNotFoundError(2, os.strerror(2))
             # without O_NONBLOCK, what became a pipe since would wait for its writer
             file = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=at)

@@ -94,6 +94,11 @@ def up(options: argparse.Namespace) -> int:
     from fedgauge.simulations.run.simulate import Interrupt
 
     deployment = Deployment.open(options.folder)
+    print(
+        "fedgauge: while it is up, every user of this machine can run code in it and read its updates, as Flower's SuperLink and "
+        "SuperNodes ask nobody here who they are: use a machine of your own (SECURITY.md)",
+        file=sys.stderr,
+    )
     run, ended = None, FAILED
     with Interrupt().caught() as interrupt:
         try:
@@ -148,7 +153,7 @@ def down(options: argparse.Namespace) -> int:
     deployment = Deployment.open(options.folder)
     if (holder := deployment.holder()) is not None:
         print(
-            f"fedgauge: asked process {holder} to end; it parks its attacks first, then ends every process it started",
+            f"fedgauge: asking process {holder} to end: it parks its attacks first, then ends every process it started",
             file=sys.stderr,
         )
     left = end(deployment)

@@ -1,8 +1,6 @@
 """`fedgauge runs`, `stop` and `prune`: list runs, end one, delete what is old."""
 
 import argparse
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -13,9 +11,9 @@ from fedgauge.attacks.plan import describe
 from fedgauge.server.store.ledger_connection import LedgerError, reads_again
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.store.run_files import printable
+from fedgauge.server.views.formatting import in_unit
 from fedgauge.server.views.reading import state_of, tables_of
 from fedgauge.server.views.roles import is_attack
-from fedgauge.server.views.scores import best_so_far
 from fedgauge.simulations.cli.finding_runs import all_runs, cells, find_run
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, days
 from fedgauge.simulations.cli.run_summary import next_step, wide_console
@@ -58,12 +56,12 @@ def _columns(run: Run) -> list[str]:
     run.check(whole=False)
     with run.ledger(readonly=True) as ledger:
         progress, rounds = ledger.progress(), ledger.rounds()
-        measure, best = best_so_far(ledger)
+        main, best = ledger.modality.main, ledger.best_so_far()
         trained = f"{rounds[-1]['round'] if rounds else 0}/{ledger.meta().get('rounds', '?')}"
         chain = " > ".join(map(describe, tables_of(run)["chain"]))
         attacks = ", ".join(row["name"] for row in ledger.attacks() if is_attack(row["name"]))
         done = f"{progress.done}/{progress.total}" + (f", {progress.failed} failed" if progress.failed else "")
-        reached = "" if best is None else f"{measure.name} {best:.1f} {measure.unit}"
+        reached = "" if best is None else f"{main.name} {in_unit(best, main)}"
         return [state_of(run, ledger), trained, chain, attacks, done, reached]
 
 
@@ -74,16 +72,7 @@ def stop(options: argparse.Namespace) -> int:
     if not holders:
         print(printable(f"{run.name}: nothing is at work"))
         return 0
-    purpose, pid = next(iter(holders.items()))
-    if not run.is_holders(purpose, pid):
-        print(
-            printable(
-                f"fedgauge: {run.name}: its {purpose} lock names process {pid}, which is another user's: end it yourself"
-            ),
-            file=sys.stderr,
-        )
-        return FAILED
-    os.kill(pid, signal.SIGTERM)  # a driver that still trains parks the audit itself
+    run.ask_to_end(*next(iter(holders.items())))  # a driver that still trains parks the audit itself
     deadline = time.monotonic() + options.patience
     while any(run.holder(purpose) is not None for purpose in ("training", "audit")):
         if time.monotonic() > deadline:

@@ -4,8 +4,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
@@ -63,12 +63,12 @@ class Deployment:
             grading, sampling: written into each client's file, where its owner may change them.
 
         Raises:
-            SpecError: the folder is not empty, or the scenario is wrong.
+            SpecError: the folder is not empty, or another user's, or the scenario is wrong.
         """
         if folder.exists() and not folder.is_dir():
             raise SpecError(f"{folder} is a file: name a folder that does not exist yet, or an empty one")
-        if folder.exists() and any(folder.iterdir()):
-            raise SpecError(f"{folder} is not empty: a new deployment must not overwrite keys; name another folder")
+        if folder.exists():
+            _check_empty(folder, folder.iterdir())
         if any(c in str(folder.absolute()) for c in "\"'\\\n"):
             raise SpecError(
                 f"{folder}: Flower cannot read a path with quotes or backslashes in it; name another folder"
@@ -85,9 +85,18 @@ class Deployment:
             alternative_names(hosts)
         except ValueError as error:
             raise SpecError(f"--host: {error}") from error
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)
         deployment = cls(folder)
+        with _claimed(folder) as opened:
+            deployment._fill(clients, hosts, checked, grading, sampling)
+            if os.getuid() == 0:  # the containers do not run as root
+                _hand_over(opened, CONTAINER_USER)
+        return deployment
+
+    def _fill(
+        self, clients: int, hosts: Sequence[str], checked: Scenario, grading: Grading, sampling: Sampling
+    ) -> None:
+        """Write all files into the empty folder."""
+        folder = self.folder
         for part in ("tls", "keys", "public", "secrets", "clients", "link", "runs", "logs"):
             (folder / part).mkdir(mode=0o700)
         (folder / "scenario.toml").write_text(checked.to_toml())
@@ -97,13 +106,10 @@ class Deployment:
         for client in range(clients):
             write_node_key(folder / "keys" / f"client-{client}")
             # a copy for the server's containers, which must not see the private keys
-            shutil.copyfile(deployment.public_key(client), folder / "public" / deployment.public_key(client).name)
-            deployment._write_client(client, checked, grading, sampling)
-        write_secret(folder / ".env", deployment._settings(clients).encode())
+            shutil.copyfile(self.public_key(client), folder / "public" / self.public_key(client).name)
+            self._write_client(client, checked, grading, sampling)
+        write_secret(folder / ".env", self._settings(clients).encode())
         (folder / "compose.override.yaml").write_text(override(clients))
-        if os.getuid() == 0:  # the containers do not run as root
-            deployment._hand_over(CONTAINER_USER)
-        return deployment
 
     @classmethod
     def open(cls, folder: Path) -> "Deployment":
@@ -191,6 +197,10 @@ class Deployment:
         """The process that holds the lock of the local start, if it is alive."""
         return Run(self.folder).holder("up")
 
+    def ask_to_end(self, pid: int) -> None:
+        """Signal the local start that holds the lock; LedgerError if this process does not."""
+        Run(self.folder).ask_to_end("up", pid)
+
     def _write_client(self, client: int, scenario: Scenario, grading: Grading, sampling: Sampling) -> None:
         folder = self.folder / "clients" / str(client)
         (folder / "state").mkdir(parents=True, mode=0o700)
@@ -223,9 +233,35 @@ class Deployment:
         }
         return "".join(f"{key}={value}\n" for key, value in lines.items())
 
-    def _hand_over(self, user: int) -> None:
-        for path in [self.folder, *self.folder.rglob("*")]:
-            os.chown(path, user, user)
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[int]:
+    """The folder, open, made if it is missing, and from now on ours alone; SpecError if it is not ours, or not empty."""
+    existed = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    opened = os.open(folder.resolve(), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        # of a mount with one owner for all files root alone would hand any of them over
+        if os.fstat(opened).st_uid != os.geteuid() and (existed or os.geteuid() == 0):
+            raise SpecError(f"{folder} belongs to another user: name a folder that does not exist yet, or one of yours")
+        os.fchmod(opened, 0o700)
+        _check_empty(folder, os.listdir(opened))
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def _check_empty(folder: Path, found: Iterable[object]) -> None:
+    if any(True for _ in found):
+        raise SpecError(f"{folder} is not empty: a new deployment must not overwrite keys; name another folder")
+
+
+def _hand_over(opened: int, user: int) -> None:
+    """Give all of an open folder to a user, who enters it last and so changes nothing in it before; no link is followed."""
+    for _, folders, files, at in os.fwalk(".", topdown=False, dir_fd=opened):
+        for name in (*folders, *files):
+            os.chown(name, user, user, dir_fd=at, follow_symlinks=False)
+    os.fchown(opened, user, user)
 
 
 @reads_again

@@ -1,7 +1,6 @@
 """Starts a deployment on this machine without containers, follows its run, and ends it."""
 
 import json
-import os
 import re
 import shlex
 import signal
@@ -185,10 +184,13 @@ def down(deployment: Deployment, patience: float = 60.0) -> list[int]:
 
     Args:
         patience: seconds to wait; a start that still finishes its attacks in flight is then left alone.
+
+    Raises:
+        LedgerError: the process that the lock names does not hold it.
     """
     holder = deployment.holder()
     if holder is not None:
-        os.kill(holder, signal.SIGTERM)
+        deployment.ask_to_end(holder)
     deadline = time.monotonic() + patience
     while deployment.holder() is not None and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -6,17 +6,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fedgauge.attacks.modality.registry import modality_measured
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.files import read_file, replacing
-from fedgauge.simulations.experiments.measures import DERIVED, UNITS, metric_of
+from fedgauge.server.store.run_files import printable
+from fedgauge.simulations.experiments.measures import DERIVED, METRICS, ComparedFigure, metric_of, unit_of
 from fedgauge.simulations.experiments.paper_tables import PaperTable
-from fedgauge.simulations.experiments.reproduce import ComparedFigure
 from fedgauge.simulations.run.environment import environment
 
 LARGEST_FILE = 2**26  # bytes of kept figures
@@ -30,7 +31,7 @@ def show(paper_table: PaperTable, rows: Sequence[ComparedFigure], console: Conso
     headings = ("cell", "attack", "metric", reference, "here", "95 % interval", "n", floor, "budget", "remarks")
     table = Table(*headings, title=paper_table.title)
     for row in rows:
-        table.add_row(*_row_texts(row))
+        table.add_row(*(Text(printable(text)) for text in _row_texts(row)))
     console.print(table)
     if paper_table.note:
         console.print(paper_table.note.strip(), markup=False, highlight=False)
@@ -40,7 +41,7 @@ def _row_texts(row: ComparedFigure) -> list[str]:
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.4g}"
 
-    unit = UNITS.get(row.metric, "")
+    unit = unit_of(row.metric) if row.metric in METRICS else ""
     paper = number(row.reference) + (f" ± {row.spread:g}" if row.spread is not None else "")
     interval = "-" if row.low is None else f"{number(row.low)} to {number(row.high)}"
     metric = f"{row.metric} ({unit})" if unit else row.metric
@@ -90,13 +91,13 @@ class FiguresFile:
         try:
             kept = json.loads(read_file(path, LARGEST_FILE))
             self._check(kept)
-            self.rows, self._seconds = [ComparedFigure(**row) for row in kept["rows"]], float(kept["seconds"])
+            self.rows, self._seconds = _figures(kept)
         except FileNotFoundError:
             return
         except SpecError:
             raise
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise self._refusal(f"is no file of figures ({error})") from error
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise self._refusal(f"is no file of figures ({str(error):.200})") from error
 
     @property
     def done(self) -> set[tuple[str, str]]:
@@ -133,6 +134,16 @@ class FiguresFile:
 
     def _refusal(self, words: str) -> SpecError:
         return SpecError(f"{self.path} {words}; name another file with --output, or remove this one")
+
+
+def _figures(kept: dict[str, Any]) -> tuple[list[ComparedFigure], float]:
+    """A file's rows and seconds; TypeError if one of them is of another kind."""
+    kinds = get_type_hints(ComparedFigure)
+    try:
+        rows = [{key: coerce(value, kinds.get(key, Any), key) for key, value in row.items()} for row in kept["rows"]]
+        return [ComparedFigure(**row) for row in rows], coerce(kept["seconds"], float, "seconds")
+    except SpecError as error:
+        raise TypeError(str(error)) from error
 
 
 def _digest(paper_table: PaperTable) -> str:

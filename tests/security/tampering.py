@@ -34,7 +34,7 @@ from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, digest_of, read_tensors, write_tensors
-from fedgauge.server.views.run_list import run_summary
+from fedgauge.server.views.reading import run_summary
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports.client_report import read as read_client
 from fedgauge.simulations.reports.report import write_report

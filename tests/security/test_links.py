@@ -11,9 +11,13 @@ from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from fedgauge.client import toml_text
+from fedgauge.client.components import SpecError
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.store import run_files
 from fedgauge.server.store.checkpoint import Checkpoint
@@ -229,6 +233,35 @@ def test_a_scenario_that_becomes_a_link_after_it_was_looked_at_is_not_read(
     with pytest.raises(run_files.RefusedFile, match="is a link"):
         theirs.scenario()
     monkeypatch.undo()
+    assert path.is_symlink()
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "data"])
+def test_weights_and_data_in_a_run_that_become_a_link_after_it_was_looked_at_are_not_read(
+    theirs: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What is opened while the scenario is read: the file that root may read, of a run that its owner goes on changing."""
+    (theirs.folder / "data").mkdir()
+    np.savez(
+        theirs.folder / "data" / "own.npz",
+        x=np.arange(600 * 784).reshape(600, 28, 28).astype(np.uint8),
+        y=np.arange(600) % 10,
+    )
+    initial, _ = theirs.scenario().federation.initial()
+    save_file(initial, theirs.folder / "weights.safetensors")
+    settings = ["data.use=npz", f"data.path={theirs.folder / 'data' / 'own.npz'}"]
+    assert theirs.scenario(settings).protocol.data["use"] == "npz", "as it is it is read"
+    path, home, parse = theirs.folder / name, theirs.folder.parent.parent / "home", toml_text.parse
+
+    def swapped(data: bytes) -> Any:
+        if not path.is_symlink():
+            path.rename(home)
+            path.symlink_to(home)
+        return parse(data)
+
+    monkeypatch.setattr(toml_text, "parse", swapped)
+    with pytest.raises(SpecError, match=f"{name} is a link where a run has a f"):
+        theirs.scenario(settings)
     assert path.is_symlink()
 
 

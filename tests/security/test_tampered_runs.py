@@ -31,7 +31,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import write_tensors
-from fedgauge.server.views.run_list import run_summary
+from fedgauge.server.views.reading import run_summary
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import create_run, resume
 from tests.server.dashboard.pages import Http

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,6 +83,48 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, capsys: pyt
     assert cli.main(["deploy", "init", str(tmp_path / "kept"), "--clients", "2"]) == 2
     assert "is a file" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["kept"]
+
+
+root = pytest.mark.skipif(os.getuid() != 0, reason="only root may give files away")
+
+
+@root
+def test_a_folder_of_another_user_gets_no_keys(tmp_path: Path) -> None:
+    """Its owner could change what is written there, and have root hand over what links lead to."""
+    theirs = tmp_path / "federation"
+    theirs.mkdir()
+    os.chown(theirs, 12345, 12345)
+    with pytest.raises(SpecError, match="belongs to another user"):
+        Deployment.create(theirs, 1)
+    assert not any(theirs.iterdir())
+
+
+@root
+def test_root_hands_the_folder_itself_over_last_and_follows_no_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then nobody else enters it, and so nothing in it is replaced between two steps."""
+    outside, place = tmp_path / "outside", tmp_path / "federation"
+    outside.mkdir()
+    (outside / "kept").write_text("root's")
+    given, change, fill = [], os.chown, Deployment._fill
+
+    def filled(self: Deployment, *rest: Any) -> None:
+        fill(self, *rest)
+        (place / "clients" / "0" / "file").symlink_to(outside / "kept")
+        (place / "clients" / "0" / "folder").symlink_to(outside)
+
+    def changed(path: Any, *rest: Any, **how: Any) -> None:
+        assert os.stat(place).st_uid == 0, "the folder is entered by its new owner last"
+        given.append(path)
+        change(path, *rest, **how)
+
+    monkeypatch.setattr(Deployment, "_fill", filled)
+    monkeypatch.setattr(os, "chown", changed)
+    Deployment.create(place, 1)
+    owners = {path: path.lstat().st_uid for path in (place, *place.rglob("*"))}
+    assert set(owners.values()) == {10001} and len(given) == len(owners) - 1
+    assert {path.stat().st_uid for path in (outside, outside / "kept")} == {0}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""A small file from elsewhere that says that it is large: it is refused before memory or time is taken for what it says."""
+
+import json
+import os
+import shutil
+import sqlite3
+import struct
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fedgauge.client import toml_text
+from fedgauge.client.components import SpecError
+from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.tape import TapeError
+from fedgauge.simulations.cli.main import main
+
+HEX = f"0x{'f' * 5000}"
+
+
+@pytest.fixture
+def theirs(attacked_run: Run, tmp_path: Path) -> Run:
+    """A copy, to be changed, whose ledger is one file of pages of 512 bytes."""
+    run = Run(Path(shutil.copytree(attacked_run.folder, tmp_path / "runs" / "theirs")))
+    db = sqlite3.connect(run.folder / "ledger.sqlite")
+    db.executescript("PRAGMA journal_mode = DELETE; PRAGMA page_size = 512; VACUUM; PRAGMA journal_mode = WAL")
+    db.close()
+    return run
+
+
+@pytest.mark.parametrize("key", ["seed", "rounds", "data.batch_size"])
+def test_a_number_of_thousands_of_digits_hides_no_run(
+    theirs: Run, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    """Python reads it where it is hexadecimal, and refuses to write it."""
+    shutil.copytree(theirs.folder, theirs.folder.parent / "good")
+    path = theirs.folder / "scenario.toml"
+    lines = path.read_text().splitlines()
+    name = key.rpartition(".")[2]
+    assert any(line.startswith(f"{name} = ") for line in lines)
+    path.write_text("\n".join(f"{name} = {HEX}" if line.startswith(f"{name} = ") else line for line in lines))
+    for command in (["report", str(theirs.folder)], ["audit", str(theirs.folder)], ["prune", str(theirs.folder)]):
+        assert main(command) == 2, command
+        assert "a whole number has more than 64 bits" in capsys.readouterr().err
+    assert main(["runs", "--runs", str(theirs.folder.parent)]) == 0
+    told = capsys.readouterr()
+    assert "unreadable" in told.out and "good" in told.out and "more than 64 bits" in told.err
+
+
+@pytest.mark.parametrize("number", [HEX, f"-{2**64}", f"[[1, {2**64}]]", f"{{a = {2**64}}}", "9" * 5000])
+def test_a_number_of_more_than_64_bits_is_no_setting(number: str, tmp_path: Path) -> None:
+    with pytest.raises(tomllib.TOMLDecodeError):
+        toml_text.parse(f"a = {number}".encode())
+    (tmp_path / "s.toml").write_text("rounds = 1")
+    with pytest.raises(SpecError):
+        Scenario.load(tmp_path / "s.toml", [f"seed={number}"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a." * 32 + "a = 1",
+        " a\t. " * 32 + "a = 1",
+        "b = 1\n[" + "a." * 400_000 + "a]",
+        "[[" + "a." * 32 + "a]]",
+        "b = {c = 1," + "a." * 32 + "a = 1}",
+        '"a\\"b".' * 16 + "'c'." * 16 + "d = 1",
+    ],
+)
+def test_a_key_of_many_names_is_not_even_parsed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each of its names tomllib goes through those before it."""
+    monkeypatch.setattr(tomllib, "loads", lambda text: pytest.fail("it was parsed"))
+    with pytest.raises(tomllib.TOMLDecodeError, match="more than 32 names are joined by dots"):
+        toml_text.parse(text.encode())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a." * 30 + "a = 1", f"a = [{'0.1, ' * 1000}]", "a = '''" + "A sentence. " * 1000 + "'''", "# " + ". " * 99],
+)
+def test_other_dots_are_read(text: str) -> None:
+    assert toml_text.parse(text.encode()) == tomllib.loads(text)
+
+
+def _sums(data: bytes, first: int, second: int) -> tuple[int, int]:
+    """The checksum of SQLite's write-ahead log, as it goes on."""
+    words = struct.unpack(f"<{len(data) // 4}I", data)
+    for i in range(0, len(words), 2):
+        first = first + words[i] + second & 0xFFFFFFFF
+        second = second + words[i + 1] + first & 0xFFFFFFFF
+    return first, second
+
+
+@pytest.mark.parametrize("readonly", [True, False])
+def test_a_log_that_claims_two_terabytes_of_pages_is_refused_unchecked(theirs: Run, readonly: bool) -> None:
+    """SQLite's check takes a bit for each page that a file claims: 512 MB for a file of 35 KB."""
+    path, pages = theirs.folder / "ledger.sqlite", 2**32 - 2
+    page = bytearray(path.read_bytes()[:512])
+    page[92:96] = bytes(4)  # the number of pages in the file's own head does not count then
+    head = struct.pack(">6I", 0x377F0682, 3007000, 512, 0, 1, 2)
+    sums = _sums(head, 0, 0)
+    log = head + struct.pack(">2I", *sums)
+    frame = struct.pack(">2I", 1, pages)
+    sums = _sums(bytes(page), *_sums(frame, *sums))
+    log += frame + struct.pack(">4I", 1, 2, *sums) + page
+    (theirs.folder / "ledger.sqlite-wal").write_bytes(log)
+    with pytest.raises(
+        LedgerError, match=f"is damaged: it claims {pages} pages of 512 bytes, and holds [0-9]{{5,6}} bytes"
+    ):
+        theirs.ledger(readonly=readonly)
+
+
+def test_a_ledger_of_holes_is_refused_unchecked(theirs: Run) -> None:
+    path = theirs.folder / "ledger.sqlite"
+    data = bytearray(path.read_bytes())
+    data[92:96] = bytes(4)
+    path.write_bytes(data)
+    with theirs.ledger(readonly=True) as ledger:
+        assert ledger.rounds(), "without the hole it is as good as any"
+    os.truncate(path, 1 << 40)
+    with pytest.raises(LedgerError, match=f"is damaged: it claims {2**31} pages of 512 bytes"):
+        theirs.ledger(readonly=True)
+
+
+def test_a_reconstruction_of_holes_is_not_read(theirs: Run) -> None:
+    size = 600_000 * 28 * 28 * 4
+    head = json.dumps({"x": {"dtype": "F32", "shape": [600_000, 1, 28, 28], "data_offsets": [0, size]}}).encode()
+    path = theirs.reconstruction(1, 0, "dlg")
+    path.write_bytes(len(head).to_bytes(8, "little") + head)
+    os.truncate(path, 8 + len(head) + size)
+    with pytest.raises(TapeError, match=f"no such file has more than {1 << 30}"):
+        theirs.read_reconstruction(1, 0, "dlg")
