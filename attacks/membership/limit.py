@@ -35,12 +35,14 @@ def area(mu: float) -> float:
 
 
 def mu_of(area: float) -> float:
-    """The inverse of `area`, for an area in [0.5, 1].
+    """The inverse of `area`; 0 for an area below one half.
 
     >>> round(mu_of(area(1.3)), 6)
     1.3
     """
-    return math.inf if area >= 1 else max(0.0, math.sqrt(2) * NormalDist().inv_cdf(area))
+    if area <= 0.5:
+        return 0.0
+    return math.inf if area >= 1 else math.sqrt(2) * NormalDist().inv_cdf(area)
 
 
 def composed(mus: Iterable[float]) -> float:

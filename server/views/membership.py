@@ -1,7 +1,7 @@
 """Who was in a batch, and whom a client's data holds: what the tests of a run found, in one sentence for each question."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import bdtrc
@@ -137,7 +137,7 @@ def membership_table(scores: Scores, order: Sequence[str]) -> list[MembershipRow
 def _rate(hits: Scores, of: Scores) -> Rate:
     """How many members are told, in the batches that these rows are of."""
     own = hits.where(np.isin(hits.batch_keys(), of.batch_keys()))
-    return Rate(round(float(np.clip(own.value, 0, 1).sum())), len(own))
+    return Rate(round(float(own.value.sum())), len(own))
 
 
 def _names(rows: Scores) -> list[str]:
@@ -176,7 +176,7 @@ def _luck(hits: Scores) -> float:
     if not len(hits):
         return 1.0
     _, batch = np.unique(hits.batch_keys(), return_inverse=True)
-    shares = np.bincount(batch, np.clip(hits.value, 0, 1)) / np.bincount(batch)
+    shares = np.bincount(batch, hits.value) / np.bincount(batch)
     told = int((shares >= 0.5).sum())
     return float(bdtrc(told - 1, len(shares), 0.02)) if told else 1.0
 
@@ -207,7 +207,7 @@ def roc_curves(scores: Scores) -> dict[str, list[float | None]]:
     least = min((rate for rate, at in exact.items() if len(at)), default=RATES_SHOWN[-1])
     curves: dict[str, list[float | None]] = {}
     for name in _names(rows):
-        told = np.clip(rows.of_attack(name).value, 0, 1)
+        told = rows.of_attack(name).value
         if is_limit(name):
             powers = [[power(rate, mu_of(area)) for area in told.tolist()] for rate in RATES_SHOWN]
             curves[name] = [float(np.mean(column)) for column in powers]
@@ -221,7 +221,9 @@ def roc_curves(scores: Scores) -> dict[str, list[float | None]]:
 
 
 def _graded(scores: Scores, metric: str) -> Scores:
-    return scores.where(~np.isnan(scores.value)).of_metric(metric)
+    """The rows of a metric, in [0, 1]: a ledger from elsewhere may hold any number."""
+    rows = scores.where(~np.isnan(scores.value)).of_metric(metric)
+    return replace(rows, value=np.clip(rows.value, 0, 1))
 
 
 def members_sentences(told: Sequence[ToldMembers], ledger: Ledger) -> list[str]:

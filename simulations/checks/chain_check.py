@@ -53,7 +53,7 @@ def check_links(scenario: Scenario) -> Iterator[tuple[bool, CheckResult]]:
     for i, (table, link) in enumerate(zip(fed.protocol.chain, fed.chain.links, strict=True), 1):
         if link is fed.chain.local:
             continue
-        trial = _Trial(link, base, batch)
+        trial = _LinkTrial(link, base, batch)
         name = f"link #{i} ({str(table['use']).split(':')[-1]})"
         found = attempt(name, trial.trains)
         if found.works:
@@ -100,7 +100,7 @@ def _compare(update: Update, like: Params) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Trial:
+class _LinkTrial:
     """One link around a small client, whose update is `base`."""
 
     link: Transform

@@ -128,6 +128,19 @@ def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> Non
     assert known[0.001] is None and known[0.01] == 0.5 and known[0.5] == 0.5 and known[1.0] == 1.0
 
 
+def test_values_that_no_test_gives_break_nothing(tmp_path: Path) -> None:
+    """A ledger from elsewhere may hold any number."""
+    plan = (*TESTS, PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}))
+    for value in (-3.0, 0.0, 7.5, np.inf, -np.inf):
+        names = ("membership", "wrong_client(membership)", MEMBERSHIP_LIMIT)
+        odd = {"membership": [value, 0.5], "membership_at_1_percent": [value, 1.0], "held_membership": [value]}
+        cells = {(1, client, name): odd for client in range(2) for name in names}
+        with written(tmp_path / f"{value}.sqlite", cells, plan) as ledger:
+            scores = Scores.read(ledger)
+            assert roc_curves(scores) and membership_table(scores, list(names)) and told_members(scores)
+            assert verdict(scores, ledger).sentence
+
+
 def test_no_verdict_says_that_nothing_leaks_where_membership_was_not_tested(tmp_path: Path) -> None:
     """The same images come back: only a test of membership that found nothing makes the word "not shown to leak"."""
     rng = np.random.default_rng(1)
