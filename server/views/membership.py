@@ -236,6 +236,6 @@ def _why_not(ledger: Ledger) -> str:
     if ledger.deployed:
         return "the server of a deployment does not know the batches; run its scenario as a simulation"
     if not planned:
-        return 'plan it with [[attack]] use = "membership"'
+        return "test it with: fedgauge audit RUN --attack membership"
     reasons = [row["reason"] for row in ledger.reasons("done") if row["attack"] in planned]
     return reasons[0] if reasons else "no test has been done yet"

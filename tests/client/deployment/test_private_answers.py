@@ -324,14 +324,17 @@ LINKS: dict[str, dict[str, Any]] = {
     "gaussian": {"use": "gaussian", "sigma": 1.0},
     "identity": {"use": "identity"},
     "laplace": {"use": "laplace", "scale": 1.0},
+    "local_dp": {"use": "local_dp", "epsilon": 5.0},
     "local_sgd": {**SGD, "steps": 2},
     "local_training": {"use": "local_training", "rate": 0.1, "optimizer": "adam", "epochs": 2},
     "mask": {"use": "mask", "keep": 0.5},
     "mixup": {"use": "mixup", "alpha": 0.4},
+    "percentile_privacy": {"use": "percentile_privacy", "percentile": 50.0},
     "prune": {"use": "prune", "keep": 0.5},
     "quantize": {"use": "quantize", "bits": 4},
     "sign": {"use": "sign"},
     "soteria": {"use": "soteria"},
+    "svt_privacy": {"use": "svt_privacy"},
     "top_k": {"use": "top_k", "keep": 0.5},
 }
 VARIANTS = {

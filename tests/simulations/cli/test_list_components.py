@@ -130,10 +130,10 @@ def test_plug_ins_are_listed_with_their_package_and_broken_ones_with_the_reason(
 @pytest.mark.usefixtures("plug_in")
 def test_a_page_gets_the_tables_of_fedgauges_own_components(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# Page\n\n<!-- generated: components link -->\nold\n<!-- end -->\n\nAfter.\n")
+    page.write_text("# Page\n\n<!-- generated: components link -->\nRECENT\n<!-- end -->\n\nAfter.\n")
     assert write(["--write", str(page)]) == 0
     text = page.read_text()
-    assert "old" not in text and "loud" not in text and text.startswith("# Page\n") and text.endswith("\n\nAfter.\n")
+    assert "RECENT" not in text and "loud" not in text and text.startswith("# Page\n") and text.endswith("\n\nAfter.\n")
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert len(rows) == sum(entry.own for entry in KINDS["link"].entries())
     assert any(row.startswith("| `clip` | `max_norm` | ") for row in rows)
