@@ -3,15 +3,16 @@
 The server is the adversary: it sees every single update (a secure sum, which shows it less, is not counted) and knows who took
 part in which round, so sampling of clients gives no amplification. It does not know which of a client's examples are in a
 round's batch: a fixed number, drawn anew each round without replacement. Sizes are public, so data sets are neighbours if one
-record is replaced by another, or a client's whole data by any other: what is clipped to C moves by 2 C. Everything after the
-noise is post-processing (sign, prune, aggregation, the next rounds' weights). Of gaussian and laplace the guarantee holds in
-real numbers, and with secret draws; a simulation's noise, in floating point and from a known seed, is weaker. A deployment's
-client runs their discrete forms: the accounting then adds what rounding to their grid, float32 before it, and the difference
-between discrete and rounded normal noise can cost. Updates of half precision are float32 from the clip until the noise is in.
-In a deployment the server cannot verify that a client draws in secret: amplification then counts only in the client's own
-computation. An epsilon covers the updates of the chain, and so refusals that follow from them; not the time that an answer
-takes, gradings, or metrics that an app of one's own sends beside them. There is none for data of which a part was fitted on the
-private examples (`Dataset.fitted`); of a published dataset mean, std, classes and vocabulary count as published, too.
+record is replaced by another, or a client's whole data by any other (with the same labels, where these divide the data): what
+is clipped to C moves by 2 C. Everything after the noise is post-processing (sign, prune, aggregation, the next rounds'
+weights). Of gaussian and laplace the guarantee holds in real numbers, and with secret draws; a simulation's noise, in floating
+point and from a known seed, is weaker. A deployment's client runs their discrete forms: the accounting then adds what rounding
+to their grid, float32 before it, and the difference between discrete and rounded normal noise can cost. Updates of half
+precision are float32 from the clip until the noise is in. In a deployment the server cannot verify that a client draws in
+secret: amplification then counts only in the client's own computation. An epsilon covers the updates of the chain, and so
+refusals that follow from them; not the time that an answer takes, gradings, or metrics that an app of one's own sends beside
+them. There is none for data of which a part was fitted on the private examples (`Dataset.fitted`); of a published dataset mean,
+std, classes and vocabulary count as published, too.
 """
 
 import math
@@ -383,8 +384,10 @@ def privacy_statement(
     except NoGuarantee as why:
         return PrivacyStatement(None, None, delta, str(why), "unknown" if isinstance(why, UnknownGuarantee) else "none")
     most = max(rounds.values(), default=0)
+    divided = federation.protocol.data.get("partition", "iid") != "iid"
+    condition = "; where no label changes, as labels divide the data among clients" if divided else ""
     words = (
         f"epsilon {found.record:.3g} for one record replaced, {found.client:.3g} for all of a client's data (delta {delta:g}; "
-        f"{most} round{'s' if most != 1 else ''})"
+        f"{most} round{'s' if most != 1 else ''}{condition})"
     )
     return PrivacyStatement(found.record, found.client, delta, words, "holds")

@@ -47,7 +47,7 @@ class Text(Dataset):
 
     @property
     def labels(self) -> Tensor:
-        return self.y if self.y.dim() == 1 else torch.zeros(len(self.y), dtype=torch.int64)
+        return self.y if self.labelled else torch.zeros(len(self.y), dtype=torch.int64)
 
     @property
     def fault(self) -> str:

@@ -54,6 +54,11 @@ class Dataset:
         return {"shape": self.shape, "classes": self.classes}
 
     @property
+    def labelled(self) -> bool:
+        """Whether each example has one label; if not, its words are its labels."""
+        return self.y.dim() == 1
+
+    @property
     def labels(self) -> Tensor:
         """(N,) int64, the class of each training example, used to partition by label."""
         return self.y

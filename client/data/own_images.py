@@ -22,6 +22,7 @@ from fedgauge.client.local_data import read_npz
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # Pillow hands others, as EPS, to programs of their own
+SHARED_NAMES = "the places of pictures with one file name"  # in their order, which a picture's class then changes
 Layout = Literal["auto", "NHWC", "NCHW"]
 Statistics = Sequence[float] | None
 
@@ -58,7 +59,8 @@ def image_folder(
     x = _stacked([_picture(file, str(file), size, grey) for *_, file in pictures], path)
     y = torch.tensor(numbers([name for _, name, _ in pictures], names, f"{path}: a sub-folder"), dtype=torch.int64)
     found = _dataset(path, x, y, None, test, None if classes is None else len(names), mean, std)
-    return replace(found, classes=len(names), names=names)
+    shared = () if len({file for file, *_ in pictures}) == len(pictures) else (SHARED_NAMES,)
+    return replace(found, classes=len(names), names=names, fitted=found.fitted + shared)
 
 
 def npz(

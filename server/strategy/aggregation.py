@@ -27,9 +27,9 @@ from fedgauge.server.strategy.strategy_state import StateSnapshot, not_finite
 
 UNLIKE = "its records or arrays have other names than the other clients', and the strategy takes one form only"
 MOST_NAMES = 3  # of arrays, in a sentence
-OUTSTANDING = 10  # times the others' median step: from here on an alarm is charged to a client by name
+HONEST = "; honest training may come to that, too, so nobody is blamed"
 Usable = Callable[[Params, Mapping[str, Tensor]], str]
-Refused = Callable[[Params, bool], str]
+Refused = Callable[[Params], str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +65,7 @@ class Aggregation:
         usable: why the model cannot be trained with some weights and buffers; empty if it can.
         counts: whether the strategy averages a client's reply in a round, and so its buffers.
         forgiven: what of the strategy's state may be infinite or no number; a round adds to it.
-        refused: why honest clients' guards would refuse some weights (if the flag is set, also what comes near
-            it); empty if they would not.
-        usual: the norm of an update in earlier rounds.
+        refused: why honest clients' guards would refuse some weights; empty if they would not.
     """
 
     inner: Strategy
@@ -77,8 +75,7 @@ class Aggregation:
     usable: Usable
     counts: Callable[[int, int], bool]
     forgiven: set[str] = field(default_factory=set)
-    refused: Refused = lambda params, near: ""
-    usual: float = 0.0
+    refused: Refused = lambda params: ""
 
     @cached_property
     def state(self) -> StateSnapshot:
@@ -295,42 +292,32 @@ class _Attempts:
                 f"{flaw} whoever is left out, so the guards' setting alarms at this federation, and nobody was left out"
             )
             return self.of(self.kept), {}, [f"round {self.at.round}: {what}"]
-        without = self.of([i for i in self.kept if i not in suspects.found])
-        sure = not self._refused(without, near=True) and self._outstanding(suspects.found)
-        reasons = self.leave_out(suspects, flaw, sure)
-        return self.of(self.kept), reasons, [f"round {self.at.round}: {self.sentence(suspects, flaw, sure)}"]
+        # even one without which the others come to no alarm: another's few percent may have been what was too much
+        reasons = {i: why + HONEST for i, why in self.leave_out(suspects, flaw).items()}
+        return self.of(self.kept), reasons, [f"round {self.at.round}: {self.sentence(suspects, flaw)}{HONEST}"]
 
-    def _outstanding(self, found: Collection[int]) -> bool:
-        """Whether each of these steps is far larger than the others' and earlier ones: honest ones differ, too."""
-        steps = {i: round_checks.norm(self.passed[i][0].update) for i in self.kept}
-        usual = max(self.at.usual, round_checks.usual_norm([n for i, n in steps.items() if i not in found]))
-        return all(steps[i] > OUTSTANDING * usual for i in found)
-
-    def _refused(self, result: Aggregate, near: bool = False) -> str:
+    def _refused(self, result: Aggregate) -> str:
         """Why honest clients' guards would refuse a result that has weights; empty if they would not."""
         assert result.arrays is not None
-        return self.at.refused(self.at.params | result.arrays.to_torch_state_dict(), near)
+        return self.at.refused(self.at.params | result.arrays.to_torch_state_dict())
 
-    def leave_out(self, suspects: _Suspects, flaw: str, sure: bool = True) -> dict[int, str]:
+    def leave_out(self, suspects: _Suspects, flaw: str) -> dict[int, str]:
         """Keep the suspects' replies no longer; by position, why."""
         self.kept = [i for i in self.kept if i not in suspects.found]
-        reason = f"left out, as with its update {flaw}{self._doubt(suspects, sure)}"
+        reason = f"left out, as with its update {flaw}{self._doubt(suspects)}"
         return dict.fromkeys(suspects.found, reason)
 
-    def sentence(self, suspects: _Suspects, flaw: str, sure: bool = True) -> str:
+    def sentence(self, suspects: _Suspects, flaw: str) -> str:
         """On who was left out."""
         named = ", ".join(str(self.client(i)) for i in suspects.found)
-        what = f"{flaw} with the updates of clients {named}, which were left out"
-        return what + self._doubt(suspects, sure)
+        return f"{flaw} with the updates of clients {named}, which were left out{self._doubt(suspects)}"
 
-    def _doubt(self, suspects: _Suspects, sure: bool) -> str:
-        """Why it is not known that those left out have caused it; empty if it is."""
-        if suspects.other is not None:
-            named = ", ".join(str(self.client(i)) for i in suspects.found)
-            other = self.client(suspects.other)
-            both = f"clients {named} and {other}"
-            return f"; leaving out client {other} instead helps, too: it is one of {both}, not known which"
-        return "" if sure else "; honest training may come to that, too, so nobody is blamed"
+    def _doubt(self, suspects: _Suspects) -> str:
+        """Who else may have caused it; empty if nobody may."""
+        if suspects.other is None:
+            return ""
+        named, other = ", ".join(str(self.client(i)) for i in suspects.found), self.client(suspects.other)
+        return f"; leaving out client {other} instead helps, too: it is one of clients {named} and {other}, not known which"
 
     def _suspects(
         self, sound: Callable[[Aggregate], bool], oddness: Sequence[float], replacing: bool = True

@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
+from fedgauge.client.training import evaluated
 from fedgauge.client.update import Params
 
 EXAMPLES = 8  # of the held-out test set
@@ -25,17 +26,12 @@ class ModelCheck:
         model, dataset = self.federation.model, self.federation.shards.dataset
         x, y = batch_of(dataset.x_test, dataset.y_test, torch.arange(min(EXAMPLES, len(dataset.y_test))))
         leaves = {k: t.detach().clone().requires_grad_(t.is_floating_point()) for k, t in params.items()}
-        training = model.training
-        model.eval()
-        try:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad():
-                logits = functional_call(model, {**leaves, **buffers}, (dataset.normalise(x),))
-                loss = self.federation.loss(logits, y)
-                if not torch.isfinite(loss):
-                    return "the model's loss with them is not finite"
-                wanted = [t for t in leaves.values() if t.requires_grad]
-                gradient = torch.autograd.grad(loss, wanted, allow_unused=True)
-        finally:
-            model.train(training)
+        with evaluated(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            logits = functional_call(model, {**leaves, **buffers}, (dataset.normalise(x),))
+            loss = self.federation.loss(logits, y)
+            if not torch.isfinite(loss):
+                return "the model's loss with them is not finite"
+            wanted = [t for t in leaves.values() if t.requires_grad]
+            gradient = torch.autograd.grad(loss, wanted, allow_unused=True)
         finite = all(torch.isfinite(g).all() for g in gradient if g is not None)
         return "" if finite else "the model's gradient with them is not finite"

@@ -13,8 +13,10 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedgauge.client.deployment.guard import WITHHELD
 from fedgauge.client.deployment.secure_sum_mod import WEIGHT, read, to_config_record
 from fedgauge.client.deployment.secure_sum_terms import Record
+from fedgauge.client.inspection.policy import REASON
 from fedgauge.server.strategy.strategy_wrapper import Wrapper
 
 SUMMED = 101  # our error codes: the client's update is part of another reply
@@ -124,10 +126,13 @@ class SecureSumStrategy(Wrapper):
         return [group.question(m) for group in self._groups for m in group.questions]
 
     def _collect(self, replies: Iterable[Message]) -> None:
+        replies = list(replies)
         came = [m for m in replies if not m.has_error()]
         times = Counter(m.metadata.src_node_id for m in came)  # of two under one id, neither counts
         answers = {m.metadata.src_node_id: _answer(m) for m in came if times[m.metadata.src_node_id] == 1}
+        withheld = {m.metadata.src_node_id for m in replies if m.has_error() and m.error.code == WITHHELD}
         for group in self._groups:
+            group.withheld |= withheld
             group.collect(answers)
 
 
@@ -142,6 +147,7 @@ class _Group:
         self.questions: Mapping[int, Record] = next(self._server)
         self.total: GroupSum | None = None
         self.reason = ""
+        self.withheld = set[int]()  # nodes whose guards let no update leave
 
     def question(self, node: int) -> Message:
         """The next question to a member, as a message that names the round like a training message."""
@@ -177,6 +183,8 @@ class _Group:
                 yield Message(self._content(self.total, replies), reply_to=message)
             elif node in members:
                 yield Message(Error(SUMMED, fate), reply_to=message)
+            elif node in self.withheld:
+                yield Message(Error(WITHHELD, REASON), reply_to=message)
             else:
                 yield Message(Error(NO_SUM, lost if members else fate), reply_to=message)
 

@@ -118,8 +118,8 @@ class UpdateValidator(Strategy):
         self.evaluation_notes: list[str] = []  # on the latest evaluation's replies
         self._away: set[int] = set()  # clients
         self._forgiven: set[str] = set()  # of the wrapped strategy's state
-        self._before: tuple[Params, Mapping[str, Tensor], StateSnapshot] | None = None  # the latest aggregate
-        self._answered: set[int] = set()  # clients, when they were last asked
+        self._trusted: tuple[Params, Mapping[str, Tensor], StateSnapshot] | None = None  # what most clients trained on
+        self._refusing: set[int] = set()  # clients that withheld what most trained on, since they last answered
         self._large: set[int] = set()  # clients that made the others hardly count, and were named
 
     def configure_train(
@@ -164,7 +164,7 @@ class UpdateValidator(Strategy):
         rejected |= unlike
         notes = [f"round {server_round}: client {p.client}: {p.reason}" for p in unlike.values() if OUT in p.reason]
         try:
-            result, left_out, found = self._aggregated(server_round, passed, self._turned_away(received))
+            result, left_out, found = self._aggregated(server_round, passed, received)
             notes += found
             passed = [pair for i, pair in enumerate(passed) if i not in left_out]
             rejected |= {p.client: p for p in left_out.values()}
@@ -183,43 +183,50 @@ class UpdateValidator(Strategy):
         return result.arrays, result.metrics
 
     def _aggregated(
-        self, round: int, passed: Sequence[tuple[AcceptedReply, Message]], turned_away: bool
+        self, round: int, passed: Sequence[tuple[AcceptedReply, Message]], received: Sequence[Message]
     ) -> tuple[Aggregate, dict[int, Participation], list[str]]:
-        """As `Aggregation.of`; what there was before the latest aggregate, if that has turned most clients away."""
-        before, self._before = self._before, None
-        if turned_away and before is not None:
-            params, buffers, state = before
-            state.restore()
-            if self.guards is not None:
-                self.guards.limit /= 2  # clients saw what it did not
-            note = (
-                f"round {round}: most clients answered before and withhold now, so the weights are again those before the latest "
-                "aggregate, and no update of this round counts"
-            )
-            log(WARNING, "fedgauge: %s", note)
-            return Aggregate(ArrayRecord(params), None, dict(buffers)), {}, [note]
-        sent = self._params, dict(self.buffers)
-        facts = (self.inner, round, *sent, self.usable, self.counts, self._forgiven)
-        aggregation = Aggregation(*facts, usual=self.usual_norm)
-        if self.guards is not None and not self._sent:  # replies to crafted weights may move them anywhere
-            aggregation = replace(aggregation, refused=partial(self.guards.alarms, self._params))
-        made = aggregation.of(passed)
-        if made[0].arrays is not None:
-            self._before = (*sent, aggregation.state)
-        return made
+        """As `Aggregation.of`; the latest weights on which most clients trained, if those of this round turned most away.
 
-    def _turned_away(self, received: Sequence[Message]) -> bool:
-        """Whether most of those asked answered when they were last asked, and now withhold the update.
-
-        An owner's audit, or bound on the norm, may withhold most updates of every round: few of those answered before.
+        An owner's audit, or bound on the norm, may withhold the update of every round: who withholds where most train, or
+        at weights from which there is no way back, is not turned away by later ones until it has answered again.
         """
         codes = {m.metadata.src_node_id: m.error.code if m.has_error() else None for m in received}
         asked = {self._client(node): codes[node] for node in self._asked & codes.keys()}
-        withheld = {client for client, code in asked.items() if code == WITHHELD and client not in self._sent}
-        turned = withheld & self._answered
-        self._answered -= asked.keys()
-        self._answered |= {client for client, code in asked.items() if code is None}
-        return len(self._asked) > 1 and 2 * len(turned) > len(self._asked)
+        honest = {client: code for client, code in asked.items() if client not in self._sent}
+        answered = {client for client, code in honest.items() if code in (None, SUMMED)}
+        withheld = {client for client, code in honest.items() if code == WITHHELD}
+        turned = withheld - self._refusing
+        self._refusing -= answered
+        if self._trusted is not None and len(turned) > max(len(answered), 1):  # one alone takes nothing back
+            return self._taken_back(round, passed, *self._trusted)
+        sent = self._params, dict(self.buffers)
+        aggregation = Aggregation(self.inner, round, *sent, self.usable, self.counts, self._forgiven)
+        if self.guards is not None and not self._sent:  # replies to crafted weights may move them anywhere
+            aggregation = replace(aggregation, refused=partial(self.guards.alarms, round, self._params))
+        made = aggregation.of(passed)
+        if self._trusted is None or len(turned) < len(answered):
+            self._refusing |= withheld
+            self._trusted = (*sent, aggregation.state)
+        return made
+
+    def _taken_back(
+        self,
+        round: int,
+        passed: Sequence[tuple[AcceptedReply, Message]],
+        params: Params,
+        buffers: Mapping[str, Tensor],
+        state: StateSnapshot,
+    ) -> tuple[Aggregate, dict[int, Participation], list[str]]:
+        """As `Aggregation.of`, with earlier weights, buffers and state, and none of the replies."""
+        self._trusted = None  # there is no way further back
+        state.restore()
+        why = "most clients withhold their updates, so the weights are again the latest on which most trained"
+        note = f"round {round}: {why}, and no update of this round counts"
+        log(WARNING, "fedgauge: %s", note)
+        refused = {
+            i: Participation(reply.client, "rejected", f"left out, as {why}") for i, (reply, _) in enumerate(passed)
+        }
+        return Aggregate(ArrayRecord(params), None, dict(buffers)), refused, [note]
 
     def _checked(
         self, received: Sequence[Message]

@@ -1,6 +1,6 @@
 """Clients whose guards refuse suspicious weights: one update must not make all of them refuse for good, nor blame the honest."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,9 @@ import torch
 from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedgauge.client.deployment.guard import WITHHELD
-from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Params
 from fedgauge.server.app import federate
@@ -21,7 +20,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.curious_strategy import CuriousStrategy
 from fedgauge.server.strategy.guard_check import GuardCheck
-from fedgauge.server.strategy.validator import RoundReplies
+from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.in_memory import MemoryGrid
 from tests.security.test_poisoned_rounds import HOSTILE, TABLES, absent, identical, model, refused, trained
@@ -93,8 +92,7 @@ def test_an_update_over_which_all_guards_would_refuse_costs_its_client_the_round
     assert refused(run)[2, HOSTILE].startswith(
         "left out, as with its update the clients' guards would refuse the next weights"
     )
-    named = f"with the updates of clients {HOSTILE}, which were left out"
-    assert named in notes(run)[0] and (craft is swapped_rows or notes(run)[0].endswith(named))
+    assert f"with the updates of clients {HOSTILE}, which were left out" in notes(run)[0]
 
 
 def test_weights_that_turn_most_clients_away_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,20 +102,38 @@ def test_weights_that_turn_most_clients_away_are_taken_back(tmp_path: Path, monk
     run = crafted(tmp_path / "hostile", noise, rounds=5, **momentum)
     calm = crafted(tmp_path / "calm", None, silent=(2, 3), rounds=5, **momentum)
     assert refused(run).keys() == {(3, c) for c in range(4)}
-    assert (
-        "round 3: most clients answered before and withhold now, so the weights are again those before" in notes(run)[0]
-    )
+    back = "most clients withhold their updates, so the weights are again the latest on which most trained"
+    assert notes(run)[0] == f"round 3: {back}, and no update of this round counts"
     assert identical(model(run), model(calm))
 
 
-def test_the_server_becomes_stricter_where_clients_saw_what_it_did_not() -> None:
-    federation = Federation(Scenario.from_tables(TABLES).protocol)
-    check, (sent, _) = GuardCheck(federation.model, 0), federation.initial()
-    further = {k: t * 2.9 for k, t in sent.items()}  # 1.9 times its size: an alarm from 2.5 on
-    assert check.alarms(sent, further) == check.alarms(further, further, near=True) == ""
-    assert "it moved by 190% of its size" in check.alarms(sent, further, near=True)
-    check.limit /= 2
-    assert "it moved by 190% of its size" in check.alarms(sent, further)
+@pytest.mark.usefixtures("identity")
+def test_an_honest_step_that_another_ones_few_percent_make_too_large_is_not_blamed() -> None:
+    """Without it the others come nowhere near an alarm: that does not show that it was the cause."""
+    steps = [0.05 * 2.5 * 6, 0.97 * 2.5 * 6, *[0.01] * 4]  # an alarm from 2.5 on, of the average
+    seen = list[RoundReplies]()
+    grid, everybody = moving(steps), FedAvg(fraction_evaluate=0.0, min_available_nodes=6, min_train_nodes=6)
+    guards = GuardCheck(nn.Linear(3, 4), 0)
+    UpdateValidator(everybody, seen.append, clients=grid.nodes, replies="weights", guards=guards).start(
+        grid, ArrayRecord(START), num_rounds=1
+    )
+    ((client, reason),) = [(p.client, p.reason) for p in seen[0].refused]
+    assert client == 1 and reason.endswith("honest training may come to that, too, so nobody is blamed")
+    assert seen[0].notes[0].endswith("honest training may come to that, too, so nobody is blamed")
+
+
+def test_the_server_looks_at_the_same_rows_all_round_and_at_others_in_the_next() -> None:
+    """Otherwise what is found without one reply says nothing about that reply."""
+    model = nn.Linear(16, 3000)
+    sent = {"weight": model.weight.detach()}
+    order = torch.cat([torch.tensor([1, 0]), torch.arange(2, 3000)])
+    for seed in (None, 0):
+        check = GuardCheck(model, seed)
+        found = [
+            [check.alarms(round, sent, {"weight": sent["weight"][order]}) for _ in range(5)] for round in range(40)
+        ]
+        assert all(len(set(same)) == 1 for same in found), "1024 of 3000 rows are looked at"
+        assert len({bool(first) for first, *_ in found}) == 2
 
 
 # ----------------------------------------------------------------------------------------------------- honest federations
@@ -170,9 +186,49 @@ def answering(clients: int, withholds: Callable[[int, Tensor], bool]) -> AppGrid
     return AppGrid("", clients, app=app)
 
 
-def rounds_of(grid: AppGrid, clients: int, rounds: int) -> tuple[Tensor, list[RoundReplies]]:
+def moving(steps: Sequence[float]) -> AppGrid:
+    """Clients that add a number each to the weights."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        sent = message.content.array_records["arrays"].to_torch_state_dict()
+        step = steps[int(context.node_config["partition-id"])]
+        arrays = ArrayRecord({k: Array((t + step).numpy()) for k, t in sent.items()})
+        return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 5})}), reply_to=message)
+
+    return AppGrid("", len(steps), app=app)
+
+
+def poisoned(
+    clients: int, at: Collection[int], away: Callable[[int, int], bool], bear: Callable[[int], float]
+) -> AppGrid:
+    """Clients that add 1, and withhold at weights above what they bear; the first adds 50 for each client in some rounds.
+
+    Args:
+        away: whether a client does not answer in a round.
+    """
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        client = int(context.node_config["partition-id"])
+        round = int(str(message.content.config_records["config"]["server-round"]))
+        sent = message.content.array_records["arrays"].to_torch_state_dict()
+        if away(client, round):
+            return Message(Error(1, "away"), reply_to=message)
+        if client and float(sent["w"].max()) > bear(client):
+            return Message(Error(WITHHELD, "withheld by the client's guard"), reply_to=message)
+        step = 50 * clients if client == 0 and round in at else 1
+        arrays = ArrayRecord({k: Array((t + step).numpy()) for k, t in sent.items()})
+        return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 5})}), reply_to=message)
+
+    return AppGrid("", clients, app=app)
+
+
+def rounds_of(grid: AppGrid, clients: int, rounds: int, share: float = 1.0) -> tuple[Tensor, list[RoundReplies]]:
     seen = list[RoundReplies]()
-    strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=clients, min_train_nodes=1)
+    strategy = FedAvg(share, fraction_evaluate=0.0, min_available_nodes=clients, min_train_nodes=1)
     curious = CuriousStrategy(strategy, clients=grid.nodes, replies="weights", record=seen.append)
     result = curious.start(grid, ArrayRecord(START), num_rounds=rounds)
     return result.arrays.to_torch_state_dict()["w"], seen
@@ -194,3 +250,50 @@ def test_a_client_alone_takes_nothing_back() -> None:
 def test_a_minority_takes_nothing_back() -> None:
     weights, seen = rounds_of(answering(4, lambda client, w: client > 1 and bool(w.max() > 1)), 4, 2)
     assert torch.equal(weights, START["w"] + 2.5 + 1.5) and not any(intake.notes for intake in seen)
+
+
+@pytest.mark.parametrize(
+    ("clients", "share", "at", "away", "bear"),
+    [
+        (10, 1.0, {2}, lambda client, round: client >= 5, lambda client: 40.0),
+        (10, 1.0, {2}, lambda client, round: client >= 5 and round == 3, lambda client: 40.0),
+        (10, 1.0, {2}, lambda client, round: round in (3, 4), lambda client: 40.0),
+        (9, 1 / 3, {4}, lambda client, round: False, lambda client: 40.0),
+        (5, 1.0, {1, 3}, lambda client, round: False, lambda client: 40.0 if client < 3 else 80.0),
+    ],
+    ids=["half are away", "half are away afterwards", "all are away", "others are asked", "two steps"],
+)
+@pytest.mark.usefixtures("identity")
+def test_one_update_over_which_most_of_those_withhold_who_answer_is_taken_back(
+    clients: int, share: float, at: set[int], away: Callable[[int, int], bool], bear: Callable[[int], float]
+) -> None:
+    """Whoever is away, was asked for the first time, or has withheld for long, does not count for the poison."""
+    _, seen = rounds_of(poisoned(clients, at, away, bear), clients, 9, share)
+    back = [intake for intake in seen if any("the latest on which most trained" in words for words in intake.notes)]
+    assert back and not any(intake.accepted for intake in back), "none of these updates counts"
+    assert len(seen[-1].accepted) > 1, "others than the one that poisons train again"
+
+
+@pytest.mark.usefixtures("identity")
+def test_of_two_clients_neither_is_a_majority() -> None:
+    weights, seen = rounds_of(poisoned(2, {1}, lambda client, round: False, lambda client: 40.0), 2, 3)
+    assert weights.max() > 40 and not any(intake.notes for intake in seen)
+
+
+@pytest.mark.usefixtures("identity")
+def test_clients_that_always_withhold_cost_a_few_rounds_where_a_few_are_asked_at_a_time() -> None:
+    _, seen = rounds_of(answering(9, lambda client, w: client > 2), 9, 40, 1 / 3)
+    assert 0 < sum(bool(intake.notes) for intake in seen) < 6
+
+
+@pytest.mark.usefixtures("identity")
+def test_one_client_that_withholds_now_and_then_takes_nothing_back() -> None:
+    """Beside two whose own audit always withholds, too."""
+    asked = [0]
+
+    def withholds(client: int, w: Tensor) -> bool:
+        asked[0] += client == 0
+        return client in (1, 2) or (client == 0 and asked[0] % 2 == 0)
+
+    _, seen = rounds_of(answering(5, withholds), 5, 6)
+    assert not any(intake.notes for intake in seen)

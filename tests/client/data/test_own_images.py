@@ -18,7 +18,7 @@ from torchvision.transforms import functional as tv
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.corpora import held_out
 from fedgauge.client.data.images import Dataset, mnist5k
-from fedgauge.client.data.own_images import hugging_face, image_folder, npz
+from fedgauge.client.data.own_images import SHARED_NAMES, hugging_face, image_folder, npz
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 
@@ -137,11 +137,22 @@ def test_a_share_is_tested_never_all_or_none(count: int, share: float) -> None:
     assert torch.equal(tested, held_out(count, share, Path("own")))
 
 
-def test_a_picture_of_another_class_moves_no_other_between_training_and_test_part(pictures: Path) -> None:
+def with_names_of_their_own(pictures: Path) -> Path:
     for folder in pictures.iterdir():
         if folder.is_dir():
             for file in sorted(folder.iterdir()):
                 file.rename(folder / f"{folder.name}-{file.name}")
+    return pictures
+
+
+def test_pictures_that_share_a_name_take_their_places_from_their_classes(pictures: Path) -> None:
+    """One of another class may then move another one between training and test part."""
+    assert image_folder(pictures, SIZE).fitted == ("mean", "std", "classes", SHARED_NAMES)
+    assert image_folder(with_names_of_their_own(pictures), SIZE).fitted == ("mean", "std", "classes")
+
+
+def test_a_picture_of_another_class_moves_no_other_between_training_and_test_part(pictures: Path) -> None:
+    with_names_of_their_own(pictures)
     classes = ["ants", "bees", "cats"]
     before = image_folder(pictures, SIZE, classes=classes)
     for name in ("ants", "bees"):
@@ -160,6 +171,7 @@ def test_a_picture_of_another_class_moves_no_other_between_training_and_test_par
 def test_images_say_what_was_fitted_on_them(pictures: Path, tmp_path: Path, written: Callable[..., Path]) -> None:
     constants: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.25] * 3}
     names, own = ["ants", "bees", "cats"], written(**arrays())
+    with_names_of_their_own(pictures)
     stored = saved(tmp_path / "hf", {"train": (list(arrays()["x"]), ["a", "b", "c"] * 4)})
     declared = datasets.ClassLabel(names=["a", "b", "c"])
     numbered = saved(tmp_path / "hf2", {"train": (list(arrays()["x"]), [0, 1, 2] * 4)}, label=declared)

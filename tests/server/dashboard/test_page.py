@@ -145,7 +145,7 @@ def test_a_finished_run_opens_with_its_numbers(watched: Watched, address: str, f
         scores = Scores.read(ledger)
         (leak,) = [k for k in leakage(scores, "psnr") if k.round is None and k.attack == "inverting_gradients"]
     with closing(Reading(Run(folder / "first"))) as reading, reading.now():
-        expect(page.locator(".verdict")).to_have_text(verdict_of(reading).sentence)
+        expect(page.locator(".verdict p")).to_have_text(list(verdict_of(reading).sentences))
     expect(page.locator(".verdict + .worst .card img").first).to_be_visible()
     expect(page.locator(".worst .card")).to_have_count(3)
     attacks = page.get_by_role("region", name="All rounds together").locator("tbody td:first-child")

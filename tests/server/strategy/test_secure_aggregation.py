@@ -19,8 +19,10 @@ from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.client.app import train as fedgauges_train
 from fedgauge.client.components import SpecError
+from fedgauge.client.deployment.guard import WITHHELD
 from fedgauge.client.deployment.secure_sum_mod import RECORD, read, secure_sum, to_config_record
 from fedgauge.client.federation import Federation
+from fedgauge.client.inspection.policy import REASON
 from fedgauge.client.training import gradient
 from fedgauge.defenses.secure_sum import PairwiseMasking
 from fedgauge.server.app import build_strategy
@@ -197,6 +199,26 @@ def test_a_curious_server_tapes_one_update_for_each_group(kit: Any, tmp_path: Pa
         1: "dropped out of its secure sum",
         **dict.fromkeys((2, 3, 5, 6), "in a secure sum of 3 clients"),
     }
+
+
+@pytest.mark.parametrize(("guarded", "summed"), [({1}, 4), ({1, 2, 3, 4}, 0)])
+def test_the_server_learns_whose_guards_withheld_their_updates(kit: Any, guarded: set[int], summed: int) -> None:
+    """So that weights over which most refuse can be taken back; in a sum of the others, and where there is none."""
+
+    def withhold(round: int, replies: list[Message]) -> list[Message]:
+        asked = {m.metadata.dst_node_id: m for m in grid.sent[-5:]}
+        silent = [
+            n for n in asked if asked[n].content.config_records[RECORD]["step"] == "mask" and grid.nodes[n] in guarded
+        ]
+        rest = [m for m in replies if m.metadata.src_node_id not in silent]
+        return rest + [Message(Error(WITHHELD, REASON), reply_to=asked[node]) for node in silent]
+
+    grid, inner = kit.MemoryGrid("", 5, app=app_of(FIVE)), Recorder()
+    grid.tamper = withhold
+    SecureSumStrategy(inner, FIVE).start(grid, ArrayRecord(THETA), 1)
+    codes = {grid.nodes[m.metadata.src_node_id]: m.error.code for m in inner.handed[0] if m.has_error()}
+    assert {client for client, code in codes.items() if code == WITHHELD} == guarded
+    assert list(codes.values()).count(SUMMED) == max(summed - 1, 0)
 
 
 class InOrder(FedAvg):

@@ -17,7 +17,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
 from fedgauge.client.mods import as_mod
 from fedgauge.defenses.clip import clip
-from fedgauge.server.app import STRATEGY, build_strategy, evaluate
+from fedgauge.server.app import STRATEGY, build_strategy
 from fedgauge.server.app import app as server_app
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
@@ -387,7 +387,7 @@ def test_the_saved_model_has_the_buffers_that_evaluation_used(kit: Any, tmp_path
     params, buffers = federation.initial()
     assert saved.keys() == params.keys() | buffers.keys()
     federation.load_buffers({k: saved[k] for k in buffers})
-    accuracy, loss = evaluate(federation, {k: saved[k] for k in params})
+    accuracy, loss = federation.evaluate({k: saved[k] for k in params})
     with run.ledger() as ledger:
         last = ledger.rounds()[-1]
     assert (last["accuracy"], last["loss"]) == (accuracy, loss)
@@ -408,7 +408,7 @@ def test_evaluation_is_accuracy_and_mean_loss_by_definition(kit: Any) -> None:
     logits = (hidden @ params["3.weight"].T + params["3.bias"]).double()
     right = (logits.argmax(1) == data.y_test).double().mean()
     loss = (logits.logsumexp(1) - logits[torch.arange(len(logits)), data.y_test]).mean()
-    accuracy, mean = evaluate(federation, params, chunk=333)
+    accuracy, mean = federation.evaluate(params, chunk=333)
     first, second = logits.topk(2).values.T
     # images that rounding may decide either way, as it depends on the size of the chunks
     undecided = float((first - second < 1e-5).double().mean())

@@ -189,7 +189,7 @@ def test_an_app_is_trained_audited_shown_and_graded(
         assert reading.state == "complete"
         shown, page = Gallery(reading).page(Query()), overview.overview(reading)
     assert page["training"]["rounds"] == page["training"]["round"] == 2
-    assert page["verdict"]["word"] == "undetermined" and "nobody graded any" in page["verdict"]["sentence"]
+    assert page["verdict"]["word"] == "undetermined" and "nobody graded any" in page["verdict"]["sentences"][0]
     assert shown["total"] == 2 * 3 * app.config["examples"]
     assert all(tile["image"] and "objective" in tile["note"] for card in shown["cards"] for tile in card["tiles"])
 
