@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from fedgauge.attacks.base import Attack, Budget
 from fedgauge.attacks.learned.auxiliary import Auxiliary
-from fedgauge.attacks.membership.measured import GUESS
+from fedgauge.attacks.membership.measured import GUESSES
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import BASELINES, MODALITIES
@@ -185,7 +185,7 @@ class AttackPlan:
         tells_members = any(p.tells_members for p in planned)
         planned += [PlannedAttack(n, {"use": use}, Budget(1)) for n, use in modality.baselines.items()]
         if tells_members:
-            planned.append(PlannedAttack(GUESS, {"use": "membership", "score": GUESS}, Budget(1)))
+            planned += [PlannedAttack(n, {"use": "membership", "score": n}, Budget(1)) for n in GUESSES]
         planned += [PlannedAttack(n, {"use": n}, Budget(1)) for n in limits if n != MEMBERSHIP_LIMIT or tells_members]
         for i, p in enumerate(planned[: len(tables)], 1):
             _check_kind(p, modality, f"[[attack]] #{i}")

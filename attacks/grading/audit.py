@@ -279,12 +279,15 @@ class Auditor:
         known = self._knowledge(fed, planned, members, inferred)
         fed.load_buffers(wave.buffers)
         if planned.is_limit:
-            return membership_limit(fed, known, wave, planned.name), self._nothing(wave)
+            test = MembershipTest(fed, Membership(), wave.round, wave.clients)
+            return membership_limit(test, known, wave, planned.name), self._nothing(wave)
         attack = cast(Membership, planned.build())
+        if attack.is_stateful and fed.protocol.secure_sum is not None and fed.protocol.secure_sum.drawn:
+            raise ValueError("groups are drawn anew in each round, so that no sum is of the same clients again")
         test = MembershipTest(fed, attack, wave.round, (*wave.clients, *others.values()))
         scores = attack.scores(wave, known, test.candidates)
         if attack.is_stateful:
-            return test.over_rounds(scores, planned.name, wave.clients, memories)
+            return test.over_rounds(scores, planned.name, wave.clients, others, memories)
         return test.of_updates(scores, planned.name, wave.clients, others), self._nothing(wave)
 
     @staticmethod

@@ -4,6 +4,7 @@ A member's value is the share of strangers with the members' labels that score b
 under the ROC curve; the share of members that all but 1 % of the strangers score below is the true-positive rate there.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ from fedgauge.attacks.base import ClientState, Knowledge, Wave
 from fedgauge.attacks.grading.scores import ScoreRecord, wrong_client
 from fedgauge.attacks.membership.attack import Membership
 from fedgauge.attacks.membership.gradients import CandidateGradients
-from fedgauge.attacks.membership.limit import area, detectability, power
+from fedgauge.attacks.membership.limit import detectability, pair_area, power
 from fedgauge.attacks.membership.measured import HELD, MEMBER, RATES
 from fedgauge.attacks.membership.scores import classes_of
 from fedgauge.client.data.images import batch_of
@@ -105,22 +106,35 @@ class MembershipTest:
         return rows + self._told(HELD, scores, outside, name, client, self._labels[own])
 
     def over_rounds(
-        self, scores: Tensor, name: str, clients: Sequence[int], memories: Mapping[int, ClientState]
+        self,
+        scores: Tensor,
+        name: str,
+        clients: Sequence[int],
+        others: Mapping[int, int],
+        memories: Mapping[int, ClientState],
     ) -> tuple[list[list[ScoreRecord]], Sequence[ClientState]]:
-        """The rows of each client's highest scores so far, and what is remembered of it.
+        """The rows of each client's highest scores so far, those against another client's data, and what is remembered.
 
         Args:
             scores: (K, N) of this round's updates.
         """
         found: list[list[ScoreRecord]] = []
         after: list[ClientState] = []
+        strangers = -1 - torch.arange(len(self.strangers.y))
+        now = torch.cat([self.rows, strangers])
         for own, client in zip(scores, clients, strict=True):
-            held = torch.searchsorted(self.rows, self._held(client))
-            mine = torch.cat([held, torch.arange(len(self.rows), len(self._labels))])
-            best = own[mine] if client not in memories else own[mine].maximum(memories[client]["best"])
-            highest = own.index_copy(0, mine, best)
-            found.append(self._told(HELD, highest, held, name, client))
-            after.append({"best": best})
+            known = memories.get(client, {"rows": now[:0], "best": own[:0]})
+            rows, place = torch.cat([known["rows"], now]).unique(return_inverse=True)
+            best = torch.full((len(rows),), -math.inf, dtype=own.dtype)
+            best = best.scatter_reduce(0, place, torch.cat([known["best"], own]), "amax")
+            highest = best[torch.searchsorted(rows, now)]
+            told = self._told(HELD, highest, torch.searchsorted(self.rows, self._held(client)), name, client)
+            # the other's examples have been scored against this client's updates for as long as the two are neighbours
+            if (other := others.get(client)) is not None and bool(torch.isin(self._held(other), known["rows"]).all()):
+                theirs = torch.searchsorted(self.rows, self._held(other))
+                told += self._told(HELD, highest, theirs, wrong_client(name), other)
+            found.append(told)
+            after.append({"rows": rows, "best": best})
         return found, after
 
     def _told(
@@ -142,16 +156,20 @@ class MembershipTest:
         ]
 
 
-def membership_limit(fed: Federation, known: Knowledge, wave: Wave, name: str) -> list[list[ScoreRecord]]:
-    """The rows of what no test of one update can exceed, where the noise is normal.
+def membership_limit(test: MembershipTest, known: Knowledge, wave: Wave, name: str) -> list[list[ScoreRecord]]:
+    """The rows of what the noise of one update allows, where it is normal.
 
     Raises:
         ValueError: the noise is another, or examples have no gradients of their own.
     """
-    found = []
+    found, labels = [], classes_of(test.strangers)
     for client in wave.clients:
-        mus = detectability(CandidateGradients(known, wave.params, fed.batch_at(client, wave.round))).tolist()
-        values = {MEMBER: [area(mu) for mu in mus]}
+        batch = test.fed.batch_at(client, wave.round)
+        same = torch.isin(labels, classes_of(batch))
+        strangers = Batch(test.strangers.x[same], test.strangers.y[same])
+        members = CandidateGradients(known, wave.params, batch)
+        values = {MEMBER: pair_area(members, CandidateGradients(known, wave.params, strangers)).tolist()}
+        mus = detectability(members).tolist()
         values |= {MEMBER + ending: [power(rate, mu) for mu in mus] for ending, rate in RATES.items()}
         found.append(
             [
@@ -167,7 +185,7 @@ def above(scores: Tensor, strangers: Tensor) -> Tensor:
     """(P,) float64, the share of strangers (S,) that each score exceeds, ties counting half."""
     if not len(strangers):
         raise ValueError(
-            "no stranger has a label of the batch, so there is nothing to tell members from: give more test data"
+            "no stranger has a label of the members, so there is nothing to tell them from: raise strangers, or give more test data"
         )
     lower, higher = (torch.searchsorted(strangers.sort().values, scores, right=right) for right in (False, True))
     return (lower + higher).double() / (2 * len(strangers))

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch
-from fedgauge.attacks.membership.measured import GUESS
+from fedgauge.attacks.membership.measured import LABELS_ALONE
 from fedgauge.attacks.membership.scores import SCORES, Scoring, against_null, classes_of
 from fedgauge.attacks.setting_checks import check_at_least
 from fedgauge.client.update import Batch, concatenate
@@ -65,14 +66,18 @@ class Membership(Attack):
         """
         if known.auxiliary is None:
             raise ValueError("who is a stranger is learned from public examples: set [data] auxiliary above 0")
+        if not all(bool(torch.isfinite(t).all()) for t in wave.update.values()):
+            raise ValueError("an update is not finite, so that no candidate stands out")
         null, public = (Batch(known.auxiliary.x[i::2], known.auxiliary.y[i::2]) for i in range(2))
         scored = CandidateGradients(known, wave.params, concatenate([candidates, null]))
         rest = None
         if self.score == "likelihood_ratio":
             rest = RestOfBatch.of_population(CandidateGradients(known, wave.params, public))
         found = SCORES[self.score](Scoring(scored, wave, rest))
+        if not bool(torch.isfinite(found).all()):
+            raise ValueError("scores are not finite, as the update or the weights are too large: the training diverges")
         own, others = found[:, : len(candidates.y)], found[:, len(candidates.y) :]
-        if self.score == GUESS:
+        if self.score == LABELS_ALONE:
             return own
         return against_null(own, classes_of(candidates), others, classes_of(null))
 

@@ -21,7 +21,7 @@ from fedgauge.attacks.base import Wave
 from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
 from fedgauge.client.chain import Chain
 from fedgauge.client.transforms import Link, UpdateDistribution, is_per_example
-from fedgauge.client.update import Batch
+from fedgauge.client.update import Batch, Params
 
 AXES = 128  # principal axes of the population's gradients, at most half of the public examples
 HELD = 2**27  # numbers of public gradients that are held at once
@@ -146,6 +146,8 @@ def likelihood_ratio(candidates: CandidateGradients, wave: Wave, rest: RestOfBat
     """
     known = candidates.known
     factor = gain(known.chain, known.batch_size, rest.norm / math.sqrt(known.batch_size))
+    if not known.chain.local.one_gradient:
+        factor *= _shrinking(wave, candidates.params, rest, factor, known.batch_size)
     evidence = list(_evidence(candidates, wave, _Expected.of(rest, factor, known.batch_size)))
     found, first = torch.zeros(len(wave), len(candidates), dtype=torch.float64), 0
     for rows, kept in zip(candidates.rows(), candidates.kept.split(candidates.chunk), strict=True):
@@ -154,6 +156,14 @@ def likelihood_ratio(candidates: CandidateGradients, wave: Wave, rest: RestOfBat
             found[list(part.updates), first : first + len(rows)] = part.ratios(change)
         first += len(rows)
     return found
+
+
+def _shrinking(wave: Wave, params: Params, rest: RestOfBatch, factor: float, size: int) -> float:
+    """How much smaller the updates are than if all local steps had the first one's gradient, in (0, 1]."""
+    seen = flattened({k: wave.update[k] for k in params}).double().square().sum(1).mean()
+    spread = rest.variances.sum() + rest.entries.sum()
+    expected = factor**2 * (rest.mean.square().sum() + spread / size)
+    return float((seen / expected).sqrt().clamp(1e-3, 1.0))
 
 
 def gain(chain: Chain, size: int, norm: float) -> float:

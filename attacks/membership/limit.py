@@ -1,17 +1,21 @@
-"""What no test of membership can exceed: the trade-off curve of normal noise, and the line of (epsilon, delta).
+"""What one update's noise allows a test of membership: the trade-off curve of normal noise, and the line of (epsilon, delta).
 
 Noise of standard deviation sigma on the mean of a batch in which a candidate moves the expected update by mu * sigma lets the
 best test detect it with power Phi(Phi^-1(alpha) + mu) at false-positive rate alpha, if all else is known (Dong, Roth & Su,
-2022). Rounds with fresh noise add up as mu = sqrt(sum of mu_i^2). A test that knows less of the batch does worse.
+2022). Rounds with fresh noise add up as mu = sqrt(sum of mu_i^2). A test that knows less of the batch does worse. The weights may
+tell more of an example that was trained on before: the curve is of the update alone.
 """
 
 import math
 from collections.abc import Iterable
 from statistics import NormalDist
 
+import torch
 from torch import Tensor
 
+from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.membership.gradients import CandidateGradients
+from fedgauge.client.transforms import BatchTransform, GroupMean, Link, is_identity, is_per_example, noise_free
 
 
 def power(alpha: float, mu: float) -> float:
@@ -69,15 +73,43 @@ def detectability(candidates: CandidateGradients) -> Tensor:
     """mu of each candidate in one update, (N,) float64: how far it moves the update, over the noise's standard deviation.
 
     Raises:
-        ValueError: the chain's noise is not normal, so its curve is another.
+        ValueError: the chain's noise is not normal, or an example does more than to add its gradient.
     """
-    known = candidates.known
-    density = known.chain.update_distribution
-    if density is None or not density.sigma > 0 or density.scale or density.shrink != 1:
+    return candidates.norms * candidates.kept * _scale(candidates.known)
+
+
+def pair_area(candidates: CandidateGradients, strangers: CandidateGradients) -> Tensor:
+    """The share of pairs in which the best test scores a candidate above a stranger, (N,) float64.
+
+    A server that knows the rest of the batch tells which of the two is in it with probability Phi(distance / 2), where distance
+    is how far their gradients lie apart, over the noise; no score does better on average over both cases.
+    """
+    found, scale = [], _scale(candidates.known)
+    for rows, kept in zip(candidates.rows(), candidates.kept.split(candidates.chunk), strict=True):
+        own = rows.double() * kept[:, None]
+        inner = strangers.products(own.to(rows)) * strangers.kept
+        sizes = (strangers.norms * strangers.kept).square()
+        distances = (own.square().sum(1, keepdim=True) + sizes - 2 * inner).clamp_min(0).sqrt() * scale
+        found.append(torch.special.ndtr(distances / 2).mean(1))
+    return torch.cat(found)
+
+
+def _scale(known: Knowledge) -> float:
+    """Standard deviations of the noise by which a gradient of norm 1 moves the update."""
+    density, chain = known.chain.update_distribution, known.chain
+    if density is None or not density.sigma > 0 or density.scale or density.shrink != 1 or density.signed:
+        raise ValueError("the exact curve is of normal noise alone, and this chain's noise is another")
+    others = [link for link in chain.links if link is not chain.local and not isinstance(link, GroupMean)]
+    if any(isinstance(link, BatchTransform) for link in others):
+        raise ValueError("the exact curve is of examples as they are, and this chain changes them")
+    if not chain.local.one_gradient:
+        raise ValueError("the exact curve is of one gradient, and this local training takes several steps")
+    together = [link for link in others if isinstance(link, Link) and not is_per_example(link)]
+    if density.hidden or density.sparse or not all(map(is_identity, map(noise_free, together))):
         raise ValueError(
-            f"the exact curve is of normal noise alone, and this chain's noise is {density or 'of no known density'}"
+            "the exact curve is of gradients that are clipped each by itself, and this chain does more to them"
         )
-    return candidates.norms * candidates.kept * known.scale / (known.batch_size * density.sigma)
+    return known.scale / (known.batch_size * density.sigma)
 
 
 def _check(alpha: float) -> None:

@@ -7,4 +7,5 @@ RATES: Mapping[str, float] = {
     "_at_1_percent": 0.01,
     "_at_0.1_percent": 0.001,
 }  # of false positives, by a metric's ending
-GUESS = "label_frequency"  # the baseline: a score that reads neither update nor weights
+LABELS_ALONE = "label_frequency"
+GUESSES = (LABELS_ALONE, "loss")  # the baselines: scores that read nothing, or the weights alone

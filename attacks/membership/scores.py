@@ -142,7 +142,7 @@ def against_null(scores: Tensor, labels: Tensor, null: Tensor, null_labels: Tens
         if same.shape[1] < LEAST_NULL:
             raise ValueError(
                 f"the null has {same.shape[1]} candidates of label {label}, and {LEAST_NULL} are needed to compare a score "
-                "with: add public examples of this label"
+                "with: add public examples of this label ([data] auxiliary, of which half are the null)"
             )
         spread = same.std(1, keepdim=True)
         found[:, mine] = (scores[:, mine] - same.mean(1, keepdim=True)) / torch.where(spread > 0, spread, 1.0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from fedgauge.attacks.membership.measured import GUESS
+from fedgauge.attacks.membership.measured import GUESSES
 from fedgauge.attacks.modality.base import Measured, Modality
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import MEMBERSHIP
@@ -25,7 +25,7 @@ def register(dataset: type[Dataset], modality: type[Modality]) -> None:
 register(Dataset, ImageModality)
 register(Text, SentenceModality)
 MEASURED.update(MEMBERSHIP)
-BASELINES[GUESS] = "membership"
+BASELINES.update(dict.fromkeys(GUESSES, "membership"))
 
 
 def modality_of(dataset: Dataset) -> Modality:

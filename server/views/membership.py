@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from scipy.special import bdtrc
@@ -14,8 +15,9 @@ from fedgauge.server.views.formatting import percent
 from fedgauge.server.views.intervals import LUCK, Rate, clustered_interval
 from fedgauge.server.views.roles import Role, is_attack, is_limit, role_of
 from fedgauge.server.views.scores import Scores
-from fedgauge.server.views.strength import PairedDifference, paired
+from fedgauge.server.views.strength import PairedDifference, paired, rivals_of, values_of
 
+Word = Literal["leaks", "not shown to leak", "undetermined"]
 QUESTIONS: Mapping[str, str] = {MEMBER: "Who was in a batch", HELD: "Whom a client's data holds"}
 ONE_PERCENT = "_at_1_percent"
 CHANCE = 0.5  # of two examples, which is the member
@@ -33,9 +35,9 @@ class ToldMembers:
         more_than_guessed: lower end of the interval of the difference between these two, clustered by client and wider if several
             tests are compared; None below two clients.
         hits: members told at 1 % false positives; None where strangers are too few for that rate.
-        hits_by_luck: how probable it is that half of a batch is told so in as many batches by luck.
-        limit: the area that no test of one update exceeds; None where it is not known.
-        tests: how many are compared.
+        hits_by_luck: how probable it is that members are told so, and by no baseline, in as many batches by luck.
+        limit: the area that the noise of one update allows; None where it is not known.
+        tests: how many chances there are to find something by luck: tests, questions, and two criteria of each.
     """
 
     metric: str
@@ -51,10 +53,18 @@ class ToldMembers:
     tests: int
 
     @property
+    def word(self) -> Word:
+        """What can be said; without an interval a test that finds nothing says nothing."""
+        if (
+            self.more_than_guessed is not None and self.more_than_guessed > 0
+        ) or self.hits_by_luck <= LUCK / self.tests:
+            return "leaks"
+        return "undetermined" if self.more_than_guessed is None else "not shown to leak"
+
+    @property
     def leaks(self) -> bool:
         """Whether members are told from strangers better than by a guess."""
-        surely = self.more_than_guessed is not None and self.more_than_guessed > 0
-        return surely or self.hits_by_luck <= LUCK / self.tests
+        return self.word == "leaks"
 
     def __str__(self) -> str:
         words = f"by {self.attack}, a member scores above a stranger in {percent(self.area)} of all pairs"
@@ -64,23 +74,28 @@ class ToldMembers:
         if self.hits is not None:
             words += f"; at 1 % false positives {self.hits.count} of {self.hits.n} members are told"
         if self.limit is not None:
-            words += f"; no test of one update exceeds {percent(self.limit)}"
+            words += (
+                f"; of examples that nobody trained on before, the noise of one update allows {percent(self.limit)}"
+            )
         return words
 
     @property
     def sentence(self) -> str:
         """What was found, and that another test may find more."""
-        if self.leaks:
+        if self.word == "leaks":
             return f"{QUESTIONS[self.metric]} leaks: {self}."
+        if self.word == "undetermined":
+            return f"{QUESTIONS[self.metric]} is not known, as one client gives no interval: {self}."
         return f"{QUESTIONS[self.metric]} is not shown to leak: {self}; a stronger test may still tell."
 
 
 def told_members(scores: Scores) -> list[ToldMembers]:
     """The best test of each question that was tested."""
     found = []
-    for metric, rows in _questions(scores):
-        tests = [name for name in _names(rows) if is_attack(name)]
-        told = [_told(metric, rows, _graded(scores, metric + ONE_PERCENT), name, len(tests)) for name in tests]
+    asked = [(metric, rows, [n for n in _names(rows) if is_attack(n)]) for metric, rows in _questions(scores)]
+    chances = 2 * sum(len(tests) for _, _, tests in asked)
+    for metric, rows, tests in asked:
+        told = [_told(metric, rows, _graded(scores, metric + ONE_PERCENT), name, chances) for name in tests]
         if told:
             found.append(max(told, key=lambda t: (t.leaks, t.area)))
     return found
@@ -151,6 +166,7 @@ def _told(metric: str, rows: Scores, at_rate: Scores, attack: str, tests: int) -
     difference = gain.interval(tests)
     hits = at_rate.of_attack(attack)
     hits = hits.where(np.isin(hits.batch_keys(), own.batch_keys()))
+    guessed = [values_of(at_rate.of_attack(rival), hits.example_keys()) == 1 for rival in rivals_of(attack)]
     limits = rows.of_attack(MEMBERSHIP_LIMIT)
     return ToldMembers(
         metric=metric,
@@ -161,24 +177,26 @@ def _told(metric: str, rows: Scores, at_rate: Scores, attack: str, tests: int) -
         floor=float((gain.own - gain.differences).mean()),
         more_than_guessed=difference[0] if difference else None,
         hits=_rate(hits, own) if len(hits) else None,
-        hits_by_luck=_luck(hits),
+        hits_by_luck=_luck(hits.where((hits.value < 1) | ~np.any(guessed, axis=0))),
         limit=float(limits.value.mean()) if len(limits) else None,
         tests=tests,
     )
 
 
 def _luck(hits: Scores) -> float:
-    """How probable it is by luck that half of a batch's members is told in as many batches.
+    """How probable it is by luck that members are told in as many batches, however those of a batch depend on each other.
 
-    One stranger in a hundred is told, so half of a batch of strangers is with a probability of at most 2 % (Markov), however
-    the strangers of a batch depend on each other.
+    One stranger in a hundred is told. So half of a batch is with a probability of at most 2 % (Markov), and any of its n with at
+    most n %; the rarer of the two counts, twice.
     """
     if not len(hits):
         return 1.0
-    _, batch = np.unique(hits.batch_keys(), return_inverse=True)
-    shares = np.bincount(batch, hits.value) / np.bincount(batch)
-    told = int((shares >= 0.5).sum())
-    return float(bdtrc(told - 1, len(shares), 0.02)) if told else 1.0
+    _, batch, sizes = np.unique(hits.batch_keys(), return_inverse=True, return_counts=True)
+    told = np.bincount(batch, hits.value)
+    ways = ((told >= sizes / 2, 0.02), (told >= 1, min(1.0, 0.01 * float(sizes.mean()))))
+    return min(
+        1.0, 2 * min(float(bdtrc(n - 1, len(sizes), p)) if (n := int(those.sum())) else 1.0 for those, p in ways)
+    )
 
 
 def _last_of_each_client(rows: Scores, without: set[str]) -> Scores:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from fedgauge.server.views.intervals import (
     luck_bound,
     luck_of_hits,
 )
-from fedgauge.server.views.membership import ToldMembers, members_sentences, told_members
+from fedgauge.server.views.membership import ToldMembers, Word, members_sentences, told_members
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, planned_attacks
 from fedgauge.server.views.scores import Scores
@@ -106,9 +105,6 @@ class RestoredLabels:
 
     def __str__(self) -> str:
         return f"{100 * self.share:.0f} % of the labels are restored (a guess without the update: {100 * self.guess:.0f} %)"
-
-
-Word = Literal["leaks", "not shown to leak", "undetermined"]
 
 
 @dataclass(frozen=True)
@@ -206,13 +202,15 @@ def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float] = UNKNOWN) -
         shares: how often each class occurs in the data, for what a guess restores of labels.
     """
     examples, members = _of_examples(scores, ledger, shares), told_members(scores)
-    words = {examples.word, *("leaks" if told.leaks else "not shown to leak" for told in members)}
+    words = {examples.word, *(told.word for told in members)}
     word: Word = "undetermined"
     if "leaks" in words:
         word = "leaks"
     elif words == {"not shown to leak"} and members:
         word = "not shown to leak"
     sentences = (*examples.sentences, *members_sentences(members, ledger))
+    if word == "not shown to leak" and (why := _computed_otherwise(ledger)):
+        word, sentences = "undetermined", (*sentences, f"A test that finds nothing proves nothing here: {why}.")
     return Verdict(word, sentences, examples.strongest, tuple(members), examples.word)
 
 
@@ -279,15 +277,22 @@ def _numbers(strongest: ExcessLeakage, compared: Sequence[ExcessLeakage], by: Ma
 
 def _proves_nothing(compared: Sequence[ExcessLeakage], ledger: Ledger) -> str:
     """Why the failure of these attacks proves nothing; empty if it does."""
+    if why := _computed_otherwise(ledger):
+        return why
+    flat = {row["name"] for row in ledger.attacks() if row["flat"]}
+    if all(e.attack in flat for e in compared):
+        return f"{NO_DERIVATIVE}. The attacks never moved"
+    return ""
+
+
+def _computed_otherwise(ledger: Ledger) -> str:
+    """Why attacks and tests assumed another computation than the clients'; empty if they did not."""
     if ledger.meta().get("replay") == "mismatch":
         return "the replay check failed, so the attacks inverted a different computation from the clients'"
     if ledger.training_fits is False:
         return (
             "the local training that the audit assumes does not explain the update, so the attacks inverted another one"
         )
-    flat = {row["name"] for row in ledger.attacks() if row["flat"]}
-    if all(e.attack in flat for e in compared):
-        return f"{NO_DERIVATIVE}. The attacks never moved"
     return ""
 
 

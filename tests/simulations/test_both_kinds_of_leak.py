@@ -21,7 +21,7 @@ from fedgauge.simulations.reports.report import write_report
 
 TESTS = [
     {"use": "idlg", "iterations": 30},
-    {"use": "membership", "strangers": 300, "held": 5},
+    {"use": "membership", "held": 5},
     {"use": "membership_over_rounds", "strangers": 200, "held": 5, "score": "matched_filter"},
 ]
 NOISE = [{"use": "gaussian", "sigma": 0.001}, {"use": "local_sgd", "rate": 0.1}]
@@ -44,7 +44,13 @@ def test_the_page_draws_membership_over_rounds_with_its_limit(run: Run) -> None:
         told, found = overview(reading), verdict_of(reading)
     curves = {metric["name"]: metric["series"] for metric in told["metrics"]}
     member = {series["name"]: series for series in curves["membership"]}
-    assert set(member) == {"membership", "label_frequency", "wrong_client(membership)", "membership_limit"}
+    assert set(member) == {
+        "membership",
+        "label_frequency",
+        "loss",
+        "wrong_client(membership)",
+        "membership_limit",
+    }
     assert member["membership"]["x"] == [1, 2] and min(member["membership"]["mean"]) > 0.8
     assert member["membership_limit"]["kind"] == "limit"
     assert {series["name"] for series in curves["held_membership"]} >= {"membership_over_rounds"}

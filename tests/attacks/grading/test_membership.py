@@ -1,5 +1,6 @@
 """Membership through the audit: who is a candidate, what a member's value is, and what is said where nobody can tell."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -7,12 +8,12 @@ from typing import Any
 import pytest
 import scipy.stats
 import torch
+from torch import Tensor
 
 from fedgauge.attacks.base import Wave
 from fedgauge.attacks.grading.audit import Auditor, AuditResult
 from fedgauge.attacks.grading.membership import MembershipTest, above, exceeded_by
 from fedgauge.attacks.membership.attack import Membership
-from fedgauge.attacks.membership.limit import area
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
@@ -78,11 +79,11 @@ def test_members_are_told_from_an_undefended_update_and_not_from_anothers(make_f
 @pytest.mark.parametrize("task", ["classification", "next_token"])
 def test_members_among_sentences_are_told(make_federation: Make, observe: Make, task: str) -> None:
     fed = make_federation(
-        data={"use": "phrases", "length": 10, "auxiliary": 60, "task": task},
+        data={"use": "phrases", "length": 10, "auxiliary": 40, "task": task},
         model={"use": "tiny_bert"} if task == "classification" else {"use": "transformer3"},
         **({"loss": {"use": "next_token"}} if task == "next_token" else {}),
     )
-    found = Auditor(fed).audit(planned(strangers=100, held=5), observe(fed, (0, 1)), {0: 1, 1: 0})
+    found = Auditor(fed).audit(planned(strangers=60, held=2), observe(fed, (0, 1)), {0: 1, 1: 0})
     assert mean(values(found, "membership", "membership")) > 0.9, found[0].reconstruction.reason
 
 
@@ -106,29 +107,90 @@ def test_over_rounds_each_candidate_keeps_its_highest_score(fed: Federation, obs
     second = auditor.audit(attack, observe(fed, (0, 1), round=2), memories=memories)
     alone = auditor.audit(attack, observe(fed, (0, 1), round=2))
     for before, after, fresh in zip(first, second, alone, strict=True):
-        assert before.memory is not None and after.memory is not None and fresh.memory is not None
-        assert after.memory["best"].equal(before.memory["best"].maximum(fresh.memory["best"]))
+        kept = [
+            dict(zip(m["rows"].tolist(), m["best"].tolist(), strict=True))
+            for one in (before, after, fresh)
+            if (m := one.memory)
+        ]
+        earlier, both, now = kept
+        assert set(both) == set(earlier) | set(now), "whoever was scored is remembered by its row"
+        for row, best in both.items():
+            assert best == max(earlier.get(row, -math.inf), now.get(row, -math.inf))
     assert values(second, "membership_over_rounds", "held_membership")
 
 
-def test_the_limit_is_the_members_own_curve(make_federation: Make, observe: Make) -> None:
+def test_the_limit_is_the_distance_of_two_gradients(make_federation: Make, observe: Make) -> None:
+    """Of a member and a stranger one is in the batch: two normal densities, told apart by their distance over the noise."""
     sigma = 0.05  # before local_sgd, whose rate then changes gradient and noise alike
-    fed = make_federation(chain=[{"use": "gaussian", "sigma": sigma}, SGD])
+    fed = make_federation(chain=[{"use": "gaussian", "sigma": sigma}, SGD], model={"use": "mlp", "hidden": [8]})
     wave = observe(fed, (0,))
     found = Auditor(fed).audit(PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}), wave)
+    strangers = MembershipTest(fed, Membership(), 1, (0,)).strangers
+
+    def flat(x: Tensor, y: Tensor) -> Tensor:
+        own = fed.gradient(wave.params, Batch(x[None], y[None]), None)
+        return torch.cat([t.flatten() for t in own.values()]).double()
+
     batch, expected = fed.batch_at(0, 1), []
     for x, y in zip(batch.x, batch.y, strict=True):
-        own = fed.gradient(wave.params, Batch(x[None], y[None]), None)
-        norm = float(torch.cat([t.flatten() for t in own.values()]).double().norm())
-        expected.append(area(norm / len(batch.y) / sigma))
+        others = [flat(*one) for one in zip(strangers.x, strangers.y, strict=True) if bool(torch.isin(one[1], batch.y))]
+        distances = torch.stack([(flat(x, y) - other).norm() for other in others]) / len(batch.y) / sigma
+        expected.append(float(torch.special.ndtr(distances / 2).mean()))
     assert values(found, MEMBERSHIP_LIMIT, "membership") == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("chain", "words"),
+    [
+        ([{"use": "laplace", "scale": 0.1}, SGD], "of normal noise alone"),
+        ([{"use": "gaussian", "sigma": 0.1}, {**SGD, "steps": 5}], "takes several steps"),
+        ([{"use": "clip", "max_norm": 1.0}, {"use": "gaussian", "sigma": 0.1}, SGD], "clipped each by itself"),
+        ([{"use": "mixup", "alpha": 0.4}, {"use": "gaussian", "sigma": 0.1}, SGD], "examples as they are"),
+    ],
+)
+def test_no_curve_is_stated_that_is_not_the_chains(
+    make_federation: Make, observe: Make, chain: list[dict[str, Any]], words: str
+) -> None:
+    fed = make_federation(chain=chain, model={"use": "mlp", "hidden": [8]}, data={"batch_size": 2})
+    found = Auditor(fed).audit(PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}), observe(fed, (0,)))
+    assert found[0].reconstruction.status == "not_applicable" and words in found[0].reconstruction.reason
+
+
+def test_what_is_not_finite_tells_nobody(fed: Federation, observe: Make) -> None:
+    wave = observe(fed, (0, 1))
+    for factor in (math.inf, 1e38):
+        spoilt = replace(wave, update={k: t * factor for k, t in wave.update.items()})
+        found = Auditor(fed).audit(planned(score="loss_change", strangers=100), spoilt)
+        assert {one.reconstruction.status for one in found} == {"not_applicable"}
+        assert "not finite" in found[0].reconstruction.reason
+
+
+def test_over_rounds_sums_of_changing_groups_and_missing_clients(make_federation: Make, observe: Make) -> None:
+    changes = {"clients": 4, "model": {"use": "mlp", "hidden": [8]}}
+    drawn = make_federation(secure_sum={"group": 2, "drawn": True}, **changes)
+    first = drawn.protocol.groups(1)[0][0]
+    found = Auditor(drawn).audit(planned("membership_over_rounds", strangers=200), observe(drawn, (first,)))
+    assert "drawn anew in each round" in found[0].reconstruction.reason
+    fewer = {"group": 4, "threshold": 3}
+    uneven = make_federation(secure_sum=fewer, stragglers={"probability": 0.4}, **changes)
+    rounds = {len(uneven.protocol.members(uneven.protocol.groups(r)[0][0], r)): r for r in range(1, 4)}
+    memories: dict[int, Any] = {}
+    for round in sorted(rounds.values()):
+        client = uneven.protocol.groups(round)[0][0]
+        found = Auditor(uneven).audit(
+            planned("membership_over_rounds", strangers=200, held=5),
+            observe(uneven, (client,), round),
+            memories=memories,
+        )
+        assert found[0].reconstruction.status == "converged", found[0].reconstruction.reason
+        memories = {one.client: one.memory for one in found}
 
 
 def test_its_baseline_and_limit_come_with_it_alone() -> None:
     names = [p.name for p in AttackPlan.from_tables([{"use": "idlg"}], {}, 1, 1, (MEMBERSHIP_LIMIT,)).attacks]
     assert "label_frequency" not in names and MEMBERSHIP_LIMIT not in names
     names = [p.name for p in AttackPlan.from_tables([{"use": "membership"}], {}, 1, 1, (MEMBERSHIP_LIMIT,)).attacks]
-    assert names == ["membership", "mean_image", "random_image", "label_frequency", MEMBERSHIP_LIMIT]
+    assert names == ["membership", "mean_image", "random_image", "label_frequency", "loss", MEMBERSHIP_LIMIT]
 
 
 def test_where_nobody_can_tell_the_reason_is_said(make_federation: Make, observe: Make) -> None:

@@ -41,6 +41,7 @@ CHAINS: Mapping[str, Chain] = {
     "mask": chain(local_sgd(0.1), mask(0.5)),
     "2 bits": chain(local_sgd(0.1), quantize(2)),
     "steps": chain(local_sgd(0.1, 3)),
+    "ten steps": chain(local_sgd(0.2, 10)),  # whose later gradients vanish
 }
 
 

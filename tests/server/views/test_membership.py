@@ -91,7 +91,7 @@ def test_chance_alone_leaks_seldom(tmp_path: Path) -> None:
 
 
 def test_one_client_leaks_where_whole_batches_are_told(tmp_path: Path) -> None:
-    """No interval comes from one client; that strangers fill half of three batches' alarms has a probability of 0.02^3."""
+    """No interval comes from one client; that strangers fill half of three batches has a probability of 0.02^3, in two ways."""
     cells = {
         (round, 0, "membership"): {"membership": [1.0, 1.0], "membership_at_1_percent": [1.0, 1.0]}
         for round in (1, 2, 3)
@@ -99,7 +99,20 @@ def test_one_client_leaks_where_whole_batches_are_told(tmp_path: Path) -> None:
     with written(tmp_path / "l.sqlite", cells, TESTS) as ledger:
         (told,) = told_members(Scores.read(ledger))
     assert told.interval is None and told.leaks
-    assert told.hits_by_luck == pytest.approx(0.02**3)
+    assert told.hits_by_luck == pytest.approx(2 * 0.02**3)
+
+
+def test_what_the_weights_tell_as_well_is_no_leak_of_the_update(tmp_path: Path) -> None:
+    """The loss alone tells the same members: nothing was read off the update."""
+    told = {"membership": [1.0, 1.0, 0.3], "membership_at_1_percent": [1.0, 1.0, 0.0]}
+    clients = {"one": 1, "four": 4}
+    for name, count in clients.items():
+        cells = {(1, c, attack): told for c in range(count) for attack in ("membership", "loss")}
+        plan = (*TESTS, PlannedAttack("loss", {"use": "membership", "score": "loss"}))
+        with written(tmp_path / f"{name}.sqlite", cells, plan) as ledger:
+            (found,) = told_members(Scores.read(ledger))
+        assert not found.leaks and found.baseline == "loss"
+        assert found.word == ("undetermined" if count == 1 else "not shown to leak")
 
 
 def test_over_rounds_the_last_round_counts(tmp_path: Path) -> None:
