@@ -79,7 +79,7 @@ def test_members_are_told_from_an_undefended_update_and_not_from_anothers(make_f
 @pytest.mark.parametrize("task", ["classification", "next_token"])
 def test_members_among_sentences_are_told(make_federation: Make, observe: Make, task: str) -> None:
     fed = make_federation(
-        data={"use": "phrases", "length": 10, "auxiliary": 40, "task": task},
+        data={"use": "phrases", "length": 10, "auxiliary": 60, "task": task},
         model={"use": "tiny_bert"} if task == "classification" else {"use": "transformer3"},
         **({"loss": {"use": "next_token"}} if task == "next_token" else {}),
     )
