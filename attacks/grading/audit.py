@@ -26,7 +26,7 @@ from fedgauge.attacks.grading.membership import MembershipTest, membership_limit
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, Grader, ScoreRecord, ungraded_rows, wrong_client
 from fedgauge.attacks.learned.auxiliary import check_disjoint
 from fedgauge.attacks.limits import GaussianPrior, bayes_limit
-from fedgauge.attacks.membership.attack import Membership
+from fedgauge.attacks.membership.attack import membership
 from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import by_error
@@ -279,9 +279,9 @@ class Auditor:
         known = self._knowledge(fed, planned, members, inferred)
         fed.load_buffers(wave.buffers)
         if planned.is_limit:
-            test = MembershipTest(fed, Membership(), wave.round, wave.clients)
+            test = MembershipTest(fed, membership(), wave.round, wave.clients)
             return membership_limit(test, known, wave, planned.name), self._nothing(wave)
-        attack = cast(Membership, planned.build())
+        attack = cast(membership, planned.build())
         if attack.is_stateful and fed.protocol.secure_sum is not None and fed.protocol.secure_sum.drawn:
             raise ValueError("groups are drawn anew in each round, so that no sum is of the same clients again")
         test = MembershipTest(fed, attack, wave.round, (*wave.clients, *others.values()))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import ClientState, Knowledge, Wave
 from fedgauge.attacks.grading.scores import ScoreRecord, wrong_client
-from fedgauge.attacks.membership.attack import Membership
+from fedgauge.attacks.membership.attack import membership
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.limit import detectability, pair_area, power
 from fedgauge.attacks.membership.measured import HELD, MEMBER, RATES
@@ -38,7 +38,7 @@ class MembershipTest:
     """
 
     fed: Federation
-    attack: Membership
+    attack: membership
     round: int
     clients: tuple[int, ...]
 

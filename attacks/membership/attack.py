@@ -17,7 +17,7 @@ from fedgauge.client.update import Batch, concatenate
 
 
 @dataclass(frozen=True)
-class Membership(Attack):
+class membership(Attack):
     """Tell by a score who was in the batch behind an update.
 
     Public examples of the candidate's label show how high a stranger scores.
@@ -83,7 +83,7 @@ class Membership(Attack):
 
 
 @dataclass(frozen=True)
-class MembershipOverRounds(Membership):
+class membership_over_rounds(membership):
     """Tell by the highest score over the rounds whom a client's data holds; the arguments are those of membership."""
 
     is_stateful: ClassVar[bool] = True

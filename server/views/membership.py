@@ -251,6 +251,8 @@ def members_sentences(told: Sequence[ToldMembers], ledger: Ledger) -> list[str]:
 
 def _why_not(ledger: Ledger) -> str:
     planned = [name for name, planned in ledger.planned().items() if planned.tells_members and is_attack(name)]
+    if not ledger.attacks():
+        return "no attack was planned"
     if ledger.deployed:
         return "the server of a deployment does not know the batches; run its scenario as a simulation"
     if not planned:

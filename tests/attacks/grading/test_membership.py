@@ -13,7 +13,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Wave
 from fedgauge.attacks.grading.audit import Auditor, AuditResult
 from fedgauge.attacks.grading.membership import MembershipTest, above, exceeded_by
-from fedgauge.attacks.membership.attack import Membership
+from fedgauge.attacks.membership.attack import membership
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
@@ -90,7 +90,7 @@ def test_members_among_sentences_are_told(make_federation: Make, observe: Make, 
 def test_nothing_tells_the_attack_which_candidates_are_members(fed: Federation, observe: Make) -> None:
     """The members are spread over the candidates, and a change of the order changes no score."""
     wave = observe(fed, (0, 1))
-    attack, auditor = Membership(strangers=100, held=10), Auditor(fed)
+    attack, auditor = membership(strangers=100, held=10), Auditor(fed)
     test = MembershipTest(fed, attack, 1, wave.clients)
     known = auditor.knowledge(planned())
     whole = attack.scores(wave, known, test.candidates)
@@ -125,7 +125,7 @@ def test_the_limit_is_the_distance_of_two_gradients(make_federation: Make, obser
     fed = make_federation(chain=[{"use": "gaussian", "sigma": sigma}, SGD], model={"use": "mlp", "hidden": [8]})
     wave = observe(fed, (0,))
     found = Auditor(fed).audit(PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}), wave)
-    strangers = MembershipTest(fed, Membership(), 1, (0,)).strangers
+    strangers = MembershipTest(fed, membership(), 1, (0,)).strangers
 
     def flat(x: Tensor, y: Tensor) -> Tensor:
         own = fed.gradient(wave.params, Batch(x[None], y[None]), None)
@@ -206,4 +206,4 @@ def test_where_nobody_can_tell_the_reason_is_said(make_federation: Make, observe
     bare = Federation(fed.protocol)
     vars(bare)["shards"] = replace(fed.shards, dataset=data)
     with pytest.raises(ValueError, match="has no test part"):
-        MembershipTest(bare, Membership(), 1, (0,))
+        MembershipTest(bare, membership(), 1, (0,))
