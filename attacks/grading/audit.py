@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 
@@ -22,11 +22,10 @@ from fedgauge.attacks.base import (
 from fedgauge.attacks.defense_inference.evidence import Inferred
 from fedgauge.attacks.defense_inference.infer import infer
 from fedgauge.attacks.engine.devices import CPU
-from fedgauge.attacks.grading.membership import MembershipTest, membership_limit
+from fedgauge.attacks.grading.membership import tell_members
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, Grader, ScoreRecord, ungraded_rows, wrong_client
 from fedgauge.attacks.learned.auxiliary import check_disjoint
 from fedgauge.attacks.limits import GaussianPrior, bayes_limit
-from fedgauge.attacks.membership.attack import membership
 from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import by_error
@@ -248,11 +247,17 @@ class Auditor:
     ) -> list[AuditResult]:
         """Scores of candidates, then who was a member; of the limit, how well any test can tell."""
         started, fed = time.perf_counter(), self.federation
-        others = {c: o for c, o in others.items() if len(fed.protocol.members(o, wave.round)) == members}
+        same = {c: o for c, o in others.items() if len(fed.protocol.members(o, wave.round)) == members}
         status: Status = "converged"
-        reason, remembered = "", self._nothing(wave)
+        remembered: Sequence[ClientState | None] = [None] * len(wave)
+        reason = ""
         try:
-            rows, remembered = self._told(planned, wave, members, {} if planned.is_baseline else others, memories)
+            if self.blind:
+                raise ValueError(NO_MEMBERS)
+            inferred = self.infer_defense(wave, members) if planned.defense == "inferred" else None
+            known = self._knowledge(fed, planned, members, inferred)
+            fed.load_buffers(wave.buffers)
+            rows, remembered = tell_members(fed, planned, known, wave, {} if planned.is_baseline else same, memories)
         except ValueError as error:
             status, reason = "not_applicable", str(error)
             none = ScoreRecord(wave.round, 0, planned.name, WHOLE_BATCH, MEMBER, None, status, 0.0)
@@ -263,37 +268,6 @@ class Auditor:
             AuditResult(client, result, tuple(replace(row, seconds=seconds) for row in own), memory)
             for client, own, memory in zip(wave.clients, rows, remembered, strict=True)
         ]
-
-    def _told(
-        self,
-        planned: PlannedAttack,
-        wave: Wave,
-        members: int,
-        others: Mapping[int, int],
-        memories: Mapping[int, ClientState],
-    ) -> tuple[list[list[ScoreRecord]], Sequence[ClientState | None]]:
-        if self.blind:
-            raise ValueError(NO_MEMBERS)
-        fed = self.federation
-        inferred = self.infer_defense(wave, members) if planned.defense == "inferred" else None
-        known = self._knowledge(fed, planned, members, inferred)
-        fed.load_buffers(wave.buffers)
-        if planned.is_limit:
-            test = MembershipTest(fed, membership(), wave.round, wave.clients)
-            return membership_limit(test, known, wave, planned.name), self._nothing(wave)
-        attack = cast(membership, planned.build())
-        if attack.is_stateful and fed.protocol.secure_sum is not None and fed.protocol.secure_sum.drawn:
-            raise ValueError("groups are drawn anew in each round, so that no sum is of the same clients again")
-        test = MembershipTest(fed, attack, wave.round, (*wave.clients, *others.values()))
-        scores = attack.scores(wave, known, test.candidates)
-        if attack.is_stateful:
-            return test.over_rounds(scores, planned.name, wave.clients, others, memories)
-        return test.of_updates(scores, planned.name, wave.clients, others), self._nothing(wave)
-
-    @staticmethod
-    def _nothing(wave: Wave) -> Sequence[ClientState | None]:
-        """What is remembered of the clients where rounds are judged one by one."""
-        return [None] * len(wave)
 
     def _truth(self, client: int, round: int) -> Batch:
         if self.blind:

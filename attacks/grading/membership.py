@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.limit import detectability, pair_area, power
 from fedgauge.attacks.membership.measured import HELD, MEMBER, RATES
 from fedgauge.attacks.membership.scores import classes_of
+from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
@@ -149,36 +151,62 @@ class MembershipTest:
         for ending, rate in RATES.items():
             if len(strangers) + 1 >= round(1 / rate):
                 values[metric + ending] = (exceeded_by(scores[mine], strangers) <= rate).double()
-        return [
-            ScoreRecord(self.round, client, name, i, measured, value, "converged", 0.0)
-            for measured, column in values.items()
-            for i, value in zip(kept.tolist(), column.tolist(), strict=True)
-        ]
+        return _records({k: t.tolist() for k, t in values.items()}, kept.tolist(), self.round, client, name)
+
+    def limits(self, known: Knowledge, wave: Wave, name: str) -> list[list[ScoreRecord]]:
+        """The rows of what the noise of one update allows, where it is normal.
+
+        Raises:
+            ValueError: the noise is another, or examples have no gradients of their own.
+        """
+        found, labels = [], classes_of(self.strangers)
+        for client in wave.clients:
+            batch = self.fed.batch_at(client, self.round)
+            same = torch.isin(labels, classes_of(batch))
+            strangers = Batch(self.strangers.x[same], self.strangers.y[same])
+            members = CandidateGradients(known, wave.params, batch)
+            values = {MEMBER: pair_area(members, CandidateGradients(known, wave.params, strangers)).tolist()}
+            mus = detectability(members).tolist()
+            values |= {MEMBER + ending: [power(rate, mu) for mu in mus] for ending, rate in RATES.items()}
+            found.append(_records(values, range(len(mus)), self.round, client, name))
+        return found
 
 
-def membership_limit(test: MembershipTest, known: Knowledge, wave: Wave, name: str) -> list[list[ScoreRecord]]:
-    """The rows of what the noise of one update allows, where it is normal.
+def tell_members(
+    fed: Federation,
+    planned: PlannedAttack,
+    known: Knowledge,
+    wave: Wave,
+    others: Mapping[int, int],
+    memories: Mapping[int, ClientState],
+) -> tuple[list[list[ScoreRecord]], Sequence[ClientState | None]]:
+    """The rows of each update of a wave under a planned test or its limit, and what is remembered of each client.
 
     Raises:
-        ValueError: the noise is another, or examples have no gradients of their own.
+        ValueError: nobody can tell, for the reason that the message says.
     """
-    found, labels = [], classes_of(test.strangers)
-    for client in wave.clients:
-        batch = test.fed.batch_at(client, wave.round)
-        same = torch.isin(labels, classes_of(batch))
-        strangers = Batch(test.strangers.x[same], test.strangers.y[same])
-        members = CandidateGradients(known, wave.params, batch)
-        values = {MEMBER: pair_area(members, CandidateGradients(known, wave.params, strangers)).tolist()}
-        mus = detectability(members).tolist()
-        values |= {MEMBER + ending: [power(rate, mu) for mu in mus] for ending, rate in RATES.items()}
-        found.append(
-            [
-                ScoreRecord(wave.round, client, name, i, metric, value, "converged", 0.0)
-                for metric, column in values.items()
-                for i, value in enumerate(column)
-            ]
-        )
-    return found
+    nothing = [None] * len(wave)
+    if planned.is_limit:
+        test = MembershipTest(fed, membership(), wave.round, wave.clients)
+        return test.limits(known, wave, planned.name), nothing
+    attack = cast(membership, planned.build())
+    if attack.is_stateful and fed.protocol.secure_sum is not None and fed.protocol.secure_sum.drawn:
+        raise ValueError("groups are drawn anew in each round, so that no sum is of the same clients again")
+    test = MembershipTest(fed, attack, wave.round, (*wave.clients, *others.values()))
+    scores = attack.scores(wave, known, test.candidates)
+    if attack.is_stateful:
+        return test.over_rounds(scores, planned.name, wave.clients, others, memories)
+    return test.of_updates(scores, planned.name, wave.clients, others), nothing
+
+
+def _records(
+    values: Mapping[str, Sequence[float]], examples: Sequence[int], round: int, client: int, name: str
+) -> list[ScoreRecord]:
+    return [
+        ScoreRecord(round, client, name, example, metric, value, "converged", 0.0)
+        for metric, column in values.items()
+        for example, value in zip(examples, column, strict=True)
+    ]
 
 
 def above(scores: Tensor, strangers: Tensor) -> Tensor:

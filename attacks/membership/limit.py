@@ -38,15 +38,15 @@ def area(mu: float) -> float:
     return NormalDist().cdf(mu / math.sqrt(2))
 
 
-def mu_of(area: float) -> float:
-    """The inverse of `area`; 0 for an area below one half.
+def mu_of(told: float, alpha: float) -> float:
+    """The inverse of `power` at a false-positive rate in (0, 1); 0 for less than chance.
 
-    >>> round(mu_of(area(1.3)), 6)
+    >>> round(mu_of(power(0.01, mu=1.3), 0.01), 6)
     1.3
     """
-    if area <= 0.5:
+    if told <= alpha:
         return 0.0
-    return math.inf if area >= 1 else math.sqrt(2) * NormalDist().inv_cdf(area)
+    return math.inf if told >= 1 else NormalDist().inv_cdf(told) - NormalDist().inv_cdf(alpha)
 
 
 def composed(mus: Iterable[float]) -> float:

@@ -19,8 +19,9 @@ from fedgauge.server.views.strength import PairedDifference, paired, rivals_of, 
 
 Word = Literal["leaks", "not shown to leak", "undetermined"]
 QUESTIONS: Mapping[str, str] = {MEMBER: "Who was in a batch", HELD: "Whom a client's data holds"}
-ONE_PERCENT = "_at_1_percent"
+ONE_PERCENT, ONE = "_at_1_percent", 0.01
 CHANCE = 0.5  # of two examples, which is the member
+RATES_SHOWN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of false positives
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,8 @@ class ToldMembers:
     @property
     def word(self) -> Word:
         """What can be said; without an interval a test that finds nothing says nothing."""
-        if (
-            self.more_than_guessed is not None and self.more_than_guessed > 0
-        ) or self.hits_by_luck <= LUCK / self.tests:
+        surely = self.more_than_guessed is not None and self.more_than_guessed > 0
+        if surely or self.hits_by_luck <= LUCK / self.tests:
             return "leaks"
         return "undetermined" if self.more_than_guessed is None else "not shown to leak"
 
@@ -166,7 +166,8 @@ def _told(metric: str, rows: Scores, at_rate: Scores, attack: str, tests: int) -
     difference = gain.interval(tests)
     hits = at_rate.of_attack(attack)
     hits = hits.where(np.isin(hits.batch_keys(), own.batch_keys()))
-    guessed = [values_of(at_rate.of_attack(rival), hits.example_keys()) == 1 for rival in rivals_of(attack)]
+    guesses = [values_of(at_rate.of_attack(rival), hits.example_keys()) == 1 for rival in rivals_of(attack)]
+    alone = replace(hits, value=np.where(np.any(guesses, axis=0), 0.0, hits.value))
     limits = rows.of_attack(MEMBERSHIP_LIMIT)
     return ToldMembers(
         metric=metric,
@@ -177,7 +178,7 @@ def _told(metric: str, rows: Scores, at_rate: Scores, attack: str, tests: int) -
         floor=float((gain.own - gain.differences).mean()),
         more_than_guessed=difference[0] if difference else None,
         hits=_rate(hits, own) if len(hits) else None,
-        hits_by_luck=_luck(hits.where((hits.value < 1) | ~np.any(guessed, axis=0))),
+        hits_by_luck=_luck(alone),
         limit=float(limits.value.mean()) if len(limits) else None,
         tests=tests,
     )
@@ -212,9 +213,6 @@ def _last_of_each_client(rows: Scores, without: set[str]) -> Scores:
     return rows.where(kept)
 
 
-RATES_SHOWN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of false positives
-
-
 def roc_curves(scores: Scores) -> dict[str, list[float | None]]:
     """By test, baseline and limit of who was in a batch: the share of members told at each rate of RATES_SHOWN.
 
@@ -227,8 +225,9 @@ def roc_curves(scores: Scores) -> dict[str, list[float | None]]:
     for name in _names(rows):
         told = rows.of_attack(name).value
         if is_limit(name):
-            powers = [[power(rate, mu_of(area)) for area in told.tolist()] for rate in RATES_SHOWN]
-            curves[name] = [float(np.mean(column)) for column in powers]
+            mus = [mu_of(told, ONE) for told in exact[ONE].of_attack(name).value.tolist()]
+            if mus:
+                curves[name] = [float(np.mean([power(rate, mu) for mu in mus])) for rate in RATES_SHOWN]
             continue
         at = {rate: hits.of_attack(name).value for rate, hits in exact.items()}
         shares = [
@@ -250,11 +249,11 @@ def members_sentences(told: Sequence[ToldMembers], ledger: Ledger) -> list[str]:
 
 
 def _why_not(ledger: Ledger) -> str:
-    planned = [name for name, planned in ledger.planned().items() if planned.tells_members and is_attack(name)]
     if not ledger.attacks():
         return "no attack was planned"
     if ledger.deployed:
         return "the server of a deployment does not know the batches; run its scenario as a simulation"
+    planned = [name for name, planned in ledger.planned().items() if planned.tells_members and is_attack(name)]
     if not planned:
         return "test it with: fedgauge audit RUN --attack membership"
     reasons = [row["reason"] for row in ledger.reasons("done") if row["attack"] in planned]

@@ -19,7 +19,7 @@ from fedgauge.server.views import formatting, server_attacks
 from fedgauge.server.views.formatting import metric_facts, percent, rounded
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, as_rate
-from fedgauge.server.views.membership import RATES_SHOWN, members_sentences, membership_table, roc_curves, told_members
+from fedgauge.server.views.membership import RATES_SHOWN, members_sentences, membership_table, roc_curves
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import attacked_on, device_use
 from fedgauge.server.views.participation import app_clients, rounds_seen
@@ -224,7 +224,7 @@ def membership(reading: Reading) -> dict[str, Any]:
         if name in curves
     ]
     return {
-        "words": " ".join(members_sentences(told_members(scores), reading.ledger)),
+        "words": " ".join(members_sentences(verdict_of(reading).members, reading.ledger)),
         "rows": rows,
         "roc": roc,
         "rates": RATES_SHOWN,

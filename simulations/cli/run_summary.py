@@ -12,7 +12,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import status_words
 from fedgauge.server.views.leakage import Leak
-from fedgauge.server.views.membership import members_sentences, told_members
+from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on, failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import app_clients, numbering, other_sizes, participation
 from fedgauge.server.views.reading import Reading, read_once
@@ -99,7 +99,7 @@ def _print_results(reading: Reading) -> None:
     if without_truth:
         _print_ungraded(console, ledger, without_truth)
     if ledger.attacks() and (table.row_count or without_truth):
-        for text in members_sentences(told_members(scores), ledger):
+        for text in members_sentences(verdict_of(reading).members, ledger):
             _print_line(console, text)
     if "replay_detail" in meta:
         style = "yellow" if meta.get("replay") != "ok" else None

@@ -118,7 +118,6 @@ def _content(reading: Reading) -> dict[str, Any]:
         "limit": overview.limit(reading),
         "privacy": overview.privacy(reading),
         "certificate": certificate,
-        "membership": overview.membership(reading),
         "lines": _by_round(lines),
         "graded": any(line.leak.n for line in lines),
         "failed": any(line.leak.failed for line in lines),

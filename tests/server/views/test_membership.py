@@ -115,6 +115,16 @@ def test_what_the_weights_tell_as_well_is_no_leak_of_the_update(tmp_path: Path) 
         assert found.word == ("undetermined" if count == 1 else "not shown to leak")
 
 
+def test_what_a_baseline_tells_too_leaves_the_batch_as_large_as_it_is(tmp_path: Path) -> None:
+    """Three of four members are told by the loss as well: one of four is not half of the batch."""
+    own = {"membership": [1.0] * 4, "membership_at_1_percent": [1.0] * 4}
+    loss = {"membership": [1.0] * 3 + [0.4], "membership_at_1_percent": [1.0] * 3 + [0.0]}
+    plan = (*TESTS, PlannedAttack("loss", {"use": "membership", "score": "loss"}))
+    with written(tmp_path / "l.sqlite", {(1, 0, "membership"): own, (1, 0, "loss"): loss}, plan) as ledger:
+        (found,) = told_members(Scores.read(ledger))
+    assert found.hits_by_luck == pytest.approx(2 * 0.04), "any of four, and not half"
+
+
 def test_over_rounds_the_last_round_counts(tmp_path: Path) -> None:
     cells = {
         (round, client, "over"): {"held_membership": [value, value]}
@@ -131,7 +141,10 @@ def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> Non
     mus = [0.5, 1.5]
     cells = {
         **of_members([[0.995, 0.4]]),
-        (1, 0, MEMBERSHIP_LIMIT): {"membership": [area(mu) for mu in mus]},
+        (1, 0, MEMBERSHIP_LIMIT): {
+            "membership": [area(mu) for mu in mus],
+            "membership_at_1_percent": [power(0.01, mu) for mu in mus],
+        },
     }
     plan = (*TESTS, PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}))
     with written(tmp_path / "l.sqlite", cells, plan) as ledger:
