@@ -20,8 +20,9 @@ from fedgauge.client.components import ComponentKind, SpecError, Table, build, c
 IMAGE_ATTACKS, TEXT_ATTACKS, DECODERS = "fedgauge.attacks", "fedgauge.text_attacks", "fedgauge.decoders"
 MEMBERSHIP = "fedgauge.membership"  # they tell who was in a batch, and reconstruct nothing
 ATTACK = ComponentKind("an attack", (IMAGE_ATTACKS, TEXT_ATTACKS, DECODERS, MEMBERSHIP, "fedgauge.baselines"), Attack)
-MEMBERSHIP_LIMIT = "membership_limit"
-LIMITS = ("bayes_limit", MEMBERSHIP_LIMIT)  # not attacks: bounds that no attack can beat, computed in the same run
+BAYES_LIMIT, MEMBERSHIP_LIMIT, CANARIES = "bayes_limit", "membership_limit", "canaries"
+# not attacks: bounds that no attack can beat, and what canaries show of the noise, computed in the same run
+LIMITS = (BAYES_LIMIT, MEMBERSHIP_LIMIT, CANARIES)
 _BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
 # keys of an [[attack]] table other than its component's arguments
 _OWN = ("name", *_BUDGET, "labels", "lengths", "defense", "trace", "auxiliary")
@@ -65,7 +66,7 @@ class PlannedAttack:
         if not name or not name.replace("_", "").replace("-", "").isalnum():
             raise SpecError(f"{where}: name must be letters, digits, - and _, got {name!r}")
         if name in LIMITS:
-            raise SpecError(f"{where}: name {name!r} is reserved for the limit; give the attack another name")
+            raise SpecError(f"{where}: name {name!r} is reserved; give the attack another name")
         if len(name) > 64:  # it becomes part of a file name
             raise SpecError(f"{where}: name must be at most 64 characters, got {len(name)}")
         labels = coerce(table.get("labels", "restored"), Literal["restored", "given"], f"{where}: labels")
@@ -98,13 +99,18 @@ class PlannedAttack:
 
     @property
     def is_limit(self) -> bool:
-        """Whether it is a bound, which reconstructs nothing."""
+        """Whether it is a bound, or what canaries show, which reconstructs nothing."""
         return self.name in LIMITS
 
     @property
     def tells_members(self) -> bool:
         """Whether it tells who was in a batch, and reconstructs nothing; a user's own module is not loaded to know it."""
         return any((entry.group, entry.name) == (MEMBERSHIP, self.table["use"]) for entry in ATTACK.entries())
+
+    @property
+    def reconstructs(self) -> bool:
+        """Whether it is about examples that come back: an attack, a baseline or a bound on them."""
+        return not self.tells_members and self.name not in (MEMBERSHIP_LIMIT, CANARIES)
 
     @property
     def is_stateful(self) -> bool:
@@ -171,12 +177,14 @@ class AttackPlan:
         clients: int,
         limits: Sequence[str] = (),
         modality: type[Modality] = ImageModality,
+        canaries: Sequence[int] = (),
     ) -> "AttackPlan":
         """From the [[attack]] tables and the plan's keys in [audit]; adds the baselines.
 
         Args:
             limits: those of LIMITS that apply to the chain.
             modality: of the data; it names the baselines.
+            canaries: the updates, by their clients, that canaries are in.
 
         Raises:
             SpecError: names the table, the value and what is allowed.
@@ -187,6 +195,8 @@ class AttackPlan:
         if tells_members:
             planned += [PlannedAttack(n, {"use": "membership", "score": n}, Budget(1)) for n in GUESSES]
         planned += [PlannedAttack(n, {"use": n}, Budget(1)) for n in limits if n != MEMBERSHIP_LIMIT or tells_members]
+        if canaries:
+            planned.append(PlannedAttack(CANARIES, {"use": CANARIES, "clients": list(canaries)}, Budget(1)))
         for i, p in enumerate(planned[: len(tables)], 1):
             _check_kind(p, modality, f"[[attack]] #{i}")
         names = [p.name for p in planned]
@@ -208,11 +218,19 @@ class AttackPlan:
         """Whether the plan attacks a round (1-based)."""
         return round in self.rounds if self.rounds is not None else (round - 1) % self.every == 0
 
-    def targets(self, round: int, seen: Collection[int]) -> list[int]:
-        """The clients, in order, that the plan attacks among those seen in a round."""
-        if not self.attacks_round(round):
-            return []
-        return sorted(c for c in seen if self.clients is None or c in self.clients)
+    def targets(self, round: int, seen: Collection[int], planned: PlannedAttack | None = None) -> list[int]:
+        """The clients, in order, that the plan attacks among those seen in a round; canaries are looked at in every round.
+
+        Args:
+            planned: by this one alone; default: by any.
+        """
+        canaries = {c for p in self.attacks if p.name == CANARIES for c in p.table["clients"]}.intersection(seen)
+        attacked = (
+            {c for c in seen if self.clients is None or c in self.clients} if self.attacks_round(round) else set()
+        )
+        if planned is None:
+            return sorted(attacked | canaries)
+        return sorted(canaries if planned.name == CANARIES else attacked - canaries)
 
 
 def _attack(table: Table, where: str) -> PlannedAttack:

@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from torch import Generator
 
+from fedgauge.client.canaries import FAR
 from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import (
     BatchTransform,
@@ -109,6 +110,18 @@ class Chain:
                 links.append(within)
             links.append(link.bound(memory, f"{i}.") if isinstance(link, StatefulTransform) else link)
         return Chain(tuple(links))
+
+    def planted(self, direction: Update) -> "Chain":
+        """The chain of a canary, which sends its direction (of norm 1) as far as the first link that bounds the update allows."""
+        place = next((i for i, link in enumerate(self.links) if any(part.bounds for part in _parts([link]))), None)
+        if place is None:
+            raise ValueError("a canary sends as much as a bound allows, and this chain has none: clip the update")
+        far = -FAR if place < self.links.index(self.local) else FAR  # local training goes against a gradient
+
+        def sent(compute: UpdateFn) -> UpdateFn:
+            return lambda *_: {k: far * t for k, t in direction.items()}
+
+        return Chain((*self.links[:place], sent, *self.links[place:]))
 
     @property
     def before_noise(self) -> "Chain":

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from fedgauge.client.canaries import canary
 from fedgauge.client.chain import Chain, trained_on
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments, coerce, resolve
 from fedgauge.client.data.images import Dataset, Shards, batch_of, split
@@ -40,7 +41,17 @@ from fedgauge.client.transforms import (
     noise_free,
     per_example,
 )
-from fedgauge.client.update import Batch, Loss, Params, Transform, Update, UpdateFn, average, concatenate
+from fedgauge.client.update import (
+    Batch,
+    Loss,
+    Params,
+    Transform,
+    Update,
+    UpdateFn,
+    at_least_single,
+    average,
+    concatenate,
+)
 
 DATASET = ComponentKind("a dataset", ("fedgauge.datasets",), Dataset, annotated=False)
 TRANSFORM = ComponentKind("a link of a chain", ("fedgauge.links",), Link)
@@ -147,6 +158,11 @@ class Federation:
             )
         self._refuse_batch_statistics(composed)
         self._refuse_untrained(composed)
+        if self.protocol.canaries is not None and not composed.private:
+            raise SpecError(
+                "[canaries] measures what noise behind a clip protects, and this chain has none: add clip and gaussian, or dp_sgd, "
+                "or remove the table"
+            )
         self._try_on_examples(composed)
         return composed
 
@@ -229,13 +245,21 @@ class Federation:
         norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in self.model.modules())
         return self.model.training and (norms or not self.chain.private)
 
-    def update_fn(self, memory: TransformState | None = None) -> UpdateFn:
+    def update_fn(self, memory: TransformState | None = None, client: int | None = None) -> UpdateFn:
         """The whole client; BatchNorm in train mode updates the model's running statistics.
 
         Args:
             memory: the client's state from earlier rounds, which is updated; None: as in its first round.
+            client: its number, as a canary sends something else; default: one that trains.
         """
-        return self.chain.with_state({} if memory is None else memory)(self.own_gradient)
+        chain = self.chain
+        if client is not None and client in self.protocol.canary_clients:
+            chain = chain.planted(self.direction(client))
+        return chain.with_state({} if memory is None else memory)(self.own_gradient)
+
+    def direction(self, client: int) -> Update:
+        """What a canary sends in every round: an update of norm 1, uniform over all directions."""
+        return canary(at_least_single(self.initial()[0]), generator(self.protocol.seed, "canary", client))
 
     def initial(self) -> tuple[Params, dict[str, Tensor]]:
         """The weights and floating-point buffers that the federation starts from."""
@@ -292,7 +316,7 @@ class Federation:
         """
         self.load_buffers(buffers)
         rng = generator(self.protocol.seed, "client", client, round)
-        update = (compute or self.update_fn(memory))(params, self.shards.batch_at(client, round), rng)
+        update = (compute or self.update_fn(memory, client))(params, self.shards.batch_at(client, round), rng)
         return {k: t.to(params[k].dtype) for k, t in update.items()}
 
     def trained_on(self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int) -> Batch | None:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from fedgauge.client.canaries import CanaryOptions
 from fedgauge.client.collusion import check_threshold
 from fedgauge.client.components import SpecError, Table, call, check_arguments, coerce
 from fedgauge.client.inspection.policy import InspectionPolicy
@@ -87,6 +88,7 @@ class Protocol:
         secure_sum: which updates the server sees only as a sum; None: it sees each.
         loss: component table of what clients minimise.
         guard: what every client does about the weights that the server sends.
+        canaries: which clients send a random direction in place of what they would train; None: none.
     """
 
     seed: int
@@ -99,6 +101,7 @@ class Protocol:
     secure_sum: SecureSumOptions | None = None
     loss: Table = field(default_factory=lambda: dict(CROSS_ENTROPY))
     guard: InspectionPolicy = field(default_factory=InspectionPolicy)
+    canaries: CanaryOptions | None = None
 
     @classmethod
     def from_tables(cls, spec: Table) -> "Protocol":
@@ -121,7 +124,15 @@ class Protocol:
         loss = coerce(spec.get("loss", CROSS_ENTROPY), dict, "[loss]")
         guard = coerce(spec.get("guard", {}), dict, "[guard]")
         inspection_policy = call(InspectionPolicy, check_arguments(InspectionPolicy, guard, "[guard]"), "[guard]")
-        parts = {"data": data, "model": model, "chain": chain, "loss": loss, "guard": inspection_policy}
+        canaries = _canaries(spec, numbers["clients"])
+        parts = {
+            "data": data,
+            "model": model,
+            "chain": chain,
+            "loss": loss,
+            "guard": inspection_policy,
+            "canaries": canaries,
+        }
         return cls(**numbers, **parts, stragglers=stragglers, secure_sum=together)
 
     @classmethod
@@ -141,7 +152,15 @@ class Protocol:
         late = {"probability": self.stragglers.probability}
         other = {} if self.loss == CROSS_ENTROPY else {"loss": self.loss}
         watched = {} if self.guard == InspectionPolicy() else {"guard": asdict(self.guard)}
-        return json.dumps({**tables, "chain": self.chain, "stragglers": late, **together, **other, **watched})
+        planted = {} if self.canaries is None else {"canaries": asdict(self.canaries)}
+        return json.dumps(
+            {**tables, "chain": self.chain, "stragglers": late, **together, **other, **watched, **planted}
+        )
+
+    @property
+    def canary_clients(self) -> range:
+        """The clients that are canaries."""
+        return range(self.clients - (self.canaries.clients if self.canaries else 0), self.clients)
 
     def misses(self, client: int, round: int) -> bool:
         """Whether a client's reply in a round never arrives."""
@@ -161,6 +180,20 @@ class Protocol:
             return (client,)
         (group,) = (group for group in self.groups(round) if client in group)
         return tuple(c for c in group if not self.misses(c, round))
+
+
+def _canaries(spec: Table, clients: int) -> CanaryOptions | None:
+    """The table [canaries], checked; None where there is none."""
+    if "canaries" not in spec:
+        return None
+    where = "[canaries]"
+    arguments = check_arguments(CanaryOptions, coerce(spec["canaries"], dict, where), where)
+    found: CanaryOptions = call(CanaryOptions, arguments, where)
+    if found.clients >= clients:
+        raise SpecError(
+            f"{where}: clients must be fewer than the {clients} clients, some of which train, got {found.clients}"
+        )
+    return found
 
 
 def _secure_sum(spec: Table, clients: int) -> SecureSumOptions | None:

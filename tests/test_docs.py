@@ -251,7 +251,7 @@ def test_the_malicious_example_is_a_scenario_that_holds_together() -> None:
 
 
 def test_the_sweep_of_the_page_holds_together(tmp_path: Path) -> None:
-    (example,) = blocks(text_of("docs/defenses.md"), "toml")
+    example, _ = blocks(text_of("docs/defenses.md"), "toml")
     (tmp_path / "sweep.toml").write_text(example)
     assert len(Sweep.load(tmp_path / "sweep.toml").cells) == 4
 
@@ -398,7 +398,7 @@ def test_what_server_attacks_win_is_what_was_kept() -> None:
 
 @pytest.mark.parametrize(("true", "cell"), [("10.0", "sigma 0.5"), ("4.38", "sigma 1"), ("1.27", "sigma 3")])
 def test_the_canarys_estimates_are_the_kept_ones(true: str, cell: str) -> None:
-    known, measured = (float(v) for v in row("docs/malicious-server.md", true))
+    known, measured = (float(v) for v in row("docs/defenses.md", true))
     assert abs(kept("canary", cell, "epsilon") - known) < 0.006
     assert abs(kept("canary", cell, "epsilon_measured_variance") - measured) < 0.006
 

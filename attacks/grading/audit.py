@@ -22,6 +22,7 @@ from fedgauge.attacks.base import (
 from fedgauge.attacks.defense_inference.evidence import Inferred
 from fedgauge.attacks.defense_inference.infer import infer
 from fedgauge.attacks.engine.devices import CPU
+from fedgauge.attacks.grading.canary import CANARY, cosines
 from fedgauge.attacks.grading.membership import tell_members
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, Grader, ScoreRecord, ungraded_rows, wrong_client
 from fedgauge.attacks.learned.auxiliary import check_disjoint
@@ -30,7 +31,7 @@ from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import by_error
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, PlannedAttack
+from fedgauge.attacks.plan import CANARIES, MEMBERSHIP_LIMIT, PlannedAttack
 from fedgauge.attacks.threat_model import chosen_auxiliary, needs_truth, public_knowledge, with_given_truth
 from fedgauge.client.chain import Chain
 from fedgauge.client.federation import Federation
@@ -168,6 +169,8 @@ class Auditor:
             return [each[client] for client in wave.clients]
         if planned.name == MEMBERSHIP_LIMIT or planned.tells_members:
             return self._membership(planned, wave, members[0], others or {}, memories or {})
+        if planned.name == CANARIES:
+            return self._canaries(planned, wave)
         if planned.is_limit:
             return self._limit(planned, wave, members[0])
         attacked = self.attack(planned, wave, members[0], truth, memories or {})
@@ -268,6 +271,35 @@ class Auditor:
             AuditResult(client, result, tuple(replace(row, seconds=seconds) for row in own), memory)
             for client, own, memory in zip(wave.clients, rows, remembered, strict=True)
         ]
+
+    def _canaries(self, planned: PlannedAttack, wave: Wave) -> list[AuditResult]:
+        """How far each canary's direction stands out of the update that it is in; its number is the row's example."""
+        fed, started = self.federation, time.perf_counter()
+        audited = []
+        for k, client in enumerate(wave.clients):
+            update = wave.alone(k)
+            directions = {
+                c: fed.direction(c)
+                for c in fed.protocol.members(client, wave.round)
+                if c in fed.protocol.canary_clients
+            }
+            status: Status = "converged"
+            values: Sequence[float | None] = [None] * len(directions)
+            reason = ""
+            try:
+                found = cosines({k: t.double() for k, t in update.items()}, directions.values())
+                values = (found * math.sqrt(sum(t.numel() for t in update.values()))).tolist()
+            except ValueError as error:
+                status, reason = "not_applicable", str(error)
+            seconds = time.perf_counter() - started
+            rows = [
+                ScoreRecord(wave.round, client, planned.name, c, CANARY, value, status, seconds)
+                for c, value in zip(directions, values, strict=True)
+            ]
+            audited.append(
+                AuditResult(client, Reconstruction(None, None, math.nan, 0, seconds, status, reason), tuple(rows))
+            )
+        return audited
 
     def _truth(self, client: int, round: int) -> Batch:
         if self.blind:

@@ -12,19 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from fedgauge.client.update import Update, norm
 
 LARGEST = 1e3  # epsilon above which the result is infinity
 HALVINGS = 60
-
-
-def canary(like: Update, rng: Generator, size: float = 1.0) -> Update:
-    """A random update shaped like another, uniform over directions; size: its norm, which is that of the clipping."""
-    drawn = {k: torch.randn(t.shape, generator=rng, dtype=t.dtype) for k, t in like.items()}
-    scale = size / norm(drawn)
-    return {k: t * scale for k, t in drawn.items()}
+CANARY = "canary"  # the metric: a canary's cosine with an update, in standard deviations of chance
 
 
 def cosines(released: Update, canaries: Iterable[Update]) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Generator, nn
 
 from fedgauge.attacks.limits import limit_method
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, PlannedAttack, describe
+from fedgauge.attacks.plan import CANARIES, MEMBERSHIP_LIMIT, PlannedAttack, describe
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import LocalTraining
@@ -35,6 +35,8 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         return f"{auxiliary} and nothing else"
     links = " > ".join(map(describe, fed.protocol.chain))
     batch = f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} an update" + _sum_of(fed)
+    if planned.name == CANARIES:
+        return SEPARATOR.join([f"chain {links}", f"the directions of {len(fed.protocol.canary_clients)} canaries"])
     if planned.name == MEMBERSHIP_LIMIT:
         return SEPARATOR.join([f"chain {links}", batch, "the rest of the batch known, and the candidates"])
     if planned.is_limit:

@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 
 from fedgauge.attacks.engine.devices import Numerics
+from fedgauge.attacks.grading.canary import CANARY
 from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.membership.measured import MEMBER
-from fedgauge.attacks.plan import AttackPlan
+from fedgauge.attacks.plan import CANARIES, AttackPlan
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_reads import LedgerReads
 from fedgauge.server.store.ledger_types import (
@@ -79,9 +80,9 @@ class JobQueue(LedgerReads):
                 self._enqueue(db, plan, round, digests)
 
     def _enqueue(self, db: sqlite3.Connection, plan: AttackPlan, round: int, digests: Mapping[int, str]) -> None:
-        targets = plan.targets(round, digests)
         ids = {row["name"]: row["id"] for row in db.execute("SELECT name, id FROM attacks")}
         for planned in plan.attacks:
+            targets = plan.targets(round, digests, planned)
             for i, client in enumerate(targets):
                 other = targets[(i + 1) % len(targets)] if len(targets) > 1 else None
                 identity = (round, client, digests[client], planned.to_json(), plan.seed)
@@ -212,6 +213,7 @@ class JobQueue(LedgerReads):
     def fail(self, lease: Lease, error: str) -> None:
         """Mark a wave's jobs failed, each with a score row that says so."""
         metric = MEMBER if lease.attack.tells_members else self.modality.main.metric
+        metric = CANARY if lease.attack.name == CANARIES else metric
         with self._transaction() as db:
             for job, client in zip(lease.jobs, lease.clients, strict=True):
                 db.execute(f"UPDATE jobs SET state = 'failed', error = ?, {_END} WHERE id = ?", (error, job))

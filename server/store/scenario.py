@@ -36,7 +36,7 @@ from fedgauge.server.store.tape import Keep
 
 _TOP = {
     "seed", "rounds", "clients", "data", "model", "loss", "chain", "stragglers", "secure_sum", "strategy", "attack", "audit",
-    "tape", "simulation", "privacy", "server", "server_attack", "guard", "validator",
+    "tape", "simulation", "privacy", "server", "server_attack", "guard", "validator", "canaries",
 }  # fmt: skip
 _PLAN = tuple(f.name for f in fields(AttackPlan) if f.name != "attacks")
 FEDAVG: Table = {"use": "FedAvg"}
@@ -227,6 +227,7 @@ class Scenario:
             protocol.clients,
             _limits(federation, modality),
             modality,
+            _with_canaries(protocol),
         )
         _check_secure_sum(protocol, strategy, plan)
         targeting.check_decoders(server_attack, plan.attacks, protocol.secure_sum is not None)
@@ -311,6 +312,16 @@ def _absolute_paths(tables: Table) -> Table:
             generators.with_absolute_paths(t, Path.cwd()) if isinstance(t, dict) else t for t in located["attack"]
         ]
     return located
+
+
+def _with_canaries(protocol: Protocol) -> list[int]:
+    """The updates, by their clients, that canaries are in; SpecError where these change from round to round."""
+    canaries, together = set(protocol.canary_clients), protocol.secure_sum
+    if canaries and together is not None and together.drawn:
+        raise SpecError(
+            "[canaries] need [secure_sum] groups that stay the same, as no attack knows how to leave a canary out"
+        )
+    return [group[0] for group in protocol.groups(1) if canaries.intersection(group)]
 
 
 def _check_secure_sum(protocol: Protocol, strategy: Table, plan: AttackPlan) -> None:

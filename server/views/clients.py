@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.server.store.pictures import reconstruction
 from fedgauge.server.views import formatting
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Floats
-from fedgauge.server.views.png import reconstruction
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, is_baseline, planned_attacks
 from fedgauge.server.views.scores import Scores, capped

@@ -8,7 +8,8 @@ from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.views import formatting
 from fedgauge.server.views.leakage import as_rate
-from fedgauge.server.views.overview import privacy, rate_in_numbers
+from fedgauge.server.views.overview import rate_in_numbers
+from fedgauge.server.views.privacy import privacy
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.strength import Tradeoff, best_of, final_accuracy, mean_of

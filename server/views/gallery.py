@@ -15,9 +15,9 @@ from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.images import Shards
 from fedgauge.server.store.ledger_types import UNGRADED
+from fedgauge.server.store.pictures import SMALL, png, reconstruction
 from fedgauge.server.views import formatting
 from fedgauge.server.views.intervals import Floats, Ints
-from fedgauge.server.views.png import SMALL, png, reconstruction
 from fedgauge.server.views.reading import Reading, most_examples
 from fedgauge.server.views.roles import is_attack, planned_attacks
 from fedgauge.server.views.scores import Scores

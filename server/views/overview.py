@@ -8,10 +8,8 @@ from typing import Any, TypeGuard
 
 from fedgauge.attacks.limits import known_noise
 from fedgauge.attacks.modality.registry import MEASURED, modality_of
-from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, describe
+from fedgauge.attacks.plan import BAYES_LIMIT, describe
 from fedgauge.client.components import SpecError
-from fedgauge.client.inspection.policy import REASON
-from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_types import json_table
 from fedgauge.server.store.scenario import Scenario
@@ -22,9 +20,10 @@ from fedgauge.server.views.leakage import Leak, as_rate
 from fedgauge.server.views.membership import RATES_SHOWN, members_sentences, membership_table, roc_curves
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import attacked_on, device_use
-from fedgauge.server.views.participation import app_clients, rounds_seen
+from fedgauge.server.views.participation import app_clients
+from fedgauge.server.views.privacy import canaries, privacy
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.roles import is_attack, is_baseline, is_limit, planned_attacks, role_of
+from fedgauge.server.views.roles import is_attack, is_baseline, planned_attacks, role_of
 from fedgauge.server.views.strength import newest
 from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve, success_series, ungraded_table
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
@@ -57,6 +56,7 @@ def overview(reading: Reading) -> dict[str, Any]:
         "summary": [_in_short(row) for row in summary(reading)],
         "limit": limit(reading),
         "privacy": privacy(reading),
+        "canaries": canaries(reading),
         "knowledge": knowledge(reading),
         "replay": {"verdict": reading.meta.get("replay"), "words": reading.meta.get("replay_detail", "")},
         "participation": participation(reading),
@@ -143,7 +143,8 @@ def jobs_of_remaining_rounds(scenario: Scenario, done: int, rounds: int | None =
     """
     plan, protocol = scenario.plan, scenario.protocol
     seen = range(max(1, int(protocol.clients * scenario.strategy.get("fraction_train", 1.0))))
-    return sum(len(plan.targets(r, seen)) for r in range(done + 1, (rounds or protocol.rounds) + 1)) * len(plan.attacks)
+    to_come = range(done + 1, (rounds or protocol.rounds) + 1)
+    return sum(len(plan.targets(r, seen, planned)) for r in to_come for planned in plan.attacks)
 
 
 def server_attack_effects(reading: Reading) -> dict[str, str]:
@@ -178,7 +179,7 @@ def series(metric: str, leaks: Sequence[Leak], order: Sequence[str]) -> list[dic
             by_attack.setdefault(leak.attack, []).append(leak)
     return [
         {
-            "name": LIMIT if is_limit(attack) and attack != MEMBERSHIP_LIMIT else attack,
+            "name": LIMIT if attack == BAYES_LIMIT else attack,
             "kind": role_of(attack),
             "x": [leak.round for leak in own],
             "mean": [rounded(leak.mean) for leak in own],
@@ -298,7 +299,7 @@ def limit(reading: Reading) -> dict[str, Any]:
 
     state: drawn, pending, none (without noise nothing is hidden for good), unknown (the randomness has no known density).
     """
-    planned = [row for row in reading.attacks if is_limit(row["name"]) and row["name"] != MEMBERSHIP_LIMIT]
+    planned = [row for row in reading.attacks if row["name"] == BAYES_LIMIT]
     if planned:
         name = planned[0]["name"]
         drawn = "mse" in reading.metrics and reading.pooled("mse").get(name) is not None
@@ -317,30 +318,6 @@ def limit(reading: Reading) -> dict[str, Any]:
         return {"state": "pending", "parts": []}
     bare = chain.update_distribution is not None and not chain.update_distribution.noisy
     return {"state": "none" if bare else "unknown", "parts": []}
-
-
-def privacy(reading: Reading) -> dict[str, Any]:
-    """The largest epsilons that any client has spent so far; None, with the reason, if no epsilon holds."""
-    return reading.view("privacy", lambda: _privacy(reading))
-
-
-def _privacy(reading: Reading) -> dict[str, Any]:
-    try:
-        scenario = reading.scenario
-    except SpecError as error:
-        return {"epsilon": None, "client": None, "delta": None, "words": f"No epsilon on this machine: {error}."}
-    silent = [places for (s, why), places in reading.missed.items() if s == "missing" and not why.startswith(REASON)]
-    missing = {where for places in silent for where in places}  # who withholds may have computed an update first
-    replies = [(round, client) for round, client in reading.sizes if (client, round) not in missing]
-    seen = rounds_seen(scenario.protocol, replies)
-    each, secret = {c: len(rounds) for c, rounds in seen.items()}, not reading.ledger.deployed
-    statement = privacy_statement(scenario.federation, each, scenario.privacy.delta, secret)
-    return {
-        "epsilon": rounded(statement.record),
-        "client": rounded(statement.client),
-        "delta": statement.delta,
-        "words": f"Differential privacy{'' if secret else ', as the clients are assumed to defend'}: {statement.words}.",
-    }
 
 
 def knowledge(reading: Reading) -> dict[str, Any]:

@@ -172,8 +172,9 @@ class Trial:
 def _estimate(scenario: Scenario, costs: dict[str, Cost]) -> str:
     """Time and memory of the whole audit, from the trials of single searches."""
     plan, protocol, workers = scenario.plan, scenario.protocol, scenario.audit.workers
+    first = next(iter(real(scenario)), None)
     observed = {
-        round: len(plan.targets(round, [group[0] for group in protocol.groups(round)]))
+        round: len(plan.targets(round, [group[0] for group in protocol.groups(round)], first))
         for round in range(1, protocol.rounds + 1)
     }
     updates = sum(observed.values())

@@ -15,6 +15,7 @@ from fedgauge.attacks.base import Budget
 from fedgauge.attacks.learned.auxiliary import Auxiliary
 from fedgauge.attacks.malicious.targeting import Targeting
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.client.canaries import CanaryOptions
 from fedgauge.client.components import spell
 from fedgauge.client.data.images import split
 from fedgauge.client.inspection.policy import InspectionPolicy
@@ -90,7 +91,7 @@ def _top() -> list[Key]:
     return [*protocol.values(), server]
 
 
-_PARTS = ("stragglers", "secure_sum", "loss", "guard")
+_PARTS = ("stragglers", "secure_sum", "loss", "guard", "canaries")
 _SPLIT = ("dataset", "clients", "seed")  # of split: given by other parts of the scenario
 _WEIGHTS = "a safetensors checkpoint to start from, BatchNorm's statistics included; default: drawn from the seed"
 _DEFENSES = "defenses of the model, each a table `[[model.defense]]` with `use`"
@@ -109,6 +110,7 @@ TABLES: Mapping[str, Callable[[], list[Key]]] = {
     "secure_sum": lambda: _of(SecureSumOptions, threshold="all of it"),
     "stragglers": lambda: _of(Stragglers),
     "guard": lambda: _of(InspectionPolicy),
+    "canaries": lambda: _of(CanaryOptions),
     "strategy": lambda: [_use("the Flower strategy", '`"FedAvg"`')],
     "attack": lambda: [
         _use("the attack"),

@@ -15,6 +15,7 @@ from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on, failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import app_clients, numbering, other_sizes, participation
+from fedgauge.server.views.privacy import canaries
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.strength import RoundLeak, round_table
@@ -101,6 +102,8 @@ def _print_results(reading: Reading) -> None:
     if ledger.attacks() and (table.row_count or without_truth):
         for text in members_sentences(verdict_of(reading).members, ledger):
             _print_line(console, text)
+    if words := canaries(reading)["words"]:
+        _print_line(console, words)
     if "replay_detail" in meta:
         style = "yellow" if meta.get("replay") != "ok" else None
         _print_line(console, f"replay check: {meta['replay_detail']}", style)

@@ -20,7 +20,7 @@ from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.membership import ONE_PERCENT
-from fedgauge.server.views.overview import privacy
+from fedgauge.server.views.privacy import privacy
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.strength import best_of, final_accuracy, mean_of
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell

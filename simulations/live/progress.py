@@ -87,7 +87,8 @@ class RunProgress(LedgerReading):
         self.scenario = scenario
         self.measure = modality_of(scenario.federation.shards.dataset).main
         self.training = self.coming = training
-        self.attacks = [row["name"] for row in ledger.attacks()]
+        planned = ledger.planned()
+        self.attacks, self.reconstructing = list(planned), [name for name in planned if planned[name].reconstructs]
         self.cells: dict[tuple[str, int], AttackProgress] = {}
         self.fresh: list[tuple[str, int]] = []
         self.busy = 0

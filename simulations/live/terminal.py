@@ -189,8 +189,8 @@ class LiveDisplay(View):
     def _leakage(self, drawing: int, glyphs: Glyphs) -> tuple[list[DisplayRow], list[DisplayRow]]:
         """A row for each attack, and one for each limit and the best baseline, all on the same scale."""
         s = self.run_progress
-        names = [a for a in s.attacks if is_attack(a)]
-        limits = [a for a in s.attacks if is_limit(a)]
+        names = [a for a in s.reconstructing if is_attack(a)]
+        limits = [a for a in s.reconstructing if is_limit(a)]
         curves = {a: s.means(a) for a in [*names, *limits]} | {"": s.floor()}
         values = [v for curve in curves.values() for v in curve.values()]
         low, high = min(values, default=0.0), max(values, default=0.0)
@@ -229,7 +229,7 @@ class LiveDisplay(View):
 
     def _art(self, glyphs: Glyphs) -> list[Text]:
         """Truth and reconstruction side by side with a caption; the size is the same from the start."""
-        if not any(map(is_attack, self.run_progress.attacks)):
+        if not any(map(is_attack, self.run_progress.reconstructing)):
             return []
         dataset, best = self.run_progress.scenario.federation.shards.dataset, self.run_progress.best
         lines = ["no reconstruction yet", ""] if best is None else caption(*best, self.run_progress.measure)

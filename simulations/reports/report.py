@@ -26,6 +26,7 @@ from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import attacked_on
+from fedgauge.server.views.privacy import canaries, privacy
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.strength import RoundLeak, round_table
 from fedgauge.server.views.success import THRESHOLDS, success_curve
@@ -116,7 +117,7 @@ def _content(reading: Reading) -> dict[str, Any]:
         "notices": notices(reading),
         "misdeeds": overview.server_attack_effects(reading),
         "limit": overview.limit(reading),
-        "privacy": overview.privacy(reading),
+        "privacy": privacy(reading),
         "certificate": certificate,
         "lines": _by_round(lines),
         "graded": any(line.leak.n for line in lines),
@@ -162,6 +163,7 @@ def _data(
             "ungraded": overview.ungraded(reading),
             "thresholds": THRESHOLDS,
             "membership": overview.membership(reading),
+            "canaries": canaries(reading),
             "knowledge": overview.knowledge(reading),
         },
         "gallery": {

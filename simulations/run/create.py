@@ -146,6 +146,8 @@ def check_deployable(scenario: Scenario) -> None:
                 "[secure_sum]: in a deployment it sums parameters alone, and the network has BatchNorm's statistics: set [model] "
                 'norm = "group", or another network'
             )
+    if scenario.protocol.canaries is not None:
+        raise SpecError("[canaries] are clients of a simulation: remove the table from a deployment's scenario")
     for planned in scenario.plan.attacks:
         if planned.labels == "given":
             raise SpecError(f"[[attack]] {planned.name}: {NO_TRUTH}")

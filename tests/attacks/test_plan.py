@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.plan import ATTACK, LIMITS, AttackPlan, PlannedAttack, describe
+from fedgauge.attacks.plan import ATTACK, BAYES_LIMIT, MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack, describe
 from fedgauge.client.components import SpecError
 
 IG = {"use": "inverting_gradients"}
@@ -116,7 +116,7 @@ def test_no_baseline_is_judged_and_no_attack_passes_for_one(table: dict[str, Any
 
 
 def test_limits_are_added_where_the_chain_has_them() -> None:
-    found = AttackPlan.from_tables([IG], {}, 10, 4, limits=LIMITS)
+    found = AttackPlan.from_tables([IG], {}, 10, 4, limits=[BAYES_LIMIT, MEMBERSHIP_LIMIT])
     assert [p.name for p in found.attacks] == ["inverting_gradients", "mean_image", "random_image", "bayes_limit"]
     assert [p.is_limit for p in found.attacks] == [False, False, False, True]
     assert PlannedAttack.from_json(found.attacks[3].to_json()) == found.attacks[3]
@@ -166,7 +166,9 @@ def test_every_attack_can_be_planned_by_its_name_alone() -> None:
 
 
 def test_an_attack_with_memory_says_so() -> None:
-    found = AttackPlan.from_tables([IG, FB, {**FB, "attack": IDLG, "name": "b"}], {}, 10, 4, limits=LIMITS)
+    found = AttackPlan.from_tables(
+        [IG, FB, {**FB, "attack": IDLG, "name": "b"}], {}, 10, 4, limits=[BAYES_LIMIT, MEMBERSHIP_LIMIT]
+    )
     assert [p.name for p in found.attacks if p.is_stateful] == ["feedback_blending", "b"]
     assert PlannedAttack.from_json(found.attacks[2].to_json()) == found.attacks[2]
 

@@ -128,6 +128,22 @@ function rocFigure({ membership: { roc, rates }, knowledge }) {
   return figure("Members told from strangers", meaning, drawing, height);
 }
 
+/** The epsilon that canaries show, round by round, with its interval, beside the accounted one. */
+function canariesFigure(rows) {
+  const height = 320 + legendHeight(2), x = rows.map(r => r.round), color = colour(0);
+  const drawing = node => {
+    const edge = { x, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false };
+    const line = { x, mode: x.length > 1 ? "lines" : "markers", hovertemplate: "%{y:.3g}" };
+    const traces = [
+      { ...edge, y: rows.map(r => r.high) }, { ...edge, y: rows.map(r => r.low), fill: "tonexty", fillcolor: translucent(color) },
+      { ...line, y: rows.map(r => r.epsilon), name: "seen by canaries", line: { color, width: 2 }, marker: { color, size: 7 } },
+      { ...line, y: rows.map(r => r.accounted), name: "accounted", line: { color: cssVariable("--limit"), dash: "longdashdot" }, marker: { color: cssVariable("--limit"), symbol: "line-ew", size: 9, line: { color: cssVariable("--limit"), width: 2 } } },
+    ];
+    draw(node, traces, layout(roundAxis(Math.max(1, ...x)), { title: { text: "epsilon, all of a client's data" }, rangemode: "tozero" }, height, { hovermode: "x unified" }));
+  };
+  return figure("Epsilon that canaries show", "The line is what their updates show, with its 95 % interval; the accounted epsilon is what the noise promises.", drawing, height);
+}
+
 /** Why attacks have no score. */
 function noScore({ count, reason }) {
   return count ? `No score: ${many(count, "reconstruction")}, none graded${reason && ` (${reason})`}.` : "No attack has given a score yet.";

@@ -86,6 +86,13 @@ function summaryTable(rows, state, change, measure) {
   return table({ id: "summary", caption: "All rounds together", columns, rows, key: r => r.attack, mark, state, change });
 }
 
+/** What canaries show, round by round. */
+function canariesTable(rows) {
+  const number = value => value === null ? NONE : value.toPrecision(3), between = (low, high) => `${number(low)} to ${number(high)}`;
+  const cells = r => [String(r.round), number(r.epsilon), between(r.low, r.high), number(r.measured), between(r.measured_low, r.measured_high), number(r.accounted)];
+  return list("Canaries", ["round", "epsilon seen", "95 % interval", "with the spread measured", "95 % interval", "accounted"], rows.map(cells));
+}
+
 /** Every test, baseline and limit of membership. */
 function membershipTable(rows) {
   const between = r => r.low === null || r.high === null ? NONE : `${percent(r.low)} to ${percent(r.high)}`;

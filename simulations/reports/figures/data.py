@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.components import SpecError
@@ -13,6 +13,7 @@ from fedgauge.server.views.formatting import interval_label, plotted_value
 from fedgauge.server.views.gallery import Card, Gallery
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak
+from fedgauge.server.views.privacy import canaries
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.roles import Role, attack_order, is_attack, is_baseline, role_of
 from fedgauge.server.views.scores import Scores, known_metrics
@@ -39,6 +40,7 @@ class RunResults:
     accuracy: Mapping[int, float]
     tradeoffs: Mapping[str, Tradeoff]  # by metric
     certified: Sequence[float] | None
+    canaries: Sequence[Mapping[str, Any]]  # what they show, by round
     cards: Sequence[Card] = field(repr=False)
     knowledge: str
 
@@ -61,6 +63,7 @@ class RunResults:
                 accuracy={n: row["accuracy"] for n, row in reading.rounds.items() if row["accuracy"] is not None},
                 tradeoffs={m: tradeoff(reading, m) for m in known_metrics(scores)},
                 certified=certified(curve, mechanism) if mechanism and curve else None,
+                canaries=canaries(reading)["rows"],
                 cards=_sampled_cards(gallery),
                 knowledge=_knowledge(reading),
             )

@@ -1,6 +1,7 @@
 """Leakage over rounds, one figure for each metric."""
 
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 from matplotlib.artist import Artist
@@ -25,6 +26,8 @@ from fedgauge.simulations.reports.figures.style import (
     value_limits,
 )
 
+LETTERS = 30  # of an axis' label in a line
+
 
 def leakage_figure(results: RunResults, metric: str, leaks: Sequence[Leak]) -> Figure:
     points = leak_points([leak for leak in leaks if leak.round is not None])
@@ -48,7 +51,7 @@ def leakage_figure(results: RunResults, metric: str, leaks: Sequence[Leak]) -> F
     if results.accuracy:
         handles += _draw_accuracy(axes, results.accuracy)
     right_margin = 1.18 if any(len(own_points) == 1 for own_points in by_attack.values()) else 1.03
-    axes.set(xlim=(-0.03 * last, right_margin * last), xlabel="round", ylabel=MEASURED[metric].label)
+    axes.set(xlim=(-0.03 * last, right_margin * last), xlabel="round", ylabel=fill(MEASURED[metric].label, LETTERS))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if MEASURED[metric].fraction:
         percent_axis(axes.yaxis)

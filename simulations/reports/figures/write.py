@@ -9,6 +9,7 @@ import matplotlib
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.compare import distinct
+from fedgauge.simulations.reports.figures.canaries import canaries_figure
 from fedgauge.simulations.reports.figures.clients import clients_figure, worst_case_by_client
 from fedgauge.simulations.reports.figures.data import RunResults
 from fedgauge.simulations.reports.figures.gallery import gallery_figure
@@ -68,5 +69,7 @@ def run_figures(results: RunResults) -> Iterator[PaperFigure]:
     worst, measure = worst_case_by_client(results.scores), results.scores.measure
     if worst:
         yield PaperFigure("clients", clients_figure(worst, f"worst {measure.name} ({measure.unit})"), about)
+    if results.canaries:
+        yield PaperFigure("canaries", canaries_figure(results.canaries), about)
     if results.cards:
         yield PaperFigure("gallery", gallery_figure(results), about)

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgauge.attacks.grading.canary import (
-    canary,
     combine_iterates,
     cosines,
     empirical_epsilon,
     gaussian_epsilon,
     normal_epsilon,
 )
+from fedgauge.client.canaries import canary
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Update, norm
 from fedgauge.defenses.noise import gaussian

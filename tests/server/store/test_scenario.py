@@ -140,7 +140,7 @@ def test_a_mu_that_is_no_number_is_refused(kit: Any, mu: Any) -> None:
     [
         (
             {"modle": {}},
-            "unknown key 'modle' (a scenario has: attack, audit, chain, clients, data, guard, loss, model, privacy, ",
+            "unknown key 'modle' (a scenario has: attack, audit, canaries, chain, clients, data, guard, loss, model, privacy, ",
         ),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
         ({"clients": "four"}, "clients must be a whole number, got 'four'"),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgauge.server.views.png import SMALL, png
+from fedgauge.server.store.pictures import SMALL, png
 from fedgauge.simulations.reports.sampling import sample_keys
 from tests.simulations.reports.report_pages import pixels
 

@@ -1,0 +1,156 @@
+"""What noise protects: the epsilons that were accounted, and beside them what canaries show of it in one run."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from fedgauge.attacks.grading.canary import CANARY, gaussian_epsilon
+from fedgauge.client.components import SpecError
+from fedgauge.client.inspection.policy import REASON
+from fedgauge.defenses.accounting import Accountant, NoGuarantee, privacy_statement
+from fedgauge.server.views.formatting import rounded
+from fedgauge.server.views.intervals import NORMAL_95
+from fedgauge.server.views.participation import rounds_seen
+from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.scores import Scores
+
+
+def privacy(reading: Reading) -> dict[str, Any]:
+    """The largest epsilons that any client has spent so far; None, with the reason, if no epsilon holds."""
+    return reading.view("privacy", lambda: _privacy(reading))
+
+
+def _privacy(reading: Reading) -> dict[str, Any]:
+    try:
+        scenario = reading.scenario
+    except SpecError as error:
+        return {"epsilon": None, "client": None, "delta": None, "words": f"No epsilon on this machine: {error}."}
+    silent = [places for (s, why), places in reading.missed.items() if s == "missing" and not why.startswith(REASON)]
+    missing = {where for places in silent for where in places}  # who withholds may have computed an update first
+    replies = [(round, client) for round, client in reading.sizes if (client, round) not in missing]
+    seen = rounds_seen(scenario.protocol, replies)
+    each, secret = {c: len(rounds) for c, rounds in seen.items()}, not reading.ledger.deployed
+    statement = privacy_statement(scenario.federation, each, scenario.privacy.delta, secret)
+    return {
+        "epsilon": rounded(statement.record),
+        "client": rounded(statement.client),
+        "delta": statement.delta,
+        "words": f"Differential privacy{'' if secret else ', as the clients are assumed to defend'}: {statement.words}.",
+    }
+
+
+@dataclass(frozen=True)
+class CanaryEstimate:
+    """What the canaries' updates of the rounds so far show: an epsilon for all of a client's data, replaced by any other.
+
+    A canary's statistic is its cosine with each update that it was in, in standard deviations of chance, summed over its rounds and
+    divided by the root of their number: N(mean, deviation^2), and with the opposite direction in its place N(-mean, deviation^2).
+
+    Args:
+        round: the last of them.
+        canaries: how many.
+        releases: updates of each canary, the most.
+        epsilon, low, high: with the deviation taken as known, 1, and the 95 % interval.
+        measured, measured_low, measured_high: with the deviation measured among the canaries.
+        accounted: the accounted epsilon of as many releases; None: none holds.
+    """
+
+    round: int
+    canaries: int
+    releases: int
+    epsilon: float
+    low: float
+    high: float
+    measured: float
+    measured_low: float
+    measured_high: float
+    accounted: float | None
+
+
+def canary_estimates(scores: Scores, delta: float, accounted: Callable[[int], float | None]) -> list[CanaryEstimate]:
+    """One for each round with canaries, from all rounds up to it; those with fewer than two canaries give none.
+
+    Args:
+        accounted: the epsilon of so many releases.
+    """
+    rows = scores.where((scores.metric == _place(scores)) & np.isfinite(scores.value))
+    found = []
+    for round in np.unique(rows.round):
+        so_far = rows.where(rows.round <= round)
+        _, own, count = np.unique(so_far.example, return_inverse=True, return_counts=True)
+        if len(count) < 2:
+            continue
+        root, releases = np.sqrt(count), int(count.max())
+        mean = float(so_far.value.mean() * math.sqrt(releases))
+        deviation = float(np.std(np.bincount(own, so_far.value) / root - so_far.value.mean() * root, ddof=1))
+        known = _interval(mean, math.sqrt(releases / len(so_far)), delta)
+        ratio = mean / deviation
+        spread = math.sqrt(releases / len(so_far) + ratio**2 / (2 * (len(count) - 1)))
+        measured = _interval(ratio, spread, delta)
+        found.append(CanaryEstimate(int(round), len(count), releases, *known, *measured, accounted(releases)))
+    return found
+
+
+def _place(scores: Scores) -> int:
+    return scores.metrics.index(CANARY) if CANARY in scores.metrics else -1
+
+
+def _interval(mean: float, error: float, delta: float) -> tuple[float, float, float]:
+    """The epsilon between N(mean, 1) and N(-mean, 1), and of the ends of the mean's 95 % interval."""
+    ends = (mean, mean - NORMAL_95 * error, mean + NORMAL_95 * error)
+    epsilon, low, high = (gaussian_epsilon(2 * max(0.0, end), delta) if end > 0 else 0.0 for end in ends)
+    return epsilon, low, high
+
+
+def canaries(reading: Reading) -> dict[str, Any]:
+    """What canaries show, round by round, in numbers and a sentence; no rows without canaries."""
+    return reading.view("canaries", lambda: _canaries(reading))
+
+
+def _canaries(reading: Reading) -> dict[str, Any]:
+    try:
+        scenario = reading.scenario
+        delta = scenario.privacy.delta
+    except SpecError:
+        return {"words": "", "rows": []}
+    estimates = canary_estimates(reading.scores, delta, lambda releases: _accounted(reading, releases))
+    rows = [{k: rounded(v) if isinstance(v, float) else v for k, v in asdict(e).items()} for e in estimates]
+    return {"words": canary_words(estimates, delta), "rows": rows}
+
+
+def _accounted(reading: Reading, releases: int) -> float | None:
+    def spent() -> float | None:
+        federation = reading.scenario.federation
+        try:
+            accountant = Accountant.of(federation, reading.scenario.privacy.delta)
+        except NoGuarantee:
+            return None
+        return accountant.spent(releases, len(federation.shards.indices[-1])).client
+
+    return reading.keep(("accounted", releases), spent)
+
+
+def canary_words(estimates: Sequence[CanaryEstimate], delta: float) -> str:
+    """What the newest estimate says; empty without one."""
+    if not estimates:
+        return ""
+    last = estimates[-1]
+    words = (
+        f"{last.canaries} canaries sent a fixed random direction in place of an update, {last.releases} "
+        f"time{'s' if last.releases != 1 else ''} each. What an observer of cosines sees of them is an epsilon of "
+        f"{last.epsilon:.3g} ({last.low:.3g} to {last.high:.3g}) for all of a client's data at delta {delta:g}; with the spread "
+        f"measured, {last.measured:.3g} ({last.measured_low:.3g} to {last.measured_high:.3g})."
+    )
+    if last.accounted is None:
+        return f"{words} No epsilon is accounted for this chain: what is seen is no promise that there is no more."
+    if last.low > last.accounted:
+        return f"{words} That is above the accounted {last.accounted:.3g}: the noise protects less than the accounting says."
+    if last.high < last.accounted:
+        return (
+            f"{words} The accounted epsilon is {last.accounted:.3g}: what lies between is hidden from this observer, and not from "
+            "every one."
+        )
+    return f"{words} The accounted epsilon is {last.accounted:.3g}, within the interval."

@@ -1,0 +1,91 @@
+"""Canaries send their direction, as far as the clip allows, whatever they hold; what makes no sense is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedgauge.client.canaries import CanaryOptions
+from fedgauge.client.components import SpecError, Table
+from fedgauge.client.federation import Federation
+from fedgauge.client.protocol import Protocol
+from fedgauge.client.update import Update
+
+SGD: Table = {"use": "local_sgd", "rate": 0.5}
+CLIP: Table = {"use": "clip", "max_norm": 0.3}
+SILENT: Table = {
+    "use": "gaussian",
+    "sigma": 1e-9,
+}  # noise, so that canaries make sense, too small to change what is seen
+# by how much a canary's update is longer than the clip: a gradient's bound is multiplied by the rate, in each step
+CHAINS: dict[str, tuple[list[Table], float]] = {
+    "the update": ([SGD, CLIP, SILENT], 1.0),
+    "each gradient": ([{**CLIP, "each": True}, SILENT, SGD], 0.5),
+    "the mean gradient, in three steps": ([CLIP, SILENT, {**SGD, "steps": 3}], 1.5),
+    "dp_sgd": ([{"use": "dp_sgd", "max_norm": 0.3, "noise_multiplier": 1e-9}, SGD], 0.5),
+    "behind other links": ([{"use": "mask", "keep": 1.0}, SGD, {"use": "prune", "keep": 1.0}, CLIP, SILENT], 1.0),
+}
+
+
+def federation(chain: list[Table], canaries: Any = None, clients: int = 4, **tables: Any) -> Federation:
+    table = {"canaries": {"clients": 2} if canaries is None else canaries}
+    data = {"use": "mnist5k", "batch_size": 2, "auxiliary": 20}
+    small = {"rounds": 2, "clients": clients, "data": data, "model": {"use": "mlp", "hidden": [8]}, "chain": chain}
+    return Federation(Protocol.from_tables(small | table | tables)).check()
+
+
+def flat(update: Update) -> Tensor:
+    return torch.cat([t.flatten() for t in update.values()]).double()
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_canary_sends_its_direction_as_far_as_the_clip_allows(name: str) -> None:
+    chain, longer = CHAINS[name]
+    fed = federation(chain)
+    params, buffers = fed.initial()
+    for client in (2, 3):
+        expected = 0.3 * longer * flat(fed.direction(client))
+        for round in (1, 2):
+            sent = flat(fed.own_update(params, buffers, client, round))
+            assert torch.allclose(sent, expected, atol=1e-6), name
+    between = torch.dot(flat(fed.direction(2)), flat(fed.direction(3)))
+    assert abs(float(between)) < 5 / len(flat(params)) ** 0.5  # five standard deviations of chance
+
+
+def test_the_others_train_as_without_canaries() -> None:
+    chain = [SGD, CLIP, {"use": "gaussian", "sigma": 0.1}]
+    fed, without = federation(chain), federation(chain, canaries={"clients": 3})
+    params, buffers = fed.initial()
+    assert torch.equal(flat(fed.own_update(params, buffers, 0, 1)), flat(without.own_update(params, buffers, 0, 1)))
+    assert not torch.equal(flat(fed.own_update(params, buffers, 1, 1)), flat(without.own_update(params, buffers, 1, 1)))
+
+
+def test_the_protocol_carries_them_to_clients() -> None:
+    fed = federation([SGD, CLIP, SILENT])
+    again = Protocol.from_json(fed.protocol.to_json())
+    assert again.canaries == CanaryOptions(2) and list(again.canary_clients) == [2, 3]
+    assert list(Protocol.from_tables({**WITHOUT}).canary_clients) == []
+
+
+WITHOUT: Table = {"rounds": 1, "clients": 2, "data": {"use": "mnist5k"}, "model": {"use": "mlp"}, "chain": [SGD]}
+
+
+@pytest.mark.parametrize(
+    ("chain", "canaries", "said"),
+    [
+        ([SGD], None, "noise behind a clip"),
+        ([SGD, CLIP], None, "noise behind a clip"),
+        ([SGD, SILENT, CLIP], None, "noise behind a clip"),
+        ([SGD, CLIP, SILENT], {"clients": 1}, "at least 2"),
+        ([SGD, CLIP, SILENT], {"clients": 4}, "fewer than the 4 clients"),
+        ([SGD, CLIP, SILENT], {"clients": True}, "clients"),
+        ([SGD, CLIP, SILENT], {}, "clients"),
+        ([SGD, CLIP, SILENT], {"clients": 2, "size": 3}, "size"),
+        ([SGD, CLIP, SILENT], [2], "canaries"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(chain: list[Table], canaries: Any, said: str) -> None:
+    with pytest.raises(SpecError, match=said) as refused:
+        federation(chain, canaries)
+    assert "[canaries]" in str(refused.value)
