@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedgauge.client.canaries import canary
 from fedgauge.client.chain import Chain, trained_on
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments, coerce, resolve
 from fedgauge.client.data.images import Dataset, Shards, batch_of, split
@@ -50,6 +49,7 @@ from fedgauge.client.update import (
     UpdateFn,
     at_least_single,
     average,
+    canary,
     concatenate,
 )
 

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from fedgauge.client.canaries import CanaryOptions
 from fedgauge.client.collusion import check_threshold
 from fedgauge.client.components import SpecError, Table, call, check_arguments, coerce
 from fedgauge.client.inspection.policy import InspectionPolicy
@@ -72,6 +71,21 @@ class SecureSumOptions:
             raise SpecError("[secure_sum]: a deployment's is real, and needs clip: the largest entry of an update")
         colluders = {} if self.colluders is None else {"colluders": self.colluders}
         return {"group": self.group, "threshold": self.least, "clip": self.clip, **colluders}
+
+
+@dataclass(frozen=True)
+class CanaryOptions:
+    """Clients whose updates measure what the noise protects (Andrew et al., ICLR 2024).
+
+    Args:
+        clients: how many of the clients are canaries, the last ones: at least 2, and fewer than all. Their data are not used.
+    """
+
+    clients: int
+
+    def __post_init__(self) -> None:
+        if self.clients < 2:
+            raise ValueError(f"clients must be at least 2, as one canary has no spread, got {self.clients}")
 
 
 @dataclass(frozen=True)

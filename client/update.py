@@ -62,3 +62,10 @@ def relative_error(guess: Update, seen: Update) -> float:
     """|guess - seen| / |seen|, in float64."""
     off = norm({name: guess[name].double() - t.double() for name, t in seen.items()})
     return float(off / norm({name: t.double() for name, t in seen.items()}))
+
+
+def canary(like: Update, rng: Generator, size: float = 1.0) -> Update:
+    """A random update shaped like another, uniform over directions; size: its norm, which is that of the clipping."""
+    drawn = {k: torch.randn(t.shape, generator=rng, dtype=t.dtype) for k, t in like.items()}
+    scale = size / norm(drawn)
+    return {k: t * scale for k, t in drawn.items()}

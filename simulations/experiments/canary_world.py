@@ -11,10 +11,10 @@ import torch
 from torch import Generator, Tensor
 
 from fedgauge.attacks.grading.canary import combine_iterates, cosines, empirical_epsilon, gaussian_epsilon
-from fedgauge.client.canaries import canary
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
+from fedgauge.client.update import canary
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 from fedgauge.simulations.experiments.gaussian_world import mean_interval

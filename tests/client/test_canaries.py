@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedgauge.client.canaries import CanaryOptions
 from fedgauge.client.components import SpecError, Table
 from fedgauge.client.federation import Federation
-from fedgauge.client.protocol import Protocol
+from fedgauge.client.protocol import CanaryOptions, Protocol
 from fedgauge.client.update import Update
 
 SGD: Table = {"use": "local_sgd", "rate": 0.5}

@@ -17,9 +17,8 @@ from fedgauge.attacks.grading.canary import (
     gaussian_epsilon,
     normal_epsilon,
 )
-from fedgauge.client.canaries import canary
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Update, norm
+from fedgauge.client.update import Update, canary, norm
 from fedgauge.defenses.noise import gaussian
 
 LIKE: Update = {"w": torch.zeros(64, 100), "b": torch.zeros(100)}
