@@ -41,6 +41,7 @@ from fedgauge.client.update import Batch
 
 NO_TRUTH = 'labels = "given" needs the true labels, which the server of a deployment does not have: use "restored"'
 NO_MEMBERS = "who was in a batch is tested where the batch is known: in a simulation of this deployment"
+NOT_FINITE = "scores are not finite, as the update is not, or makes the model fail, or the weights are too large"
 Truth = Callable[[int, int], Batch]  # (client, round) -> the private batch
 
 
@@ -251,9 +252,9 @@ class Auditor:
         """Scores of candidates, then who was a member; of the limit, how well any test can tell."""
         started, fed = time.perf_counter(), self.federation
         same = {c: o for c, o in others.items() if len(fed.protocol.members(o, wave.round)) == members}
-        status: Status = "converged"
-        remembered: Sequence[ClientState | None] = [None] * len(wave)
-        reason = ""
+        rows: Mapping[int, list[ScoreRecord]] = {}
+        remembered: Mapping[int, ClientState] = {}
+        reason = NOT_FINITE
         try:
             if self.blind:
                 raise ValueError(NO_MEMBERS)
@@ -262,15 +263,16 @@ class Auditor:
             fed.load_buffers(wave.buffers)
             rows, remembered = tell_members(fed, planned, known, wave, {} if planned.is_baseline else same, memories)
         except ValueError as error:
-            status, reason = "not_applicable", str(error)
-            none = ScoreRecord(wave.round, 0, planned.name, WHOLE_BATCH, MEMBER, None, status, 0.0)
-            rows = [[replace(none, client=client)] for client in wave.clients]
+            reason = str(error)
         seconds = (time.perf_counter() - started) / len(wave)
-        result = Reconstruction(None, None, math.nan, 0, seconds, status, reason)
-        return [
-            AuditResult(client, result, tuple(replace(row, seconds=seconds) for row in own), memory)
-            for client, own, memory in zip(wave.clients, rows, remembered, strict=True)
-        ]
+        audited = []
+        for client in wave.clients:
+            status: Status = "converged" if client in rows else "not_applicable"
+            none = ScoreRecord(wave.round, client, planned.name, WHOLE_BATCH, MEMBER, None, status, seconds)
+            own = tuple(replace(row, seconds=seconds) for row in rows.get(client, [none]))
+            result = Reconstruction(None, None, math.nan, 0, seconds, status, "" if client in rows else reason)
+            audited.append(AuditResult(client, result, own, remembered.get(client)))
+        return audited
 
     def _canaries(self, planned: PlannedAttack, wave: Wave) -> list[AuditResult]:
         """How far each canary's direction stands out of the update that it is in; its number is the row's example."""
@@ -288,7 +290,9 @@ class Auditor:
             reason = ""
             try:
                 found = cosines({k: t.double() for k, t in update.items()}, directions.values())
-                values = (found * math.sqrt(sum(t.numel() for t in update.values()))).tolist()
+                # the tangent divides by what is not the canary's: by the noise, and not by the canary's own part beside it
+                tangents = found / (1 - found.square()).sqrt()
+                values = (tangents * math.sqrt(sum(t.numel() for t in update.values()) - 1)).tolist()
             except ValueError as error:
                 status, reason = "not_applicable", str(error)
             seconds = time.perf_counter() - started

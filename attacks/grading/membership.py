@@ -18,7 +18,7 @@ from fedgauge.attacks.grading.scores import ScoreRecord, wrong_client
 from fedgauge.attacks.membership.attack import membership
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.limit import detectability, pair_area, power
-from fedgauge.attacks.membership.measured import HELD, MEMBER, RATES
+from fedgauge.attacks.membership.measured import ANYBODY, HELD, MEMBER, RATES
 from fedgauge.attacks.membership.scores import classes_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.data.images import batch_of
@@ -89,10 +89,15 @@ class MembershipTest:
     def of_updates(
         self, scores: Tensor, name: str, clients: Sequence[int], others: Mapping[int, int]
     ) -> list[list[ScoreRecord]]:
-        """The rows of each update's scores (K, N) and, as a baseline, of the same scores against another client's batch."""
-        found = []
+        """The rows of each update's scores (K, N) and, as a baseline, of the same scores against another client's batch.
+
+        Of several updates, also those of the highest score over all of them: whether a member is in anybody's batch.
+        """
+        found, highest = [], scores.max(0).values
         for own, client in zip(scores, clients, strict=True):
             rows = self._graded(own, name, client)
+            if len(scores) > 1:
+                rows += self._told(ANYBODY, highest, torch.searchsorted(self.rows, self._batch(client)), name, client)
             if (other := others.get(client)) is not None:
                 rows += self._graded(own, wrong_client(name), other)
             found.append(rows)
@@ -179,24 +184,30 @@ def tell_members(
     wave: Wave,
     others: Mapping[int, int],
     memories: Mapping[int, ClientState],
-) -> tuple[list[list[ScoreRecord]], Sequence[ClientState | None]]:
-    """The rows of each update of a wave under a planned test or its limit, and what is remembered of each client.
+) -> tuple[dict[int, list[ScoreRecord]], dict[int, ClientState]]:
+    """By client, the rows of a wave's updates under a planned test or its limit, and what is remembered.
+
+    A client has no rows if its update makes its scores infinite or no number.
 
     Raises:
         ValueError: nobody can tell, for the reason that the message says.
     """
-    nothing = [None] * len(wave)
     if planned.is_limit:
         test = MembershipTest(fed, membership(), wave.round, wave.clients)
-        return test.limits(known, wave, planned.name), nothing
+        return dict(zip(wave.clients, test.limits(known, wave, planned.name), strict=True)), {}
     attack = cast(membership, planned.build())
     if attack.is_stateful and fed.protocol.secure_sum is not None and fed.protocol.secure_sum.drawn:
         raise ValueError("groups are drawn anew in each round, so that no sum is of the same clients again")
     test = MembershipTest(fed, attack, wave.round, (*wave.clients, *others.values()))
     scores = attack.scores(wave, known, test.candidates)
+    scored = [k for k, own in enumerate(scores) if bool(own.isfinite().all())]
+    if not scored:
+        return {}, {}
+    scores, clients = scores[scored], [wave.clients[k] for k in scored]
     if attack.is_stateful:
-        return test.over_rounds(scores, planned.name, wave.clients, others, memories)
-    return test.of_updates(scores, planned.name, wave.clients, others), nothing
+        found, after = test.over_rounds(scores, planned.name, clients, others, memories)
+        return dict(zip(clients, found, strict=True)), dict(zip(clients, after, strict=True))
+    return dict(zip(clients, test.of_updates(scores, planned.name, clients, others), strict=True)), {}
 
 
 def _records(

@@ -61,21 +61,23 @@ class membership(Attack):
     def scores(self, wave: Wave, known: Knowledge, candidates: Batch) -> Tensor:
         """How much each candidate (N) seems to have been in the batch of each update (K): (K, N) float64.
 
+        An update that is not finite, or for which a score is not, has no scores (NaN), and changes no other's.
+
         Raises:
             ValueError: a score needs what is not there: public examples of a label, or a gradient of one example.
         """
         if known.auxiliary is None:
             raise ValueError("who is a stranger is learned from public examples: set [data] auxiliary above 0")
-        if not all(bool(torch.isfinite(t).all()) for t in wave.update.values()):
-            raise ValueError("an update is not finite, so that no candidate stands out")
         null, public = (Batch(known.auxiliary.x[i::2], known.auxiliary.y[i::2]) for i in range(2))
         scored = CandidateGradients(known, wave.params, concatenate([candidates, null]))
         rest = None
         if self.score == "likelihood_ratio":
             rest = RestOfBatch.of_population(CandidateGradients(known, wave.params, public))
-        found = SCORES[self.score](Scoring(scored, wave, rest))
-        if not bool(torch.isfinite(found).all()):
-            raise ValueError("scores are not finite, as the update or the weights are too large: the training diverges")
+        finite = torch.stack([t.reshape(len(wave), -1).isfinite().all(1) for t in wave.update.values()]).all(0)
+        found = torch.full((len(wave), len(scored)), torch.nan, dtype=torch.float64)
+        if bool(finite.any()):
+            found[finite] = SCORES[self.score](Scoring(scored, wave.of(finite.nonzero().flatten().tolist()), rest))
+        found[~found.isfinite().all(1)] = torch.nan
         own, others = found[:, : len(candidates.y)], found[:, len(candidates.y) :]
         if self.score == LABELS_ALONE:
             return own

@@ -28,6 +28,7 @@ HELD = 2**27  # numbers of public gradients that are held at once
 EVEN = 0.1  # part of an entry's variance that is its tensor's mean, as few examples leave some entries without any
 LEAST = 1e-6  # variance of an entry, in mean squares of the update
 ROOT = math.sqrt(2)
+OUTLYING = 10  # times the median of the updates' mean squares
 STEPS = 30  # towards the most probable place along the axes
 
 
@@ -160,7 +161,7 @@ def likelihood_ratio(candidates: CandidateGradients, wave: Wave, rest: RestOfBat
 
 def _shrinking(wave: Wave, params: Params, rest: RestOfBatch, factor: float, size: int) -> float:
     """How much smaller the updates are than if all local steps had the first one's gradient, in (0, 1]."""
-    seen = flattened({k: wave.update[k] for k in params}).double().square().sum(1).mean()
+    seen = _usual(flattened({k: wave.update[k] for k in params}).double().square().sum(1))
     spread = rest.variances.sum() + rest.entries.sum()
     expected = factor**2 * (rest.mean.square().sum() + spread / size)
     return float((seen / expected).sqrt().clamp(1e-3, 1.0))
@@ -185,7 +186,7 @@ def _evidence(candidates: CandidateGradients, wave: Wave, without: _Expected) ->
         [torch.full((t.numel(),), density is None or k not in density.hidden) for k, t in candidates.params.items()]
     )
     tensors = [t.numel() for t in candidates.params.values()]
-    noise = LEAST * seen.square().mean().expand(seen.shape[1])
+    noise = LEAST * _usual(seen.square().mean(1)).expand(seen.shape[1])
     if density is None:
         noise = noise + _shown_noise(seen, without, tensors)
         density = UpdateDistribution()
@@ -207,8 +208,14 @@ def _evidence(candidates: CandidateGradients, wave: Wave, without: _Expected) ->
 
 def _shown_noise(seen: Tensor, without: _Expected, tensors: Sequence[int]) -> Tensor:
     """(d,) variance that each tensor of the updates (K, d) has beyond the expected one, at least 0."""
-    beyond = (seen - without.mean).square().mean(0) - without.whole
-    return torch.cat([part.mean().clamp_min(0).expand(len(part)) for part in beyond.split(list(tensors))])
+    parts = (seen - without.mean).square().split(list(tensors), 1), without.whole.split(list(tensors))
+    beyond = [_usual(part.mean(1)) - expected.mean() for part, expected in zip(*parts, strict=True)]
+    return torch.cat([one.clamp_min(0).expand(size) for one, size in zip(beyond, tensors, strict=True)])
+
+
+def _usual(squares: Tensor) -> Tensor:
+    """The mean of what updates (K,) have each, without the outlying: one client must not bend what others' updates show."""
+    return squares[squares <= OUTLYING * squares.median()].mean()
 
 
 def _sizes(without: _Expected, density: UpdateDistribution, tensors: Sequence[int]) -> Tensor:

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-MEMBER, HELD = "membership", "held_membership"  # of the members of a batch, and of a client's data
+# of the members of a batch: of one update, and of any of a round that are attacked together; and of a client's data
+MEMBER, ANYBODY, HELD = "membership", "anybody_membership", "held_membership"
 RATES: Mapping[str, float] = {
     "_at_1_percent": 0.01,
     "_at_0.1_percent": 0.001,

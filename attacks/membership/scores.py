@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Wave
+from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
 from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.likelihood import likelihood_ratio as log_ratios
-from fedgauge.client.update import Batch
+from fedgauge.client.update import Batch, Params
 
 LEAST_NULL = 10  # candidates of a label that nobody trained on, below which their mean and spread say little
 LEAST_OTHERS = 2  # updates that say how the cosines of others vary
@@ -76,7 +77,9 @@ def fedmia(scoring: Scoring) -> Tensor:
     Raises:
         ValueError: the wave has too few updates to take the others as a null.
     """
-    own = cosine(scoring)
+    every = cosine(scoring)
+    shown = every.isfinite().all(1)  # an update so large that its cosines overflow is no null for the others
+    own, found = every[shown], torch.full_like(every, torch.nan)
     others = len(own) - 1
     if others < LEAST_OTHERS:
         raise ValueError(
@@ -85,7 +88,8 @@ def fedmia(scoring: Scoring) -> Tensor:
         )
     mean = (own.sum(0) - own) / others
     variance = ((own.square().sum(0) - own.square()) / others - mean.square()).clamp_min(0) * others / (others - 1)
-    return (own - mean) / variance.sqrt().clamp_min(TINY)
+    found[shown] = (own - mean) / variance.sqrt().clamp_min(TINY)
+    return found
 
 
 def loss(scoring: Scoring) -> Tensor:
@@ -97,7 +101,18 @@ def loss_change(scoring: Scoring) -> Tensor:
     """How far the update lowers the candidate's loss."""
     wave, candidates = scoring.wave, scoring.candidates
     moved = [{k: p + wave.update[k][i].to(p) for k, p in wave.params.items()} for i in range(len(wave))]
-    return torch.stack([candidates.losses - candidates.losses_at(params) for params in moved])
+    return torch.stack([candidates.losses - _losses_at(candidates, params) for params in moved])
+
+
+def _losses_at(candidates: CandidateGradients, params: Params) -> Tensor:
+    """The candidates' losses at weights to which one update has led; NaN where the model fails with them."""
+    try:
+        return candidates.losses_at(params)
+    except Exception as error:
+        # a user's model or loss may raise anything over numbers that are extreme or not finite
+        if exhausted(error):
+            raise
+        return torch.full((len(candidates),), torch.nan, dtype=torch.float64)
 
 
 def label_frequency(scoring: Scoring) -> Tensor:

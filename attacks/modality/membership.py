@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping
 
-from fedgauge.attacks.membership.measured import HELD, MEMBER
+from fedgauge.attacks.membership.measured import ANYBODY, HELD, MEMBER, RATES
 from fedgauge.attacks.modality.base import Measured
 
+QUESTIONS: Mapping[str, str] = {MEMBER: "in the batch", ANYBODY: "in anybody's batch", HELD: "in the client's data"}
 MEMBERSHIP: Mapping[str, Measured] = {
-    MEMBER: Measured("in the batch: area under the ROC curve"),
-    "membership_at_1_percent": Measured("in the batch, told at 1 % false positives", fraction=True, rate=True),
-    "membership_at_0.1_percent": Measured("in the batch, told at 0.1 % false positives", fraction=True, rate=True),
-    HELD: Measured("in the client's data: area under the ROC curve"),
-    "held_membership_at_1_percent": Measured(
-        "in the client's data, told at 1 % false positives", fraction=True, rate=True
-    ),
-    "held_membership_at_0.1_percent": Measured(
-        "in the client's data, told at 0.1 % false positives", fraction=True, rate=True
-    ),
+    name: measured
+    for metric, where in QUESTIONS.items()
+    for name, measured in (
+        (metric, Measured(f"{where}: area under the ROC curve")),
+        *(
+            (metric + ending, Measured(f"{where}, told at {100 * rate:g} % false positives", fraction=True, rate=True))
+            for ending, rate in RATES.items()
+        ),
+    )
 }

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.special import bdtrc
 
 from fedgauge.attacks.membership.limit import mu_of, power
-from fedgauge.attacks.membership.measured import HELD, MEMBER, RATES
+from fedgauge.attacks.membership.measured import ANYBODY, HELD, MEMBER, RATES
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.formatting import percent
@@ -18,7 +18,11 @@ from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import PairedDifference, paired, rivals_of, values_of
 
 Word = Literal["leaks", "not shown to leak", "undetermined"]
-QUESTIONS: Mapping[str, str] = {MEMBER: "Who was in a batch", HELD: "Whom a client's data holds"}
+QUESTIONS: Mapping[str, str] = {
+    MEMBER: "Who was in a batch",
+    ANYBODY: "Who was in anybody's batch",
+    HELD: "Whom a client's data holds",
+}
 ONE_PERCENT, ONE = "_at_1_percent", 0.01
 CHANCE = 0.5  # of two examples, which is the member
 RATES_SHOWN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of false positives
@@ -92,7 +96,11 @@ class ToldMembers:
 def told_members(scores: Scores) -> list[ToldMembers]:
     """The best test of each question that was tested."""
     found = []
-    asked = [(metric, rows, [n for n in _names(rows) if is_attack(n)]) for metric, rows in _questions(scores)]
+    asked = [
+        (metric, rows, [n for n in _names(rows) if is_attack(n)])
+        for metric, rows in _questions(scores)
+        if metric != ANYBODY  # all clients of a round share each stranger's highest score: no interval by client holds
+    ]
     chances = 2 * sum(len(tests) for _, _, tests in asked)
     for metric, rows, tests in asked:
         told = [_told(metric, rows, _graded(scores, metric + ONE_PERCENT), name, chances) for name in tests]
@@ -105,7 +113,8 @@ def _questions(scores: Scores) -> list[tuple[str, Scores]]:
     """The rows that answer each question."""
     of_batch = _graded(scores, MEMBER)
     # a test of single updates says nothing of others in the client's data
-    return [(MEMBER, of_batch), (HELD, _last_of_each_client(_graded(scores, HELD), without=set(_names(of_batch))))]
+    of_client = _last_of_each_client(_graded(scores, HELD), without=set(_names(of_batch)))
+    return [(MEMBER, of_batch), (ANYBODY, _graded(scores, ANYBODY)), (HELD, of_client)]
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,7 @@ class MembershipRow:
 
     Args:
         question: in words.
-        area: under the ROC curve; low, high: its interval, None below two clients.
+        area: under the ROC curve; low, high: its interval by client (of anybody's batch by round), None below two.
         told: by false-positive rate, the members told at it; no entry where strangers are too few.
     """
 
@@ -139,7 +148,8 @@ def membership_table(scores: Scores, order: Sequence[str]) -> list[MembershipRow
         at_rates = {rate: _graded(scores, metric + ending) for ending, rate in RATES.items()}
         for name in (name for name in order if name in _names(rows)):
             own = rows.of_attack(name)
-            interval = None if is_limit(name) else clustered_interval(own.value, own.client)
+            clusters = own.round if metric == ANYBODY else own.client
+            interval = None if is_limit(name) else clustered_interval(own.value, clusters)
             hits = {rate: _rate(at.of_attack(name), own) for rate, at in at_rates.items() if len(at.of_attack(name))}
             low, high = interval or (None, None)
             question = QUESTIONS[metric]

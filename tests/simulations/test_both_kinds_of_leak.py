@@ -57,6 +57,7 @@ def test_the_page_draws_membership_over_rounds_with_its_limit(run: Run) -> None:
     assert "membership" not in {series["name"] for series in curves["psnr"]}
     rows = {(row["question"], row["name"]) for row in told["membership"]["rows"]}
     assert ("Who was in a batch", "membership") in rows
+    assert ("Who was in anybody's batch", "membership") in rows
     assert ("Whom a client's data holds", "membership_over_rounds") in rows
     assert {row["attack"] for row in told["summary"]} == {
         "idlg",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import scipy.stats
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedgauge.attacks.base import Wave
 from fedgauge.attacks.grading.audit import Auditor, AuditResult
@@ -85,6 +85,33 @@ def test_members_among_sentences_are_told(make_federation: Make, observe: Make, 
     )
     found = Auditor(fed).audit(planned(strangers=60, held=2), observe(fed, (0, 1)), {0: 1, 1: 0})
     assert mean(values(found, "membership", "membership")) > 0.9, found[0].reconstruction.reason
+
+
+def test_members_are_told_where_labels_are_blended_or_units_dropped(make_federation: Make, observe: Make) -> None:
+    mlp = {"use": "mlp", "hidden": [32]}
+    blended = make_federation(
+        data={"auxiliary": 400, "batch_size": 4}, chain=[{"use": "mixup", "alpha": 0.4}, SGD], model=mlp
+    )
+    bare = make_federation(data={"auxiliary": 400})
+    dropping = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 10)).train()
+    for fed in (blended, bare.having(model=dropping)):
+        found = Auditor(fed).audit(planned(strangers=200, held=0, score="matched_filter"), observe(fed, (0, 1)))
+        assert mean(values(found, "membership", "membership")) > 0.75, found[0].reconstruction.reason
+
+
+def test_in_anybodys_batch_the_highest_score_over_all_updates_counts(fed: Federation, observe: Make) -> None:
+    wave = observe(fed, (0, 1))
+    test = MembershipTest(fed, membership(strangers=100, held=0), 1, wave.clients)
+    scores = torch.rand(2, len(test.candidates.y), generator=generator("scores")).double()
+    highest = scores.max(0).values
+    found = test.of_updates(scores, "membership", (0, 1), {0: 1, 1: 0})
+    own = torch.isin(test.strangers.y, fed.batch_at(0, 1).y)
+    members = highest[torch.searchsorted(test.rows, fed.rows_at(0, 1))]
+    expected = above(members, highest[len(test.rows) :][own]).tolist()
+    assert [r.value for r in found[0] if r.metric == "anybody_membership"] == expected
+    assert {r.attack for rows in found for r in rows if r.metric.startswith("anybody")} == {"membership"}
+    alone = test.of_updates(scores[:1], "membership", (0,), {})
+    assert not [r for r in alone[0] if r.metric.startswith("anybody")], "of one update it is the same question"
 
 
 def test_nothing_tells_the_attack_which_candidates_are_members(fed: Federation, observe: Make) -> None:

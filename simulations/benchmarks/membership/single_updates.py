@@ -1,10 +1,10 @@
 """Who was in the batch: membership from single updates on rows of the sweep, untrained and trained, beside what reads nothing."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -40,8 +40,14 @@ ROWS = (
     "secure sum of 4",
     "DP-SGD 1",
 )
+LARGER: Mapping[str, tuple[str, int]] = {  # rows of the sweep with larger batches than the sweep has
+    "batch of 64": ("none", 64),
+    "batch of 256": ("none", 256),
+    "noise .1, batch of 64": ("noise .1", 64),
+}
 SEEDS = (0, 1)
 UPDATES = 20  # of each seed and stage
+MEMBERS = 512  # of each seed and stage, so that fewer updates of large batches are taken, but of each client one
 ROUNDS = (1, 40)  # attacked, as in the sweep: the untrained network and the last round's
 OFFSET = 1000  # rounds whose batches are drawn for the updates, so that training does not use up the seeds
 RATE = 0.01
@@ -72,16 +78,36 @@ class _Scored:
     mu: Tensor | None
 
 
-def membership(
+class HeldGradients(CandidateGradients):
+    """Gradients that are formed once, where several scores read them."""
+
+    @cached_property
+    def _held(self) -> tuple[Tensor, ...]:
+        return tuple(super().rows())
+
+    def rows(self) -> Iterator[Tensor]:
+        """As of candidates whose gradients are formed anew each time."""
+        return iter(self._held)
+
+
+def tables_of_rows() -> dict[str, Table]:
+    """The scenario of each row of the ready-made sweep, and of those with larger batches."""
+    sweep = Sweep.load(Path(fedgauge.simulations.__path__[0]) / "defenses.toml")
+    found = {cell.defense: cell.tables for cell in sweep.cells}
+    for name, (row, size) in LARGER.items():
+        found[name] = {**found[row], "data": {**found[row]["data"], "batch_size": size}}
+    return found
+
+
+def single_updates(
     progress: Progress,
-    rows: Sequence[str] = ROWS,
+    rows: Sequence[str] = (*ROWS, *LARGER),
     seeds: Sequence[int] = SEEDS,
     updates: int = UPDATES,
     rounds: Sequence[int] = ROUNDS,
 ) -> BenchmarkReport:
     """AUC and true positives at 1 % false positives on rows of the ready-made sweep, by each score."""
-    sweep = Sweep.load(Path(fedgauge.simulations.__path__[0]) / "defenses.toml")
-    tables = {cell.defense: cell.tables for cell in sweep.cells}
+    tables = tables_of_rows()
     figures: list[Figure] = []
     records: list[dict[str, object]] = []
     work = [(tables[name], seed, updates, tuple(rounds)) for name in rows for seed in seeds]
@@ -97,7 +123,8 @@ def membership(
             records += more
     settings = dict(
         sweep="simulations/defenses.toml: network, data, chains; updates as one client of the federation sends them",
-        seeds=list(seeds), updates=f"{updates} of each seed and stage", stages="before round 1 (untrained) and round 40",
+        seeds=list(seeds), updates=f"{updates} of each seed and stage; of batches of 64 eight, of 256 four",
+        stages="before round 1 (untrained) and round 40",
         positives="the images of the batch behind an update",
         negatives="test images (nobody's) of the member's label; also images of the shards outside the batch",
         null="half of the 500 auxiliary images: scores are standardised by those of the same label and update",
@@ -119,7 +146,7 @@ def _scored(fed: Federation, params: Params, updates: int, seed: int) -> _Scored
     _, buffers = fed.initial()
     groups = fed.protocol.groups(1)
     seen, truth, held = [], [], []
-    for i in range(updates):
+    for i in range(min(updates, max(len(groups), MEMBERS // fed.shards.batch_size))):
         client, round = groups[i % len(groups)][0], OFFSET + i
         seen.append(Observation(1, client, params, fed.client_update(params, buffers, client, round)))
         truth.append(fed.rows_at(client, round))
@@ -161,11 +188,11 @@ def _row(name: str, stage: int, scored: Sequence[_Scored]) -> tuple[list[Figure]
         auc, hits = found.auc(rng("auc")), found.true_positives(RATE, rng("hits"))
         record: dict[str, object] = {
             "row": name, "round": stage, "score": method, "n": len(found.members), "negatives": len(found.others),
-            "auc": _numbers(auc), "tpr_at_1_percent": _numbers(hits),
-            "tpr_at_0.1_percent": _numbers(found.true_positives(RATE / 10, rng("rare"))),
-            "auc_against_own_shard": _numbers(_gathered(scored, method, "shards").auc(rng("shards"))),
-            "auc_shuffled": _numbers(_gathered(scored, method, "shuffled").auc(rng("shuffled"))),
-            "auc_untrained_on": _numbers(_gathered(scored, method, "nobody").auc(rng("nobody"))),
+            "auc": numbers(auc), "tpr_at_1_percent": numbers(hits),
+            "tpr_at_0.1_percent": numbers(found.true_positives(RATE / 10, rng("rare"))),
+            "auc_against_own_shard": numbers(_gathered(scored, method, "shards").auc(rng("shards"))),
+            "auc_shuffled": numbers(_gathered(scored, method, "shuffled").auc(rng("shuffled"))),
+            "auc_untrained_on": numbers(_gathered(scored, method, "nobody").auc(rng("nobody"))),
         }  # fmt: skip
         if limit := _limit(scored):
             record["limit"] = limit
@@ -178,7 +205,8 @@ def _row(name: str, stage: int, scored: Sequence[_Scored]) -> tuple[list[Figure]
     return figures, records
 
 
-def _numbers(estimate: Estimate) -> list[float | None]:
+def numbers(estimate: Estimate) -> list[float | None]:
+    """Value, low and high of an estimate, rounded."""
     return [None if v is None else round(v, 4) for v in (estimate.value, estimate.low, estimate.high)]
 
 
@@ -212,6 +240,11 @@ def _gathered(scored: Sequence[_Scored], method: str, against: str) -> ScoredCan
                 mine, pool = order[: len(mine)], order[len(mine) :]
             others = pool[torch.isin(one.labels[pool], one.labels[mine])]
             parts.append((row[mine], row[others], one.clients[k]))
+    return pooled(parts)
+
+
+def pooled(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> ScoredCandidates:
+    """Scores of members and of others from several updates, each with its client's number."""
     counts = [(len(a), len(b)) for a, b, _ in parts]
     clients = torch.stack([c for _, _, c in parts])
     return ScoredCandidates(
