@@ -4,19 +4,23 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from logging import WARNING
 from pathlib import Path
 
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Strategy
 
+from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import ComponentKind, SpecError, Table, call, check_arguments, resolve
 from fedgauge.client.federation import Federation
+from fedgauge.client.update import Params
 from fedgauge.server.store import checkpoint
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import STARTED, Participation
+from fedgauge.server.store.ledger_types import STARTED, Participation, sanitised
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
@@ -160,14 +164,29 @@ class _Record:
     def __call__(self, counted: int, arrays: ArrayRecord) -> MetricRecord | None:
         if (round := self.done + counted) in self.recorded:
             return None
-        self.fed.load_buffers(self.strategy.buffers)
-        accuracy, loss = self.fed.evaluate(dict(arrays.to_torch_state_dict()))
+        figures = self._figures(round, dict(arrays.to_torch_state_dict()))
+        accuracy, loss = figures or (None, None)
         seconds = time.perf_counter() - self.began
         self.ledger.record_round(round, accuracy, loss, seconds, self.recorder.seconds.pop(round, 0.0))
         for wait in self.between:
             wait()
         self.began = time.perf_counter()
-        return MetricRecord({"accuracy": accuracy, "loss": loss})
+        return figures and MetricRecord({"accuracy": figures[0], "loss": figures[1]})
+
+    def _figures(self, round: int, params: Params) -> tuple[float, float] | None:
+        """Test accuracy and loss; None, with a note, if the model fails with weights that the training has led to."""
+        self.fed.load_buffers(self.strategy.buffers)
+        try:
+            return self.fed.evaluate(params)
+        except Exception as error:
+            # a user's model or loss may raise anything over weights that one client made extreme; the first are nobody's
+            if round == 0 or exhausted(error):
+                raise
+            why = sanitised(f"{type(error).__name__}: {error}")
+            note = f"round {round}: the test figures are missing, as the model fails with the round's weights ({why})"
+        self.recorder.note(round, [note], beside=True)
+        log(WARNING, "fedgauge: %s", note)
+        return None
 
 
 def _keep(run: Run, ledger: Ledger, at: checkpoint.Checkpoint) -> None:

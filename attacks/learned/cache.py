@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.engine.devices import CPU
+from fedgauge.client.cache_folder import cache_folder
 from fedgauge.client.files import replacing
-from fedgauge.client.local_data import cache_folder
 
 BOUND = 8 * 2**30  # bytes; the least recently read files go first
 # digests seed random streams: renamed classes keep the names that they had in them, so that kept figures stay reproducible

@@ -77,6 +77,8 @@ class feature_fishing(ServerAttack):
         weight, _ = _classifier(sent, known)
         logits = _row_logits(sent, known, weight[row])
         low, high = (float(logits.mean() + side * 6 * logits.std()) for side in (-1, 1))
+        if not high > low:  # as where no unit is active, to which one client's update can bring the weights
+            raise ValueError("the weights give all public examples one score, so no threshold can separate examples")
         threshold, steepness = self._search(low, high, known, seen)
         changed = {k: t.clone() for k, t in sent.items()}
         _zero_other_rows(changed, known, row, steepness * weight[row], -steepness * threshold)

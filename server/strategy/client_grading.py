@@ -85,7 +85,7 @@ class ClientGrader:
         deadline = time.monotonic() + self.timeout
         alive = time.monotonic()
         while self._waiting() and time.monotonic() < deadline:
-            if self.run.holder("audit") is not None:
+            if self.run.at_work("audit"):
                 alive = time.monotonic()
             elif time.monotonic() - alive >= self.grace:
                 break

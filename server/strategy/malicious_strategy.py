@@ -16,6 +16,7 @@ from fedgauge.attacks.malicious.targeting import TargetedServerAttack
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params
+from fedgauge.server.store.ledger_types import sanitised
 from fedgauge.server.strategy.reply_checks import AcceptedReply
 from fedgauge.server.strategy.strategy_wrapper import Wrapper
 from fedgauge.server.strategy.validator import RoundReplies
@@ -55,12 +56,15 @@ class MaliciousStrategy(Wrapper):
             client = self.clients[message.metadata.dst_node_id]
             if (attack := self.attack_on(server_round, client)) is not None:
                 try:
-                    sent = self._crafted(attack, server_round, client, honest)
-                except ValueError as error:  # crafting was tried on the first weights, but depends on the current ones
-                    self.trouble(f"round {server_round}, client {client}: honest weights were sent: {error}")
+                    sent = ArrayRecord(self._crafted(attack, server_round, client, honest))
+                except Exception as error:
+                    # it was tried on the first weights; over others, which one client may have made extreme, or over that
+                    # client's replies, a plug-in's attack may raise anything, which must not end everybody's training
+                    why = sanitised(error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+                    self.trouble(f"round {server_round}, client {client}: honest weights were sent: {why}")
                     continue
                 # a new record, because the strategy's messages share one
-                message.content = RecordDict({**message.content, "arrays": ArrayRecord(sent)})
+                message.content = RecordDict({**message.content, "arrays": sent})
                 self._altered.add(client)
         return messages
 
@@ -77,7 +81,10 @@ class MaliciousStrategy(Wrapper):
             if server_attack.is_stateful
             else []
         )
-        return {k: t.detach().contiguous() for k, t in server_attack.craft(honest, self.known, rng, seen).items()}
+        made = {k: t.detach().contiguous() for k, t in server_attack.craft(honest, self.known, rng, seen).items()}
+        if not all(bool(t.isfinite().all()) for t in made.values()):  # this client's update would be refused for it
+            raise ValueError("the crafted weights are not finite")
+        return made
 
     def note(self, intake: RoundReplies) -> None:
         """Remember replies to altered weights, because the next round's attack may depend on them."""
