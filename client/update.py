@@ -65,7 +65,7 @@ def relative_error(guess: Update, seen: Update) -> float:
 
 
 def canary(like: Update, rng: Generator, size: float = 1.0) -> Update:
-    """A random update shaped like another, uniform over directions; size: its norm, which is that of the clipping."""
+    """A random update shaped like another, uniform over directions; size: its norm."""
     drawn = {k: torch.randn(t.shape, generator=rng, dtype=t.dtype) for k, t in like.items()}
     scale = size / norm(drawn)
     return {k: t * scale for k, t in drawn.items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedgauge.client.update import Update, norm
 
-LARGEST = 1e3  # epsilon above which the result is infinity
+LARGEST = 1e6  # epsilon above which the result is infinity
 HALVINGS = 60
 CANARY = "canary"  # the metric: a canary's cosine with an update, in standard deviations of chance
 
@@ -90,10 +90,10 @@ def _excess(mean: float, deviation: float, epsilon: float) -> float:
     """max over sets S of P(S) - e^epsilon Q(S), with P = N(mean, deviation^2) and Q = N(0, 1): S is where p > e^epsilon q."""
     total = 0.0
     for low, high in _likelier(mean, deviation, epsilon):
-        p = _between((low - mean) / deviation, (high - mean) / deviation)
         # by logarithms: e^epsilon may overflow where Q's part underflows
-        q = _between(low, high)
-        total += p - (math.exp(epsilon + math.log(q)) if q > 0 else 0.0)
+        log_p = _log_between((low - mean) / deviation, (high - mean) / deviation)
+        log_q = _log_between(low, high)
+        total += math.exp(log_p) - math.exp(min(epsilon + log_q, log_p))
     return total
 
 
@@ -114,8 +114,9 @@ def _likelier(mean: float, deviation: float, epsilon: float) -> list[tuple[float
     return [(-math.inf, low), (high, math.inf)] if a > 0 else [(low, high)]
 
 
-def _between(low: float, high: float) -> float:
-    """The normal probability of an interval, computed from the smaller tail."""
+def _log_between(low: float, high: float) -> float:
+    """The logarithm of the normal probability of an interval, computed from the smaller tail."""
     if low > 0:
         low, high = -high, -low
-    return (math.erfc(-high / math.sqrt(2)) - math.erfc(-low / math.sqrt(2))) / 2
+    outer, inner = torch.special.log_ndtr(torch.tensor([low, high], dtype=torch.float64)).tolist()
+    return inner + math.log1p(-math.exp(outer - inner)) if outer < inner else -math.inf

@@ -212,8 +212,8 @@ class JobQueue(LedgerReads):
 
     def fail(self, lease: Lease, error: str) -> None:
         """Mark a wave's jobs failed, each with a score row that says so."""
-        metric = MEMBER if lease.attack.tells_members else self.modality.main.metric
-        metric = CANARY if lease.attack.name == CANARIES else metric
+        others = CANARY if lease.attack.name == CANARIES else self.modality.main.metric
+        metric = MEMBER if lease.attack.tells_members else others
         with self._transaction() as db:
             for job, client in zip(lease.jobs, lease.clients, strict=True):
                 db.execute(f"UPDATE jobs SET state = 'failed', error = ?, {_END} WHERE id = ?", (error, job))

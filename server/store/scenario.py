@@ -227,7 +227,7 @@ class Scenario:
             protocol.clients,
             _limits(federation, modality),
             modality,
-            _with_canaries(protocol),
+            with_canaries(protocol),
         )
         _check_secure_sum(protocol, strategy, plan)
         targeting.check_decoders(server_attack, plan.attacks, protocol.secure_sum is not None)
@@ -314,14 +314,15 @@ def _absolute_paths(tables: Table) -> Table:
     return located
 
 
-def _with_canaries(protocol: Protocol) -> list[int]:
+def with_canaries(protocol: Protocol) -> list[int]:
     """The updates, by their clients, that canaries are in; SpecError where these change from round to round."""
     canaries, together = set(protocol.canary_clients), protocol.secure_sum
     if canaries and together is not None and together.drawn:
         raise SpecError(
             "[canaries] need [secure_sum] groups that stay the same, as no attack knows how to leave a canary out"
         )
-    return [group[0] for group in protocol.groups(1) if canaries.intersection(group)]
+    # a sum is called by the first of its clients that answers
+    return [client for group in protocol.groups(1) if canaries.intersection(group) for client in group]
 
 
 def _check_secure_sum(protocol: Protocol, strategy: Table, plan: AttackPlan) -> None:

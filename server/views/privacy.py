@@ -101,7 +101,7 @@ def _place(scores: Scores) -> int:
 def _interval(mean: float, error: float, delta: float) -> tuple[float, float, float]:
     """The epsilon between N(mean, 1) and N(-mean, 1), and of the ends of the mean's 95 % interval."""
     ends = (mean, mean - NORMAL_95 * error, mean + NORMAL_95 * error)
-    epsilon, low, high = (gaussian_epsilon(2 * max(0.0, end), delta) if end > 0 else 0.0 for end in ends)
+    epsilon, low, high = (gaussian_epsilon(2 * max(0.0, end), delta) for end in ends)
     return epsilon, low, high
 
 
@@ -139,18 +139,18 @@ def canary_words(estimates: Sequence[CanaryEstimate], delta: float) -> str:
         return ""
     last = estimates[-1]
     words = (
-        f"{last.canaries} canaries sent a fixed random direction in place of an update, {last.releases} "
+        f"{last.canaries} canaries sent a fixed random direction in place of an update, at most {last.releases} "
         f"time{'s' if last.releases != 1 else ''} each. What an observer of cosines sees of them is an epsilon of "
         f"{last.epsilon:.3g} ({last.low:.3g} to {last.high:.3g}) for all of a client's data at delta {delta:g}; with the spread "
         f"measured, {last.measured:.3g} ({last.measured_low:.3g} to {last.measured_high:.3g})."
     )
     if last.accounted is None:
         return f"{words} No epsilon is accounted for this chain: what is seen is no promise that there is no more."
-    if last.low > last.accounted:
+    if last.low > last.accounted and math.isfinite(last.low):
         return f"{words} That is above the accounted {last.accounted:.3g}: the noise protects less than the accounting says."
     if last.high < last.accounted:
         return (
-            f"{words} The accounted epsilon is {last.accounted:.3g}: what lies between is hidden from this observer, and not from "
-            "every one."
+            f"{words} The accounted epsilon is {last.accounted:.3g}: what lies between this observer does not see, "
+            "or the accounting counts more than the chain shows."
         )
     return f"{words} The accounted epsilon is {last.accounted:.3g}, within the interval."

@@ -17,7 +17,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.scenario import Scenario, apply_setting
+from fedgauge.server.store.scenario import Scenario, apply_setting, with_canaries
 from fedgauge.server.store.tester_truth import TesterTruth
 from fedgauge.server.views.participation import app_clients, other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
@@ -172,7 +172,7 @@ def _attack(options: argparse.Namespace, run: Run, ledger: Ledger, scenario: Sce
             run,
             executor,
             scenario,
-            follow=lambda: options.follow and run.holder("training") is not None,
+            follow=lambda: options.follow and run.at_work("training"),
             stop=lambda: interrupt.asked,
             tick=view.update,
             force=options.force,
@@ -256,4 +256,6 @@ def _extra_plan(options: argparse.Namespace, scenario: Scenario) -> AttackPlan:
     limits = scenario.protocol.rounds, scenario.protocol.clients
     options_ = {**given, **{k: list(v) for k, v in plan.items() if v is not None}}
     modality = type(modality_of(scenario.federation.shards.dataset))
-    return AttackPlan.from_tables(tables, options_, *limits, modality=modality)
+    return AttackPlan.from_tables(
+        tables, options_, *limits, modality=modality, canaries=with_canaries(scenario.protocol)
+    )

@@ -1,5 +1,6 @@
 """Canaries in a federation: the epsilon that they show is the accounted one, in numbers, on the page and in the report."""
 
+import argparse
 import math
 from contextlib import closing
 from pathlib import Path
@@ -22,6 +23,7 @@ from fedgauge.server.views.overview import overview
 from fedgauge.server.views.privacy import CanaryEstimate, canary_estimates, canary_words
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import Scores
+from fedgauge.simulations.cli.run_commands import _extra_plan
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.reports.figures.style import display_name
@@ -32,6 +34,11 @@ from tests.small_runs import scenario, taped
 
 SGD: Table = {"use": "local_sgd", "rate": 0.5}
 CLIP: Table = {"use": "clip", "max_norm": 1.0}
+# a network of 805 weights behind little noise: a canary's own part is much of its update's norm
+SMALL: tuple[Table, list[Table]] = (
+    {"use": "mlp", "hidden": [1]},
+    [SGD, CLIP, {"use": "gaussian", "sigma": 0.1}],
+)
 CHAINS: dict[str, list[Table]] = {
     "clipped updates": [SGD, CLIP, {"use": "gaussian", "sigma": 2.0}],
     "clipped examples": [{"use": "dp_sgd", "max_norm": 1.0, "noise_multiplier": 8.0}, SGD],
@@ -45,11 +52,11 @@ def scored(rows: list[tuple[int, int, float]]) -> Scores:
     return Scores.empty().extended([(r, c, CANARIES, c, CANARY, "converged", v) for r, c, v in rows])
 
 
-def estimate(chain: list[Table], seed: int, together: int = 1) -> CanaryEstimate:
+def estimate(chain: list[Table], seed: int, together: int = 1, model: Table | None = None) -> CanaryEstimate:
     """What 32 canaries among 36 clients show in three rounds, from the updates as the server sees them."""
     summed = None if together == 1 else SecureSumOptions(together)
     data = {"use": "mnist5k", "batch_size": 4}
-    model = {"use": "mlp", "hidden": [16]}
+    model = model or {"use": "mlp", "hidden": [16]}
     protocol = Protocol(seed, ROUNDS, 36, data, model, tuple(chain), secure_sum=summed, canaries=CanaryOptions(32))
     fed = Federation(protocol)
     params, buffers = fed.initial()
@@ -80,6 +87,24 @@ def test_the_accounted_epsilon_lies_in_the_interval(name: str) -> None:
     mean = sum(e.epsilon for e in found) / SEEDS
     assert mean == pytest.approx(accounted, rel=0.06)
     assert all(e.low > 0 and e.high < 2.5 * accounted for e in found)  # one that holds everything would say nothing
+
+
+def test_in_small_networks_a_canarys_own_part_does_not_count_as_noise() -> None:
+    found = [estimate(SMALL[1], seed, model=SMALL[0]) for seed in range(10)]
+    assert sum(e.low <= (e.accounted or 0) <= e.high for e in found) >= 9
+
+
+def test_a_sum_is_a_canarys_whoever_answers_first() -> None:
+    """Client 4 may miss a round; the sum of clients 5 to 7 is then called by client 5."""
+    chosen = scenario(
+        clients=8, chain=CHAINS["clipped updates"], canaries={"clients": 3}, attack=[{"use": "idlg"}],
+        secure_sum={"group": 4, "threshold": 3}, stragglers={"probability": 0.2},
+    )  # fmt: skip
+    idlg, looked = chosen.plan.attacks[0], chosen.plan.attacks[-1]
+    assert looked.name == CANARIES
+    for first in (4, 5, 6):
+        assert chosen.plan.targets(1, [0, first], idlg) == [0]
+        assert chosen.plan.targets(1, [0, first], looked) == [first]
 
 
 def test_a_secure_sum_hides_what_the_accounting_does_not_count() -> None:
@@ -114,9 +139,10 @@ def estimated(low: float, high: float, accounted: float | None) -> str:
 
 def test_the_sentence_says_which_side_the_accounted_epsilon_is_on() -> None:
     assert "protects less than the accounting says" in estimated(5, 7, 4)
-    assert "hidden from this observer, and not from every one" in estimated(5, 7, 8)
+    assert "this observer does not see, or the accounting counts more" in estimated(5, 7, 8)
     assert "within the interval" in estimated(5, 7, 6)
     assert "no promise" in estimated(5, 7, None)
+    assert "less than" not in estimated(math.inf, math.inf, 2690)
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +172,19 @@ def test_attacks_leave_canaries_alone_and_these_are_looked_at_in_every_round(run
     }  # the last one was refused
     assert [row["canaries"] for row in told["canaries"]["rows"]] == [3, 3]
     assert told["canaries"]["words"].startswith(
-        "3 canaries sent a fixed random direction in place of an update, 2 times each"
+        "3 canaries sent a fixed random direction in place of an update, at most 2 times each"
     )
     assert CANARY not in {metric["name"] for metric in told["metrics"]}
     assert CANARIES not in {row["attack"] for row in told["summary"]}
     assert told["limit"]["state"] == "drawn"
+
+
+def test_a_further_audit_leaves_canaries_alone(run: Run) -> None:
+    options = argparse.Namespace(attack=["analytic"], rounds=[1, 2], clients=None)
+    plan = _extra_plan(options, run.scenario())
+    further = plan.attacks[0]
+    assert plan.targets(1, range(6), further) == [0, 1]  # of the plan's clients, 5 is a canary
+    assert plan.attacks[-1] == run.scenario().plan.attacks[-1]
 
 
 def test_report_and_terminal_say_it(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from fedgauge.defenses.noise import gaussian
 LIKE: Update = {"w": torch.zeros(64, 100), "b": torch.zeros(100)}
 
 
-@pytest.mark.parametrize("sigma", [0.3, 0.5, 1.0, 3.0, 20.0])
+@pytest.mark.parametrize("sigma", [0.01, 0.05, 0.3, 0.5, 1.0, 3.0, 20.0])
 @pytest.mark.parametrize("delta", [1e-3, 1e-5, 1e-8])
 def test_equal_variances_are_the_gaussian_mechanism_as_others_compute_it(sigma: float, delta: float) -> None:
     assert gaussian_epsilon(1 / sigma, delta) == pytest.approx(
