@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedgauge.client.cache_folder import cache_folder
 from fedgauge.client.files import MOST_ARCHIVE, open_data, replacing
 
 may_download = ContextVar("may_download", default=True)  # False while a run is only displayed
@@ -31,11 +32,6 @@ def has_images(name: str) -> bool:
     """Whether the local data folder has both parts of a dataset of images."""
     folder = data_folder()
     return folder is not None and all(any(folder.glob(f"{name}-{part}-*.npz")) for part in ("train", "test"))
-
-
-def cache_folder() -> Path:
-    """Where decoded and downloaded data is kept between processes: XDG_CACHE_HOME/fedgauge."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedgauge"
 
 
 def state_folder() -> Path:

@@ -59,8 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_cache] = tempfile.TemporaryDirectory(prefix="fedgauge-tests-")
     os.environ["XDG_CACHE_HOME"] = os.environ["XDG_STATE_HOME"] = config.stash[_cache].name
     # torch reuses code compiled for wider registers after ATEN_CPU_CAPABILITY has narrowed them, and fails to compile
-    compiled = f"fedgauge-tests-inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / compiled)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # which has the variable from its parent
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] += f"/tests-{torch.backends.cpu.get_cpu_capability()}"
     # datasets sorts with an argument that pyarrow 25 renames; it does so in flwr-datasets' shard partitioner
     config.addinivalue_line("filterwarnings", "ignore:Specifying null_placement in SortOptions:FutureWarning")
 

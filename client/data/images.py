@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedgauge.client.cache_folder import cache_folder
 from fedgauge.client.files import MOST_TABLE, open_data
-from fedgauge.client.local_data import cache_folder, cached, data_folder, may_download, read_npz
+from fedgauge.client.local_data import cached, data_folder, may_download, read_npz
 from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import Batch
 

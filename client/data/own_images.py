@@ -141,6 +141,10 @@ def hugging_face(
                 f"{path}: column {image!r} holds {part.features[image]}, expected pictures; arrays can be read by npz"
             )
 
+        # a label of another type is decoded where it is read, and a picture by more formats than ours, from wherever it lies
+        if not isinstance(part.features[label], datasets.ClassLabel | datasets.Value):
+            raise ValueError(f"{path}: column {label!r} holds {part.features[label]}, expected numbers or names")
+
     def pictures(part: Any) -> Tensor:
         # decoded here: the library would download pictures that are given as addresses
         rows = part.cast_column(image, datasets.Image(decode=False))[image]

@@ -118,6 +118,8 @@ class EventStream:
                 return _marks(self.catalog.run(name))
             except UnknownRun:
                 return None
+            except OSError as error:  # of a run that is being replaced: it may be there again
+                return str(error)
         return [(n, self._mark(n)) for n in self.catalog.names()]
 
     def _mark(self, name: str) -> Any:
@@ -131,13 +133,13 @@ class EventStream:
             return _digest("\n".join(f"{n}: {self._line(n)}" for n in self.catalog.names()))
         try:
             return self.catalog.use(name, lambda reading: reading.version)
-        except (UnknownRun, LedgerError) as error:
+        except (UnknownRun, LedgerError, OSError) as error:
             return _digest(str(error))
 
     def _line(self, name: str) -> str:
         try:
             return _progress(self.catalog.run(name))
-        except (UnknownRun, LedgerError):
+        except (UnknownRun, LedgerError, OSError):
             return "unreadable"
 
 
@@ -153,7 +155,7 @@ def _digest(text: str) -> str:
 
 def _marks(run: Run) -> tuple[Any, ...]:
     try:
-        at_work = tuple(run.holder(purpose) for purpose in ("training", "audit"))
+        at_work = tuple(run.at_work(purpose) for purpose in ("training", "audit"))
     except LedgerError:  # whoever reads the run says what is wrong with it
         at_work = ()
     return (*at_work, *(_stamp(run.folder / f"ledger.sqlite{tail}") for tail in ("", "-wal")))

@@ -40,10 +40,10 @@ class RunCatalog:
 
     def __init__(self, path: Path) -> None:
         self.single = (path / "ledger.sqlite").exists()
-        if self.single:
-            predecessor.refuse(path)
-        self.root = path.parent if self.single else path
-        self._only = path if self.single else None
+        self._only = Run(path) if self.single else None
+        if self._only is not None:
+            predecessor.refuse(self._only.folder)
+        self.root = path if self._only is None else self._only.folder.parent
         self._readings: OrderedDict[str, Reading] = OrderedDict()
         self._lock = Lock()
         self._words: dict[str, tuple[str, str]] = {}  # the verdict on each run, and the version that it is of
@@ -53,7 +53,7 @@ class RunCatalog:
     def names(self) -> list[str]:
         """The runs, newest first."""
         if self._only is not None:
-            return [Run(self._only).name]
+            return [self._only.name]
         ledgers = self.root.glob("*/ledger.sqlite") if self.root.is_dir() else ()
         names = (p.parent.name for p in ledgers if self._inside(p.parent))
         return sorted(filter(_plain, names), reverse=True)
@@ -61,10 +61,12 @@ class RunCatalog:
     def run(self, name: str) -> Run:
         """A run by its name; UnknownRun if there is none, even if the name is a path to something else."""
         if self._only is not None:
-            if name == Run(self._only).name:
-                return Run(self._only)
-        elif _plain(name) and self._inside(self.root / name) and os.path.lexists(self.root / name / "ledger.sqlite"):
-            return Run(self.root / name)
+            if name == self._only.name:
+                return self._only
+        elif _plain(name) and self._inside(folder := self.root / name) and os.path.lexists(folder / "ledger.sqlite"):
+            run = Run(folder)
+            if run.folder == folder:  # else it has become a link since, which was resolved
+                return run
         raise UnknownRun(f"there is no run {name!r} here")
 
     def _inside(self, folder: Path) -> bool:

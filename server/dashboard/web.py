@@ -88,6 +88,7 @@ def make_app(path: Path, token: str | None = None) -> Starlette:
         exception_handlers={
             UnknownRun: _answer(404),
             LedgerError: _answer(503),
+            OSError: _answer(503),  # a run's folder is replaced, or its disk fails, while it is read
             BadQuery: _answer(400),
             HTTPException: _http,
         },
@@ -298,7 +299,7 @@ def _lines(catalog: RunCatalog) -> list[dict[str, Any]]:
 def _or_error(name: str, ask: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     try:
         return ask(name)
-    except (LedgerError, UnknownRun, KeyError) as error:
+    except (LedgerError, UnknownRun, KeyError, OSError) as error:
         return {"id": name, "error": str(error)}
 
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import chdir
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 
 from fedgauge.attacks.engine.devices import CPU, Precision
 from fedgauge.client.components import SpecError
-from fedgauge.server.children import die_with_parent
+from fedgauge.server.children import die_with_parent, paths_from_here
 from fedgauge.server.pool.executors import Load, Result, WorkerDied, last_line
 from fedgauge.server.pool.private_ray import private_ray
 from fedgauge.server.pool.worker import Task, TaskResult
@@ -104,7 +105,7 @@ class RayExecutor:
 
     def _connect(self, workers: int, address: str | None, devices: Sequence[torch.device]) -> list[str]:
         """Start Ray here or join the cluster; where that fails, nothing of it is left. Returns each actor's device."""
-        settings = _secrets() if address is None else {}
+        settings = paths_from_here() | (_secrets() if address is None else {})
         before = {key: os.environ.get(key) for key in settings}
         os.environ.update(settings)  # Ray reads it when it is imported
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -112,11 +113,12 @@ class RayExecutor:
             import ray
 
             self._ray = ray
-            if address is not None:
-                self._join(address, quiet)
-                return self._names_in_cluster(workers, devices)
-            names = [str(device) for device in devices for _ in range(workers if device == CPU else 1)]
-            self._start(len(names), quiet)
+            with chdir(self._scratch):  # Ray's workers look for every package in their driver's current folder first
+                if address is not None:
+                    self._join(address, quiet)
+                    return self._names_in_cluster(workers, devices)
+                names = [str(device) for device in devices for _ in range(workers if device == CPU else 1)]
+                self._start(len(names), quiet)
             return names
         except BaseException:
             for key, value in before.items():

@@ -45,8 +45,9 @@ class Run:
     folder: Path
 
     def __post_init__(self) -> None:
-        # whoever names a run by a link means what it points to; in the run no link is followed
-        if self.folder.is_symlink():
+        # whoever names a run by a link, or by ".", means what it points to now; in the run no link is followed. It is resolved
+        # once, here, as another time may give another answer
+        if self.folder.is_symlink() or self.folder.name in ("", ".."):
             object.__setattr__(self, "folder", self.folder.resolve())
 
     @classmethod
@@ -101,7 +102,7 @@ class Run:
     @property
     def name(self) -> str:
         """The run's name."""
-        return self.folder.resolve().name
+        return self.folder.name
 
     def scenario(self, settings: Sequence[str] = ()) -> Scenario:
         """The scenario as it was run, with further settings applied; [model] weights are the run's own copy."""
@@ -211,18 +212,28 @@ class Run:
 
     def holder(self, purpose: str) -> int | None:
         """The process that holds the lock for a purpose, or None; LedgerError if a holder does not say which process it is."""
-        if run_files.look(self._lock(purpose)) is None:
-            return None
         for _ in range(250):
-            with os.fdopen(run_files.opened(self._lock(purpose))) as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    return None
-                except BlockingIOError:
-                    if re.fullmatch(r"[1-9]\d{0,9}", pid := file.read(11)):
-                        return int(pid)
+            if (pid := self._written(purpose)) is None:
+                return None
+            if re.fullmatch(r"[1-9]\d{0,9}", pid):
+                return int(pid)
             time.sleep(0.02)  # the holder has the lock but has not written its process id yet
         raise LedgerError(f"{self.folder}: a process that does not say its number holds its {purpose}")
+
+    def at_work(self, purpose: str) -> bool:
+        """Whether a process holds the lock for a purpose, also one that does not say its number."""
+        return self._written(purpose) is not None
+
+    def _written(self, purpose: str) -> str | None:
+        """What the holder of a lock has written into it, or None if nobody holds it."""
+        if run_files.look(self._lock(purpose)) is None:
+            return None
+        with os.fdopen(run_files.opened(self._lock(purpose)), errors="replace") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+            except BlockingIOError:
+                return file.read(11)
 
     def ask_to_end(self, purpose: str, pid: int) -> None:
         """Signal the process that `holder` named, so that it ends in order.
@@ -231,7 +242,7 @@ class Run:
             LedgerError: it is another user's, or does not hold the lock (Linux says who does): whoever may read the file may lock
                 it, and its words may be anybody's.
         """
-        lock = run_files.look(self._lock(purpose))
+        lock = run_files.look(self._lock(purpose), alone=True)
         if lock is not None and _locks(pid, lock):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -254,13 +265,12 @@ def _locks(pid: int, file: os.stat_result) -> bool:
         opened, owner = list((process / "fdinfo").iterdir()), process.stat().st_uid
     except OSError:  # it has ended, or is another user's
         return False
-    lines = []
     for info in opened:
         with suppress(OSError):  # closed meanwhile
-            lines += info.read_text().splitlines()
-    return owner in (file.st_uid, os.geteuid()) and any(
-        line.startswith("lock:") and f":{file.st_ino} " in line for line in lines
-    )
+            # a number alone is also that of a file on another device
+            if os.path.samestat(os.stat(process / "fd" / info.name), file) and "\nlock:" in info.read_text():
+                return owner in (file.st_uid, os.geteuid())
+    return False
 
 
 def _misshapen(tensors: Mapping[str, Tensor]) -> str:

@@ -4,6 +4,7 @@ A file lies in the run's folder or in a folder of it. The run's folder is opened
 name in the one that is open, and then the file: whoever replaces a part of the path in between leads nowhere.
 """
 
+import errno
 import os
 import secrets
 import shutil
@@ -11,6 +12,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO
 from unicodedata import category
@@ -29,6 +31,8 @@ _KINDS = (
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
 )
+# folders of runs that no other may take the place of, by path, with their device and number
+_staying: ContextVar[dict[Path, tuple[int, int]] | None] = ContextVar("_staying", default=None)
 
 
 class LedgerError(Exception):
@@ -103,6 +107,21 @@ def _folder(path: Path, run: Path | None = None, make: bool = False) -> Iterator
         os.close(at)
 
 
+@contextmanager
+def staying(run: Path) -> Iterator[None]:
+    """Refuse a run's files, meanwhile and in this thread, once another folder is in its place.
+
+    The owner of a folder above may replace that by a link to somebody else's, with a run of the same name.
+    """
+    with _folder(run) as at:  # open, so that no other folder gets its number
+        known = os.fstat(at)
+        token = _staying.set({**(_staying.get() or {}), run.absolute(): (known.st_dev, known.st_ino)})
+        try:
+            yield
+        finally:
+            _staying.reset(token)
+
+
 def _open_folder(path: Path, name: Path | str, at: int | None = None) -> int:
     """Open a folder by its name in an open one; the name's last part is not followed."""
     try:
@@ -111,13 +130,23 @@ def _open_folder(path: Path, name: Path | str, at: int | None = None) -> int:
         raise
     except OSError as error:
         _check(os.stat(name, dir_fd=at, follow_symlinks=False), path, folder=True)
+        if error.errno in (errno.ENOTDIR, errno.ELOOP):  # and now it is a folder
+            raise _replaced(path) from None
         raise _named(error, path) from None
     try:
-        _check(os.fstat(opened), path, folder=True)
+        found, known = os.fstat(opened), _staying.get()
+        _check(found, path, folder=True)
+        number = found.st_dev, found.st_ino
+        if known and at is None and known.get(path.absolute(), number) != number:
+            raise _replaced(path)
     except RefusedFile:
         os.close(opened)
         raise
     return opened
+
+
+def _replaced(path: Path) -> RefusedFile:
+    return RefusedFile(f"{path} was replaced while it was at work: copy the run, and open the copy")
 
 
 def printable(text: object) -> str:

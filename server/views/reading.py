@@ -37,9 +37,9 @@ SHOWN = ("seed", "rounds", "clients", "data", "model", "chain")  # keys of a sce
 
 def state_of(run: Run, ledger: Ledger) -> State:
     """Whether a run is at work, complete, or how it ended."""
-    if run.holder("training") is not None:
+    if run.at_work("training"):
         return "training"
-    if run.holder("audit") is not None:
+    if run.at_work("audit"):
         return "attacking"
     progress, meta, rounds = ledger.progress(), ledger.meta(), ledger.rounds()
     if meta.get("state") == "failed" and EMPTY in meta:

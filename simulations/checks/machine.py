@@ -11,10 +11,11 @@ import torch
 
 from fedgauge.attacks.engine.devices import devices_of, driver
 from fedgauge.attacks.modality.image_metrics import BACKBONES, lpips_weights
+from fedgauge.client.cache_folder import cache_folder
 from fedgauge.client.components import SpecError, build
 from fedgauge.client.data import images
 from fedgauge.client.federation import DATASET
-from fedgauge.client.local_data import cache_folder, data_folder, has_images
+from fedgauge.client.local_data import data_folder, has_images
 from fedgauge.simulations.checks.check_result import CheckResult, attempt
 from fedgauge.simulations.run.environment import PACKAGES, package
 

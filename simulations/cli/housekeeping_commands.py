@@ -10,7 +10,7 @@ from rich.table import Table
 from fedgauge.attacks.plan import describe
 from fedgauge.server.store.ledger_connection import LedgerError, reads_again
 from fedgauge.server.store.run import Run, RunBusy
-from fedgauge.server.store.run_files import printable
+from fedgauge.server.store.run_files import printable, staying
 from fedgauge.server.views.formatting import in_unit
 from fedgauge.server.views.reading import state_of, tables_of
 from fedgauge.server.views.roles import is_attack
@@ -74,7 +74,7 @@ def stop(options: argparse.Namespace) -> int:
         return 0
     run.ask_to_end(*next(iter(holders.items())))  # a driver that still trains parks the audit itself
     deadline = time.monotonic() + options.patience
-    while any(run.holder(purpose) is not None for purpose in ("training", "audit")):
+    while any(run.at_work(purpose) for purpose in ("training", "audit")):
         if time.monotonic() > deadline:
             print(printable(f"fedgauge: {run.name} is still finishing its attacks in flight"), file=sys.stderr)
             return FAILED
@@ -94,13 +94,14 @@ def prune(options: argparse.Namespace) -> int:
         name = printable(named.name)
         try:
             run = find_run(named, options.runs) if isinstance(named, Path) else named
-            run.check()
-            name = printable(run.name)
-            age = options.days if options.days is not None else tables_of(run).get("tape", {}).get("retention_days")
-            if age is None:
-                print(f"{name}: kept; set --days, or [tape] retention_days in its scenario, to delete it")
-                continue
-            deleted = delete(run, age, time.time())
+            with staying(run.folder):
+                run.check()
+                name = printable(run.name)
+                age = options.days if options.days is not None else tables_of(run).get("tape", {}).get("retention_days")
+                if age is None:
+                    print(f"{name}: kept; set --days, or [tape] retention_days in its scenario, to delete it")
+                    continue
+                deleted = delete(run, age, time.time())
         except RunBusy as error:
             print(printable(f"{name}: kept, as it is at work: {error}"))
             continue

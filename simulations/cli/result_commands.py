@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.store.run_files import printable
+from fedgauge.server.store.run_files import printable, staying
 from fedgauge.simulations.cli.finding_runs import find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, port
 from fedgauge.simulations.cli.run_summary import wide_console
@@ -62,8 +62,14 @@ def watch(options: argparse.Namespace) -> int:
         print("showing the runs until Ctrl-C", file=sys.stderr)
         if not (path / "ledger.sqlite").exists() and not any(path.glob("*/ledger.sqlite")):
             print(f"{path} has no runs yet; {NO_RUNS}", file=sys.stderr)
-        if options.open:
+        if options.open and "?" not in address:
             webbrowser.open(address)
+        elif options.open:
+            print(
+                "the browser is not opened, as every user of this machine would see the token in its command line: "
+                "open the address yourself",
+                file=sys.stderr,
+            )
 
     token = options.token if options.token_file is None else options.token_file.read_text().strip()
     serve(path, options.host, options.port, token, announce)
@@ -83,17 +89,18 @@ def report(options: argparse.Namespace) -> int:
     shown = []
     for run in chosen:
         try:
-            run.check()
-            print(write_report(run))
-            if options.pdf:
-                print(write_pdf(run))
+            with staying(run.folder):
+                run.check()
+                print(write_report(run))
+                if options.pdf:
+                    print(write_pdf(run))
             shown.append(run)
         except LedgerError as error:
             if len(chosen) == 1:
                 raise
             print(printable(f"fedgauge: {error}"), file=sys.stderr)  # and the others are shown
     if len(shown) > 1:
-        beside = shown[0].folder.resolve().parent / "comparison.html"
+        beside = shown[0].folder.absolute().parent / "comparison.html"
         print(write_comparison(shown, options.output or beside))
     if options.figures is not None:
         from fedgauge.simulations.reports.figures.write import write_figures
@@ -110,16 +117,17 @@ def export(options: argparse.Namespace) -> int:
     from fedgauge.simulations.reports.export import FOLDER, save_csv, write_csv, write_parquet, write_tensorboard
 
     run = find_run(options.run, options.runs)
-    if options.to == "parquet":
-        print(write_parquet(run, options.output))
-    elif options.to == "tensorboard":
-        print(f"fedgauge: {write_tensorboard(run, options.output)}", file=sys.stderr)
-        print(options.output or run.folder / FOLDER)
-    elif options.output:
-        save_csv(run, options.output)
-        print(options.output)
-    else:
-        write_csv(run, sys.stdout)
+    with staying(run.folder):
+        if options.to == "parquet":
+            print(write_parquet(run, options.output))
+        elif options.to == "tensorboard":
+            print(f"fedgauge: {write_tensorboard(run, options.output)}", file=sys.stderr)
+            print(options.output or run.folder / FOLDER)
+        elif options.output:
+            save_csv(run, options.output)
+            print(options.output)
+        else:
+            write_csv(run, sys.stdout)
     return 0
 
 

@@ -147,8 +147,9 @@ class Deployment:
 
     def runs(self) -> list[Run]:
         """Its runs, in the order in which they started."""
-        runs = [Run(path.parent) for path in (self.folder / "runs").glob("*/ledger.sqlite")]
-        return sorted(runs, key=lambda run: (run.folder / "scenario.toml").stat().st_mtime_ns)
+        folders = (path.parent for path in (self.folder / "runs").glob("*/ledger.sqlite"))
+        runs = [run for folder in folders if (run := Run(folder)).folder == folder]  # else it is a link, to anywhere
+        return sorted(runs, key=lambda run: (run.folder / "scenario.toml").lstat().st_mtime_ns)
 
     def next_run(self, new: bool = False) -> str:
         """The name of the run to train now: the last one if it is unfinished and no new one is asked for, else a new name."""

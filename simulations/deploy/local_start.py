@@ -5,12 +5,12 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Mapping
 
 from rich.console import Console
 
+from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_connection import reads_again
+from fedgauge.server.store.ledger_connection import LedgerError, reads_again
 from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.views.participation import ObservationRow
@@ -25,6 +25,8 @@ from fedgauge.simulations.run.create import resume
 from fedgauge.simulations.run.exit_status import INTERRUPTED
 from fedgauge.simulations.run.launch import TrainingFailed
 from fedgauge.simulations.run.simulate import POLL, Interrupt
+
+_MOST_FACTS = 1 << 20  # bytes of up.json
 
 
 def up(
@@ -80,7 +82,7 @@ def _start_all(local: LocalDeployment, run: Run, interrupt: Interrupt) -> None:
     for name in after:
         if not interrupt.asked:
             local.begin(name)
-    while not interrupt.asked and run.holder("training") is None and local.status("start") is None:
+    while not interrupt.asked and not run.at_work("training") and local.status("start") is None:
         time.sleep(POLL)
     if not interrupt.asked and run.scenario().audit.curious:
         local.begin("attack")
@@ -163,9 +165,9 @@ def _park(local: LocalDeployment, view: View, interrupt: Interrupt) -> None:
 @reads_again
 def status(deployment: Deployment) -> tuple[dict[str, bool], list[str]]:
     """Which services of a local start are alive, and lines on the state of its last run."""
-    pids = _facts(deployment).get("pids", {})
-    living = set(processes.marked(str(_facts(deployment).get("mark", "-"))))
-    alive = {name: pid in living for name, pid in pids.items()} if isinstance(pids, Mapping) else {}
+    facts = _facts(deployment)
+    living = processes.marked(str(facts.get("mark", "-")))
+    alive = {name: pid in living for name, pid in pids.items()} if isinstance(pids := facts.get("pids"), dict) else {}
     lines = []
     for run in deployment.runs()[-1:]:
         with run.ledger(readonly=True) as ledger:
@@ -201,6 +203,11 @@ def down(deployment: Deployment, patience: float = 60.0) -> list[int]:
 
 
 def _facts(deployment: Deployment) -> dict[str, object]:
-    path = deployment.folder / FACTS
-    facts: dict[str, object] = json.loads(path.read_text()) if path.exists() else {}
-    return facts
+    path = Run(deployment.folder).folder / FACTS
+    if run_files.look(path) is None:
+        return {}
+    try:
+        facts = json.loads(run_files.read(path, _MOST_FACTS))
+    except (ValueError, RecursionError) as error:  # also bytes that are no text
+        raise LedgerError(f"{path} is damaged ({error}): delete it") from error
+    return facts if isinstance(facts, dict) else {}

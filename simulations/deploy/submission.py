@@ -43,7 +43,7 @@ def write_app(scratch: Path, run: Run, scenario: Scenario) -> None:
     """
     (scratch / "app").mkdir()
     (scratch / "app" / "pyproject.toml").write_text(tomli_w.dumps(_APP))
-    settings = {"protocol": scenario.protocol.to_json(), "run-dir": str(run.folder.resolve())}
+    settings = {"protocol": scenario.protocol.to_json(), "run-dir": str(run.folder.absolute())}
     (scratch / "run-config.toml").write_text(tomli_w.dumps(settings))
 
 

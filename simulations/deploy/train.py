@@ -101,7 +101,7 @@ def _wait_for_attacks(run: Run, ledger: Ledger, scenario: Scenario, interrupt: I
         progress = ledger.progress()
         if not progress.queued + progress.leased:
             return
-        if run.holder("audit") is not None:
+        if run.at_work("audit"):
             last_seen = time.monotonic()
         elif time.monotonic() - last_seen > WITHOUT_AUDIT:
             return

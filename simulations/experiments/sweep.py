@@ -4,7 +4,6 @@ The runs lie in one folder, so that `fedgauge watch` and `fedgauge report` compa
 it stopped.
 """
 
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.outcomes import failure
 from fedgauge.simulations.checks.before_training import PATIENCE, try_first
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
@@ -38,7 +36,7 @@ class _CellProcess(OwnProcess):
 
     def __init__(self, cell: SweepCell, run: Run, place: int) -> None:
         self.cell, self.place = cell, place
-        command = ("fedgauge.simulations.experiments.sweep_worker", str(run.folder.resolve()), str(place))
+        command = ("fedgauge.simulations.experiments.sweep_worker", str(run.folder.absolute()), str(place))
         super().__init__(run, "cell.log", *command, ray=False)
 
 
@@ -62,7 +60,18 @@ def run_cells(
         SpecError: the folder holds another sweep.
         RefusedFile: its sweep.toml, or a cell, is a link or not ours.
     """
-    _claim_folder(sweep, folder)
+    _refuse_folder(sweep, folder)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = Run(folder).folder  # what a link means that the user named
+    with run_files.staying(folder):
+        _refuse_folder(sweep, folder)
+        run_files.write(folder / "sweep.toml", sweep.text.encode())
+        return _run_cells(sweep, folder, parallel, interrupt, report)
+
+
+def _run_cells(
+    sweep: Sweep, folder: Path, parallel: int, interrupt: Interrupt, report: Callable[[str], None]
+) -> list[SweepRow]:
     waiting = [cell for cell in sweep.cells if not is_done(folder / cell.folder)]
     done = len(sweep.cells) - len(waiting)
     if done:
@@ -103,16 +112,10 @@ def _time_left(seconds: float) -> str:
     return f", about {seconds / 60:.0f} min left" if seconds >= 30 else ""
 
 
-def _claim_folder(sweep: Sweep, folder: Path) -> None:
-    _refuse_folder(sweep, folder)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_bytes(folder / "sweep.toml", sweep.text.encode())
-
-
 def _refuse_folder(sweep: Sweep, folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise SpecError(f"{folder} is a file, but --output needs a folder for the sweep's runs")
-    kept = folder.resolve() / "sweep.toml"  # the folder itself may be a link, as the user named it
+    kept = Run(folder).folder / "sweep.toml"
     holds_sweep = run_files.look(kept) is not None
     if holds_sweep and run_files.read(kept) != sweep.text.encode():
         raise SpecError(
@@ -132,7 +135,7 @@ def _prepare_run(cell: SweepCell, folder: Path) -> Run:
             with Run(path).ledger() as ledger:
                 if ledger.meta().get("state") == "trained":
                     return Run(path)
-        shutil.rmtree(path)
+        run_files.delete_folder(path)
     return create_run(Scenario.from_tables(cell.tables), path)
 
 

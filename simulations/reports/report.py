@@ -49,8 +49,8 @@ def write_report(run: Run) -> Path:
 def write_comparison(runs: Sequence[Run], path: Path) -> Path:
     """Write one HTML file that compares several runs, atomically and for its owner only; returns its path."""
     with ExitStack() as stack:
-        distinct = dict.fromkeys(Run(run.folder.resolve()) for run in runs)
-        readings = [stack.enter_context(read_once(run)) for run in distinct]
+        distinct = {run.folder.absolute(): run for run in runs}
+        readings = [stack.enter_context(read_once(run)) for run in distinct.values()]
         metrics = [m for m in MEASURED if any(m in reading.metrics for reading in readings)]
         comparisons = [compare(readings, metric) for metric in metrics] or [compare(readings)]
     return _write(

@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 
 from fedgauge.client.local_data import data_folder
+from fedgauge.server.children import paths_from_here
 from fedgauge.server.pool.private_ray import SETTINGS, private_ray
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
@@ -42,7 +43,8 @@ class OwnProcess:
         self.mark = uuid.uuid4().hex
         self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))
         env = child_environment(self.scratch, self.mark) | (private_ray(self.scratch) if ray else {})
-        self._child = processes.start([sys.executable, "-P", "-m", *arguments], run.log(log), env)
+        # in a folder of its own, as Ray's workers look for every package in their driver's current folder first
+        self._child = processes.start([sys.executable, "-P", "-m", *arguments], run.log(log), env, self.scratch)
 
     def status(self) -> int | None:
         """Its exit status, or None while it works."""
@@ -64,7 +66,7 @@ class AuditService(OwnProcess):
     """The attack service that runs during training: `fedgauge audit RUN --follow` in its own process."""
 
     def __init__(self, run: Run) -> None:
-        command = ("fedgauge.simulations.cli.main", "audit", str(run.folder.resolve()), "--follow")
+        command = ("fedgauge.simulations.cli.main", "audit", str(run.folder.absolute()), "--follow")
         super().__init__(run, "audit.log", *command)
 
     def park(self) -> None:
@@ -86,7 +88,7 @@ class TrainingProcess(OwnProcess):
 
     def __init__(self, run: Run, in_memory: bool = False) -> None:
         module = "in_memory" if in_memory else "simulation_engine"
-        super().__init__(run, "flower.log", f"fedgauge.simulations.run.{module}", str(run.folder.resolve()))
+        super().__init__(run, "flower.log", f"fedgauge.simulations.run.{module}", str(run.folder.absolute()))
 
     def __enter__(self) -> "TrainingProcess":
         return self
@@ -136,7 +138,7 @@ def child_environment(scratch: Path, mark: str) -> dict[str, str]:
     # an address would break Flower's own ray.init; how Ray is reached is decided for each child anew
     env = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", *SETTINGS)}
     data = data_folder()
-    env |= {processes.MARK: mark, "RAY_TMPDIR": str(scratch / "ray"), **_SETTINGS}
+    env |= {processes.MARK: mark, "RAY_TMPDIR": str(scratch / "ray"), **_SETTINGS, **paths_from_here()}
     # Flower starts its own programs, which lie beside Python's
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
     if data is not None:  # absolute, as children may run in another folder

@@ -15,8 +15,14 @@ from fedgauge.server.store import run_files
 MARK = "FEDGAUGE_LAUNCH"  # in the environment of every process that one launch started, grandchildren included
 
 
-def start(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a child whose output goes to a log file. It gets SIGTERM when we die (Linux), and no Ctrl-C from the terminal."""
+def start(
+    command: Sequence[str], log: Path, env: Mapping[str, str], folder: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a child whose output goes to a log file. It gets SIGTERM when we die (Linux), and no Ctrl-C from the terminal.
+
+    Args:
+        folder: its current folder; None: ours.
+    """
     with os.fdopen(run_files.opened(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as out:
         return subprocess.Popen(
             list(command),
@@ -24,6 +30,7 @@ def start(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subproce
             stdout=out,
             stderr=subprocess.STDOUT,
             env=dict(env),
+            cwd=folder,
             start_new_session=True,
             preexec_fn=die_with_parent if sys.platform == "linux" else None,
         )

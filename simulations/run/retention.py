@@ -29,7 +29,12 @@ def prune(run: Run, days: float, now: float) -> int:
         RunBusy: a process trains or attacks it.
         RefusedFile: something in it is a link, no file, or not ours.
     """
-    run.check()
+    with run_files.staying(run.folder):
+        run.check()
+        return _delete(run, days, now)
+
+
+def _delete(run: Run, days: float, now: float) -> int:
     with run.lock("training"), run.lock("server"), run.lock("audit"):
         files = list(private(run))
         if not files or now - max(os.lstat(path).st_mtime for path in files) < days * DAY:

@@ -1,5 +1,6 @@
 """A run's folder that came from elsewhere: nothing in it leads a command to a file outside, or makes it wait."""
 
+import errno
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ from fedgauge.server.store.tape import TapeError
 from fedgauge.simulations.cli import housekeeping_commands
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports import export, pdf, report
+from fedgauge.simulations.reports.figures.write import write_figures
 from fedgauge.simulations.run.retention import prune
 from tests.server.dashboard.pages import Http
 
@@ -299,6 +301,100 @@ def test_a_run_that_becomes_a_link_leads_nowhere(theirs: Run, monkeypatch: pytes
     with pytest.raises(run_files.RefusedFile):
         theirs.tape().write_update(1, 0, {"w": torch.ones(1)})
     assert not (own / "tape").exists()
+
+
+def test_another_run_that_takes_the_place_by_a_link_above_is_not_pruned(
+    theirs: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose folder of runs it is replaces that by a link to another user's, with a run of the same name; root would be let in."""
+    runs = theirs.folder.parent
+    own = Path(shutil.copytree(runs, runs.parent / "home"))
+    before = state(own)
+    _when_deleting(monkeypatch, runs, own)
+    with pytest.raises(run_files.RefusedFile, match="theirs was replaced while it was at work: copy the run"):
+        prune(theirs, 0, 1e12)
+    assert runs.is_symlink() and state(own) == before
+    assert Run.open(theirs.folder).scenario_text(), "named anew it is opened"
+
+
+def test_the_age_at_which_a_run_is_pruned_is_its_own(
+    theirs: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not that of the run in whose place it has come."""
+    runs = theirs.folder.parent
+    own = Path(shutil.copytree(runs, runs.parent / "home"))
+    before = state(own)
+
+    def swapped(run: Run) -> dict[str, Any]:
+        runs.rename(runs.with_name("moved"))
+        runs.symlink_to(own)
+        return {"tape": {"retention_days": 0}}
+
+    monkeypatch.setattr(housekeeping_commands, "tables_of", swapped)
+    assert main(["prune", str(theirs.folder)]) == 2
+    assert "theirs was replaced while it was at work" in capsys.readouterr().err
+    assert state(own) == before
+
+
+@pytest.mark.parametrize("words", [["report"], ["export", "--to", "parquet"]])
+def test_a_report_or_export_does_not_go_into_a_run_that_a_link_above_leads_to(
+    theirs: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    runs = theirs.folder.parent
+    own = Path(shutil.copytree(runs, runs.parent / "home"))
+    before, replacing = state(own), run_files.replacing
+
+    def swapped(path: Path) -> Any:
+        runs.rename(runs.with_name("moved"))
+        runs.symlink_to(own)
+        return replacing(path)
+
+    monkeypatch.setattr(run_files, "replacing", swapped)
+    assert main([*words, str(theirs.folder)]) == 2
+    assert "theirs was replaced while it was at work" in capsys.readouterr().err
+    assert state(own) == before
+
+
+def test_a_comparison_shows_no_run_that_one_has_become_a_link_to(
+    theirs: Run, attacked_run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run's own folder is resolved where its user names it, and not again once others may have put a link there."""
+    private = Path(shutil.copytree(theirs.folder, theirs.folder.parent.parent / "home" / "private"))
+    compare, figures = report.write_comparison, theirs.folder.parent.parent / "figures"
+
+    def swapped(*words: Any) -> Path:
+        theirs.folder.rename(theirs.folder.with_name("moved"))
+        theirs.folder.symlink_to(private)
+        return compare(*words)
+
+    monkeypatch.setattr(report, "write_comparison", swapped)
+    assert main(["report", str(theirs.folder), str(attacked_run.folder), "--figures", str(figures)]) == 2
+    assert "theirs is a link where a run has a folder" in capsys.readouterr().err
+    with pytest.raises(LedgerError, match="theirs is a link where a run has a folder"):
+        write_figures([theirs], figures)
+    assert theirs.name == "theirs" and not (theirs.folder.parent / "comparison.html").exists() and not figures.exists()
+
+
+def test_a_run_may_be_named_by_a_dot(theirs: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for here, name in ((theirs.folder, "."), (theirs.folder / "tape", "..")):
+        monkeypatch.chdir(here)
+        assert (Run(Path(name)).name, Run(Path(name)).folder) == ("theirs", theirs.folder)
+
+
+def test_a_folder_that_was_a_link_for_a_moment_is_refused_like_one(
+    theirs: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system found no folder where there is one when we ask what it is."""
+
+    def no_folder(name: Any, *flags: Any, **at: Any) -> int:
+        if name == theirs.folder:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        return opened(name, *flags, **at)
+
+    opened = os.open
+    monkeypatch.setattr(run_files.os, "open", no_folder)
+    with pytest.raises(run_files.RefusedFile, match="theirs was replaced while it was at work"):
+        theirs.scenario_text()
 
 
 def test_a_report_is_written_into_the_folder_that_was_read(theirs: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def write_figures(runs: Sequence[Run], folder: Path) -> tuple[list[Path], list[s
     Returns the paths, and sentences on what could not be drawn. One run's files go into the folder itself, those of several
     runs into a folder each.
     """
-    all_results = [RunResults.read(run) for run in dict.fromkeys(Run(run.folder.resolve()) for run in runs)]
+    all_results = [RunResults.read(run) for run in {run.folder.absolute(): run for run in runs}.values()]
     run_folders = (
         [folder] if len(all_results) == 1 else [folder / name for name in distinct(s.run.name for s in all_results)]
     )

@@ -345,6 +345,23 @@ def test_its_columns_and_sizes_are_checked_by_name(tmp_path: Path) -> None:
         hugging_face(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_labels_that_are_pictures_are_refused_before_the_library_opens_them(tmp_path: Path, many: bool) -> None:
+    """It would decode them by more formats than ours, wait for pipes and fetch addresses."""
+    file = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    named: Any = {"bytes": None, "path": str(tmp_path / "nowhere")}
+    rows = {"image": [Image.fromarray(x) for x in arrays(4)["x"]], "label": [[named] if many else named] * 4}
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.List(file) if many else file})
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "hf"))
+    info = tmp_path / "hf" / "dataset_info.json"
+    described = json.loads(info.read_text())
+    picture = {"_type": "Image"}
+    described["features"]["label"] = {"_type": "List", "feature": picture} if many else picture
+    info.write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=r"column 'label' holds .*Image.*, expected numbers or names"):
+        hugging_face(tmp_path / "hf")
+
+
 def test_what_lies_on_the_network_is_not_fetched(tmp_path: Path) -> None:
     rows = {"image": [{"bytes": None, "path": f"http://127.0.0.1:9/{i}.png"} for i in range(4)], "label": [0, 1, 0, 1]}
     stored = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}

@@ -21,6 +21,7 @@ from fedgauge.server.pool.service import ATTEMPTS, serve
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.run import Run
+from tests.hostile_folder import hostile
 from tests.listening import LOOPBACK, listening
 
 pytestmark = pytest.mark.slow
@@ -60,11 +61,18 @@ def quietly() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def ray_executor() -> Iterator[RayExecutor]:
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The current folder of who starts the workers: somebody else has put a package called fedgauge there."""
+    return hostile(tmp_path_factory.mktemp("theirs"))
+
+
+@pytest.fixture(scope="module")
+def ray_executor(theirs: Path) -> Iterator[RayExecutor]:
     """One worker for this module; Ray takes seconds to start."""
     before = set(descendants())
     with pytest.MonkeyPatch.context() as patch, quietly():
         patch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # somebody's cluster: not for us
+        patch.chdir(theirs)
         executor = RayExecutor(1)
     scratch = Path(executor._scratch)
     yield executor
@@ -211,6 +219,20 @@ def test_an_attack_that_raises_in_a_worker_is_the_waves_failure_and_not_the_pool
         (error,) = ledger.errors()
     assert max(n for _, n in attempts(run).values()) == 2, "once as a wave and once alone: it would only raise again"
     assert "nothing is called 'gone'" in error
+
+
+def test_workers_load_nothing_from_the_folder_in_which_they_were_started(
+    ray_executor: RayExecutor, theirs: Path
+) -> None:
+    """Ray by itself puts it first on its workers' path, whatever `-P` says."""
+    import ray
+
+    assert len(ray_executor.pids()) == 1, "it has loaded our modules"
+    assert not (theirs / "ran").exists()
+    looked_in = ray.get(
+        ray.remote(lambda: [os.path.realpath(place) for place in sys.path]).options(num_cpus=0).remote()
+    )
+    assert str(theirs.resolve()) not in looked_in and os.getcwd() not in looked_in
 
 
 INTRUDER = """

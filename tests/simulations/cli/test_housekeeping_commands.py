@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.run import Run
+from fedgauge.server.store.run import Run, _locks
 from fedgauge.simulations.cli.main import main
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc who holds a lock: Linux")
@@ -41,10 +42,23 @@ def test_stop_ends_no_process_that_does_not_hold_the_lock_itself(
         victim.wait()
 
 
+@linux
+def test_a_list_of_runs_does_not_wait_for_a_holder_that_says_no_number(
+    attacked: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever may read a run's lock may hold it."""
+    with (attacked.folder / "training.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        began = time.monotonic()
+        assert main(["runs", "--runs", str(attacked.folder.parent)]) == 0
+        assert time.monotonic() - began < 3
+    assert "training" in capsys.readouterr().out
+
+
 HOLD = """
 import sys, time
 from pathlib import Path
-from fedgauge.server.store.run import Run
+from fedgauge.server.store.run import Run, _locks
 with Run(Path(sys.argv[1])).lock("audit"):
     print("held", flush=True)
     time.sleep(120)
@@ -58,6 +72,18 @@ def test_stop_ends_the_process_that_holds_the_lock(attacked: Run, capsys: pytest
         assert main(["stop", str(attacked.folder)]) == 0
         assert holder.wait() == -signal.SIGTERM
     assert "stopped; every update that was received has been attacked" in capsys.readouterr().out
+
+
+@linux
+def test_a_file_of_the_same_number_on_another_device_is_not_the_lock(attacked: Run) -> None:
+    """A number is a file's on its device alone: whoever makes files until one has it names the holder of any daemon's lock."""
+    command = [sys.executable, "-c", HOLD, str(attacked.folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        held = os.stat(attacked.folder / "audit.lock")
+        assert _locks(holder.pid, held)
+        assert not _locks(holder.pid, os.stat_result([*held[:2], held.st_dev + 1, *held[3:]]))
+        holder.kill()
 
 
 def test_a_damaged_run_is_listed_as_such_beside_the_others(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:

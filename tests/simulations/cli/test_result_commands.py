@@ -4,10 +4,13 @@ import csv
 import io
 import os
 import subprocess
+import webbrowser
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fedgauge.server.dashboard import web
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 
@@ -62,3 +65,27 @@ def test_an_export_takes_the_place_of_a_file_and_goes_into_a_pipe(
     assert main(["export", str(attacked.folder), "-o", str(pipe)]) == 0
     assert reader.communicate(timeout=60)[0] == expected
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(("words", "opened"), [([], ["http://127.0.0.1:1/"]), (["--token-file", "TOKEN"], [])])
+def test_a_browser_is_not_started_with_the_token_in_its_command_line(
+    attacked: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    opened: list[str],
+) -> None:
+    """Where every user of the machine reads it."""
+    (tmp_path / "token").write_text("secret")
+    shown: list[str] = []
+
+    def announced(path: Path, host: str, port: int, token: str | None, ready: Callable[[str], None]) -> None:
+        ready("http://127.0.0.1:1/" + (f"?token={token}" if token else ""))
+
+    monkeypatch.setattr(web, "serve", announced)
+    monkeypatch.setattr(webbrowser, "open", shown.append)
+    given = [word.replace("TOKEN", str(tmp_path / "token")) for word in words]
+    assert main(["watch", str(attacked.folder), "--open", *given]) == 0
+    assert shown == opened
+    assert ("open the address yourself" in capsys.readouterr().err) == (not opened)

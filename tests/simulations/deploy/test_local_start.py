@@ -15,6 +15,7 @@ import pytest
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.simulations.cli import main as cli
@@ -103,6 +104,29 @@ def test_status_tells_who_lives_and_how_the_run_stands(fresh: Deployment, attack
     assert lines[0] == "one: trained, round 2 of 2"
     assert lines[1].startswith(f"attacks: {done} done, 0 to come") and lines[1].endswith(f"{rows} score rows")
     assert status(fresh)[0] == {"living": False, "ended": False}
+
+
+def test_what_is_a_link_in_a_deployment_is_not_read(fresh: Deployment, attacked_run: Run, tmp_path: Path) -> None:
+    """A run that is one leads anywhere, and so does the file of a local start."""
+    shutil.copytree(attacked_run.folder, fresh.folder / "runs" / "one")
+    (fresh.folder / "runs" / "two").symlink_to(attacked_run.folder)
+    assert [run.name for run in fresh.runs()] == ["one"]
+    (tmp_path / "elsewhere").write_text("{}")
+    facts = fresh.folder / "up.json"
+    facts.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LedgerError, match=r"up\.json is a link where a run has a file"):
+        status(fresh)
+    facts.unlink()
+    for damaged in ("{", "[" * 100_000, '{"pids": ' + "7" * 10_000 + "}"):
+        facts.write_text(damaged)
+        with pytest.raises(LedgerError, match=r"up\.json is damaged"):
+            down(fresh)
+    facts.write_text('{"pids": {"living": [1]}}')
+    assert status(fresh)[0] == {"living": False}
+    with facts.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match="and no such file has more than"):
+        status(fresh)
 
 
 HOLD = """

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from fedgauge.server.children import paths_from_here
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.launch import TrainingProcess
+from tests.hostile_folder import hostile
 from tests.listening import LOOPBACK, listening
 from tests.small_runs import SMALLEST
 
@@ -48,6 +50,39 @@ def test_a_process_of_a_run_loads_no_folder_of_the_user_as_fedgauge(
         beside.close()
 
 
+def test_a_process_of_a_run_has_a_folder_of_its_own_and_the_users_python_path(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's workers look for every package in their driver's current folder first; a relative PYTHONPATH stays the user's."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "place.py").write_text("import os, sys\nprint(os.getcwd(), *sys.path, sep='\\n')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(
+        "PYTHONPATH", "src:"
+    )  # whose second part, which is empty, is Python's word for the current folder
+    beside = launch.OwnProcess(run, "beside.log", "place")
+    try:
+        assert beside._child.wait(timeout=60) == 0
+        here, *looked_in = run.log("beside.log").read_text().splitlines()
+    finally:
+        beside.close()
+    assert here == str(beside.scratch.resolve())
+    assert str(tmp_path / "src") in looked_in and str(tmp_path) not in looked_in
+
+
+def test_folders_that_variables_name_are_the_same_for_a_process_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDGAUGE_DATA", "data")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    monkeypatch.setenv("PYTHONPATH", ":src:/lib")
+    monkeypatch.delenv("HF_HOME", raising=False)
+    found = paths_from_here()
+    assert found["FEDGAUGE_DATA"] == str(tmp_path / "data") and found["XDG_CACHE_HOME"] == "/cache"
+    assert found["PYTHONPATH"] == f"{tmp_path}/src:/lib" and "HF_HOME" not in found
+
+
 @linux
 def test_a_ctrl_c_while_children_are_asked_to_end_leaves_none_of_them(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,10 +110,14 @@ def test_a_ctrl_c_while_children_are_asked_to_end_leaves_none_of_them(
 @linux
 @pytest.mark.slow
 def test_a_training_listens_on_the_loopback_address_alone_and_starts_nothing_that_takes_an_app(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A SuperLink would take one from any user of the machine, and Ray's own default is every interface."""
+    """A SuperLink would take one from any user of the machine, and Ray's own default is every interface.
+
+    Nor do its clients load what lies in the folder where the command is given, which Ray has them search first.
+    """
     run = Run.create(tmp_path / "run", Scenario.from_tables(SMALLEST | {"rounds": 200}))
+    monkeypatch.chdir(hostile(tmp_path / "theirs"))
     with TrainingProcess(run) as training:
         _until(lambda: training.finished() or _rounds(run) >= 1)
         assert not training.finished(), run.log("flower.log").read_text()[-3000:]
@@ -89,6 +128,7 @@ def test_a_training_listens_on_the_loopback_address_alone_and_starts_nothing_tha
     assert len({port for _, port in found}) >= 4, "Ray's head, node and workers"
     assert {address for address, _ in found} == {LOOPBACK}
     assert not any(b"superlink" in command or token in command for command in commands)
+    assert not (tmp_path / "theirs" / "ran").exists()
 
 
 def _until(happens: Callable[[], bool]) -> None:

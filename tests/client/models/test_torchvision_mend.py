@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 TORCHVISION = """
 import client
@@ -14,7 +14,7 @@ import torch, torchvision
 from torchvision.transforms import v2
 assert v2.Resize(4)(torch.rand(3, 8, 8)).shape == (3, 4, 4)
 assert torchvision.models.resnet18().eval()(torch.rand(1, 3, 32, 32)).shape == (1, 1000)
-from fedgauge.client.torchvision_mend import mend_torchvision
+from fedgauge.client.models.torchvision_mend import mend_torchvision
 mend_torchvision()  # a second call changes nothing
 """
 LPIPS = """
