@@ -1,10 +1,11 @@
 """Scores of candidates against observed updates: the higher, the more the candidate seems to have been in the batch.
 
-Scores of one label are compared with one another alone (`against_null`): an update tells its labels anyway, and gradients of
-different labels differ in size and direction.
+An update tells its labels anyway, and gradients of different labels differ in size and direction: a score is compared with those of
+its label alone, in their standard deviations (`against_null`). A likelihood ratio is comparable as it is, and `calibrated` by them.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -152,13 +153,32 @@ def against_null(scores: Tensor, labels: Tensor, null: Tensor, null_labels: Tens
         ValueError: the null has too few candidates of a label.
     """
     found = torch.zeros_like(scores)
+    for mine, same in _by_label(labels, null, null_labels):
+        spread = same.std(1, keepdim=True)
+        found[:, mine] = (scores[:, mine] - same.mean(1, keepdim=True)) / torch.where(spread > 0, spread, 1.0)
+    return found
+
+
+def calibrated(ratios: Tensor, labels: Tensor, null: Tensor, null_labels: Tensor) -> Tensor:
+    """Log-ratios (K, N) on a scale on which the null's ratios of the same update and label have a mean of at most 1.
+
+    A true ratio has the mean 1 where its candidate is not in the batch; one that takes the rest of the batch for normal exceeds it
+    on heavy tails. Standard deviations would lose members, as a few ratios of the null spread widely. Arguments and errors are
+    those of `against_null`.
+    """
+    found = ratios.clone()
+    for mine, same in _by_label(labels, null, null_labels):
+        found[:, mine] -= (same.logsumexp(1, keepdim=True) - math.log(same.shape[1])).clamp_min(0)
+    return found
+
+
+def _by_label(labels: Tensor, null: Tensor, null_labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each label, where its candidates are and the null's scores (K, m) of it."""
     for label in labels.unique().tolist():
-        mine, same = labels == label, null[:, null_labels == label]
+        same = null[:, null_labels == label]
         if same.shape[1] < LEAST_NULL:
             raise ValueError(
                 f"the null has {same.shape[1]} candidates of label {label}, and {LEAST_NULL} are needed to compare a score "
                 "with: add public examples of this label ([data] auxiliary, of which half are the null)"
             )
-        spread = same.std(1, keepdim=True)
-        found[:, mine] = (scores[:, mine] - same.mean(1, keepdim=True)) / torch.where(spread > 0, spread, 1.0)
-    return found
+        yield labels == label, same

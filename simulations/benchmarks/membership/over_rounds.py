@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.membership.likelihood import RestOfBatch
-from fedgauge.attacks.membership.scores import SCORES, Scoring, against_null
+from fedgauge.attacks.membership.scores import SCORES, Scoring, against_null, calibrated
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import Table
 from fedgauge.client.data.images import batch_of
@@ -93,10 +93,10 @@ def over_rounds(
         null="half of the 500 auxiliary images: scores are standardised by those of the same label, client and round",
         calibrated="a log-ratio less the log of the null's mean ratio of its label, where that is above 0; chosen among several "
         "ways on seed 0 of the rows none and noise .1, so that only the other seed and row are held out",
-        accumulated="highest: standardised, of the rounds (membership_over_rounds); sum: standardised, of the rounds; sum of "
-        "log-ratios: standardised after the sum; highest ratio: calibrated, of the rounds; mixture: sum of "
-        "log(1 - q + q exp(log-ratio)), calibrated, q the batch's part of what the client holds",
-        alone=f"single updates of rounds 1 to {max(rounds)}: log-ratios standardised (membership), plain and calibrated",
+        accumulated="highest: standardised, of the rounds; sum: standardised, of the rounds; sum of "
+        "log-ratios: standardised after the sum; highest ratio: calibrated, of the rounds (membership_over_rounds); mixture: "
+        "sum of log(1 - q + q exp(log-ratio)), calibrated, q the batch's part of what the client holds",
+        alone=f"single updates of rounds 1 to {max(rounds)}: log-ratios standardised, plain and calibrated (membership)",
         intervals="bootstrap over clients (seed x client)",
     )  # fmt: skip
     return BenchmarkReport(tuple(figures), settings, tuple(records))
@@ -110,32 +110,20 @@ def accumulated(score: str, raw: Tensor, labels: Tensor, null: Tensor, share: fl
         null: (M,) labels of the candidates that nobody trained on, which come last.
         share: the part of a client's data that is in a batch.
     """
-    each = standardised(raw, labels, null)
+    each = compared(against_null, raw, labels, null)
     found = {"highest": each.amax(0), "sum": each.sum(0)}
     if score == "likelihood_ratio":
-        ratios = calibrated(raw, labels, null)
+        ratios = compared(calibrated, raw, labels, null)
         absent = torch.full_like(ratios, math.log(1 - share))
-        found["sum of log-ratios"] = standardised(raw.sum(0, keepdim=True), labels, null)[0]
+        found["sum of log-ratios"] = compared(against_null, raw.sum(0, keepdim=True), labels, null)[0]
         found["highest ratio"] = ratios.amax(0)
         found["mixture"] = torch.logaddexp(absent, ratios + math.log(share)).sum(0)
     return found
 
 
-def standardised(raw: Tensor, labels: Tensor, null: Tensor) -> Tensor:
-    """Scores (T, K, N) of the candidates beside the null of the same label, as the product compares them."""
-    return torch.stack([against_null(one[:, : len(labels)], labels, one[:, len(labels) :], null) for one in raw])
-
-
-def calibrated(raw: Tensor, labels: Tensor, null: Tensor) -> Tensor:
-    """Log-ratios (T, K, N) of the candidates, of a scale on which ratios of who is in no batch have a mean of at most 1.
-
-    A true ratio has the mean 1; one that counts the rest of the batch as normal exceeds it on heavy tails.
-    """
-    own, others = raw[..., : len(labels)].clone(), raw[..., len(labels) :]
-    for label in labels.unique().tolist():
-        same = others[..., null == label]
-        own[..., labels == label] -= (same.logsumexp(-1, keepdim=True) - math.log(same.shape[-1])).clamp_min(0)
-    return own
+def compared(by: Callable[..., Tensor], raw: Tensor, labels: Tensor, null: Tensor) -> Tensor:
+    """Scores (T, K, N) of the candidates beside the null of the same label, by `against_null` or `calibrated`."""
+    return torch.stack([by(one[:, : len(labels)], labels, one[:, len(labels) :], null) for one in raw])
 
 
 def _measured(tables: Table, seed: int, rounds: Sequence[int]) -> _Told:
@@ -168,10 +156,10 @@ def _measured(tables: Table, seed: int, rounds: Sequence[int]) -> _Told:
                     found = accumulated(name, torch.stack(raw[name]), labels, null.y, share)
                     scores |= {(name, how, now.round): t for how, t in found.items()}
     place, ratios = partial(torch.searchsorted, rows), torch.stack(raw[SHOWN[0]])
-    alone = {"standardised": standardised(ratios, labels, null.y), "plain": ratios[..., : len(labels)]}
+    alone = {"standardised": compared(against_null, ratios, labels, null.y), "plain": ratios[..., : len(labels)]}
     return _Told(
         scores,
-        alone | {"calibrated": calibrated(ratios, labels, null.y)},
+        alone | {"calibrated": compared(calibrated, ratios, labels, null.y)},
         [[place(fed.rows_at(c, round)) for c in clients] for round in range(1, max(rounds) + 1)],
         {n: [place(mine) for mine in each] for n, each in drawn.items()},
         [place(mine) for mine in some],
