@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from fedgauge.server.views.intervals import NORMAL_95
 from fedgauge.server.views.participation import rounds_seen
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import Scores
+
+MOST = 1e6  # a canary's score; more would say nothing else
 
 
 def privacy(reading: Reading) -> dict[str, Any]:
@@ -77,6 +79,7 @@ def canary_estimates(scores: Scores, delta: float, accounted: Callable[[int], fl
         accounted: the epsilon of so many releases.
     """
     rows = scores.where((scores.metric == _place(scores)) & np.isfinite(scores.value))
+    rows = replace(rows, value=np.clip(rows.value, -MOST, MOST))  # a ledger from elsewhere may hold any number
     found = []
     for round in np.unique(rows.round):
         so_far = rows.where(rows.round <= round)
@@ -87,7 +90,7 @@ def canary_estimates(scores: Scores, delta: float, accounted: Callable[[int], fl
         mean = float(so_far.value.mean() * math.sqrt(releases))
         deviation = float(np.std(np.bincount(own, so_far.value) / root - so_far.value.mean() * root, ddof=1))
         known = _interval(mean, math.sqrt(releases / len(so_far)), delta)
-        ratio = mean / deviation
+        ratio = mean / deviation if deviation > 0 else 0.0
         spread = math.sqrt(releases / len(so_far) + ratio**2 / (2 * (len(count) - 1)))
         measured = _interval(ratio, spread, delta)
         found.append(CanaryEstimate(int(round), len(count), releases, *known, *measured, accounted(releases)))

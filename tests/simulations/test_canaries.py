@@ -134,6 +134,13 @@ def test_an_estimate_on_paper() -> None:
     assert canary_estimates(scored([(1, 8, -1.0), (1, 9, -2.0)]), DELTA, lambda n: None)[0].epsilon == 0
 
 
+@pytest.mark.parametrize("values", [(1e300, -1e300), (7.0, 7.0), (0.0, 0.0), (math.inf, 1.0), (1e300, 1e300)])
+def test_numbers_that_nobody_measured_make_an_estimate_or_none(values: tuple[float, float]) -> None:
+    rows = [(round, canary, value) for round in (1, 2) for canary, value in enumerate(values)]
+    for found in canary_estimates(scored(rows), DELTA, lambda n: None):
+        assert 0 <= found.low <= found.epsilon <= found.high and not math.isnan(found.measured)
+
+
 def estimated(low: float, high: float, accounted: float | None) -> str:
     middle = (low + high) / 2
     return canary_words([CanaryEstimate(1, 8, 1, middle, low, high, middle, low, high, accounted)], DELTA)
