@@ -209,7 +209,7 @@ def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float] = UNKNOWN) -
     elif words == {"not shown to leak"} and members:
         word = "not shown to leak"
     sentences = (*examples.sentences, *members_sentences(members, ledger))
-    if word == "not shown to leak" and (why := _computed_otherwise(ledger)):
+    if word == "not shown to leak" and (why := computed_otherwise(ledger)):
         word, sentences = "undetermined", (*sentences, f"A test that finds nothing proves nothing here: {why}.")
     return Verdict(word, sentences, examples.strongest, tuple(members), examples.word)
 
@@ -277,7 +277,7 @@ def _numbers(strongest: ExcessLeakage, compared: Sequence[ExcessLeakage], by: Ma
 
 def _proves_nothing(compared: Sequence[ExcessLeakage], ledger: Ledger) -> str:
     """Why the failure of these attacks proves nothing; empty if it does."""
-    if why := _computed_otherwise(ledger):
+    if why := computed_otherwise(ledger):
         return why
     flat = {row["name"] for row in ledger.attacks() if row["flat"]}
     if all(e.attack in flat for e in compared):
@@ -285,7 +285,7 @@ def _proves_nothing(compared: Sequence[ExcessLeakage], ledger: Ledger) -> str:
     return ""
 
 
-def _computed_otherwise(ledger: Ledger) -> str:
+def computed_otherwise(ledger: Ledger) -> str:
     """Why attacks and tests assumed another computation than the clients'; empty if they did not."""
     if ledger.meta().get("replay") == "mismatch":
         return "the replay check failed, so the attacks inverted a different computation from the clients'"

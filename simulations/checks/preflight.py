@@ -23,7 +23,8 @@ from fedgauge.attacks.gaussian_prior import class_means
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit, known_noise
 from fedgauge.attacks.membership.gradients import CandidateGradients
-from fedgauge.attacks.membership.limit import detectability, power
+from fedgauge.attacks.membership.limit import area, detectability, power
+from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy, match, psnr_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import trained_on
@@ -37,6 +38,7 @@ from fedgauge.client.update import Batch
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import decibel, percent
+from fedgauge.server.views.gate import EPSILON, Measurement
 from fedgauge.simulations.checks.network_check import SOFTMAX, ends_in_softmax
 from fedgauge.simulations.checks.stand_ins import StandIns
 
@@ -44,6 +46,8 @@ STAND_INS = 8  # clients, with batches of auxiliary images
 STRONG = 8.0  # epsilon of a record, up to which the guarantee means something
 FAINT = 0.05  # true positives at 1 % false positives, up to which membership hardly shows
 TESTED = 512  # auxiliary images on which the mean image is measured
+NO_SEARCH = "without noise of a known density nothing limits a search: measure it with fedgauge run, then fedgauge gate"
+NOT_BEFORE_TRAINING = f"not estimated before training, or not for such a chain; {NO_SEARCH.partition(': ')[2]}"
 Severity = Literal["leaks", "weak", "unknown", "note", "holds"]
 _STYLES: Mapping[Severity, str] = {
     "leaks": "bold red",
@@ -81,20 +85,21 @@ class PreflightFinding:
 
 @dataclass(frozen=True)
 class Preflight:
-    """The exposure of each layer, and all findings."""
+    """The exposure of each layer, all findings, and what was measured of each metric, for a gate."""
 
     layers: tuple[LayerExposure, ...]
     findings: tuple[PreflightFinding, ...]
+    measured: Mapping[str, Measurement]
 
-    def to_json(self) -> str:
-        """As one JSON object."""
-        return json.dumps(asdict(self), indent=1, allow_nan=False)
+    def to_json(self, **more: object) -> str:
+        """As one JSON object, with further keys."""
+        return json.dumps({**asdict(self), **more}, indent=1, allow_nan=False)
 
 
 def preflight(scenario: Scenario) -> Preflight:
     """Examine a checked scenario; this takes some seconds."""
     probe = _Probe(scenario)
-    return Preflight(tuple(probe.layers()), tuple(probe.findings()))
+    return Preflight(tuple(probe.layers()), tuple(probe.findings()), probe.measured)
 
 
 class _Probe:
@@ -107,6 +112,7 @@ class _Probe:
         self.params, _ = self.stand_ins.start
         self.members, self.size = self.stand_ins.members, self.stand_ins.size
         self.batches, self.wave = self.stand_ins.batches, self.stand_ins.wave
+        self.measured: dict[str, Measurement] = {}
 
     # ----------------------------------------------------------------------------------------------------- layers
 
@@ -195,12 +201,19 @@ class _Probe:
                 )
                 break
         if self.size > 1 and (share := self._held_by_a_neuron()) > 0:
+            self._reaches(share * PSNR_CAP, f"{percent(share)} of the stand-ins' examples are read off exactly")
             yield PreflightFinding(
                 "leaks",
                 f"{percent(share)} of the stand-ins' examples are read off a row of the first fully connected layer's gradient: "
                 "each is the only one that excites its neuron",
                 "larger batches, a convolution before it, or noise after it; a malicious server raises that share to 100 %",
             )
+
+    def _reaches(self, psnr: float, words: str) -> None:
+        """Note what an attacker reaches at least, on average and without any search."""
+        before = self.measured.get("psnr")
+        if before is None or before.value is None or before.value < psnr:
+            self.measured["psnr"] = Measurement(psnr, f"at least, as {words}; {NO_SEARCH}", conclusive=False)
 
     def _held_by_a_neuron(self) -> float:
         """The share of examples, as they were trained on, that some row's weight over bias gradient gives exactly."""
@@ -237,6 +250,7 @@ class _Probe:
         if not values:
             return None
         mean = sum(min(v, PSNR_CAP) for v in values) / len(values)
+        self._reaches(mean, f"analytic inversion of {len(values)} stand-ins")
         exact = sum(v > PSNR_CAP for v in values)
         if exact:
             return PreflightFinding(
@@ -261,6 +275,7 @@ class _Probe:
             return PreflightFinding("note", f"labels cannot be restored: {error}")
         right = [label_accuracy(b.y, y) for b, y in zip(self.batches, restored, strict=True)]
         share = sum(right) / len(right)
+        self.measured["label_accuracy"] = Measurement(share, f"read off the updates of {len(right)} stand-ins")
         chance = 1 / self.fed.shards.dataset.classes
         words = f"labels: {percent(share)} of the stand-ins' are read off the classifier's gradient (chance: {percent(chance)})"
         return PreflightFinding("leaks" if share > 0.9 else "weak" if share > 3 * chance else "note", words)
@@ -301,6 +316,9 @@ class _Probe:
         except ValueError as error:
             return PreflightFinding("note", f"no limit: {error}")
         limit = -10 * math.log10(mse)
+        reached = self.measured.get("psnr", Measurement(None, "")).value
+        words = "the limit of one round, an estimate for Gaussian images, or what is reached without any search, if that is more"
+        self.measured["psnr"] = Measurement(min(PSNR_CAP, limit if reached is None else max(limit, reached)), words)
         words = (
             f"limit of one round, an estimate for Gaussian images: {decibel(limit)} dB as the PSNR of the mean error; "
             f"guessing the mean image of each class gets {decibel(floor)} dB"
@@ -315,6 +333,9 @@ class _Probe:
         density = known.chain.update_distribution
         if density is not None and not density.noisy:
             words = "who was in a batch: no noise hides it, as an update moves with each example's gradient"
+            self.measured[MEMBER] = Measurement(
+                1.0, "no noise hides who was in a batch from whoever knows the rest of it"
+            )
             return PreflightFinding("weak", words, 'noise; measure it with [[attack]] use = "membership"')
         some = Batch(*(t[:STAND_INS] for t in self.auditor.auxiliary))
         try:
@@ -323,6 +344,8 @@ class _Probe:
             return PreflightFinding("unknown", f"who was in a batch: {error}")
         times = max(1.0, self.fed.protocol.rounds * shards.batch_size / min(map(len, shards.indices)))
         once, often = (percent(power(0.01, math.sqrt(n) * mu)) for n in (1, times))
+        told = "the area under the ROC curve of whoever knows the rest of the batch, after all rounds, for the median stand-in"
+        self.measured[MEMBER] = Measurement(area(math.sqrt(times) * mu), told)
         words = (
             f"who was in a batch: whoever knows the rest of it tells half of the members with a probability of {once} or more at "
             f"1 % false positives, {often} after all rounds"
@@ -340,6 +363,9 @@ class _Probe:
     def _epsilon(self) -> PreflightFinding:
         rounds = {client: self.fed.protocol.rounds for client in range(self.fed.protocol.clients)}
         statement = privacy_statement(self.fed, rounds, self.scenario.privacy.delta)
+        self.measured[EPSILON] = Measurement(
+            _finite(statement.record), f"if every client takes part in every round: {statement.words}"
+        )
         if statement.record is None:  # nobody knows: neither a leak nor a guarantee
             return PreflightFinding("unknown" if statement.state == "unknown" else "note", statement.words)
         strong = statement.record <= STRONG
@@ -347,6 +373,10 @@ class _Probe:
         return PreflightFinding(
             "holds" if strong else "weak", f"if every client takes part in every round: {statement.words}", change
         )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _examples(n: int) -> str:

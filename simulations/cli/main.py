@@ -21,6 +21,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "result_commands": {
         "watch": "show runs in the browser, while they work and afterwards; Ctrl-C ends it.",
         "report": "write the HTML report of each run, and compare several; figures and a PDF if asked for.",
+        "gate": "compare what a run's attacks reached with thresholds; the exit status says whether they hold.",
         "export": "every score as CSV or parquet, or curves and images for TensorBoard.",
         "client-report": "what a client of a deployment sent, answered and leaked, from its own log.",
     },

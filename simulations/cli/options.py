@@ -1,6 +1,7 @@
 """How a command registers itself on the command line, and the options that several commands share."""
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -56,7 +57,30 @@ def add_settings(command: argparse.ArgumentParser) -> None:
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
 
 
+def add_gate(command: argparse.ArgumentParser) -> None:
+    """Give a command thresholds that decide its exit status, and the files that say what came of them."""
+    for way in ("above", "below"):
+        text = f"end with status 1 if a metric lies {way} this value, with 3 if it was not measured (repeatable)"
+        command.add_argument(
+            f"--fail-{way}", action="append", default=[], type=metric_value, metavar="METRIC=VALUE", help=text
+        )
+    command.add_argument("--junit", type=Path, metavar="FILE", help="write the gate's results as JUnit XML")
+    command.add_argument("--sarif", type=Path, metavar="FILE", help="write the gate's results in the form of SARIF")
+
+
 # -------------------------------------------------------------------------------------------------- values of options
+
+
+def metric_value(text: str) -> tuple[str, float]:
+    """A metric and a finite number: psnr=20."""
+    name, _, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not name or not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"expected a metric and a number, psnr=20, got {text!r}")
+    return name, number
 
 
 def port(text: str) -> int:

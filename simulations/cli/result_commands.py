@@ -1,4 +1,4 @@
-"""`fedgauge watch`, `report`, `export` and `client-report`: show what runs have found."""
+"""`fedgauge watch`, `report`, `gate`, `export` and `client-report`: show what runs have found."""
 
 import argparse
 import sys
@@ -9,7 +9,8 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run_files import printable, staying
 from fedgauge.simulations.cli.finding_runs import find_run, find_runs
-from fedgauge.simulations.cli.options import NO_RUNS, Commands, port
+from fedgauge.simulations.cli.gate_options import chosen_thresholds, conclude_gate
+from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, port
 from fedgauge.simulations.cli.run_summary import wide_console
 from fedgauge.simulations.run.exit_status import MISTAKE
 
@@ -34,6 +35,7 @@ def add_to(commands: Commands) -> None:
         help="where the comparison of several runs goes (default: comparison.html beside the first)",
     )
     written.add_argument("--pdf", action="store_true", help="report.pdf beside report.html, by an installed Chromium")
+    add_gate(commands.add(gate))
     table = commands.add(export)
     table.add_argument("--to", choices=("csv", "parquet", "tensorboard"), default="csv")
     table.add_argument(
@@ -110,6 +112,20 @@ def report(options: argparse.Namespace) -> int:
         for reason in missing:
             print(f"fedgauge: {reason}", file=sys.stderr)
     return 0 if len(shown) == len(chosen) else MISTAKE
+
+
+def gate(options: argparse.Namespace) -> int:
+    """fedgauge gate RUN: compare what a run's attacks reached with thresholds; the exit status says whether they hold."""
+    from fedgauge.server.views.gate import gate_of_run
+    from fedgauge.server.views.reading import read_once
+
+    thresholds = chosen_thresholds(options)
+    if not thresholds:
+        raise SpecError("a gate needs a threshold: --fail-above psnr=20")
+    run = find_run(options.run, options.runs)
+    with staying(run.folder), read_once(run) as reading:
+        results = gate_of_run(reading, thresholds)
+    return conclude_gate(options, results, run.folder)
 
 
 def export(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.files import read_file
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.cli.options import Commands, add_settings
+from fedgauge.simulations.cli.options import Commands, add_gate, add_settings
 from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 
 
@@ -32,6 +32,7 @@ def add_to(commands: Commands) -> None:
     estimate.add_argument("scenario", type=Path, metavar="SCENARIO.toml")
     add_settings(estimate)
     estimate.add_argument("--json", action="store_true", help="one object instead of tables")
+    add_gate(estimate)
     examined = commands.add(doctor, with_run=False)
     text = "a scenario, or a client's own file; default: this machine"
     examined.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml|CLIENT.toml", help=text)
@@ -62,18 +63,25 @@ def list_components(options: argparse.Namespace) -> int:
 
 def preflight(options: argparse.Namespace) -> int:
     """fedgauge preflight SCENARIO.toml: what would leak, in seconds and before any training, and what to change."""
+    from fedgauge.attacks.modality.registry import modality_of
+    from fedgauge.server.views.gate import check_thresholds, judged
     from fedgauge.simulations.checks.before_training import refuse_misfit
+    from fedgauge.simulations.checks.preflight import NOT_BEFORE_TRAINING, show
     from fedgauge.simulations.checks.preflight import preflight as examine
-    from fedgauge.simulations.checks.preflight import show
+    from fedgauge.simulations.cli.gate_options import chosen_thresholds, conclude_gate
+    from fedgauge.simulations.reports.gate_output import gate_tables
 
+    thresholds = chosen_thresholds(options)
     scenario = Scenario.load(options.scenario, options.set)
+    check_thresholds(thresholds, type(modality_of(scenario.federation.shards.dataset)))
     refuse_misfit(scenario.federation)
     result = examine(scenario)
+    judgement = judged(thresholds, result.measured, NOT_BEFORE_TRAINING)
     if options.json:
-        print(result.to_json())
+        print(result.to_json(gate=gate_tables(judgement)))
     else:
         show(result, Console(markup=False, width=None if sys.stdout.isatty() else 132))
-    return 0
+    return conclude_gate(options, judgement, options.scenario, quiet=options.json)
 
 
 def doctor(options: argparse.Namespace) -> int:

@@ -1,0 +1,186 @@
+"""A gate: whether what was measured of a run, or estimated of a scenario, lies beyond a threshold that somebody set."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
+from fedgauge.attacks.modality.base import Modality
+from fedgauge.attacks.modality.membership import MEMBERSHIP
+from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.client.components import SpecError
+from fedgauge.server.views.formatting import in_unit, interval_label, number, plotted_value
+from fedgauge.server.views.leakage import Leak
+from fedgauge.server.views.membership import QUESTIONS, membership_table
+from fedgauge.server.views.outcomes import failure
+from fedgauge.server.views.privacy import privacy
+from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.strength import best_of
+from fedgauge.server.views.verdict import computed_otherwise
+
+Outcome = Literal["passed", "failed", "not measured"]
+EPSILON = "epsilon"  # of one record, the largest of any client
+WORST = "worst."  # prefix: of the example that leaks most
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A value of a metric beyond which the gate fails; above: or below, where a lower value is the worse leak."""
+
+    metric: str
+    bound: float
+    above: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.metric} {'above' if self.above else 'below'} {self.bound:g}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is known of one metric.
+
+    Args:
+        value: None if there is none.
+        words: how it was measured, or why it was not.
+        conclusive: whether a value within the threshold says that there is no more; why it does not stands in words.
+    """
+
+    value: float | None
+    words: str
+    conclusive: bool = True
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """One threshold with what was measured."""
+
+    threshold: Threshold
+    measurement: Measurement
+
+    @property
+    def outcome(self) -> Outcome:
+        """What was not measured never passes."""
+        value, bound = self.measurement.value, self.threshold.bound
+        if value is None or math.isnan(value):
+            return "not measured"
+        if value > bound if self.threshold.above else value < bound:
+            return "failed"
+        return "passed" if self.measurement.conclusive else "not measured"
+
+    def __str__(self) -> str:
+        value = self.measurement.value
+        found = "" if value is None else f"{number(value, None)}, "
+        return f"{self.threshold.metric}: {found}{self.measurement.words}"
+
+
+def gate_metrics(modality: type[Modality]) -> list[str]:
+    """Every metric that a gate may name for data of this kind."""
+    own = [*modality.measured, *MEMBERSHIP, EPSILON]
+    return [*own, *(WORST + name for name, measured in modality.measured.items() if not measured.rate)]
+
+
+def check_thresholds(thresholds: Sequence[Threshold], modality: type[Modality]) -> None:
+    """Refuse thresholds that no measurement could be compared with.
+
+    Raises:
+        SpecError: a metric is unknown for this kind of data, named twice, or leaks in the other direction.
+    """
+    known = gate_metrics(modality)
+    for i, threshold in enumerate(thresholds):
+        name = threshold.metric
+        if name not in known:
+            raise SpecError(f"unknown metric {name!r} for a gate (there are: {', '.join(known)})")
+        if any(name == other.metric for other in thresholds[:i]):
+            raise SpecError(f"the gate has two thresholds for {name}: leave one out")
+        measured = MEASURED.get(name.removeprefix(WORST))
+        higher = measured is None or measured.higher_is_better
+        if higher != threshold.above:
+            right, which = ("above", "higher") if higher else ("below", "lower")
+            raise SpecError(
+                f"a {which} {name} is the worse leak: write --fail-{right} {name}={threshold.bound:g}, not "
+                f"--fail-{'above' if threshold.above else 'below'}"
+            )
+
+
+def judged(thresholds: Iterable[Threshold], measured: Mapping[str, Measurement], otherwise: str) -> list[GateResult]:
+    """Each threshold with its measurement.
+
+    Args:
+        otherwise: why a metric that is not among `measured` was not measured.
+    """
+    return [GateResult(t, measured.get(t.metric, Measurement(None, otherwise))) for t in thresholds]
+
+
+def gate_of_run(reading: Reading, thresholds: Sequence[Threshold]) -> list[GateResult]:
+    """Compare what a run's attacks reached with thresholds, each in the metric's own unit.
+
+    A value is the mean of the attack that leaks most over all rounds, with `worst.` that of the example that leaks most.
+    """
+    check_thresholds(thresholds, reading.scores.modality)
+    doubts = _doubts(reading)
+    results = []
+    for threshold in thresholds:
+        found = _measured(reading, threshold.metric)
+        if found.value is not None and (doubt := doubts or _flat(reading, threshold.metric)):
+            found = Measurement(
+                found.value, f"{found.words}; a value within the threshold proves nothing: {doubt}", False
+            )
+        results.append(GateResult(threshold, found))
+    return results
+
+
+def _measured(reading: Reading, metric: str) -> Measurement:
+    if metric == EPSILON:
+        spent = privacy(reading)
+        return Measurement(spent[EPSILON], spent["words"])
+    if metric in QUESTIONS:
+        return _area(reading, metric)
+    name = metric.removeprefix(WORST)
+    leak = best_of(reading.pooled(name).values(), "attack") if name in reading.metrics else None
+    if leak is None or leak.mean is None:
+        return Measurement(None, f"no attack of this run has a value of {name}")
+    if metric.startswith(WORST):
+        best = max(
+            (k for k in reading.pooled(name).values() if k.best is not None and is_attack(k.attack)),
+            key=lambda k: MEASURED[name].sign * (k.best or 0.0),
+        )
+        return Measurement(plotted_value(name, best.best), f"the worst of {best.n} examples, by {best.attack}")
+    return Measurement(leak.mean, _words(leak), not leak.ungraded)
+
+
+def _words(leak: Leak) -> str:
+    low, high = interval_label(leak)
+    measured = MEASURED[leak.metric]
+    within = "" if low is None else f" (95 % interval {in_unit(low, measured)} to {in_unit(high, measured)})"
+    hidden = f"; {leak.ungraded} reconstructions were not graded" if leak.ungraded else ""
+    return f"the mean of {leak.n} by {leak.attack}{within}{hidden}"
+
+
+def _area(reading: Reading, question: str) -> Measurement:
+    rows = membership_table(reading.scores, reading.order)
+    own = [row for row in rows if row.question == QUESTIONS[question] and row.kind == "attack"]
+    if not own:
+        return Measurement(None, "no test of this run asked it: fedgauge audit RUN --attack membership")
+    best = max(own, key=lambda row: row.area)
+    within = "" if best.low is None else f" (95 % interval {number(best.low)} to {number(best.high)})"
+    return Measurement(best.area, f"the area under the ROC curve of {best.name} over {best.n} members{within}")
+
+
+def _doubts(reading: Reading) -> str:
+    """Why no value of this run says that there is no more to find; empty if nothing is amiss."""
+    waiting = reading.progress.queued + reading.progress.leased
+    if waiting:
+        return f"{waiting} attacks have not ended"
+    if why := failure(reading.ledger) or computed_otherwise(reading.ledger):
+        return why
+    return "" if reading.state == "complete" else f"the run's state is {reading.state!r}"
+
+
+def _flat(reading: Reading, metric: str) -> str:
+    """That no attack on the examples could move; empty if one could, or if the metric is of membership or epsilon."""
+    if metric == EPSILON or metric in MEMBERSHIP:
+        return ""
+    real = [row for row in reading.ledger.attacks() if is_attack(row["name"])]
+    return NO_DERIVATIVE if real and all(row["flat"] for row in real) else ""

@@ -1,0 +1,170 @@
+"""The gate: what lies beyond a threshold fails, and what was not measured never passes."""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from fedgauge.server.store.run import Run
+from fedgauge.server.views.gate import GateResult, Measurement, Threshold
+from fedgauge.server.views.reading import read_once
+from fedgauge.simulations.cli.main import main
+from tests.simulations.cli.conftest import TABLES, scenario_file, taped_run
+
+
+def gate(of: str, *words: str) -> int:
+    return main(["gate", of, *words])
+
+
+@pytest.mark.parametrize(
+    ("value", "conclusive", "above", "expected"),
+    [
+        (21.0, True, True, "failed"),
+        (20.0, True, True, "passed"),
+        (19.0, True, True, "passed"),
+        (19.0, False, True, "not measured"),
+        (21.0, False, True, "failed"),
+        (19.0, True, False, "failed"),
+        (21.0, True, False, "passed"),
+        (None, True, True, "not measured"),
+        (float("nan"), True, True, "not measured"),
+        (float("inf"), True, True, "failed"),
+    ],
+)
+def test_an_outcome_by_hand(value: float | None, conclusive: bool, above: bool, expected: str) -> None:
+    result = GateResult(Threshold("psnr", 20.0, above), Measurement(value, "by hand", conclusive))
+    assert result.outcome == expected
+
+
+def test_a_run_that_leaks_fails_and_a_higher_threshold_holds(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Analytic inversion of one example is exact: its PSNR counts 60 dB in a mean."""
+    run = str(attacked.folder)
+    assert gate(run, "--fail-above", "psnr=59.9") == 1
+    assert "gate: failed: fails if psnr above 59.9; psnr: 60, the mean of 4 by analytic" in capsys.readouterr().out
+    assert gate(run, "--fail-above", "psnr=60") == 0
+    assert gate(run, "--fail-below", "mse=1e-6", "--fail-above", "psnr=60") == 1
+    assert gate(run, "--fail-above", "worst.psnr=59") == 1
+
+
+def test_what_no_attack_measured_does_not_pass(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gate(str(attacked.folder), "--fail-above", "membership=.7", "--fail-above", "psnr=60") == 3
+    out = capsys.readouterr().out
+    assert "gate: not measured: fails if membership above 0.7" in out and "--attack membership" in out
+    assert gate(str(attacked.folder), "--fail-above", "epsilon=1") == 3
+    assert "no epsilon" in capsys.readouterr().out
+
+
+def test_attacks_that_have_not_ended_let_nothing_pass(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gate(str(taped.folder), "--fail-above", "psnr=60") == 3
+    assert "no attack of this run has a value" in capsys.readouterr().out
+
+
+def test_a_value_of_an_unfinished_audit_passes_nothing(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with attacked.ledger() as ledger:
+        ledger._db.execute("UPDATE jobs SET state = 'queued' WHERE id = (SELECT max(id) FROM jobs)")
+    assert gate(str(attacked.folder), "--fail-above", "psnr=60") == 3
+    assert "attacks have not ended" in capsys.readouterr().out
+    assert gate(str(attacked.folder), "--fail-above", "psnr=20") == 1, "what was found stays found"
+
+
+def test_a_failed_replay_check_lets_nothing_pass(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with attacked.ledger() as ledger:
+        ledger.set_meta(replay="mismatch")
+    assert gate(str(attacked.folder), "--fail-above", "psnr=60") == 3
+    assert "the replay check failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "a gate needs a threshold"),
+        (["--junit", "x.xml"], "add a threshold"),
+        (["--fail-above", "psnrr=20"], "unknown metric 'psnrr' for a gate (there are: psnr, "),
+        (["--fail-above", "rouge1=20"], "unknown metric"),
+        (["--fail-above", "mse=.1"], "a lower mse is the worse leak: write --fail-below mse=0.1, not --fail-above"),
+        (["--fail-below", "psnr=20"], "write --fail-above psnr=20"),
+        (["--fail-above", "psnr=20", "--fail-above", "psnr=30"], "two thresholds for psnr"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    attacked: Run, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gate(str(attacked.folder), *words) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["psnr", "psnr=", "=3", "psnr=nan", "psnr=inf", "psnr=a"])
+def test_what_is_no_threshold_is_refused(attacked: Run, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gate(str(attacked.folder), "--fail-above", text)
+    assert ended.value.code == 2 and "expected a metric and a number" in capsys.readouterr().err
+
+
+def test_the_files_say_what_the_lines_say(attacked: Run, tmp_path: Path) -> None:
+    junit, sarif = tmp_path / "gate.xml", tmp_path / "gate.sarif"
+    chosen = ["--fail-above", "psnr=20", "--fail-above", "membership=.7", "--fail-above", "worst.psnr=60"]
+    assert gate(str(attacked.folder), *chosen, "--junit", str(junit), "--sarif", str(sarif)) == 1
+    suite = ElementTree.parse(junit).getroot()[0]
+    assert [suite.get(k) for k in ("tests", "failures", "errors")] == ["3", "1", "1"]
+    assert [[child.tag for child in case] for case in suite] == [["failure"], ["error"], ["system-out"]]
+    log: dict[str, Any] = json.loads(sarif.read_text())
+    (told,) = log["runs"]
+    kinds = [(r["ruleId"], r["kind"], r["level"]) for r in told["results"]]
+    assert kinds == [("psnr", "fail", "error"), ("membership", "open", "none"), ("worst.psnr", "pass", "none")]
+    assert [rule["id"] for rule in told["tool"]["driver"]["rules"]] == ["psnr", "membership", "worst.psnr"]
+    assert told["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"].endswith(attacked.name)
+
+
+def test_membership_is_compared_by_its_area(tmp_path: Path) -> None:
+    from fedgauge.server.pool.executors import LocalExecutor
+    from fedgauge.server.pool.service import serve
+    from fedgauge.server.views.gate import gate_of_run
+    from fedgauge.server.views.membership import membership_table
+
+    tables = {**TABLES, "attack": [{"use": "membership"}]}
+    run = taped_run(tmp_path / "runs", tables)
+    serve(run, LocalExecutor())
+    with read_once(run) as reading:
+        (result,) = gate_of_run(reading, [Threshold("membership", 0.7)])
+        areas = [row.area for row in membership_table(reading.scores, reading.order) if row.kind == "attack"]
+    assert result.measurement.value == max(areas) > 0.7 and result.outcome == "failed"
+
+
+# --------------------------------------------------------------------------------------------------- before training
+
+
+def preflight(folder: Path, *words: str, **changes: object) -> int:
+    return main(["preflight", str(scenario_file(folder, **changes)), *words])
+
+
+def test_a_bare_chain_fails_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preflight(tmp_path, "--fail-above", "psnr=20", "--fail-above", "membership=.7") == 1
+    out = capsys.readouterr().out
+    assert "failed: fails if psnr above 20" in out and "failed: fails if membership above 0.7" in out
+
+
+def test_without_noise_no_estimate_lets_a_scenario_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Analytic inversion does not apply to a convolution, but a search may succeed."""
+    assert preflight(tmp_path, "--fail-above", "psnr=20", model={"use": "lenet"}) == 3
+    assert "not measured: fails if psnr above 20" in capsys.readouterr().out
+
+
+def test_much_noise_holds_and_json_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chain = [
+        {"use": "clip", "max_norm": 1.0, "each": True},
+        {"use": "gaussian", "sigma": 5.0},
+        {"use": "local_sgd", "rate": 0.1},
+    ]
+    chosen = ["--fail-above", "psnr=20", "--fail-above", "membership=.7", "--json"]
+    assert preflight(tmp_path, *chosen, chain=chain) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["outcome"] for row in found["gate"]] == ["passed", "passed"]
+    assert found["measured"]["membership"]["value"] < 0.7
+
+
+def test_a_preflight_with_a_mistaken_gate_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preflight(tmp_path, "--fail-above", "psnrr=20") == 2
+    told = capsys.readouterr()
+    assert "there are: psnr" in told.err and not told.out
