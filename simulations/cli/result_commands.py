@@ -1,4 +1,4 @@
-"""`fedgauge watch`, `report`, `gate`, `export` and `client-report`: show what runs have found."""
+"""`fedgauge watch`, `report`, `gate`, `verify`, `export` and `client-report`: show what runs have found."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from fedgauge.simulations.cli.finding_runs import find_run, find_runs
 from fedgauge.simulations.cli.gate_options import chosen_thresholds, conclude_gate
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, port
 from fedgauge.simulations.cli.run_summary import wide_console
-from fedgauge.simulations.run.exit_status import MISTAKE
+from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 
 
 def add_to(commands: Commands) -> None:
@@ -36,6 +36,9 @@ def add_to(commands: Commands) -> None:
     )
     written.add_argument("--pdf", action="store_true", help="report.pdf beside report.html, by an installed Chromium")
     add_gate(commands.add(gate))
+    commands.add(verify).add_argument(
+        "--last", default="", metavar="DIGEST", help="of the last entry, as kept elsewhere"
+    )
     table = commands.add(export)
     table.add_argument("--to", choices=("csv", "parquet", "tensorboard"), default="csv")
     table.add_argument(
@@ -126,6 +129,21 @@ def gate(options: argparse.Namespace) -> int:
     with staying(run.folder), read_once(run) as reading:
         results = gate_of_run(reading, thresholds)
     return conclude_gate(options, results, run.folder)
+
+
+def verify(options: argparse.Namespace) -> int:
+    """fedgauge verify RUN: check a run's audit record: its chain of digests, and what the run's folder holds."""
+    from fedgauge.simulations.reports.audit_record import NAME, disagreements, read_record
+
+    run = find_run(options.run, options.runs)
+    with staying(run.folder):
+        found = disagreements(run, options.last.strip().lower())
+        entries = read_record(run.folder / NAME)
+    for why in found:
+        print(printable(f"fedgauge: {run.folder / NAME}: {why}"), file=sys.stderr)
+    if not found:
+        print(f"{len(entries)} entries hold; the last digest is {entries[-1].digest}")
+    return FAILED if found else 0
 
 
 def export(options: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views import overview
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
+from fedgauge.server.views.coverage import MAPS_TO, TEXTS, coverage
 from fedgauge.server.views.formatting import number, percent, rounded, scenario_line, status_words
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Rate
@@ -31,6 +32,7 @@ from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.strength import RoundLeak, round_table
 from fedgauge.server.views.success import THRESHOLDS, success_curve
 from fedgauge.server.views.verdict import a_or_an, verdict_of
+from fedgauge.simulations.reports.audit_record import NAME, record_of, write_record
 from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
 from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
 
@@ -39,9 +41,11 @@ AT = 20  # dB: threshold at which the text states certified rates
 
 @reads_again
 def write_report(run: Run) -> Path:
-    """Write report.html into the run folder, atomically and for its owner only; returns its path."""
+    """Write report.html and the audit record into the run folder, atomically and for its owner only; returns the report's path."""
     with read_once(run) as reading:
-        content = _content(reading)
+        record = record_of(reading)
+        content = _content(reading) | {"record": record[-1].digest, "record_name": NAME}
+    write_record(run, record)
     return _write(run.folder / "report.html", "report.html", content, in_run=True)
 
 
@@ -147,6 +151,9 @@ def _content(reading: Reading) -> dict[str, Any]:
         "scenario": reading.run.scenario_text(),
         "environment": overview.environment(reading),
         "attacked_on": attacked_on(reading.ledger),
+        "coverage": coverage(reading),
+        "texts": TEXTS,
+        "maps_to": MAPS_TO,
         "measure": scores.measure,
         "identifies": "identified" in scores.modality.measured,
     }
