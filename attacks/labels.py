@@ -18,7 +18,7 @@ from torch.func import functional_call
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy
-from fedgauge.client.models.vision import last_linear
+from fedgauge.client.models.vision import last_linear, layer_parameters
 from fedgauge.client.update import Batch, Params, Update
 
 Method = Callable[[Update, Params, Knowledge, "Dummies | None"], Tensor]
@@ -233,7 +233,8 @@ def _choices(batch: list[int], size: int) -> Iterator[tuple[int, ...]]:
 def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
     """The classifier's gradient up to scale, in float64: dW (classes, features), and db (classes,) where there is one."""
     layer = _classifier(known.model)
-    weight, bias = -_exact(update[f"{layer}.weight"]), update.get(f"{layer}.bias")
+    of_weight, of_bias = layer_parameters(layer)
+    weight, bias = -_exact(update[of_weight]), update.get(of_bias)
     if len(weight) != known.classes:
         raise ValueError(
             f"the last fully connected layer, {layer!r}, has {len(weight)} outputs for {known.classes} classes:"
@@ -250,9 +251,9 @@ def _of_logits(features: Tensor, known: Knowledge, params: Params, logits: Tenso
     """Features (N, D) of the tokens whose outputs are the model's logits, for a classifier that is applied to every token."""
     if features.dim() != 3:
         return features
-    layer = _classifier(known.model)
-    bias = params.get(f"{layer}.bias")
-    outs = features @ _exact(params[f"{layer}.weight"]).T + (0 if bias is None else _exact(bias))
+    of_weight, of_bias = layer_parameters(_classifier(known.model))
+    bias = params.get(of_bias)
+    outs = features @ _exact(params[of_weight]).T + (0 if bias is None else _exact(bias))
     token = (outs - logits[:, None]).norm(dim=2).argmin(1)
     return features[torch.arange(len(features)), token]
 
@@ -326,8 +327,7 @@ def _restored(update: Update, params: Params, known: Knowledge, mean: Callable[[
 
 def _systems(update: Update, params: Params, known: Knowledge) -> tuple[Tensor, Tensor]:
     """What an example of class j adds to B db_i (classes i, classes j), at the weights before and after local training."""
-    layer = _classifier(known.model)
-    names = (f"{layer}.weight", f"{layer}.bias")
+    names = layer_parameters(_classifier(known.model))
     features = _class_means(-_exact(update[names[0]]), -_exact(update[names[1]]))
     w, b = (_exact(params[k]) for k in names)
     change_w, change_b = (_exact(update[k]) for k in names)

@@ -16,10 +16,9 @@ from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import BASELINES, MODALITIES
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments, coerce, resolve
 
-# groups of the registry
-IMAGE_ATTACKS, TEXT_ATTACKS, DECODERS = "fedgauge.attacks", "fedgauge.text_attacks", "fedgauge.decoders"
-MEMBERSHIP = "fedgauge.membership"  # they tell who was in a batch, and reconstruct nothing
-ATTACK = ComponentKind("an attack", (IMAGE_ATTACKS, TEXT_ATTACKS, DECODERS, MEMBERSHIP, "fedgauge.baselines"), Attack)
+MEMBERSHIP = "fedgauge.membership"  # a group of the registry: they tell who was in a batch, and reconstruct nothing
+_RECONSTRUCTING = dict.fromkeys(group for modality in MODALITIES.values() for group in modality.attacks)
+ATTACK = ComponentKind("an attack", (*_RECONSTRUCTING, MEMBERSHIP, "fedgauge.baselines"), Attack)
 BAYES_LIMIT, CANDIDATE_BOUND, MEMBERSHIP_LIMIT, CANARIES = (
     "bayes_limit",
     "candidate_bound",
@@ -278,14 +277,18 @@ def _attack(table: Table, where: str) -> PlannedAttack:
     return planned
 
 
+def modalities_of(use: str) -> list[type[Modality]]:
+    """The kinds of data that a registered attack reconstructs; none for a user's own module, of which nothing is known."""
+    groups = {entry.group for entry in ATTACK.entries() if entry.name == use}
+    return [modality for modality in MODALITIES.values() if groups & set(modality.attacks)]
+
+
 def _check_kind(planned: PlannedAttack, modality: type[Modality], where: str) -> None:
     """Refuse a registered attack on data that it cannot reconstruct; nothing is known about a user's own module."""
-    use = str(planned.table["use"])
-    groups = {entry.group for entry in ATTACK.entries() if entry.name == use}
-    given = f"{modality.main.private}s"
-    others = [f"{m.main.private}s" for m in MODALITIES.values() if groups & set(m.attacks)]
-    if others and not groups & set(modality.attacks):
-        raise SpecError(f"{where}: {use} reconstructs {others[0]}, and [data] holds {given}")
+    use, given = str(planned.table["use"]), f"{modality.main.private}s"
+    fitting = modalities_of(use)
+    if fitting and modality not in fitting:
+        raise SpecError(f"{where}: {use} reconstructs {fitting[0].main.private}s, and [data] holds {given}")
     if planned.lengths == "given" and not modality.gives_lengths:
         raise SpecError(f'{where}: lengths = "given" needs sentences, and [data] holds {given}; leave it out')
 

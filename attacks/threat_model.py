@@ -74,7 +74,7 @@ def with_given_truth(
         )
     if planned.lengths == "given":
         if known.text is None or not isinstance(known.model, LanguageModel):
-            raise ValueError('lengths = "given" is for sentences, and the examples here are images: leave it out')
+            raise ValueError('lengths = "given" is for sentences: leave it out')
         kept = in_order and planned.labels == "given"
         lengths = [_lengths(batch, known.model.pad, kept) for batch in batches]
         known = replace(known, text=Sentences(torch.stack(lengths)))

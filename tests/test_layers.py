@@ -269,9 +269,8 @@ BRANCHES_ON_MODALITY = {
     "defenses/precode.py": 1,
     "defenses/soteria.py": 1,
     "simulations/checks/owner_check.py": 1,
-    "simulations/checks/preflight.py": 2,
+    "simulations/checks/preflight.py": 1,
     "simulations/checks/second_derivative.py": 1,
-    "simulations/experiments/setups.py": 1,  # a table may give the mean and deviation of images
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.models.vision import last_linear
+from fedgauge.client.models.vision import last_linear, layer_parameters
 from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import Link, per_example
 from fedgauge.client.update import Transform, Update
@@ -127,16 +127,16 @@ class NaturalZeros:
     @classmethod
     def of(cls, model: nn.Module) -> "NaturalZeros":
         modules = dict(model.named_modules())
-        linear = tuple(f"{name}.weight" for name, m in modules.items() if isinstance(m, nn.Linear))
+        linear = tuple(layer_parameters(name)[0] for name, m in modules.items() if isinstance(m, nn.Linear))
         norms = tuple(
-            (f"{name}.weight", f"{name}.bias")
+            layer_parameters(name)
             for name, m in modules.items()
             if isinstance(m, nn.modules.batchnorm._BatchNorm | nn.GroupNorm | nn.LayerNorm)
         )
         # a normalisation after a convolution makes its bias's gradient zero up to rounding
         kinds = nn.Linear if norms else (nn.Linear, nn.Conv2d)
-        biased = tuple((f"{name}.weight", f"{name}.bias") for name, m in modules.items() if isinstance(m, kinds))
-        return cls(f"{last_linear(model)}.weight" if linear else None, linear, biased, norms)
+        biased = tuple(layer_parameters(name) for name, m in modules.items() if isinstance(m, kinds))
+        return cls(layer_parameters(last_linear(model))[0] if linear else None, linear, biased, norms)
 
     def live(self, update: Update, rows: int) -> dict[str, Tensor]:
         """Entries that are never zero without a defense, judged by their neighbours and not by the entries themselves."""

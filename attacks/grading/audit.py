@@ -374,4 +374,8 @@ def _reconstruct(
     found, after = attack.advance(
         wave, known, budget, streams, [memories.get(c, attack.initial()) for c in wave.clients]
     )
+    expected = (known.batch_size, *known.shape)
+    for shape in (tuple(result.x.shape) for result in found if result.x is not None):
+        if shape != expected:
+            raise ValueError(f"the attack must return the examples of a whole batch, {expected}, and returned {shape}")
     return found, after if attack.is_stateful else [None] * len(wave)

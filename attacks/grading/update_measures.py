@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from fedgauge.attacks.base import Observation
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
-from fedgauge.client.models.vision import last_linear
+from fedgauge.client.models.vision import last_linear, layer_parameters
 from fedgauge.client.rng import generator
 from fedgauge.client.training import evaluated, gradient
 from fedgauge.client.update import Batch, Params, Update, norm
@@ -138,7 +138,7 @@ def classifier_names(fed: Federation, seen: Observation) -> list[str]:
         layer = last_linear(fed.model)
     except ValueError:
         return []
-    return [name for name in (f"{layer}.weight", f"{layer}.bias") if name in seen.update]
+    return [name for name in layer_parameters(layer) if name in seen.update]
 
 
 def goes_down(fed: Federation, seen: Observation, decay: float) -> bool | None:

@@ -21,7 +21,7 @@ from fedgauge.attacks.learned.cache import TensorCache, digest
 from fedgauge.attacks.learned.feature_hashing import Sketch, check_memory
 from fedgauge.client.chain import Chain
 from fedgauge.client.models.losses import is_mean
-from fedgauge.client.models.vision import last_linear
+from fedgauge.client.models.vision import last_linear, layer_parameters
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import GroupMean, UpdateTransform, is_identity, per_example
@@ -251,12 +251,12 @@ def own_row_first(known: Knowledge, updates: Update, labels: Tensor) -> Update:
         layer = last_linear(known.model)
     except ValueError:
         return updates
-    classes = known.classes
-    if updates[f"{layer}.weight"].shape[1] != classes:
+    classes, names = known.classes, layer_parameters(layer)
+    if updates[names[0]].shape[1] != classes:
         return updates
     orders = torch.stack([torch.tensor([c, *(i for i in range(classes) if i != c)]) for c in range(classes)])
     order = orders.to(labels.device)[labels]
-    moved = {k: updates[k] for k in (f"{layer}.weight", f"{layer}.bias") if k in updates}
+    moved = {k: updates[k] for k in names if k in updates}
     each = torch.arange(len(labels), device=labels.device)[:, None]
     return {**updates, **{k: t[each, order] for k, t in moved.items()}}
 

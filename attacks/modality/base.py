@@ -99,6 +99,7 @@ class Modality(ABC):
         hides_defense: why no defense can be inferred from zeros of the update; empty if it can.
         hides_training: why an update does not tell how its client trained; empty if it does.
         blank_name: what `blank` is, in a word or two.
+        parts: what an example's shape counts.
     """
 
     dataset: Dataset
@@ -114,6 +115,7 @@ class Modality(ABC):
     hides_defense: ClassVar[str] = ""
     hides_training: ClassVar[str] = ""
     blank_name: ClassVar[str] = "zeros"
+    parts: ClassVar[str] = "numbers"
 
     @classmethod
     @abstractmethod

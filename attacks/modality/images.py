@@ -16,6 +16,7 @@ PSNR: Mapping[str, Any] = {
     "cap": PSNR_CAP,
     "ceiling": 40.0,
 }  # dB: beyond it the eye sees no difference
+IMAGE_ATTACKS, DECODERS = "fedgauge.attacks", "fedgauge.decoders"  # groups of the registry
 
 
 class ImageModality(Modality):
@@ -40,9 +41,10 @@ class ImageModality(Modality):
     baselines: ClassVar = {name: name for name in ("mean_image", "class_mean_image", "random_image")}
     told_labels = ("class_mean_image",)
     limits = ("bayes_limit", "candidate_bound")
-    attacks = ("fedgauge.attacks", "fedgauge.decoders")
+    attacks = (IMAGE_ATTACKS, DECODERS)
     shown_as = "image"
     blank_name = "grey"
+    parts = "pixels"
 
     @classmethod
     def holds(cls, x: Tensor) -> bool:

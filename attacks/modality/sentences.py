@@ -13,6 +13,8 @@ from fedgauge.attacks.modality.image_metrics import Metric
 from fedgauge.attacks.modality.text_metrics import match_sentences, text_metrics
 from fedgauge.client.data.corpora import Text
 
+TEXT_ATTACKS = "fedgauge.text_attacks"  # a group of the registry
+
 
 @dataclass(frozen=True, eq=False)
 class SentenceModality(Modality):
@@ -35,10 +37,11 @@ class SentenceModality(Modality):
         "rougeL_special": Measured("ROUGE-L with special tokens (%)", **PERCENT),
     }
     baselines: ClassVar = {"random_words": "random_words"}
-    attacks = ("fedgauge.text_attacks",)
+    attacks = (TEXT_ATTACKS,)
     shown_as = "text"
     gives_lengths = True
     blank_name = "no words"
+    parts = "tokens"
     hides_defense = (
         "a defense is inferred from zeros that the gradient of images never has; the gradient of sentences has them "
         'wherever a word does not occur: attack with defense = "known" or "unknown"'

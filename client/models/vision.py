@@ -274,6 +274,11 @@ def last_linear(model: nn.Module) -> str:
     return names[-1]
 
 
+def layer_parameters(layer: str) -> tuple[str, str]:
+    """The names of a layer's weight and bias; a layer without a name is the model itself."""
+    return (f"{layer}.weight", f"{layer}.bias") if layer else ("weight", "bias")
+
+
 def detached_params(model: nn.Module) -> dict[str, Tensor]:
     """The model's named parameters, detached copies: what a federation calls the global weights."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}

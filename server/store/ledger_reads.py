@@ -1,7 +1,7 @@
 """What readers ask the ledger: rounds, observations, scores, and only what is new since they last asked."""
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from fedgauge.attacks.grading.knowledge_card import SEPARATOR
@@ -9,6 +9,7 @@ from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, wrong_client
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.registry import BASELINES, MODALITIES, modality_compared_by, modality_measured
 from fedgauge.attacks.plan import LIMITS, PlannedAttack
+from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
 from fedgauge.server.store.ledger_types import DEPLOYMENT, MAIN_METRIC, UNGRADED, ScoreRow, planned_of
 
@@ -21,6 +22,7 @@ class LedgerReads(LedgerFile):
     """Queries that change nothing."""
 
     _modality: type[Modality] | None = None  # as the ledger names it, which never changes
+    load_data: Callable[[], object] = staticmethod(lambda: None)  # loads the package that adds the run's kind of data
 
     @property
     def modality(self) -> type[Modality]:
@@ -35,10 +37,16 @@ class LedgerReads(LedgerFile):
             return modality_measured([row["metric"] for row in rows])
         self._modality = modality_compared_by(named["fact"])
         if self._modality is None:
-            raise LedgerError(
-                f"{self.path}: its attacks are compared by {named['fact']!r:.60}, which no kind of data known here has; load the "
-                "package that adds it"
+            unknown = (
+                f"{self.path}: its attacks are compared by {named['fact']!r:.60}, which no kind of data known here has"
             )
+            try:
+                self.load_data()
+            except SpecError as error:
+                raise LedgerError(f"{unknown}: {error}") from error
+            self._modality = modality_compared_by(named["fact"])
+            if self._modality is None:
+                raise LedgerError(f"{unknown}; load the package that adds it")
         return self._modality
 
     def errors(self) -> list[str]:

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.modality.registry import MODALITIES
+from fedgauge.client import toml_text
+from fedgauge.client.components import SpecError, coerce, resolve
+from fedgauge.client.federation import DATASET
 from fedgauge.client.files import SCRAP, guarding
 from fedgauge.server.store import predecessor, run_files
 from fedgauge.server.store.ledger import Ledger
@@ -117,7 +121,17 @@ class Run:
 
     def ledger(self, readonly: bool = False) -> Ledger:
         """A connection to the ledger."""
-        return Ledger(self.folder / "ledger.sqlite", readonly=readonly)
+        ledger = Ledger(self.folder / "ledger.sqlite", readonly=readonly)
+        ledger.load_data = self._load_data
+        return ledger
+
+    def _load_data(self) -> None:
+        """Load the module of the dataset, which may add a kind of data; SpecError if it cannot be, or is not allowed."""
+        try:
+            data = toml_text.parse(run_files.read(self.folder / "scenario.toml")).get("data")
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise SpecError(f"{self.folder / 'scenario.toml'} cannot be read: {error}") from error
+        resolve(coerce(data, dict, "[data]"), "[data]", DATASET)
 
     def tape(self) -> Tape:
         """The tape."""

@@ -264,7 +264,7 @@ def _numbers(strongest: ExcessLeakage, compared: Sequence[ExcessLeakage], by: Ma
     )
     if strongest.identified is not None:
         count = strongest.identified.count
-        numbers += f"; {count} of {strongest.identified.n} images are identified"
+        numbers += f"; {count} of {strongest.identified.n} {by.private}s are identified"
         if count > 1 and strongest.identified_clients == 1 < strongest.clusters:
             numbers += ", all of one client"
         most = max(compared, key=lambda e: e.identified.fraction or 0 if e.identified else 0)

@@ -12,7 +12,8 @@ from functools import partial
 from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.engine.batch_limiter import SHARE, host_memory, peak_bytes
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.plan import ATTACK, DECODERS, PlannedAttack
+from fedgauge.attacks.modality.images import DECODERS
+from fedgauge.attacks.plan import ATTACK, PlannedAttack
 from fedgauge.client.update import Batch
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.check_result import CheckFailed, CheckResult, attempt

@@ -26,11 +26,12 @@ from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.limit import area, detectability, power
 from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy, match, psnr_of
-from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.plan import PlannedAttack, modalities_of
 from fedgauge.client.chain import trained_on
 from fedgauge.client.collusion import tolerance
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.models.vision import layer_parameters
 from fedgauge.client.rng import generator
 from fedgauge.client.training import evaluated
 from fedgauge.client.transforms import is_identity
@@ -142,19 +143,14 @@ class _Probe:
 
     def findings(self) -> Iterator[PreflightFinding]:
         """The worst first."""
-        own = self._word_embeddings() if self.text else (*self._structure(), self._analytic())
-        findings = [f for f in (*own, self._labels(), *self._chain()) if f is not None]
+        model = self.fed.model
+        own = self._word_embeddings(model) if isinstance(model, LanguageModel) else self._structure()
+        findings = [f for f in (*own, self._analytic(), self._labels(), *self._chain()) if f is not None]
         yield from sorted(findings, key=lambda f: list(_STYLES).index(f.severity))
 
-    @property
-    def text(self) -> bool:
-        """Whether the examples are sentences."""
-        return isinstance(self.fed.model, LanguageModel)
-
-    def _word_embeddings(self) -> Iterator[PreflightFinding]:
+    def _word_embeddings(self, model: LanguageModel) -> Iterator[PreflightFinding]:
         """What the rows of the word embeddings' gradient reveal."""
-        assert isinstance(self.fed.model, LanguageModel)
-        parts = self.fed.model.parts
+        parts = model.parts
         seen = self.wave.update.get(parts.word)
         if seen is None:
             yield PreflightFinding("note", "the word embeddings are frozen, so no row of their gradient names a word")
@@ -164,7 +160,7 @@ class _Probe:
             )
         else:
             rows = [set(t.flatten(1).any(1).nonzero().flatten().tolist()) for t in seen]
-            words = [set(_fed(b, self.fed.model.pad).tolist()) for b in self.batches]
+            words = [set(_fed(b, model.pad).tolist()) for b in self.batches]
             right = sum(named == used for named, used in zip(rows, words, strict=True))
             change = '[model] freeze = ["words"], or noise after local_sgd'
             yield PreflightFinding(
@@ -174,18 +170,21 @@ class _Probe:
             )
 
     def _structure(self) -> Iterator[PreflightFinding]:
-        pixels = self.size * math.prod(self.fed.shards.dataset.shape)
+        unknowns = self.size * math.prod(self.fed.shards.dataset.shape)
+        noun = self.auditor.modality.parts
         visible = sum(int(t.count_nonzero()) for t in self.wave.update.values()) // STAND_INS
         counts = (
-            f"{visible:,} entries of an update are not zero, for {pixels:,} unknown pixels of {_examples(self.size)}"
+            f"{visible:,} entries of an update are not zero, for {unknowns:,} unknown {noun} of {_examples(self.size)}"
         )
-        if visible >= pixels:
+        if visible >= unknowns:
             change = "larger batches and more noise; dropping entries would have to drop many more"
             yield PreflightFinding(
                 "weak", f"{counts}: enough to determine them, unless something random hides them", change
             )
         else:
-            yield PreflightFinding("note", f"{counts}: too few to determine them without a prior; images have one")
+            yield PreflightFinding(
+                "note", f"{counts}: too few to determine them without a prior, such as the one of images"
+            )
         for name, module in self.fed.model.named_modules():
             if isinstance(module, nn.Embedding):
                 yield PreflightFinding(
@@ -225,7 +224,7 @@ class _Probe:
             return 0.0
         shares = []
         for k, batch in enumerate(self._trained_on()):
-            weight, bias = (self.wave.update[f"{name}.{part}"][k].double() for part in ("weight", "bias"))
+            weight, bias = (self.wave.update[of][k].double() for of in layer_parameters(name))
             rows = known.pixels((weight / bias[:, None])[bias != 0].view(-1, *known.shape)).flatten(1)
             errors = torch.cdist(batch.x.double().flatten(1), rows).square() / math.prod(known.shape)
             shares.append(float((errors < 10 ** (-PSNR_CAP / 10)).any(1).double().mean()) if len(rows) else 0.0)
@@ -243,6 +242,8 @@ class _Probe:
         return [batch if changed is None else changed for batch, changed in zip(self.batches, made, strict=True)]
 
     def _analytic(self) -> PreflightFinding | None:
+        if type(self.auditor.modality) not in modalities_of("analytic"):
+            return None
         planned = PlannedAttack("analytic", {"use": "analytic"})
         results = self.auditor.attack(planned, self.wave, self.members)  # stand-ins are no clients: no audit
         pairs = [(r.x, b.x) for (r, _), b in zip(results, self.batches, strict=True) if r.x is not None]
@@ -296,7 +297,7 @@ class _Probe:
                           "guarantee")  # fmt: skip
         if together := self.fed.protocol.secure_sum:
             yield PreflightFinding("note", f"the real one is {tolerance(together.group, together.least).words}")
-        if not self.text:
+        if self.auditor.modality.limits:
             yield self._limit()
         yield self._membership()
         yield self._epsilon()

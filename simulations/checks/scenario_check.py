@@ -16,6 +16,7 @@ from fedgauge.attacks.base import Observation
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent
 from fedgauge.attacks.grading.replay import replay
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy, is_mean, takes_probabilities
@@ -82,7 +83,7 @@ def _check_data(fed: Federation, again: Federation) -> Iterator[CheckResult]:
     yield CheckResult("shards", True, True, message)
     if data.labelled and (absent := sorted(set(range(data.classes)) - set(data.y.unique().tolist()))):
         message = (
-            f"no training image of {len(absent)} classes, the first of them {absent[0]}: are the labels 0, 1, 2 ...?"
+            f"no training example of {len(absent)} classes, the first of them {absent[0]}: are the labels 0, 1, 2 ...?"
         )
         yield CheckResult("classes", False, False, message)
     x = data.normalise(batch_of(data.x, data.y, torch.arange(min(1000, len(data.y)))).x).float()
@@ -95,8 +96,8 @@ def _check_data(fed: Federation, again: Federation) -> Iterator[CheckResult]:
 
 def describe_data(data: Dataset) -> str:
     """How many examples of what shape and how many classes."""
-    shape = " x ".join(map(str, data.shape))
-    what = f"images of {shape}" if data.mean else f"sentences of {shape} tokens"
+    modality, shape = modality_of(data), " x ".join(map(str, data.shape))
+    what = f"{modality.main.private}s of {shape} {modality.parts}"
     of = "classes" if data.labelled else "words"
     return f"{len(data.y):,} + {len(data.y_test):,} {what}, {data.classes:,} {of}"
 

@@ -18,7 +18,6 @@ from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import SpecError, build, call
-from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import Dataset, Shards, batch_of
 from fedgauge.client.federation import DATASET, Federation
 from fedgauge.client.local_data import data_folder
@@ -245,9 +244,10 @@ def _shards(cell: Setting, dataset: Dataset, rows: Sequence[Tensor], seed: int) 
 
 def _dataset(cell: Setting) -> Dataset:
     dataset = _read(tuple(cell.images.table.items()), f"cell {cell.name}: data")
-    if isinstance(dataset, Text):
+    if not dataset.mean:
         if cell.images.mean or cell.images.std:
-            raise SpecError(f"cell {cell.name}: data: mean and std are for images, but {dataset.name} holds sentences")
+            held = examples_of(dataset)
+            raise SpecError(f"cell {cell.name}: data: mean and std are for images, but {dataset.name} holds {held}")
         return dataset
     mean, std = cell.images.mean or dataset.mean, cell.images.std or dataset.std
     if not len(mean) == len(std) == dataset.shape[0]:

@@ -41,7 +41,9 @@ from fedgauge.attacks.matching.recipes import (
     surrogate,
 )
 from fedgauge.attacks.matching.several_rounds import several_rounds
-from fedgauge.attacks.plan import ATTACK, DECODERS, MEMBERSHIP, TEXT_ATTACKS, PlannedAttack
+from fedgauge.attacks.modality.images import DECODERS
+from fedgauge.attacks.modality.sentences import TEXT_ATTACKS
+from fedgauge.attacks.plan import ATTACK, MEMBERSHIP, PlannedAttack
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.server.store.tape import read_tensors, write_tensors

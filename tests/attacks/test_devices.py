@@ -10,7 +10,8 @@ from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.grading.audit import Auditor, AuditResult
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
-from fedgauge.attacks.plan import ATTACK, TEXT_ATTACKS, PlannedAttack
+from fedgauge.attacks.modality.sentences import TEXT_ATTACKS
+from fedgauge.attacks.plan import ATTACK, PlannedAttack
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import build
 from fedgauge.client.rng import generator

@@ -1,14 +1,18 @@
 """A kind of data that one file adds is attacked, graded, judged and shown everywhere, with no other change."""
 
 import io
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fedgauge.attacks.modality import registry
 from fedgauge.client.components import SpecError, allowing
+from fedgauge.client.registry import ALLOW
+from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
@@ -17,14 +21,18 @@ from fedgauge.server.views.gallery import Gallery, Query, worst_cases
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.verdict import verdict_of
+from fedgauge.simulations.checks.preflight import preflight
+from fedgauge.simulations.checks.scenario_check import check
+from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.view import progress_line
 from fedgauge.simulations.reports.export import write_csv
 from fedgauge.simulations.reports.figures.write import write_figures
 from fedgauge.simulations.reports.report import write_report
+from tests.server.dashboard.pages import Http
 
 TOY = Path(__file__).parents[1] / "numbers_modality.py"
-TABLES = {
+TABLES: dict[str, Any] = {
     "seed": 1,
     "rounds": 2,
     "clients": 4,
@@ -43,6 +51,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, make_taped: Callable[..., Run]
     kept = [(table, dict(table)) for table in (registry.MODALITIES, registry.MEASURED, registry.BASELINES)]
     with allowing(["mynumbers"], [folder]):
         made = make_taped(folder / "run", Scenario.from_tables(TABLES))
+        with made.ledger() as ledger:  # as `fedgauge run` writes it
+            ledger.set_meta(main_metric="close")
         serve(made, LocalExecutor())
         yield made
     for table, before in kept:
@@ -82,6 +92,58 @@ def test_the_report_the_export_the_figures_and_the_terminal_name_it(run: Run, tm
         state = RunProgress(ledger, run.scenario())
         state.refresh(force=True)
     assert "right numbers best 100.0 %" in progress_line(state)
+
+
+@contextmanager
+def page_of(run: Run) -> Iterator[Callable[[str], Any]]:
+    """What the page's server answers about a run."""
+    app = make_app(run.folder.parent)
+    with Http(app, "http://localhost") as http:
+        yield lambda view: http.get(f"/api/runs/{run.name}/{view}").json()
+
+
+def forget_numbers() -> None:
+    """As in a process that has not met this kind of data."""
+    sys.modules.pop("mynumbers")
+    for table, named in (
+        (registry.MODALITIES, "Numbers"),
+        (registry.MEASURED, "close"),
+        (registry.BASELINES, "mean_number"),
+    ):
+        for key in [k for k in table if getattr(k, "__name__", k) == named]:
+            del table[key]  # type: ignore[attr-defined]
+
+
+def test_a_process_that_has_not_met_the_kind_loads_it_where_its_package_is_allowed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forget_numbers()
+    with page_of(run) as asked:
+        gallery = asked("gallery")
+    assert (gallery["kind"], gallery["noun"]) == ("text", "number") and len(gallery["cards"]) == 3
+    forget_numbers()
+    monkeypatch.delenv(ALLOW)
+    assert main(["report", str(run.folder)]) == 2
+    assert "'mynumbers:numbers' is not allowed here" in capsys.readouterr().err
+    assert main(["report", str(run.folder), "--allow", "mynumbers"]) == 0
+
+
+def test_doctor_and_preflight_say_what_the_examples_are(run: Run) -> None:
+    scenario = run.scenario()
+    (data,) = [result for result in check(scenario) if result.name == "data"]
+    assert data.message == "180 + 20 numbers of 1 numbers, 2 classes"
+    found = {f.words for f in preflight(scenario).findings}
+    assert any("for 1 unknown numbers of 1 example" in words for words in found)
+    assert any("labels: 100" in words for words in found), "a network may be its only layer"
+    assert not any("image" in words for words in found)
+
+
+def test_a_reconstruction_of_another_shape_is_refused_in_a_sentence() -> None:
+    """This attack returns one number, whatever the batch."""
+    two = {**TABLES, "data": {**TABLES["data"], "batch_size": 2}}
+    tried = {result.name: result for result in check(Scenario.from_tables(two))}["attack row_over_bias"]
+    assert not tried.works
+    assert "must return the examples of a whole batch, (2, 1), and returned (1, 1)" in tried.message
 
 
 def test_attacks_on_other_kinds_are_refused_by_what_they_reconstruct(run: Run) -> None:

@@ -22,8 +22,8 @@ from fedgauge.attacks.malicious.separate_models import separate_models
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.attacks.malicious.trap_weights import trap_weights
 from fedgauge.attacks.modality import image_metrics
-from fedgauge.attacks.modality.images import ImageModality
-from fedgauge.attacks.plan import ATTACK, DECODERS, IMAGE_ATTACKS, PlannedAttack
+from fedgauge.attacks.modality.images import DECODERS, IMAGE_ATTACKS, ImageModality
+from fedgauge.attacks.plan import ATTACK, PlannedAttack
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.data.images import Shards
 from fedgauge.client.federation import Federation

@@ -10,7 +10,8 @@ import torch
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.malicious.label_flipping import label_flipping
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
-from fedgauge.attacks.plan import ATTACK, DECODERS
+from fedgauge.attacks.modality.images import DECODERS
+from fedgauge.attacks.plan import ATTACK
 from fedgauge.client.chain import chain
 from fedgauge.client.components import build
 from fedgauge.client.models.build import build_model

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.plan import ATTACK, TEXT_ATTACKS, PlannedAttack
+from fedgauge.attacks.modality.sentences import TEXT_ATTACKS
+from fedgauge.attacks.plan import ATTACK, PlannedAttack
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator

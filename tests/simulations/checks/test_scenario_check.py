@@ -136,7 +136,7 @@ def test_a_good_scenario_is_found_so_and_replays_to_rounding(examine: Examine) -
     found = examine()
     assert wrong(found) == noted(found) == {}
     assert found["one client's step"].message.endswith("exact to rounding")
-    assert "4,000 + 1,000 images of 1 x 28 x 28, 10 classes" in found["data"].message
+    assert "4,000 + 1,000 images of 1 x 28 x 28 pixels, 10 classes" in found["data"].message
     assert "2,010 parameters" in found["model"].message, "4 * 9 + 4 + 196 * 10 + 10"
 
 
@@ -198,7 +198,7 @@ def test_odd_data_are_noted(examine: Examine, tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 40, (400, 28, 28), dtype=np.uint8)
     np.savez(tmp_path / "odd.npz", x=x, y=2 * (np.arange(400) % 3))
     odd = {**TABLES["data"], "use": "npz", "path": str(tmp_path / "odd.npz")}
-    assert "no training image of 2 classes, the first of them 1" in noted(examine(data=odd))["classes"]
+    assert "no training example of 2 classes, the first of them 1" in noted(examine(data=odd))["classes"]
     found = examine(data={**odd, "mean": [0.5], "std": [0.1]})
     assert "expected about 0 and 1: see mean and std" in noted(found)["normalisation"]
 
