@@ -44,7 +44,9 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 
 NO_TRUTH = 'labels = "given" needs the true labels, which the server of a deployment does not have: use "restored"'
-NO_MEMBERS = "who was in a batch is tested where the batch is known: in a simulation of this deployment"
+NO_MEMBERS = (
+    "the batches are not here: who owns the data hands them in by fedgauge audit RUN --truth FOLDER, or simulates"
+)
 NOT_FINITE = "scores are not finite, as the update is not, or makes the model fail, or the weights are too large"
 Truth = Callable[[int, int], Batch]  # (client, round) -> the private batch
 

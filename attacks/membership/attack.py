@@ -24,8 +24,8 @@ class membership(Attack):
 
     Args:
         score: likelihood_ratio (under the chain's own density, with the rest of the batch unknown), matched_filter, cosine,
-            gradient_difference, fedmia (beside the other clients' updates), loss_change, loss (reads the weights alone) or
-            label_frequency (reads nothing).
+            gradient_difference, fedmia and fedmia_loss (cosine or loss beside the other clients' updates), loss_change, loss
+            (reads the weights alone) or label_frequency (reads nothing).
         strangers: examples that nobody trains on, among which false positives are counted; at most so many, at least 1.
         held: examples of each client's data, whether or not they are in its batch; at most so many, at least 0.
     """
@@ -36,6 +36,7 @@ class membership(Attack):
         "cosine",
         "gradient_difference",
         "fedmia",
+        "fedmia_loss",
         "loss_change",
         "loss",
         "label_frequency",

@@ -20,7 +20,7 @@ from fedgauge.attacks.membership.likelihood import likelihood_ratio as log_ratio
 from fedgauge.client.update import Batch, Params
 
 LEAST_NULL = 10  # candidates of a label that nobody trained on, below which their mean and spread say little
-LEAST_OTHERS = 2  # updates that say how the cosines of others vary
+LEAST_OTHERS = 2  # updates that say how the scores against others vary
 TINY = torch.finfo(torch.float64).tiny
 
 
@@ -73,13 +73,22 @@ def gradient_difference(scoring: Scoring) -> Tensor:
 
 
 def fedmia(scoring: Scoring) -> Tensor:
-    """The cosine, in standard deviations above that of the other clients' updates of the round (Zhu et al., 2025).
+    """The cosine, in standard deviations above that of the other clients' updates of the round (Zhu et al., 2025, FedMIA-II)."""
+    return beside_others(cosine(scoring))
+
+
+def fedmia_loss(scoring: Scoring) -> Tensor:
+    """The loss after the update, in standard deviations below that after the other clients' (Zhu et al., 2025, FedMIA-I)."""
+    return beside_others(loss_change(scoring))  # the loss before is the same for all
+
+
+def beside_others(every: Tensor) -> Tensor:
+    """Scores (K, N) in standard deviations above the mean of the same candidate's scores against the other updates.
 
     Raises:
-        ValueError: the wave has too few updates to take the others as a null.
+        ValueError: there are too few updates to take the others as a null.
     """
-    every = cosine(scoring)
-    shown = every.isfinite().all(1)  # an update so large that its cosines overflow is no null for the others
+    shown = every.isfinite().all(1)  # an update so large that its scores overflow is no null for the others
     own, found = every[shown], torch.full_like(every, torch.nan)
     others = len(own) - 1
     if others < LEAST_OTHERS:
@@ -131,6 +140,7 @@ SCORES: Mapping[str, Score] = {
     "cosine": cosine,
     "gradient_difference": gradient_difference,
     "fedmia": fedmia,
+    "fedmia_loss": fedmia_loss,
     "loss_change": loss_change,
     "loss": loss,
     "label_frequency": label_frequency,

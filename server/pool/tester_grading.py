@@ -1,9 +1,9 @@
-"""Grading by a tester who owns the data: finished reconstructions against the truth that he hands in, long after the attack."""
+"""Grading by a tester who owns the data: finished attacks against the truth that he hands in, long after they ended."""
 
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,9 +23,10 @@ from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.attacks.plan import LIMITS
 from fedgauge.client.components import SpecError
 from fedgauge.client.update import Batch
+from fedgauge.server.pool.tester_membership import Progress, finished_tests, retest
 from fedgauge.server.pool.truth_check import Found, chosen, doubt
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import Ungraded
+from fedgauge.server.store.ledger_types import FinishedJob, Ungraded
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError
@@ -39,8 +40,21 @@ GRADED = "graded against the examples handed in with --truth"
 EMPTY_HANDED = ("not_applicable", "diverged")
 
 
-def grade(run: Run, ledger: Ledger, scenario: Scenario, truth: TesterTruth) -> str:
+def grade(
+    run: Run,
+    ledger: Ledger,
+    scenario: Scenario,
+    truth: TesterTruth,
+    progress: Progress = lambda done, total: None,
+    untested: bool = False,
+) -> str:
     """Grade every finished reconstruction of which the truth is there, once more if it was graded; returns what was graded.
+
+    Tests of membership are done again, with the truth as the batches.
+
+    Args:
+        progress: of the tests of membership.
+        untested: only tests of membership that lack a truth.
 
     Raises:
         TruthError: the truth cannot be read, or is of other examples; nothing is written then.
@@ -49,17 +63,21 @@ def grade(run: Run, ledger: Ledger, scenario: Scenario, truth: TesterTruth) -> s
     grader = Auditor(scenario.federation).grader
     nodes = ledger.nodes()
     with run.lock("audit"):
-        jobs = ledger.ungraded(again=True)
+        jobs, tests = ledger.ungraded(again=True), finished_tests(ledger, untested)
         found = {
             key: truth.batch(*key, scenario.federation.shards.dataset, nodes)
-            for key in dict.fromkeys((j.round, c) for j in jobs for c in (j.client, j.other) if c is not None)
+            for key in dict.fromkeys(_asked(scenario, [*jobs, *tests]))
         }
-        if jobs and not any(batch is not None for batch in found.values()):
-            raise TruthError(_no_truth(truth, jobs, nodes))
+        if (jobs or tests) and not any(batch is not None and len(batch.y) for batch in found.values()):
+            raise TruthError(_no_truth(truth, [*jobs, *tests], nodes))
         notes = Counter(_grade(run, ledger, grader, job, found, _assumed(scenario, job)) for job in jobs)
         graded = notes.pop("", 0)
         every = len(jobs) - notes.pop(None, 0)
         words = _graded(graded, every, truth)
+        if tests:
+            words += (
+                f"; {retest(run, ledger, scenario, tests, found, progress)} of {len(tests)} tests of membership done"
+            )
         why = ", ".join(sorted(filter(None, notes))[:3])
         if notes:
             words += f"; not graded ({sum(notes.values())} of {every}): {why}"
@@ -69,14 +87,14 @@ def grade(run: Run, ledger: Ledger, scenario: Scenario, truth: TesterTruth) -> s
     return words
 
 
-def regrade(run: Run, ledger: Ledger, scenario: Scenario) -> None:
+def regrade(run: Run, ledger: Ledger, scenario: Scenario, progress: Progress = lambda done, total: None) -> None:
     """Grade what has ended since a tester handed in his truth, by that truth; where it cannot be read any more, say so."""
     left, meta = ledger.ungraded(), ledger.meta()
-    if not left or "truth" not in meta:
+    if "truth" not in meta or not (left or finished_tests(ledger, untested=True)):
         return
     truth = TesterTruth.from_json(meta["truth"])
     try:
-        grade(run, ledger, scenario, truth.check())
+        grade(run, ledger, scenario, truth.check(), progress, untested=True)
     except (SpecError, OSError) as error:
         every = sum(job.status not in EMPTY_HANDED for job in ledger.ungraded(again=True))
         left = [job for job in left if job.status not in EMPTY_HANDED]
@@ -115,7 +133,16 @@ def _assumed(scenario: Scenario, job: Ungraded) -> int:
     return len(scenario.protocol.members(job.client, job.round)) * scenario.federation.shards.batch_size
 
 
-def _no_truth(truth: TesterTruth, jobs: list[Ungraded], nodes: Mapping[int, str]) -> str:
+def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[int, int]]:
+    """The rounds and clients whose examples these jobs need."""
+    for job in jobs:
+        for client in (job.client, job.other):
+            if client is not None:
+                yield job.round, client
+                yield from ((job.round, member) for member in scenario.protocol.members(client, job.round))
+
+
+def _no_truth(truth: TesterTruth, jobs: Sequence[FinishedJob], nodes: Mapping[int, str]) -> str:
     first = jobs[0]
     node = f" (node {nodes[first.client]})" if first.client in nodes else ""
     return f"{truth} has no examples of any attacked update, such as client {first.client}{node} in round {first.round}"

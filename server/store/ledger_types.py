@@ -131,12 +131,11 @@ class Lease:
 
 
 @dataclass(frozen=True)
-class Ungraded:
-    """A finished job whose reconstruction nobody has graded yet.
+class FinishedJob:
+    """A job that ended.
 
     Args:
         other: the client whose private data it is also graded against, as a baseline.
-        open: whether attacks of the same round have not ended.
     """
 
     id: int
@@ -144,9 +143,32 @@ class Ungraded:
     round: int
     client: int
     other: int | None
+
+
+@dataclass(frozen=True)
+class Ungraded(FinishedJob):
+    """A finished job whose reconstruction nobody has graded yet.
+
+    Args:
+        open: whether attacks of the same round have not ended.
+    """
+
     status: str
     seconds: float
     open: int
+
+
+@dataclass(frozen=True)
+class FinishedTest(FinishedJob):
+    """A finished test of membership.
+
+    Args:
+        digest: of the update that it is about; None: the update is no longer on the tape.
+        reason: why it gave no number; None if it did.
+    """
+
+    digest: str | None
+    reason: str | None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from fedgauge.attacks.plan import CANARIES, AttackPlan
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_reads import LedgerReads
 from fedgauge.server.store.ledger_types import (
+    FinishedTest,
     Lease,
     Progress,
     Ungraded,
@@ -311,6 +312,28 @@ class JobQueue(LedgerReads):
             db.execute("UPDATE jobs SET graded = NULL, graded_to = NULL WHERE id = ?", (job,))
             if gone:
                 db.execute(_REREAD)
+
+    def finished_tests(self, names: Iterable[str]) -> list[FinishedTest]:
+        """The finished jobs of these tests of membership, ordered by test, round and client."""
+        rows = self._db.execute(
+            "SELECT j.id, a.name attack, j.round, j.client, j.other, o.digest, j.error reason FROM jobs j"
+            " JOIN attacks a ON a.id = j.attack_id LEFT JOIN observations o ON o.round = j.round AND o.client = j.client"
+            " WHERE j.state = 'done' ORDER BY a.id, j.round, j.client LIMIT -1"
+        )
+        return [test for test in (FinishedTest(**dict(row)) for row in rows) if test.attack in set(names)]
+
+    def retest(self, job: int, rows: Sequence[ScoreRecord], reason: str) -> None:
+        """Replace all rows of a finished test of membership; whoever has read those reads all rows again.
+
+        Args:
+            reason: why it gave no number; empty if it did.
+        """
+        with self._transaction() as db:
+            db.execute("DELETE FROM scores WHERE job_id = ?", (job,))
+            self._write_scores(db, job, rows)
+            newer = "(SELECT max(finished) + 1 FROM jobs)"
+            db.execute(f"UPDATE jobs SET error = ?, finished = {newer} WHERE id = ?", (reason or None, job))
+            db.execute(_REREAD)
 
     def graded(self) -> list[sqlite3.Row]:
         """How the finished jobs were graded: attack, reason why nobody did (NULL: not yet asked), graded_to, number of jobs."""

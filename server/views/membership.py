@@ -254,17 +254,19 @@ def _graded(scores: Scores, metric: str) -> Scores:
 
 
 def members_sentences(told: Sequence[ToldMembers], ledger: Ledger) -> list[str]:
-    """What is known of membership: a sentence for each question that was tested, or why none was."""
-    return [t.sentence for t in told] or [f"Who was in a batch was not tested: {_why_not(ledger)}."]
+    """What is known of membership: a sentence for each question that was tested, and why nobody tested who was in a batch."""
+    sentences = [t.sentence for t in told]
+    if not any(t.metric == MEMBER for t in told):
+        sentences.append(f"Who was in a batch was not tested: {_why_not(ledger)}.")
+    return sentences
 
 
 def _why_not(ledger: Ledger) -> str:
     if not ledger.attacks():
         return "no attack was planned"
-    if ledger.deployed:
-        return "the server of a deployment does not know the batches; run its scenario as a simulation"
-    planned = [name for name, planned in ledger.planned().items() if planned.tells_members and is_attack(name)]
-    if not planned:
-        return "test it with: fedgauge audit RUN --attack membership"
-    reasons = [row["reason"] for row in ledger.reasons("done") if row["attack"] in planned]
+    tests = [(name, planned) for name, planned in ledger.planned().items() if planned.tells_members and is_attack(name)]
+    of_batch = [name for name, planned in tests if not planned.is_stateful]
+    if not of_batch:
+        return f"test it with: fedgauge audit RUN --attack membership{' --truth FOLDER' if ledger.deployed else ''}"
+    reasons = [row["reason"] for row in ledger.reasons("done") if row["attack"] in of_batch]
     return reasons[0] if reasons else "no test has been done yet"

@@ -8,6 +8,7 @@ import numpy as np
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.grading.scores import WHOLE_BATCH
+from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
@@ -112,7 +113,7 @@ class Verdict:
     """The verdict on a run: one sentence for each kind of leak, and the numbers that support it.
 
     Args:
-        word: "not shown to leak" only where both kinds were tested.
+        word: "not shown to leak" only where both kinds were tested, and membership in the batches behind the updates.
         strongest: of the attacks that reconstruct.
         members: the best test of each question about membership.
         reconstruction: the word on what comes back of the examples alone.
@@ -206,7 +207,7 @@ def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float] = UNKNOWN) -
     word: Word = "undetermined"
     if "leaks" in words:
         word = "leaks"
-    elif words == {"not shown to leak"} and members:
+    elif words == {"not shown to leak"} and any(told.metric == MEMBER for told in members):
         word = "not shown to leak"
     sentences = (*examples.sentences, *members_sentences(members, ledger))
     if word == "not shown to leak" and (why := computed_otherwise(ledger)):

@@ -3,6 +3,8 @@
 import argparse
 import os
 import sys
+import time
+from collections.abc import Callable
 from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
@@ -27,6 +29,8 @@ from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.live.choose_view import view_of
 from fedgauge.simulations.live.log import emit
 from fedgauge.simulations.run.exit_status import FAILED, INTERRUPTED, exit_status
+
+TOLD_EVERY = 10.0  # seconds between lines of progress
 
 
 def add_to(commands: Commands) -> None:
@@ -149,10 +153,11 @@ def audit(options: argparse.Namespace) -> int:
         if waiting and (words := other_sizes(app_clients(ledger), scenario.federation.shards.batch_size)):
             console.print(f"warning: {words}", highlight=False, markup=False, soft_wrap=True)  # before hours of work
         interrupted = _attack(options, run, ledger, scenario, console) if truth is None or waiting else False
+        tested = _tested(console, options.log)
         if truth is not None and not interrupted:
-            grade(run, ledger, scenario, truth)
+            grade(run, ledger, scenario, truth, tested)
         elif not (interrupted or options.follow):
-            regrade(run, ledger, scenario)
+            regrade(run, ledger, scenario, tested)
     if options.follow:  # the driver of the training prints the summary
         return INTERRUPTED if interrupted else 0
     print_summary(run, options.log)
@@ -189,12 +194,28 @@ def _truth(options: argparse.Namespace, run: Run, ledger: Ledger) -> TesterTruth
         return None
     if options.follow:
         raise SpecError("--follow attacks while the training continues: leave out --truth, and grade afterwards")
-    if not ledger.foreign:
-        grader = "its clients' owners grade" if ledger.deployed else "its own data grades"
+    if not ledger.deployed:
         raise SpecError(
-            f"{run.folder} is a run that {grader}: --truth is for your own Flower app, whose data is not here"
+            f"{run.folder} is a run that its own data grades: --truth is for deployments and your own Flower app, whose data "
+            "is not here"
         )
     return TesterTruth.named(options.truth, options.truth_rows)
+
+
+def _tested(console: Console, log: str) -> Callable[[int, int], None]:
+    """Says now and then how many updates were tested for who was in their batches, and the time left."""
+    started = told = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if log == "auto" and done < total and now - told >= TOLD_EVERY:
+            told = now
+            left = (now - started) * (total - done) / done
+            words = f"who was in a batch: {done} of {total} updates tested, about {left:.0f} s left"
+            console.print(words, highlight=False, markup=False)
+
+    return progress
 
 
 def _assume(run: Run, ledger: Ledger, scenario: Scenario, known: dict[str, str], retry: list[str]) -> None:

@@ -60,7 +60,8 @@ def fed(make_federation: Make) -> Federation:
 
 
 @pytest.mark.parametrize(
-    "score", ["likelihood_ratio", "matched_filter", "cosine", "gradient_difference", "fedmia", "loss_change"]
+    "score",
+    ["likelihood_ratio", "matched_filter", "cosine", "gradient_difference", "fedmia", "fedmia_loss", "loss_change"],
 )
 @pytest.mark.parametrize("factor", [math.inf, 1e38])
 def test_only_the_client_whose_update_is_the_cause_has_no_scores(

@@ -233,7 +233,7 @@ def test_where_nobody_can_tell_the_reason_is_said(make_federation: Make, observe
     fed = make_federation()
     wave: Wave = observe(fed, (0,))
     blind = Auditor(fed, blind=True).audit(planned(), wave)
-    assert "in a simulation of this deployment" in blind[0].reconstruction.reason
+    assert "--truth" in blind[0].reconstruction.reason
     few = make_federation(data={**fed.protocol.data, "auxiliary": 40})
     found = Auditor(few).audit(planned(), observe(few, (0,)))
     assert found[0].reconstruction.status == "not_applicable"

@@ -177,17 +177,22 @@ def test_no_verdict_says_that_nothing_leaks_where_membership_was_not_tested(tmp_
         "none": (IMAGES, MATCHING),
         "planned, and nothing came of it": ({**IMAGES, **failed}, (*MATCHING, *TESTS)),
         "chance": ({**IMAGES, **chance}, (*MATCHING, *TESTS)),
+        "only of the client's data": (
+            {**IMAGES, **{(1, c, "over"): {"held_membership": [0.4, 0.6]} for c in range(3)}},
+            (*MATCHING, TESTS[1]),
+        ),
         "members": ({**IMAGES, **of_members([[1.0, 0.995]] * 3)}, (*MATCHING, *TESTS)),
     }
     for name, (cells, plan) in plans.items():
         found = judged(tmp_path / f"{name}.sqlite", cells, plan)
         words[name] = found.word
-        assert ("was not tested" in found.sentence) == (not found.members)
+        assert ("Who was in a batch was not tested" in found.sentence) == (name not in ("chance", "members"))
         assert found.reconstruction == "not shown to leak"
     assert words == {
         "none": "undetermined",
         "planned, and nothing came of it": "undetermined",
         "chance": "not shown to leak",
+        "only of the client's data": "undetermined",
         "members": "leaks",
     }
     for seed in range(20):  # whatever the images do
