@@ -26,7 +26,7 @@ from fedgauge.simulations.reports import kept_figures
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [README, ROOT / "SECURITY.md", *DOCS]
+PAGES = [README, *(ROOT / f"{name}.md" for name in ("SECURITY", "CONTRIBUTING", "CHANGELOG")), *DOCS]
 COMPONENTS = ROOT / "docs/components.md"
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MOST_LINES = 300  # of a page
@@ -120,6 +120,7 @@ def test_the_readme_is_short_and_so_is_every_page() -> None:
     written = [page for page in PAGES if page != COMPONENTS]  # which is as long as there are components
     assert {name_of(page) for page in written if len(page.read_text().splitlines()) > MOST_LINES} == set()
     assert len((ROOT / "README.md").read_text().splitlines()) <= 250
+    assert len((ROOT / "README.md").read_text().split()) <= 1500
 
 
 @pytest.mark.parametrize("page", DOCS, ids=name_of)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+import yaml
 
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.run import processes
@@ -42,7 +44,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in PACKAGES:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     pip(*WHEEL, "--wheel-dir", folder, source)
     (found,) = folder.glob("*.whl")
     return found
@@ -71,6 +73,9 @@ def test_a_wheel_holds_every_module_and_every_scenario(wheel: Path) -> None:
     suffixes = ("py", "toml", "html", "js", "css")
     ours = [path for name in PACKAGES for suffix in suffixes for path in (ROOT / name).rglob(f"*.{suffix}")]
     owed = {f"fedgauge/{path.relative_to(ROOT).as_posix()}" for path in ours}
+    owed |= {
+        f"fedgauge/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("simulations/papers/*/results/*.json")
+    }
     assert len(owed) > 100
     assert owed - held == set()
 
@@ -78,6 +83,27 @@ def test_a_wheel_holds_every_module_and_every_scenario(wheel: Path) -> None:
 def test_a_wheel_installs_one_top_level_package(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"fedgauge"}
+
+
+def test_the_extras_are_those_that_the_docs_promise() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"].keys() >= {"text", "table", "gpu", "docs", "dev"}
+    page = (ROOT / "docs/install.md").read_text()
+    assert all(f"`[{extra}]`" in page for extra in project["optional-dependencies"])
+
+
+def test_citation_and_changelog_are_of_this_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    headings = re.findall(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == version
+
+
+def test_the_workflow_runs_the_script_that_every_machine_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
 def test_every_folder_of_code_is_listed_as_a_package() -> None:

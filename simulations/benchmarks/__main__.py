@@ -1,4 +1,4 @@
-"""`python -m fedgauge.simulations.benchmarks [NAME ...]`: measure, print, and save the figures in results/."""
+"""`python -m fedgauge.simulations.benchmarks [NAME ...]`: measure, print, and save the figures in a checkout's results/."""
 
 import argparse
 import json
@@ -49,7 +49,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     FLOWER: memory_of_flower,
     KILLS: kills,
 }
-RESULTS = Path(__file__).parent / "results"
+IN_CHECKOUT = (Path(__file__).parents[2] / "pyproject.toml").exists()
+# an installed package is no place for results
+RESULTS = Path(__file__).parent / "results" if IN_CHECKOUT else Path("benchmark-results")
 PLAIN_EVERY = 10.0  # seconds between plain lines of progress
 
 
