@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from fedgauge.attacks.exact.patch_embedding import embeds_patches
 from fedgauge.attacks.limits import known_noise
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import ATTACK, MEMBERSHIP
@@ -76,6 +77,11 @@ class _Setting:
         return self.reads_pixels and self.examples > 1 and self.has(nn.ReLU)
 
     @cached_property
+    def embeds_patches(self) -> bool:
+        """Whether the network begins with a vision transformer's patches."""
+        return embeds_patches(self.federation.model)
+
+    @cached_property
     def repeats(self) -> bool:
         """Whether some client trains on the same examples in every round."""
         return min(map(len, self.federation.shards.indices)) <= self.federation.shards.batch_size
@@ -102,6 +108,7 @@ class _Choice:
 def _choices() -> Iterator[_Choice]:
     """In the order of a report: exact attacks, searches, learned ones, membership."""
     yield _Choice({"use": "analytic"}, "quick", lambda s: s.reads_pixels and s.examples == 1, searches=False)
+    yield _Choice({"use": "patch_embedding"}, "quick", lambda s: s.embeds_patches and s.examples == 1, searches=False)
     yield _Choice({"use": "spear"}, "quick", lambda s: s.reads_batches and not s.noisy, searches=False)
     yield _Choice({"use": "spear_plus_plus"}, "standard", lambda s: s.reads_batches, searches=False)
     yield _Choice({"use": "exact"}, "quick", lambda s: s.examples == 1, searches=False)

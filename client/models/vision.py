@@ -298,7 +298,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     Raises:
         ValueError: the file is not to be read, or its names, shapes, dtypes or values do not fit; the model is unchanged.
     """
-    stored = _read_weights(path)
+    stored = read_weights(path)
     own = model.state_dict()
     needed = detached_params(model).keys() | (floating_buffers(model).keys() & own.keys())  # tied ones under one name
     missing, unknown = sorted(needed - stored.keys()), sorted(stored.keys() - own.keys())
@@ -322,7 +322,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
             own[name].copy_(t)
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; ValueError if it cannot be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 

@@ -145,7 +145,7 @@ class _Probe:
         """The worst first."""
         model = self.fed.model
         own = self._word_embeddings(model) if isinstance(model, LanguageModel) else self._structure()
-        findings = [f for f in (*own, self._analytic(), self._labels(), *self._chain()) if f is not None]
+        findings = [f for f in (*own, *self._closed_forms(), self._labels(), *self._chain()) if f is not None]
         yield from sorted(findings, key=lambda f: list(_STYLES).index(f.severity))
 
     def _word_embeddings(self, model: LanguageModel) -> Iterator[PreflightFinding]:
@@ -241,28 +241,38 @@ class _Probe:
         ]
         return [batch if changed is None else changed for batch, changed in zip(self.batches, made, strict=True)]
 
-    def _analytic(self) -> PreflightFinding | None:
-        if type(self.auditor.modality) not in modalities_of("analytic"):
+    def _closed_forms(self) -> Iterator[PreflightFinding | None]:
+        yield self._without_search(
+            "analytic",
+            "the first fully connected layer's gradient",
+            "more examples an update, a convolution before the first fully connected layer, or noise after it",
+        )
+        yield self._without_search(
+            "patch_embedding",
+            "the gradient of the patches' and positions' embeddings",
+            "more examples an update, positions that are not learnt, or noise after it",
+        )
+
+    def _without_search(self, use: str, where: str, remedy: str) -> PreflightFinding | None:
+        """What an attack by a closed form reads off stand-ins' updates."""
+        if type(self.auditor.modality) not in modalities_of(use):
             return None
-        planned = PlannedAttack("analytic", {"use": "analytic"})
+        planned = PlannedAttack(use, {"use": use})
         results = self.auditor.attack(planned, self.wave, self.members)  # stand-ins are no clients: no audit
         pairs = [(r.x, b.x) for (r, _), b in zip(results, self.batches, strict=True) if r.x is not None]
         values = [float(v) for x, truth in pairs for v in psnr_of(truth, x[match(truth, x)])]
         if not values:
             return None
         mean = sum(min(v, PSNR_CAP) for v in values) / len(values)
-        self._reaches(mean, f"analytic inversion of {len(values)} stand-ins")
+        self._reaches(mean, f"{use} on {len(values)} stand-ins")
         exact = sum(v > PSNR_CAP for v in values)
         if exact:
             return PreflightFinding(
                 "leaks",
-                f"the first fully connected layer's gradient holds the image: read off {exact} of {len(values)} stand-ins "
-                "without any search (analytic)",
-                "more examples an update, a convolution before the first fully connected layer, or noise after it",
+                f"{where} holds the image: read off {exact} of {len(values)} stand-ins without any search ({use})",
+                remedy,
             )
-        return PreflightFinding(
-            "note", f"analytic inversion of the first layer gets {decibel(mean)} dB through this chain"
-        )
+        return PreflightFinding("note", f"{use} reads {where} and gets {decibel(mean)} dB through this chain")
 
     def _labels(self) -> PreflightFinding | None:
         from fedgauge.attacks.labels import restore

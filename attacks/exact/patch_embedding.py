@@ -1,0 +1,247 @@
+"""Vision transformers: the position embedding's gradient holds each patch's error signal, which separates the patches.
+
+An image's patches X (N, n) are embedded as X W^T + E, with learnt positions E (N, m). For one image, D = dL/dE (N, m) is also the
+gradient by each embedded patch, so
+
+    dL/dW = D^T X,
+
+which has one solution X where the rows of D are independent, N <= m. Lu et al. (APRIL, CVPR 2022) found that positions leak in this
+way, and solve the system of an attention without a norm before it; this one holds whatever comes behind the embedding. Where the
+rows are dependent (more patches than width) or noisy, X is the posterior mean under the auxiliary images' covariance.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fedgauge.attacks import labels as labelling
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.client.models.losses import is_cross_entropy
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Params, Update
+
+SAME = 1e-3  # relative difference of two gradients that are one up to rounding
+ROUNDED = 1e-7  # of the largest singular value: what float32 leaves of a direction
+FIT = 1e-4  # relative error of dL/dW = D^T X, up to which an update is one gradient up to rounding
+
+
+@dataclass(frozen=True)
+class patch_embedding(Attack):
+    """One image from a vision transformer, by the gradients of its patches' and positions' embeddings."""
+
+    is_random = False
+
+    @property
+    def on_cpu(self) -> bool:
+        return True
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        started = time.perf_counter()
+        try:
+            self._check(known)
+            patches = Patches.of(known, wave.params)
+            prior = _Prior.of(known, patches)
+            y = None if known.labels is None and not is_cross_entropy(known.loss) else labelling.restore(wave, known)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
+        found = [_read(wave.alone(k), known, patches, prior) for k in range(len(wave))]
+        seconds = (time.perf_counter() - started) / len(wave)
+        return [one.answer(None if y is None else y[k], seconds) for k, one in enumerate(found)]
+
+    @staticmethod
+    def _check(known: Knowledge) -> None:
+        if known.batch_size != 1:
+            raise ValueError(
+                f"the attack needs one image in each update: of {known.batch_size} images the positions' gradient is a sum"
+            )
+        if known.chain.local.adaptive:
+            raise ValueError(
+                f"the attack needs a gradient's magnitudes, and the clients take {known.chain.local.words}"
+            )
+
+
+@dataclass(frozen=True)
+class Patches:
+    """Where a network embeds an image's patches.
+
+    Args:
+        layer: the convolution's name.
+        positions: the name of the learnt positions; first: the row of the first patch's.
+        grid: patches in a column and in a row; size: (height, width) of a patch.
+    """
+
+    layer: str
+    positions: str
+    first: int
+    grid: tuple[int, int]
+    size: tuple[int, int]
+
+    @classmethod
+    def of(cls, known: Knowledge, params: Params) -> "Patches":
+        """Found by a pass of noise: positions are what has the embedded patches' gradient. ValueError: there are none."""
+        layer, conv = _first_convolution(known.model)
+        stored: list[Tensor] = []
+
+        def keep(_: nn.Module, __: Any, output: Tensor) -> None:
+            stored.append(output)
+
+        handle = conv.register_forward_hook(keep)
+        x = torch.rand(1, *known.shape, generator=generator("an image of noise"))
+        weights = {k: p.detach().to(x).requires_grad_() for k, p in params.items()}
+        try:
+            with torch.enable_grad():
+                logits = functional_call(known.model, weights, (known.normalise(x),))
+        finally:
+            handle.remove()
+        if len(stored) != 1 or stored[0].ndim != 4:
+            raise ValueError(f"the layer {layer!r} is not called once for an image")
+        names = list(weights)
+        with torch.enable_grad():
+            inside, *by_weight = torch.autograd.grad(
+                known.loss(logits, torch.zeros(1, dtype=torch.int64)),
+                [stored[0], *(weights[name] for name in names)],
+                allow_unused=True,
+            )
+        _, width, high, wide = stored[0].shape
+        if inside is None or not bool(inside.any()):
+            raise ValueError(f"no gradient reaches the patches behind {layer!r} at these weights: they reveal no image")
+        signal = inside[0].flatten(1).T
+        for name, gradient in zip(names, by_weight, strict=True):
+            if gradient is None or gradient.ndim < 2 or gradient.shape[-1] != width:
+                continue
+            rows = gradient.reshape(-1, width)
+            for first in {len(rows) - len(signal), 0}:  # class tokens stand before the patches or behind them
+                if first >= 0 and len(rows) >= len(signal) and _same(rows[first : first + len(signal)], signal):
+                    return cls(layer, name, first, (high, wide), (conv.kernel_size[0], conv.kernel_size[1]))
+        raise ValueError(f"no learnt position is added to each patch behind {layer!r}")
+
+    @property
+    def count(self) -> int:
+        """N, the patches of an image."""
+        return self.grid[0] * self.grid[1]
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Patches (..., N, n) of images (..., C, H, W); what no patch covers is left out."""
+        high, wide = (cells * side for cells, side in zip(self.grid, self.size, strict=True))
+        inside = x[..., :high, :wide].reshape(-1, x.shape[-3], high, wide)
+        cut: Tensor = F.unfold(inside, self.size, stride=self.size).mT
+        return cut.reshape(*x.shape[:-3], *cut.shape[1:])
+
+    def joined(self, patches: Tensor, shape: Sequence[int]) -> Tensor:
+        """Images (..., C, H, W) of patches (..., N, n), zero where no patch is."""
+        high, wide = (cells * side for cells, side in zip(self.grid, self.size, strict=True))
+        flat = patches.reshape(-1, *patches.shape[-2:]).mT
+        whole = F.fold(flat, (high, wide), self.size, stride=self.size)
+        padded = F.pad(whole, (0, shape[-1] - wide, 0, shape[-2] - high))
+        return padded.reshape(*patches.shape[:-2], *padded.shape[1:])
+
+
+def embeds_patches(model: nn.Module) -> bool:
+    """Whether a network begins with patches side by side."""
+    try:
+        _first_convolution(model)
+    except ValueError:
+        return False
+    return True
+
+
+def _first_convolution(model: nn.Module) -> tuple[str, nn.Conv2d]:
+    """The first layer with parameters, if it embeds patches side by side."""
+    name, first = next(
+        ((n, m) for n, m in model.named_modules() if m._parameters and not list(m.children())), ("", None)
+    )
+    if not isinstance(first, nn.Conv2d):
+        kind = "the network has no layers" if first is None else f"the first layer {name!r} is {type(first).__name__}"
+        raise ValueError(f"{kind}: the attack reads a convolution that embeds patches")
+    plain = first.kernel_size == first.stride and first.groups == 1 and first.dilation == (1, 1)
+    if not plain or first.padding not in ((0, 0), "valid"):
+        raise ValueError(f"the first layer {name!r} overlaps its windows: the attack reads patches side by side")
+    return name, first
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return bool(b.any()) and float((a - b).norm()) <= SAME * float(b.norm())
+
+
+# ----------------------------------------------------------------------------------------------------------- one update
+
+
+@dataclass(frozen=True, eq=False)
+class _Prior:
+    """Normalised patches as independent pixels of correlated positions.
+
+    Args:
+        mean: (N, n) float64.
+        root: (N, N), a square root of the covariance of positions.
+    """
+
+    mean: Tensor
+    root: Tensor
+
+    @classmethod
+    def of(cls, known: Knowledge, patches: Patches) -> "_Prior":
+        """Of the auxiliary images; without any, each pixel by itself."""
+        public = known.auxiliary
+        if public is None or len(public.x) < 2:
+            grey = known.normalise(torch.full((1, *known.shape), 0.5, dtype=torch.float64))
+            return cls(patches.cut(grey)[0], torch.eye(patches.count, dtype=torch.float64))
+        x = patches.cut(known.normalise(public.x.double()))
+        mean = x.mean(0)
+        off = (x - mean).transpose(1, 2).flatten(0, 1)  # (images * n, N)
+        covariance = off.T @ off / len(off)
+        # few images leave directions of positions that none of them has
+        covariance += 1e-3 * covariance.diagonal().mean().clamp(min=1e-12) * torch.eye(len(covariance)).double()
+        return cls(mean, torch.linalg.cholesky(covariance))
+
+
+@dataclass(frozen=True, eq=False)
+class _Result:
+    x: Tensor | None
+    objective: float
+    reason: str
+
+    def answer(self, y: Tensor | None, seconds: float) -> Reconstruction:
+        status = "not_applicable" if self.x is None else "converged"
+        return Reconstruction(self.x, y, self.objective, 1, seconds, status, self.reason)  # type: ignore[arg-type]
+
+
+def _read(update: Update, known: Knowledge, patches: Patches, prior: _Prior) -> _Result:
+    weight = -update[f"{patches.layer}.weight"].double().flatten(1)  # (m, n)
+    rows = -update[patches.positions].double().reshape(-1, len(weight))
+    signal = rows[patches.first : patches.first + patches.count]  # D (N, m)
+    size = float(signal.norm())
+    if not math.isfinite(size) or not bool(torch.isfinite(weight).all()):
+        return _Result(None, float("nan"), "the update is not finite")
+    if not size > 0 or not bool(weight.any()):
+        missing = patches.positions if not size > 0 else patches.layer
+        return _Result(None, float("nan"), f"the gradient of {missing!r} is zero: it reveals nothing of this image")
+    left, values, right = torch.linalg.svd(signal.T @ prior.root, full_matrices=False)
+    noise = _noise(known, prior)
+    floor = float(values[0]) * ROUNDED
+    kept = values / (values.square() + max(noise, floor**2))
+    target = weight - signal.T @ prior.mean
+    x = prior.mean + prior.root @ (right.T @ (kept[:, None] * (left.T @ target)))
+    error = float((weight - signal.T @ x).norm() / weight.norm())
+    image = known.pixels(patches.joined(x[None], known.shape)).clamp(0, 1).float()
+    told = int((values > max(noise**0.5, floor)).sum())
+    notes = [f"{told} of {patches.count} directions of patches stand out"] * (told < patches.count)
+    notes += [f"the gradients fit one image to {error:.0e}"] * (error > FIT)
+    return _Result(image, error, "; ".join(notes))
+
+
+def _noise(known: Knowledge, prior: _Prior) -> float:
+    """The variance of noise in an entry of dL/dW - D^T X, as the noise of both gradients makes it, for pixels of the prior."""
+    seen = known.chain.update_distribution
+    if seen is None:
+        return 0.0
+    variance = seen.sigma**2 + 2 * seen.scale**2
+    return variance * (1 + float(prior.mean.square().mean()) * len(prior.mean) + float(prior.root.square().sum()))

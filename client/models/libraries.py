@@ -1,0 +1,96 @@
+"""Networks of torchvision and timm by their names, for images of any size that they take."""
+
+import importlib
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedgauge.client.models.torchvision_mend import mend_when_imported
+from fedgauge.client.models.vision import Shape, read_weights
+
+WAYS = {"timm": "install fedgauge[vision]", "torchvision": "install torchvision"}
+
+
+def torchvision(shape: Shape, classes: int, name: str, pretrained: Path | None = None) -> nn.Module:
+    """A classifier of torchvision by its name there, such as resnet18, vit_b_16, mobilenet_v3_small or convnext_tiny.
+
+    Args:
+        pretrained: a safetensors file of its weights; a classifier for other classes stays as drawn from the seed.
+    """
+    models = _library("torchvision").models
+    _check_name("torchvision", name, models.list_models(module=models))
+    if shape[0] != 3:
+        raise ValueError(
+            f"torchvision's networks take images of three colours, and these have {shape[0]}: take timm's, or a function of "
+            "your own that replaces the first convolution"
+        )
+    sized = {"image_size": _side(name, shape)} if name.startswith("vit_") else {}
+    extra = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
+    return _loaded(models.get_model(name, weights=None, num_classes=classes, **sized, **extra), pretrained, classes)
+
+
+def timm(shape: Shape, classes: int, name: str, pretrained: Path | None = None) -> nn.Module:
+    """A classifier of timm by its name there, such as vit_small_patch16_224, resnet26 or convnext_atto.
+
+    Args:
+        pretrained: a safetensors file of its weights; a classifier for other classes stays as drawn from the seed.
+    """
+    library = _library("timm")
+    _check_name("timm", name, library.list_models())
+    config = library.get_pretrained_cfg(name)
+    sized: dict[str, Any] = {"img_size": tuple(shape[1:])} if config and config.fixed_input_size else {}
+    built = library.create_model(name, pretrained=False, num_classes=classes, in_chans=shape[0], **sized)
+    return _loaded(built, pretrained, classes)
+
+
+def _library(name: str) -> ModuleType:
+    mend_when_imported()  # timm imports torchvision
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"[model] use = {name!r} needs the package {name} ({error}): {WAYS[name]}") from error
+
+
+def _check_name(library: str, name: str, names: Sequence[str]) -> None:
+    """Only names of the library's own list: others may mean a hub."""
+    if name not in names:
+        near = get_close_matches(name, names, 3, 0.6)
+        meant = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names[:5])} ..."
+        raise ValueError(f"{library} has no classifier {name!r}; {meant}")
+
+
+def _side(name: str, shape: Shape) -> int:
+    if shape[1] != shape[2]:
+        raise ValueError(f"{name} takes square images, got {shape[1]} x {shape[2]}")
+    return shape[1]
+
+
+def _loaded(network: nn.Module, pretrained: Path | None, classes: int) -> nn.Module:
+    """The network with a file's weights, except those of a classifier for other classes."""
+    if pretrained is None:
+        return network
+    stored, own = read_weights(pretrained), network.state_dict()
+
+    def other_classes(k: str) -> bool:
+        mine, theirs = own[k].shape, stored[k].shape if k in stored else None
+        return theirs is not None and mine[:1] == (classes,) != theirs[:1] and mine[1:] == theirs[1:]
+
+    left = {k for k in own if other_classes(k)}
+    needed = {k: tuple(t.shape) for k, t in own.items() if torch.is_floating_point(t) and k not in left}
+    came = {k: tuple(t.shape) for k, t in stored.items()}
+    if wrong := [k for k, shape in needed.items() if came.get(k) != shape]:
+        raise ValueError(
+            f"{pretrained} does not fit the network: expected {wrong[0]!r} of shape {needed[wrong[0]]}, got "
+            f"{came.get(wrong[0], 'none')} ({len(wrong)} of {len(needed)} differ); choose the file of this network and image size"
+        )
+    if bad := [k for k in needed if not bool(torch.isfinite(stored[k]).all())]:
+        raise ValueError(f"{pretrained}: {bad[0]!r} holds values that are not finite; choose another file")
+    with torch.no_grad():
+        for k in needed:
+            own[k].copy_(stored[k])
+    return network
