@@ -288,6 +288,11 @@ class Attack(ABC):
         return False
 
     @property
+    def trains_first(self) -> bool:
+        """Whether it trains, or loads, a network before it attacks, which may take minutes."""
+        return False
+
+    @property
     def on_cpu(self) -> bool:
         """Whether it is to run on the CPU beside a GPU, because its work is small, or exact in double precision there."""
         return False

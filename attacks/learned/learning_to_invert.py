@@ -80,6 +80,10 @@ class learning_to_invert(StatefulAttack):
         if not 0 < self.again <= 1:
             raise ValueError(f"again must be above 0 and at most 1, got {self.again}")
 
+    @property
+    def trains_first(self) -> bool:
+        return True
+
     def initial(self) -> ClientState:
         return {"inverter": NOTHING.clone()}
 

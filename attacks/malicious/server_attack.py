@@ -110,6 +110,14 @@ class DelegatingAttack(Attack):
         return self.inner.on_cpu
 
     @property
+    def needs_derivative(self) -> bool:
+        return self.inner.needs_derivative
+
+    @property
+    def trains_first(self) -> bool:
+        return self.inner.trains_first
+
+    @property
     def inner(self) -> Attack:
         """The attack that inverts the isolated part."""
         built: Attack = build(self.attack, "attack", ATTACK)

@@ -60,6 +60,10 @@ class FeedbackBlending(StatefulAttack):
     def needs_derivative(self) -> bool:
         return self.attack.needs_derivative
 
+    @property
+    def trains_first(self) -> bool:
+        return self.attack.trains_first
+
     def traced(self, snapshots: int) -> "FeedbackBlending":
         return replace(self, attack=self.attack.traced(snapshots))
 

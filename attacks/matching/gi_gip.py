@@ -54,6 +54,10 @@ class gi_gip(Attack):
         if self.generator is not None:
             check(self.generator)
 
+    @property
+    def trains_first(self) -> bool:
+        return self.generator is None
+
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:

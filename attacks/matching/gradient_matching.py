@@ -54,6 +54,10 @@ class GradientMatching(Attack):
     def needs_derivative(self) -> bool:
         return True
 
+    @property
+    def trains_first(self) -> bool:
+        return any(prior.trains_first for prior in self.objective.priors)
+
     def traced(self, snapshots: int) -> "GradientMatching":
         check_snapshots(snapshots)
         return replace(self, trace=snapshots)

@@ -51,6 +51,11 @@ class Prior(ABC):
 
     weight: float
 
+    @property
+    def trains_first(self) -> bool:
+        """Whether `bind` trains a network on auxiliary images."""
+        return False
+
     @abstractmethod
     def bind(self, known: Knowledge, params: Params) -> Energy | LatentPrior | LabelledEnergy:
         """The prior's value as a function of images; does the work that is needed only once.
@@ -290,6 +295,10 @@ class generator_prior(Prior):
         check_above_zero(self, "deviation")
         if self.generator is not None:
             check(self.generator)
+
+    @property
+    def trains_first(self) -> bool:
+        return self.generator is None
 
     def bind(self, known: Knowledge, params: Params) -> LatentPrior:
         trained = GeneratorTraining(self.latent, self.width, self.training)

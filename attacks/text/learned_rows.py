@@ -56,6 +56,10 @@ class learned_rows(Attack):
         check_at_least(self, 1, "hidden", "batch", "patience", "every")
         check_above_zero(self, "rate")
 
+    @property
+    def trains_first(self) -> bool:
+        return True
+
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:

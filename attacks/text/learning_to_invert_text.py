@@ -70,6 +70,10 @@ class learning_to_invert_text(Attack):
         if self.alone and not self.pseudo:
             raise ValueError("alone = true trains on made-up sentences, and pseudo = 0 makes none: set pseudo above 0")
 
+    @property
+    def trains_first(self) -> bool:
+        return True
+
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:

@@ -85,6 +85,10 @@ class TextMatching(Attack):
         check_at_least(self, 0, "l1", "length", "lm_weight")
         check_at_least(self, 1, "draws", "orders", "period", "candidates")
 
+    @property
+    def trains_first(self) -> bool:
+        return self.lm_weight > 0
+
     def traced(self, snapshots: int) -> "TextMatching":
         raise ValueError("a trace records images, and this attack finds words: it has no trace; leave trace out")
 

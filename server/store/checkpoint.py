@@ -120,7 +120,9 @@ def _participation(facts: Any) -> Participation:
     row = {
         **asdict(found),
         "reason": sanitised(found.reason),
-        "alarm": None if found.alarm is None else int(found.alarm),
+        **{
+            key: None if fact is None else int(fact) for key, fact in (("alarm", found.alarm), ("silent", found.silent))
+        },
     }
     typed_rows.check(typed_rows.columns(row), list(row.values()))
     (found.digest or "").encode()  # SQLite takes no lone surrogate

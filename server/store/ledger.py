@@ -114,9 +114,19 @@ class Ledger(JobQueue):
         """Record what each client did in a round, and add the jobs that the plan derives from it, in one transaction."""
         with self._transaction() as db:
             db.executemany(
-                "INSERT OR REPLACE INTO observations VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO observations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 [
-                    (round, s.client, s.status, sanitised(s.reason), s.examples, s.digest, s.alarm, s.suspicion)
+                    (
+                        round,
+                        s.client,
+                        s.status,
+                        sanitised(s.reason),
+                        s.examples,
+                        s.digest,
+                        s.alarm,
+                        s.suspicion,
+                        s.silent,
+                    )
                     for s in seen
                 ],
             )

@@ -116,6 +116,11 @@ MIGRATIONS: tuple[str, ...] = (
         WHERE key = 'grading' AND length(value) < 10000 AND instr(value, 'not graded')
     ) WHERE instr(value, ': ')
     """,
+    # whether nothing came of a missing client in time, which its reason told
+    """
+    ALTER TABLE observations ADD COLUMN silent INTEGER;
+    UPDATE observations SET silent = 1 WHERE status = 'missing' AND reason LIKE 'no reply%'
+    """,
 )
 
 

@@ -18,7 +18,6 @@ STARTED = (
 REPEATED = (
     "rounds_asked_again"  # key in the meta table: how many rounds a deployment's clients may have answered once more
 )
-NO_REPLY = "no reply"  # how the reason begins why a client is missing that sent neither an update nor an error in time
 MAIN_METRIC = "main_metric"  # key in the meta table: the metric by which the attacks are compared
 EMPTY = "empty"  # key in the meta table: why a run that has all its rounds has failed, as no client gave any update
 ROUND_NOTE = (
@@ -73,6 +72,7 @@ class Participation:
     Args:
         alarm: whether its guard says that the weights are suspicious; None: it says nothing.
         suspicion: of these weights, as its guard says; an alarm from 1 on.
+        silent: of a missing client: it sent neither an update nor an error in time.
     """
 
     client: int
@@ -82,6 +82,7 @@ class Participation:
     digest: str | None = None
     alarm: bool | None = None
     suspicion: float | None = None
+    silent: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ COLUMNS: dict[str, tuple[Fits, str]] = {
     **dict.fromkeys(("jobs", "waves", "n", "attempts", "workers", "busy"), (_COUNT, "a number from 0 on")),
     **dict.fromkeys(("latest",), (or_null(_COUNT), "a number from 0 on, or nothing")),
     **dict.fromkeys(("open", "remembers", "deterministic", "flat"), (whole(0, 1), "0 or 1")),
-    "alarm": (or_null(whole(0, 1)), "0 or 1, or nothing"),
+    **dict.fromkeys(("alarm", "silent"), (or_null(whole(0, 1)), "0 or 1, or nothing")),
     **dict.fromkeys(("id", "attack_id", "wave", "seed"), (_ID, "a whole number")),
     **dict.fromkeys(
         ("value", "accuracy", "loss", "best", "mean", "suspicion", "graded_to"), (or_null(number), "a number, or nothing")

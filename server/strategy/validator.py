@@ -26,7 +26,7 @@ from fedgauge.client.deployment.guard import WITHHELD
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import seed_of
 from fedgauge.client.update import Params, average
-from fedgauge.server.store.ledger_types import NO_REPLY, Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.scenario import ValidatorOptions
 from fedgauge.server.strategy import evaluation, reply_checks, round_checks
 from fedgauge.server.strategy.aggregation import Aggregate, Aggregation
@@ -160,9 +160,9 @@ class UpdateValidator(Strategy):
             sent = self._sent_to_groups(self.protocol, server_round, [reply.client for reply, _ in passed])
             passed, alone = self._summed(self.protocol, server_round, passed)
             rejected |= alone
-        passed, unlike = self._alike(passed)
+        passed, unlike, outsized = self._alike(passed)
         rejected |= unlike
-        notes = [f"round {server_round}: client {p.client}: {p.reason}" for p in unlike.values() if OUT in p.reason]
+        notes = [f"round {server_round}: client {p.client}: {p.reason}" for p in outsized]
         try:
             result, left_out, found = self._aggregated(server_round, passed, received)
             notes += found
@@ -332,8 +332,8 @@ class UpdateValidator(Strategy):
 
     def _alike(
         self, passed: list[tuple[AcceptedReply, Message]]
-    ) -> tuple[list[tuple[AcceptedReply, Message]], dict[int, Participation]]:
-        """The replies within bounds, and the rejections of those that are out of all proportion to weights and other replies."""
+    ) -> tuple[list[tuple[AcceptedReply, Message]], dict[int, Participation], list[Participation]]:
+        """The replies within bounds, the rejections, and those of them that stand out of all proportion to weights and others."""
         replies = [reply for reply, _ in passed]
         norms, limit = [round_checks.norm(reply.update) for reply in replies], self.options.max_norm
         # weights that a malicious server crafted may bring any update
@@ -352,16 +352,17 @@ class UpdateValidator(Strategy):
                 reasons[i] = f"its update's norm is {norms[i]:.3g}, {OUT} ({words})"
             elif is_far:
                 reasons[i] = f"it moves the model's buffers by {moved[i]:.3g}, {OUT} to the others' steps"
+        outsized = reasons.keys() - negative.keys()
         for i, n in enumerate(norms):
             if limit is not None and n > limit:
+                outsized -= {i}
                 reasons[i] = f"its update's norm is {n:.3g}, above [validator] max_norm = {limit:g} ({words})"
         kept = [pair for i, pair in enumerate(passed) if i not in reasons]
         self.usual_norm = max(
             self.usual_norm, round_checks.usual_norm([n for i, n in enumerate(norms) if i not in reasons])
         )
-        return kept, {
-            replies[i].client: Participation(replies[i].client, "rejected", reason) for i, reason in reasons.items()
-        }
+        refused = {i: Participation(replies[i].client, "rejected", reason) for i, reason in reasons.items()}
+        return kept, {p.client: p for p in refused.values()}, [refused[i] for i in refused if i in outsized]
 
     def _large_shares(self, passed: Sequence[tuple[AcceptedReply, Message]]) -> list[str]:
         """Sentences on clients that make the others hardly count, the first time that they do."""
@@ -441,12 +442,13 @@ class UpdateValidator(Strategy):
         # the SuperLink reports a dead node under an id of its own
         unplaced = [r for node, r in reasons.items() if node not in self._asked]
         answered = {m.metadata.src_node_id for m in received if not m.has_error()}
-        silent = NO_REPLY + (f" ({unplaced[0].splitlines()[0]})" if unplaced else "")
-        absent = [(self._client(n), reasons.get(n, silent).splitlines()[-1]) for n in self._asked - answered]
-        return [
-            Participation(client, "missing", reason, alarm=True if client in withheld else None)
-            for client, reason in sorted([*absent, *((c, CLIENT_ABSENT) for c in self._away)])
-        ]
+        silent = "no reply" + (f" ({unplaced[0].splitlines()[0]})" if unplaced else "")
+        missing = {c: Participation(c, "missing", CLIENT_ABSENT) for c in self._away}
+        for node in self._asked - answered:
+            client, reason = self._client(node), reasons.get(node, silent).splitlines()[-1]
+            alarm = True if client in withheld else None
+            missing[client] = Participation(client, "missing", reason, alarm=alarm, silent=node not in reasons)
+        return [missing[client] for client in sorted(missing)]
 
 
 def _no_sum(protocol: Protocol, round: int, group: Sequence[int], present: Sequence[int]) -> str:

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 from typing import Protocol as Structure
 
-from fedgauge.client.inspection.policy import REASON
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import NO_REPLY
 from fedgauge.server.views.server_attacks import shortened
 
 MOST_CLIENTS = 5  # named in a sentence
@@ -80,9 +78,9 @@ class ObservationRow(Structure):
         """A column's value."""
 
 
-def may_have_sent(reason: str, deployed: bool) -> bool:
-    """Whether a client that is missing for this reason may have computed an update first: it withheld it, or came too late."""
-    return reason.startswith(REASON) or (deployed and reason.startswith(NO_REPLY))
+def may_have_sent(missing: ObservationRow, deployed: bool) -> bool:
+    """Whether a missing client may have computed an update first: its guard withheld it, or it came too late."""
+    return bool(missing["alarm"] or (deployed and missing["silent"]))
 
 
 def rounds_seen(protocol: Protocol, replies: Iterable[tuple[int, int]]) -> dict[int, set[int]]:

@@ -37,12 +37,8 @@ def _privacy(reading: Reading) -> dict[str, Any]:
     except SpecError as error:
         return {"epsilon": None, "client": None, "delta": None, "words": f"No epsilon on this machine: {error}."}
     deployed = reading.ledger.deployed
-    silent = [
-        places for (s, why), places in reading.missed.items() if s == "missing" and not may_have_sent(why, deployed)
-    ]
-    missing = {where for places in silent for where in places}
-    replies = [(round, client) for round, client in reading.sizes if (client, round) not in missing]
-    seen = rounds_seen(scenario.protocol, replies)
+    unseen = {where for where, row in reading.missing.items() if not may_have_sent(row, deployed)}
+    seen = rounds_seen(scenario.protocol, [where for where in reading.sizes if where not in unseen])
     again = repeated(reading.ledger.meta()) + _under_way(reading)
     each = {c: len(rounds) + again for c, rounds in seen.items()}
     each.setdefault(0, again)  # any client of which nothing was recorded

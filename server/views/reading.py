@@ -128,6 +128,7 @@ class Reading(LedgerReading):
         self.sizes: dict[tuple[int, int], int] = {}
         self.participation: Counter[tuple[int, str]] = Counter()  # (client, status)
         self.missed: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (status, reason): (client, round)
+        self.missing: dict[tuple[int, int], Any] = {}  # rows of the ledger, by round and client
         self.version = ""
         self._seen = 0  # the last round whose observations were read
         self._views: dict[Any, Any] = {}
@@ -174,6 +175,8 @@ class Reading(LedgerReading):
             self._seen = o["round"]
             self.sizes[o["round"], o["client"]] = min(o["examples"] or 1, most_examples(self.tables))
             self.participation[o["client"], o["status"]] += 1
+            if o["status"] == "missing":
+                self.missing[o["round"], o["client"]] = o
             if o["status"] != "accepted":
                 self.missed.setdefault((o["status"], o["reason"]), []).append((o["client"], o["round"]))
         self._views.clear()

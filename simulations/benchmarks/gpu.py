@@ -491,6 +491,10 @@ def sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
+class FailedMeasure(Figure):
+    """A measure that raised an error, which is no figure."""
+
+
 def measure(name: str, benchmark: GpuBenchmark, targets: bool) -> list[Figure]:
     """A measure's figures; one without a value says why.
 
@@ -504,7 +508,7 @@ def measure(name: str, benchmark: GpuBenchmark, targets: bool) -> list[Figure]:
         except Exception as error:  # the other measures still run: such a machine may not be had again
             if deterministic and "deterministic" in str(error):
                 continue
-            return [Figure(name, None, "", note=f"failed: {sentence(error)}")]
+            return [FailedMeasure(name, None, "", note=f"failed: {sentence(error)}")]
         break
     odd = [f.value is not None and not math.isfinite(f.value) for f in found]
     found = [replace(f, value=None, note=f"not finite; {f.note}") if o else f for f, o in zip(found, odd, strict=True)]
@@ -560,7 +564,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shown = ["  ".join(filter(None, cells(f))) for f in result["figures"][-len(found) :]]
         print(f"{name} ({rows[-1]['seconds']} s)", *shown, sep="\n", flush=True)
     print(f"written to {options.output}")
-    return int(any(f.met is False or f.note.startswith("failed") for f in figures))
+    return int(any(f.met is False or isinstance(f, FailedMeasure) for f in figures))
 
 
 def peak_memory(device: torch.device) -> float | None:

@@ -26,13 +26,6 @@ ITERATIONS = (
 SHORT = 0.3
 FEW = 64  # auxiliary examples from which an attack learns in a trial
 SECONDS = 10.0  # of a trial, for attacks that watch the clock
-LEARNERS = (
-    "gi_gip",
-    "lamp",
-    "learned_rows",
-    "learning_to_invert",
-    "learning_to_invert_text",
-)  # they train a network first
 MEGABYTE, GIGABYTE = 2**20, 2**30
 
 
@@ -75,8 +68,8 @@ def untried(attack: PlannedAttack) -> str:
         return "it scores candidates, of which a stand-in has none"
     if use in {entry.name for entry in ATTACK.entries() if entry.group == DECODERS}:
         return "it reads the answer to a malicious server's weights, which none has sent yet"
-    if use in LEARNERS or "generator_prior" in str(attack.table):
-        return "it trains a network on auxiliary examples first"
+    if attack.build().trains_first:
+        return "it trains or loads a network first"
     return ""
 
 

@@ -71,7 +71,7 @@ class _Epsilons:
         replies = [
             (o["round"], o["client"])
             for o in ledger.observations()
-            if o["status"] != "missing" or o["alarm"] or may_have_sent(o["reason"], ledger.deployed)
+            if o["status"] != "missing" or may_have_sent(o, ledger.deployed)
         ]
         self._again = repeated(ledger.meta())
         self._seen = rounds_seen(scenario.protocol, replies)

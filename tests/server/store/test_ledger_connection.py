@@ -199,7 +199,7 @@ def test_pages_that_change_under_a_reader_are_no_damage(path: Path) -> None:
             if asked == 1:
                 with Ledger(path) as writer, writer._transaction() as db:
                     rows = ((i,) for i in range(5000))
-                    db.executemany("INSERT INTO observations VALUES (1, ?, 'accepted', '', 1, 'a:b', NULL, NULL)", rows)
+                    db.executemany("INSERT INTO observations VALUES (1, ?, 'accepted', '', 1, 'a:b', NULL, NULL, NULL)", rows)
             return len(reader.observations_since(0)), reader.last_round()
 
     assert read() == (5000, 0)
@@ -231,7 +231,7 @@ def test_the_limit_of_steps_grows_with_the_file(path: Path, monkeypatch: pytest.
     with Ledger(path, create=True) as ledger:
         with ledger._transaction() as db:
             rows = ((i, "n" * 200) for i in range(2000))
-            db.executemany("INSERT INTO observations VALUES (1, ?, 'accepted', ?, 1, 'a:b', NULL, NULL)", rows)
+            db.executemany("INSERT INTO observations VALUES (1, ?, 'accepted', ?, 1, 'a:b', NULL, NULL, NULL)", rows)
         # steps of which the empty file explained none
         pairs = "SELECT count(*) n FROM observations a JOIN observations b WHERE +a.client < ?1 AND +b.client < ?1"
         assert ledger._db.execute(pairs, (100,)).fetchone()["n"] == 100**2

@@ -233,6 +233,7 @@ def test_facts_that_an_older_ledger_has_in_words_become_columns(path: Path, monk
         "not": f"known; {NO_DERIVATIVE}; 1 iteration; not graded",
     }
     reasons = ["", "guard: round 2: alarm, suspicion 3: the head", "withheld by the client's guard: the head", "late"]
+    reasons.append("no reply (Node Unavailable)")
     old = sqlite3.connect(path)
     old.execute("INSERT INTO meta VALUES ('training', ?)", (fits,))
     old.execute(
@@ -260,11 +261,12 @@ def test_facts_that_an_older_ledger_has_in_words_become_columns(path: Path, monk
         assert {a["name"]: (a["knowledge"], a["flat"]) for a in ledger.attacks()} == {
             name: (card, name == "not") for name, card in (cards | {"long": long}).items()
         }
-        assert [(o["alarm"], o["suspicion"]) for o in ledger.observations()] == [
-            (None, None),
-            (1, None),
-            (1, None),
-            (None, None),
+        assert [(o["alarm"], o["suspicion"], o["silent"]) for o in ledger.observations()] == [
+            (None, None, None),
+            (1, None, None),
+            (1, None, None),
+            (None, None, None),
+            (None, None, 1),
         ]
         grades = {(row["reason"], row["graded_to"]) for row in ledger.graded()}
         assert grades == {(None, None), ("", 0.5), ("", None), ("late: no", None)}

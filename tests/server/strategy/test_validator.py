@@ -5,6 +5,7 @@ import math
 import random
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedgauge.client.deployment.guard import WITHHELD
+from fedgauge.client.inspection.policy import REASON
 from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
+from fedgauge.server.views.participation import may_have_sent
 
 PARAMS = {
     "conv.weight": torch.linspace(-1, 1, 12).reshape(3, 2, 2),
@@ -213,6 +217,20 @@ def test_silence_is_missing(kit: Any) -> None:
     at = Round(kit)
     _, intake = at.answer([at.good(0)])
     assert reasons(intake) == {c: ("missing", "no reply") for c in (1, 2, 3)}
+    assert [(p.client, p.silent, p.alarm) for p in intake.refused] == [(c, True, None) for c in (1, 2, 3)]
+
+
+def test_no_words_of_a_client_make_it_one_that_withheld_or_came_too_late(kit: Any) -> None:
+    """What its error says is shown; what happened is told by the error's code, and by whether anything came."""
+    at = Round(kit)
+    said = {0: (0, REASON), 1: (0, "no reply"), 2: (WITHHELD, "anything")}
+    errors = [Message(Error(code, words), reply_to=at.asked[c]) for c, (code, words) in said.items()]
+    _, intake = at.answer([*errors, at.good(3)])
+    rows = {p.client: asdict(p) for p in intake.refused}
+    assert {c: (row["silent"], row["alarm"]) for c, row in rows.items()} == {
+        0: (False, None), 1: (False, None), 2: (False, True),
+    }  # fmt: skip
+    assert [may_have_sent(rows[c], deployed=True) for c in rows] == [False, False, True]
 
 
 def test_a_round_without_any_good_reply_changes_nothing(kit: Any) -> None:
