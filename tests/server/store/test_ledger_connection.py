@@ -199,7 +199,9 @@ def test_pages_that_change_under_a_reader_are_no_damage(path: Path) -> None:
             if asked == 1:
                 with Ledger(path) as writer, writer._transaction() as db:
                     rows = ((i,) for i in range(5000))
-                    db.executemany("INSERT INTO observations VALUES (1, ?, 'accepted', '', 1, 'a:b', NULL, NULL, NULL)", rows)
+                    db.executemany(
+                        "INSERT INTO observations VALUES (1, ?, 'accepted', '', 1, 'a:b', NULL, NULL, NULL)", rows
+                    )
             return len(reader.observations_since(0)), reader.last_round()
 
     assert read() == (5000, 0)
