@@ -43,7 +43,7 @@ docs: install
 	$(BIN)/python -m fedgauge.simulations.cli.list_components --write docs/components.md
 	$(BIN)/python -m fedgauge.simulations.cli.list_keys --write docs/scenario-keys.md
 	$(BIN)/python -m fedgauge.simulations.cli.list_signatures --write docs/adding-components.md
-	$(BIN)/python -m fedgauge.simulations.reports.kept_figures docs/papers/*.md
+	$(BIN)/python -m fedgauge.simulations.reports.kept_figures docs/papers/[a-z]*.md
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -38,8 +38,8 @@ from fedgauge.client.transforms import is_identity
 from fedgauge.client.update import Batch
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.assurance.gate import EPSILON, Measurement
 from fedgauge.server.views.formatting import decibel, percent
-from fedgauge.server.views.gate import EPSILON, Measurement
 from fedgauge.simulations.checks.network_check import SOFTMAX, ends_in_softmax
 from fedgauge.simulations.checks.stand_ins import StandIns
 

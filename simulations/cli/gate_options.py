@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedgauge.client.components import SpecError
-from fedgauge.server.views.gate import GateResult, Threshold
+from fedgauge.server.views.assurance.gate import GateResult, Threshold
 from fedgauge.simulations.reports.gate_output import gate_lines, gate_status, write_junit, write_sarif
 
 

@@ -119,7 +119,7 @@ def report(options: argparse.Namespace) -> int:
 
 def gate(options: argparse.Namespace) -> int:
     """fedgauge gate RUN: compare what a run's attacks reached with thresholds; the exit status says whether they hold."""
-    from fedgauge.server.views.gate import gate_of_run
+    from fedgauge.server.views.assurance.gate import gate_of_run
     from fedgauge.server.views.reading import read_once
 
     thresholds = chosen_thresholds(options)

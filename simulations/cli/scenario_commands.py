@@ -64,7 +64,7 @@ def list_components(options: argparse.Namespace) -> int:
 def preflight(options: argparse.Namespace) -> int:
     """fedgauge preflight SCENARIO.toml: what would leak, in seconds and before any training, and what to change."""
     from fedgauge.attacks.modality.registry import modality_of
-    from fedgauge.server.views.gate import check_thresholds, judged
+    from fedgauge.server.views.assurance.gate import check_thresholds, judged
     from fedgauge.simulations.checks.before_training import refuse_misfit
     from fedgauge.simulations.checks.preflight import NOT_BEFORE_TRAINING, show
     from fedgauge.simulations.checks.preflight import preflight as examine

@@ -16,7 +16,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_connection import LedgerError, reads_again
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.coverage import MAPS_TO, TEXTS, coverage
+from fedgauge.server.views.assurance.coverage import MAPS_TO, TEXTS, coverage
 from fedgauge.server.views.outcomes import attacked_on
 from fedgauge.server.views.overview import environment
 from fedgauge.server.views.reading import Reading, read_once

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.store.tape import write_bytes
-from fedgauge.server.views.gate import GateResult, Outcome
+from fedgauge.server.views.assurance.gate import GateResult, Outcome
 from fedgauge.simulations.run.environment import package
 from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE
 

@@ -18,9 +18,9 @@ from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views import overview
+from fedgauge.server.views.assurance.coverage import MAPS_TO, TEXTS, coverage
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
-from fedgauge.server.views.coverage import MAPS_TO, TEXTS, coverage
 from fedgauge.server.views.formatting import number, percent, rounded, scenario_line, status_words
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Rate

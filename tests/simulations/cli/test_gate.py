@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.gate import GateResult, Measurement, Threshold
+from fedgauge.server.views.assurance.gate import GateResult, Measurement, Threshold
 from fedgauge.server.views.reading import read_once
 from fedgauge.simulations.cli.main import main
 from tests.simulations.cli.conftest import TABLES, scenario_file, taped_run
@@ -120,7 +120,7 @@ def test_the_files_say_what_the_lines_say(attacked: Run, tmp_path: Path) -> None
 def test_membership_is_compared_by_its_area(tmp_path: Path) -> None:
     from fedgauge.server.pool.executors import LocalExecutor
     from fedgauge.server.pool.service import serve
-    from fedgauge.server.views.gate import gate_of_run
+    from fedgauge.server.views.assurance.gate import gate_of_run
     from fedgauge.server.views.membership import membership_table
 
     tables = {**TABLES, "attack": [{"use": "membership"}]}

@@ -12,7 +12,7 @@ import pytest
 from fedgauge.client.federation import Federation
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.coverage import TEXTS, coverage
+from fedgauge.server.views.assurance.coverage import TEXTS, coverage
 from fedgauge.server.views.reading import read_once
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports.audit_record import BEGINNING, NAME, Entry, broken_link, disagreements, read_record
