@@ -331,7 +331,9 @@ class ShadowTrainer:
         """The digest of everything; an update of two examples covers what a user's own model or loss does not show by name."""
         known, found = self.known, self.auxiliary
         probe = gradient(known.model, known.loss, known.normalise)(self.params, Batch(found.x[:2], found.y[:2]), None)
-        right = () if known.labels is None else ("labels given",)
+        right: tuple[str, ...] = ("labels given",)
+        if known.labels is None:
+            right = ("labels by a rule",) if labelling.learns(known) else ()
         return digest(self.name, self.params, dict(known.model.named_buffers()), probe, *right)
 
     @cached_property

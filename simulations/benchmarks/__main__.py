@@ -14,6 +14,7 @@ from rich.table import Table
 from fedgauge.simulations.benchmarks.engine import engine
 from fedgauge.simulations.benchmarks.intercept import intercept
 from fedgauge.simulations.benchmarks.label_restoration import labels
+from fedgauge.simulations.benchmarks.label_rule import label_rule
 from fedgauge.simulations.benchmarks.learned_inversion import learning
 from fedgauge.simulations.benchmarks.local_training import training
 from fedgauge.simulations.benchmarks.many_clients import load
@@ -36,6 +37,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "engine": engine,
     "quality": quality,
     "labels": labels,
+    "label-rule": label_rule,
     "learning": learning,
     "training": training,
     "text": text,
