@@ -16,6 +16,7 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call
 
 from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.label_rule import label_rule
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.models.vision import last_linear, layer_parameters
@@ -56,12 +57,14 @@ def restore(wave: Wave, known: Knowledge, method: str = "auto") -> Tensor:
 def learns(known: Knowledge) -> bool:
     """Whether `restore` may learn a rule: the chain changes what the published methods read, and there are images."""
     bare = known.chain.local.one_gradient and all(link is known.chain.local for link in known.chain.links)
-    return not bare and known.auxiliary is not None and known.text is None and not known.plain
+    numbers = (
+        known.auxiliary is not None and known.auxiliary.x.is_floating_point()
+    )  # not words, whose networks are large
+    return not bare and numbers and not known.plain
 
 
 def _learned(wave: Wave, known: Knowledge, dummies: "Dummies", labels: list[Tensor]) -> list[Tensor]:
     """The labels by a rule learned from shadow updates, where that counted more of them right on held-out ones."""
-    from fedgauge.attacks.learned.label_rule import label_rule  # learned attacks need labels themselves
 
     def rows(update: Update) -> Tensor:
         weight, bias = _gradient(update, known)

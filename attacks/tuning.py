@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Wave
+from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.devices import CPU
-from fedgauge.attacks.learned.cache import TensorCache, digest
-from fedgauge.attacks.learned.shadow_updates import Simulator
+from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch

@@ -259,7 +259,7 @@ BRANCHES_ON_MODALITY = {
     "attacks/grading/baselines.py": 2,  # random words are drawn by a language model's vocabulary
     "attacks/grading/knowledge_card.py": 1,  # the others: a language model takes its words' vectors, which have gradients
     "attacks/labels.py": 1,
-    "attacks/learned/shadow_updates.py": 1,
+    "attacks/engine/simulator.py": 1,
     "attacks/malicious/carried_input.py": 1,  # these three, and two defenses, are of images alone
     "attacks/malicious/imprint.py": 1,
     "attacks/malicious/optimised_features.py": 1,

@@ -16,7 +16,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge
-from fedgauge.attacks.learned.cache import TensorCache, digest
+from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, check_arguments, coerce, resolve
 from fedgauge.client.models.vision import Shape, load_weights
 from fedgauge.client.rng import generator, seed_of

@@ -25,8 +25,8 @@ from fedgauge.attacks.base import (
     Wave,
     not_applicable,
 )
+from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.learned.cache import TensorCache, digest
 from fedgauge.attacks.learned.refinement import refine
 from fedgauge.attacks.learned.ridge import inverter_answer, ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat

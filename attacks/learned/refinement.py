@@ -15,10 +15,11 @@ from torch import Tensor
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Wave, not_applicable
+from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.learned.cache import digest
+from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.ridge import FittedRidge, inverter_answer, ridge_inversion
-from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, Simulator, UpdateFeatures, aligned_orders
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, aligned_orders
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, Update
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.learned.cache import digest
+from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures
 from fedgauge.attacks.setting_checks import check_at_least
 from fedgauge.client.rng import generator

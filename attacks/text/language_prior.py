@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.devices import CPU
-from fedgauge.attacks.learned.cache import TensorCache, digest
 from fedgauge.client.models.language import LanguageModel, import_transformers
 from fedgauge.client.models.tokenizer import Tokenizer, load_tokenizer, model_place
 from fedgauge.client.rng import generator, seed_of

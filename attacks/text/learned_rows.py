@@ -17,10 +17,11 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.learned.cache import digest
+from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.learning_to_invert import Trainer
-from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, Simulator, UpdateFeatures
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
 from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
 from fedgauge.attacks.text.certificate import NEEDS_LANGUAGE_MODEL
 from fedgauge.attacks.text.learning_to_invert_text import NEVER, TrainingRecord, likeliest

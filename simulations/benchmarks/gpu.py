@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Sentences, Stream, Wave
 from fedgauge.attacks.engine.devices import CPU, Precision, compute_on, devices_of, numerics
 from fedgauge.attacks.engine.scheduler import Variables
+from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.learning_to_invert import (
     Trainer,
     batches,
@@ -34,7 +35,7 @@ from fedgauge.attacks.learned.learning_to_invert import (
     matched_error,
     steps_per_epoch,
 )
-from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, Simulator, UpdateFeatures, flat
+from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
 from fedgauge.attacks.matching.compiled_step import missing
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr

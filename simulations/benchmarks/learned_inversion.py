@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Wave
+from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.learned.learning_to_invert import Trainer, learning_to_invert
-from fedgauge.attacks.learned.shadow_updates import Simulator
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params, lenet

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.engine.distances import (
     cosine,
     gaussian_likelihood,
@@ -19,7 +20,6 @@ from fedgauge.attacks.engine.distances import (
     visible,
 )
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.learned.cache import TensorCache
 from fedgauge.attacks.matching.priors import fitted_total_variation, gaussian, total_variation
 from fedgauge.attacks.matching.recipes import bayes, inverting_gradients
 from fedgauge.attacks.modality.images import ImageModality

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fedgauge.attacks.learned.cache import TensorCache
+from fedgauge.attacks.engine.cache import TensorCache
 
 
 @pytest.fixture

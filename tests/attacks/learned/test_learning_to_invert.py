@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget
+from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned import learning_to_invert
-from fedgauge.attacks.learned.cache import TensorCache
 from fedgauge.attacks.learned.learning_to_invert import ImageInverterTraining, Trainer, pairing
 from fedgauge.attacks.learned.ridge import ridge_inversion
-from fedgauge.attacks.learned.shadow_updates import (
-    ShadowTrainer,
-    UpdateFeatures,
-)
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
 from fedgauge.client.chain import chain
 from fedgauge.client.rng import generator
 from fedgauge.client.training import local_sgd

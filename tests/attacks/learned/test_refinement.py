@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
-from fedgauge.attacks.learned.cache import TensorCache
+from fedgauge.attacks.engine.cache import TensorCache
+from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.learning_to_invert import learning_to_invert
 from fedgauge.attacks.learned.refinement import Refinement, UpdateLikelihood, WhitenedPrior, _line
 from fedgauge.attacks.learned.ridge import FittedRidge, ridge_inversion
-from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, Simulator, UpdateFeatures
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
 from fedgauge.attacks.modality.image_metrics import match, mse
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import mnist5k

@@ -10,17 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Wave
+from fedgauge.attacks.engine.cache import TensorCache
+from fedgauge.attacks.engine.simulator import Simulator, stages
 from fedgauge.attacks.learned import learning_to_invert
-from fedgauge.attacks.learned.cache import TensorCache
 from fedgauge.attacks.learned.ridge import ridge_inversion
-from fedgauge.attacks.learned.shadow_updates import (
-    ShadowTrainer,
-    Simulator,
-    UpdateFeatures,
-    aligned_orders,
-    flat,
-    stages,
-)
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, aligned_orders, flat
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator

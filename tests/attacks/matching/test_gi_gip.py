@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
-from fedgauge.attacks.learned.cache import TensorCache
+from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.learned.generators import Decoder, GeneratorTraining
 from fedgauge.attacks.matching.gi_gip import gi_gip
 from fedgauge.attacks.modality.image_metrics import mse

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedgauge.attacks.learned.cache import TensorCache
+from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.text.language_prior import (
     LanguageModelTraining,
     LanguagePrior,

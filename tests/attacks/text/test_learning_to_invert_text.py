@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
+from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.learned import shadow_updates
-from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, Simulator, UpdateFeatures, flat
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, flat
 from fedgauge.attacks.modality.text_metrics import token_accuracy
 from fedgauge.attacks.text import learning_to_invert_text as module
 from fedgauge.attacks.text.learning_to_invert_text import (

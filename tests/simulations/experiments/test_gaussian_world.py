@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Wave
+from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.engine.distances import gaussian_likelihood
-from fedgauge.attacks.learned.cache import TensorCache
 from fedgauge.attacks.limits import van_trees
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedgauge.attacks.learned.cache import TensorCache, digest
+from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.learned.shadow_updates import UpdateFeatures
 from fedgauge.attacks.text.learning_to_invert_text import learning_to_invert_text
 from fedgauge.client.chain import Chain

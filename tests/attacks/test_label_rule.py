@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.label_rule import likeliest_counts
 from fedgauge.attacks.labels import auto, restore
-from fedgauge.attacks.learned.label_rule import likeliest_counts
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge
-from fedgauge.attacks.learned.cache import TensorCache, digest
-from fedgauge.attacks.learned.shadow_updates import Simulator
+from fedgauge.attacks.engine.cache import TensorCache, digest
+from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params, Update
 
