@@ -461,6 +461,8 @@ def test_learning_to_inverts_errors_are_the_kept_ones() -> None:
     for start, size in (("1,000 images, one a client", 1), ("the same, four one-image clients summed", 4)):
         expected = [error(kept("lti_lenet", f"{chain} B={size}", "mse", "learning_to_invert")) for chain in CHAINS]
         assert list(map(without_paper, row(LTI, start))) == expected
+    found = error(kept("lti_lenet_sign_4", "sign B=4", "mse", "ridge"))
+    assert without_paper(row(LTI, "four clients summed, `ridge_inversion`")[0]) == found
 
 
 @pytest.mark.parametrize(("start", "chain"), [("sign", "sign"), ("pruned to 1 %", "prune"), ("noise .1", "gauss")])
