@@ -27,6 +27,7 @@ BAYES_LIMIT, CANDIDATE_BOUND, MEMBERSHIP_LIMIT, CANARIES = (
 )
 # not attacks: limits on the mean squared error and on membership, and what canaries show of the noise, computed in the same run
 ERROR_LIMITS = (BAYES_LIMIT, CANDIDATE_BOUND)
+MOST_ATTACKS = 1000  # of a run, baselines included: pages and reports compare each with each
 LIMITS = (*ERROR_LIMITS, MEMBERSHIP_LIMIT, CANARIES)
 _BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
 # keys of an [[attack]] table other than its component's arguments
@@ -225,6 +226,10 @@ class AttackPlan:
             planned.append(PlannedAttack(CANARIES, {"use": CANARIES, **canaries}, Budget(1)))
         for i, p in enumerate(planned[: len(tables)], 1):
             _check_kind(p, modality, f"[[attack]] #{i}")
+        if len(planned) > MOST_ATTACKS:
+            raise SpecError(
+                f"[[attack]]: a run has at most {MOST_ATTACKS} attacks, baselines included, got {len(planned)}"
+            )
         names = [p.name for p in planned]
         if repeated := {n for n in names if names.count(n) > 1}:
             raise SpecError(f"[[attack]]: two attacks are called {sorted(repeated)[0]!r}; give one of them a name")

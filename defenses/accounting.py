@@ -50,6 +50,7 @@ DELTA = 1e-5
 FLOAT32 = 2.0**-10  # more than float32's sums and norms enlarge what a clipped example can move, as a part of it
 # more than |log| of discrete over rounded normal probability up to 12 sigma, (12^2 + 1) / (24 STEPS^2); beyond lie 4e-33
 DISCRETE = 2.0**-45
+LITTLE = 1e-6  # noise over what can move, below which an epsilon, then above 1e11, counts as none
 _WHY_NOT: Mapping[type, str] = {
     clip: "clipping alone gives no epsilon: it adds no noise",
     mask: "masking gives no epsilon: the kept entries are sent without noise",
@@ -131,7 +132,7 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
             kind: Literal["normal", "laplace"] = "normal" if _noise(link).sigma else "laplace"
             sampled = not any(isinstance(before, StatefulTransform) for before, _ in links[:i])
             step = 1 / STEPS if isinstance(link, discrete_gaussian | discrete_laplace) else 0.0
-            return Mechanism(kind, width / record, width / client, uses, releases, sampled, step)
+            return Mechanism(kind, _over(width, record), _over(width, client), uses, releases, sampled, step)
         elif not (isinstance(link, identity | BatchTransform) or _width(link) == 0):
             # the link that lost the bound says more than later noise without a bound
             if client < math.inf or why is None:
@@ -140,6 +141,10 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
             trained = trained or link is local
     assert why is not None
     raise why
+
+
+def _over(width: float, moved: float) -> float:
+    return width / moved if moved else math.inf  # a clip and a rate may be so small that their product is zero
 
 
 def _acting(chain: Chain) -> Iterator[tuple[Transform, bool]]:
@@ -354,6 +359,8 @@ class Accountant:
         import dp_accounting  # type: ignore[import-untyped]
         from dp_accounting import rdp
 
+        if multiplier < LITTLE:
+            return math.inf
         ratio = 2 / multiplier  # |d| / b
         accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
         accountant.compose(dp_accounting.ZCDpEvent(ratio**2 / 2), releases)
@@ -364,7 +371,8 @@ def _normal(multiplier: float, releases: int, delta: float) -> float:
     """Exact: k adaptive releases equal one with noise smaller by sqrt(k) (Balle & Wang, 2018; Dong et al., 2022)."""
     import dp_accounting
 
-    return float(dp_accounting.get_epsilon_gaussian(multiplier / 2 / math.sqrt(releases), delta))
+    noise = multiplier / 2 / math.sqrt(releases)
+    return math.inf if noise < LITTLE else float(dp_accounting.get_epsilon_gaussian(noise, delta))
 
 
 def records_of(federation: Federation, client: int) -> int:
@@ -391,7 +399,10 @@ def spent(
     """
     accountant = Accountant.of(federation, delta, secret, entries)
     each = [accountant.spent(n, records_of(federation, client)) for client, n in rounds.items()]
-    return PrivacySpent(max((s.record for s in each), default=0.0), max((s.client for s in each), default=0.0))
+    found = PrivacySpent(max((s.record for s in each), default=0.0), max((s.client for s in each), default=0.0))
+    if math.inf in (found.record, found.client):
+        raise NoGuarantee("no epsilon: the noise is next to nothing beside what the clip lets an update move")
+    return found
 
 
 @dataclass(frozen=True)

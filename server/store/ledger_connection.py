@@ -11,6 +11,7 @@ from sys import getsizeof
 from typing import Any, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
+from fedgauge.attacks.plan import MOST_ATTACKS
 from fedgauge.server.store import run_files, typed_rows
 from fedgauge.server.store.run_files import LedgerError as LedgerError
 
@@ -354,8 +355,9 @@ class LedgerFile:
         for columns, table in (("name", "attacks"), ("*", "numerics")):
             if any(name == table for _, name, *_ in _schema(MIGRATIONS)):
                 # an index may say something else
-                for _ in self._db.execute(f"SELECT {columns} FROM {table} NOT INDEXED"):
-                    pass
+                count = sum(1 for _ in self._db.execute(f"SELECT {columns} FROM {table} NOT INDEXED"))
+                if count > MOST_ATTACKS and table == "attacks":  # each is compared with each
+                    raise LedgerError(f"{self.path} is damaged: a run has at most {MOST_ATTACKS} attacks, got {count}")
 
     @property
     def stale(self) -> bool:

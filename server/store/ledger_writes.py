@@ -9,7 +9,7 @@ from fedgauge.attacks.engine.devices import Numerics
 from fedgauge.attacks.grading.canary import CANARY
 from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.membership.measured import MEMBER
-from fedgauge.attacks.plan import CANARIES, AttackPlan
+from fedgauge.attacks.plan import CANARIES, MOST_ATTACKS, AttackPlan
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_reads import LedgerReads
 from fedgauge.server.store.ledger_types import (
@@ -51,7 +51,7 @@ class JobQueue(LedgerReads):
             grading: who grades reconstructions, in words; None: nothing is to be said.
 
         Raises:
-            LedgerError: a name is taken by an attack with other settings.
+            LedgerError: a name is taken by an attack with other settings, or there are too many.
         """
         with self._transaction() as db:
             for planned in plan.attacks:
@@ -69,6 +69,11 @@ class JobQueue(LedgerReads):
                     raise LedgerError(
                         f"{self.path} already has an attack called {planned.name!r} with other settings; give it a new name"
                     )
+            (count,) = db.execute("SELECT count(*) FROM attacks").fetchone()
+            if count > MOST_ATTACKS:
+                raise LedgerError(
+                    f"{self.path} would have {count} attacks, and a run has at most {MOST_ATTACKS}: make a new run"
+                )
 
     def enqueue(self, plan: AttackPlan) -> None:
         """Add a job for every observation on the tape that the plan attacks; existing jobs stay."""

@@ -212,15 +212,11 @@ def _luck(hits: Scores) -> float:
 
 def _last_of_each_client(rows: Scores, without: set[str]) -> Scores:
     """Each test's rows after each client's last round, as they sum up the rounds before."""
-    kept = np.zeros(len(rows), dtype=bool)
-    for i, name in enumerate(rows.attacks):
-        if name in without:
-            continue
-        own = rows.attack == i
-        for client in np.unique(rows.client[own]):
-            mine = own & (rows.client == client)
-            kept |= mine & (rows.round == rows.round[mine].max())
-    return rows.where(kept)
+    rows = rows.where(~np.isin(rows.attack, [i for i, name in enumerate(rows.attacks) if name in without]))
+    tests, own = np.unique(rows.series_keys(), return_inverse=True)
+    last = np.zeros(len(tests), np.int64)
+    np.maximum.at(last, own, rows.round)
+    return rows.where(rows.round == last[own])
 
 
 def roc_curves(scores: Scores) -> dict[str, list[float | None]]:

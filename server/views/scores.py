@@ -165,6 +165,10 @@ class Scores:
         """(N,) one number for each (round, client)."""
         return self._pack(self.round, self.client)
 
+    def series_keys(self) -> Ints:
+        """(N,) one number for each (attack, client)."""
+        return self._pack(self.attack, self.client)
+
     def example_keys(self) -> Ints:
         """(N,) one number for each (round, client, example)."""
         return self._pack(self.round, self.client, self.example - WHOLE_BATCH)

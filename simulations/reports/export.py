@@ -6,6 +6,7 @@ import io
 import json
 import math
 import tempfile
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -74,13 +75,13 @@ class _Epsilons:
             if o["status"] != "missing" or may_have_sent(o, ledger.deployed)
         ]
         self._again = repeated(ledger.meta())
-        self._seen = rounds_seen(scenario.protocol, replies)
+        self._seen = {client: sorted(seen) for client, seen in rounds_seen(scenario.protocol, replies).items()}
         self._known: dict[tuple[int, int], float] = {}
 
     def __call__(self, client: int, round: int) -> float | None:
         if self.delta is None:
             return None
-        answered = sum(r <= round for r in self._seen.get(client, ()))
+        answered = bisect_right(self._seen.get(client, ()), round)
         key = answered + self._again, records_of(self._federation, client)
         if key not in self._known:
             self._known[key] = self._accountant.spent(*key).record

@@ -24,6 +24,7 @@ import torch
 
 from fedgauge.attacks.grading.one_run import EVIDENCE
 from fedgauge.attacks.membership.measured import MEMBER
+from fedgauge.attacks.plan import MOST_ATTACKS, AttackPlan, PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.pool.executors import LocalExecutor
@@ -184,6 +185,31 @@ def test_a_value_of_another_kind_is_named_with_its_column(theirs: Run, script: s
     changed(theirs, script)
     with pytest.raises(LedgerError, match=re.escape(named)), theirs.ledger(readonly=True) as ledger:
         _ = ledger.meta(), ledger.rounds(), ledger.observations(), ledger.planned(), list(ledger.scores_since(0))
+
+
+MANY_ATTACKS = (
+    "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 3000) "
+    "INSERT INTO attacks (name, planned, knowledge, seed) SELECT 'a' || i, planned, knowledge, seed FROM attacks, n WHERE id = 1"
+)
+
+
+@pytest.mark.parametrize("readonly", [True, False])
+def test_a_ledger_of_thousands_of_attacks_is_refused(theirs: Run, readonly: bool) -> None:
+    """Each is compared with each: two megabytes cost a page ten seconds, and twenty a quarter of an hour."""
+    changed(theirs, MANY_ATTACKS)
+    with pytest.raises(LedgerError, match="is damaged: a run has at most 1000 attacks, got 30[0-9]{2}"):
+        theirs.ledger(readonly)
+
+
+def test_a_plan_of_thousands_of_attacks_is_refused(theirs: Run) -> None:
+    plan = AttackPlan(tuple(PlannedAttack(f"a{i}", {"use": "dlg"}) for i in range(MOST_ATTACKS)))
+    with theirs.ledger() as ledger:
+        before = ledger.attacks()
+        with pytest.raises(LedgerError, match="attacks, and a run has at most 1000: make a new run"):
+            ledger.add_attacks(plan, {planned.name: "" for planned in plan.attacks})
+        assert ledger.attacks() == before
+    with pytest.raises(SpecError, match=r"\[\[attack\]\]: a run has at most 1000 attacks, baselines included, got"):
+        AttackPlan.from_tables([{"use": "dlg", "name": f"a{i}"} for i in range(MOST_ATTACKS)], {}, 1, 1)
 
 
 def test_a_few_pages_that_look_like_endless_rows_end_in_a_sentence(
