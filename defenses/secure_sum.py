@@ -25,11 +25,18 @@ from numpy.typing import NDArray
 
 from fedgauge.client.collusion import Tolerance, check_threshold, tolerance
 from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum, Train, Value, Vector
+from fedgauge.defenses.shared_secrets import (
+    SECRET,
+    agreed,
+    expand_seed,
+    pair_seed,
+    public_key,
+    shamir_combine,
+    shamir_share,
+)
 
 STEPS = ("advertise", "share", "mask", "confirm", "unmask")  # of a session, in their order
-PRIME = 2**521 - 1  # a Mersenne prime, above every 256-bit secret
-SHARE = 66  # bytes of a number below it
-SECRET = 32  # bytes of keys, seeds and tags
+SHARE = 66  # bytes of a number below the prime
 SEALED = 2 * SHARE + 16  # bytes of two encrypted shares
 
 Parsed = TypeVar("Parsed")
@@ -220,7 +227,7 @@ class PairwiseMasking(SecureSum):
     def _share(self, member: ClientSession, keys: list[bytes]) -> tuple[Record, Record]:
         """Shares of both secrets for all clients, each encrypted for its receiver."""
         count = len(keys) // 2
-        own = [_public(member.cipher_key), _public(member.mask_key)]
+        own = [public_key(member.cipher_key), public_key(member.mask_key)]
         if len(keys) != 2 * count or not self.least <= count <= self.group:
             raise ValueError(f"got the keys of {len(keys) / 2:g} clients, expected {self.least} to {self.group}")
         if len(set(keys)) != len(keys):
@@ -251,7 +258,7 @@ class PairwiseMasking(SecureSum):
         masked = self.quantise(*train())
         masked += self._expand(member.seed, len(masked))
         for n in others:
-            mask = self._expand(_pair(member.mask_key, member.keys[2 * n - 1], member.session), len(masked))
+            mask = self._expand(pair_seed(member.mask_key, member.keys[2 * n - 1], member.session), len(masked))
             masked = masked + mask if member.number < n else masked - mask
         senders, kept = (*member.senders, *others), (*member.shares, *shares)
         return replace(member, step="mask", senders=senders, shares=kept).to_record(), {"masked": masked}
@@ -379,10 +386,10 @@ class PairwiseMasking(SecureSum):
             total -= self._expand(secret(n), len(total))
         for n in request.dropped:
             key = secret(n)
-            if _public(key) != keys[2 * n - 1]:
+            if public_key(key) != keys[2 * n - 1]:
                 raise ValueError(f"the shares of client {n}'s key do not fit its public key: a client sent wrong ones")
             for s in request.survivors:
-                mask = self._expand(_pair(key, keys[2 * s - 1], session), len(total))
+                mask = self._expand(pair_seed(key, keys[2 * s - 1], session), len(total))
                 total = total - mask if s < n else total + mask
         return total
 
@@ -408,86 +415,23 @@ class PairwiseMasking(SecureSum):
         return expand_seed(seed, size, self.dtype)
 
 
-# -------------------------------------------------------------------------------------------------------- Shamir's shares
-
-
-def shamir_share(secret: int, threshold: int, count: int) -> list[int]:
-    """The values at 1..count of a random polynomial of degree threshold - 1 that is the secret at 0."""
-    drawn = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
-    return [evaluate_polynomial([secret, *drawn], x) for x in range(1, count + 1)]
-
-
-def evaluate_polynomial(coefficients: Sequence[int], x: int, prime: int = PRIME) -> int:
-    """A polynomial at x modulo a prime, its constant coefficient first."""
-    value = 0
-    for c in reversed(coefficients):
-        value = (value * x + c) % prime
-    return value
-
-
-def shamir_combine(shares: Mapping[int, int], prime: int = PRIME) -> int:
-    """The polynomial through (x, value) for all shares, at 0 (Lagrange); it needs as many shares as the threshold.
-
-    >>> shamir_combine({2: 329, 4: 176, 5: 1188}, prime=1613)
-    1234
-    """
-    total = 0
-    for x, value in shares.items():
-        up = down = 1
-        for other in shares:
-            if other != x:
-                up, down = up * other % prime, down * (other - x) % prime
-        total += value * up * pow(down, -1, prime)
-    return total % prime
-
-
-# ---------------------------------------------------------------------------------------------------- keys and streams
+# ------------------------------------------------------------------------------------------------------- keys of a session
 
 NONCE = bytes(12)  # every key encrypts one message
-
-
-def expand_seed(seed: bytes, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Uniform integers (size,) from a 32-byte seed: ChaCha20's key stream (RFC 8439)."""
-    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-
-    stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), mode=None).encryptor()
-    drawn: NDArray[Any] = np.frombuffer(stream.update(bytes(size * dtype.itemsize)), dtype)
-    return drawn
 
 
 def _advertise(session: bytes) -> tuple[Record, Record]:
     """Two fresh key pairs; an earlier session is deleted."""
     member = ClientSession(session, "advertise", secrets.token_bytes(SECRET), secrets.token_bytes(SECRET))
-    return member.to_record(), {"keys": [_public(member.cipher_key), _public(member.mask_key)]}
-
-
-def _public(key: bytes) -> bytes:
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-
-    return X25519PrivateKey.from_private_bytes(key).public_key().public_bytes_raw()
-
-
-def _agreed(key: bytes, other: bytes, info: bytes) -> bytes:
-    """32 bytes that only the two owners of these X25519 keys can compute, for one purpose."""
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-    from cryptography.hazmat.primitives.hashes import SHA256
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-
-    common = X25519PrivateKey.from_private_bytes(key).exchange(X25519PublicKey.from_public_bytes(other))
-    return HKDF(SHA256(), SECRET, salt=None, info=b"fedgauge secure sum " + info).derive(common)
-
-
-def _pair(key: bytes, other: bytes, session: bytes) -> bytes:
-    """The seed of two clients' mask, the same for both."""
-    return _agreed(key, other, b"mask" + session + b"".join(sorted([_public(key), other])))
+    return member.to_record(), {"keys": [public_key(member.cipher_key), public_key(member.mask_key)]}
 
 
 def _one_way(member: ClientSession, other: int, sends: bool, purpose: bytes) -> bytes:
     """32 bytes for one purpose between two clients in one direction, which nobody else can compute."""
     theirs = member.keys[2 * other - 2]
-    ends = [_public(member.cipher_key), theirs]
+    ends = [public_key(member.cipher_key), theirs]
     direction = b"".join(ends if sends else reversed(ends))
-    return _agreed(member.cipher_key, theirs, purpose + member.context + direction)
+    return agreed(member.cipher_key, theirs, purpose + member.context + direction)
 
 
 def _cipher(member: ClientSession, other: int, sends: bool) -> Any:
@@ -531,7 +475,7 @@ def _public_keys(answer: Mapping[str, Value]) -> list[bytes] | None:
     keys = _byte_strings(answer.get("keys"), [SECRET] * 2)
     try:
         for key in keys or ():
-            _agreed(secrets.token_bytes(SECRET), key, b"")
+            agreed(secrets.token_bytes(SECRET), key, b"")
     except ValueError:
         return None
     return keys

@@ -1,5 +1,6 @@
 """README, SECURITY and docs stay true: their commands, examples and links work, and their figures are the kept ones."""
 
+import ast
 import csv
 import importlib
 import itertools
@@ -609,3 +610,22 @@ def test_what_interception_costs_is_what_was_kept() -> None:
     assert row(SPEED, "the same, of a round with a single step (of 64 images; of 1 image)") == [
         f"{cpu[1]:.1f}; {cpu[2]:.1f} %"
     ]
+
+
+# -------------------------------------------------------------------------------------------------- the way of an update
+
+
+def test_every_station_of_an_update_is_where_the_page_says() -> None:
+    """A file with the functions that an update passes there."""
+    page = text_of("docs/architecture.md")
+    walk = page[page.index("## The way of an update") : page.index("## Where each part is")]
+    named = re.findall(r"`([\w/]+\.py)`:\s+(`[\w.]+`(?:,\s+`[\w.]+`)*)", walk)
+    for file, functions in named:
+        written: set[str] = set()
+        for node in ast.parse((ROOT / file).read_text()).body:
+            if isinstance(node, ast.FunctionDef):
+                written.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                written |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+        assert set(re.findall(r"`([\w.]+)`", functions)) <= written, file
+    assert len(named) > 15, "the test reads nothing"

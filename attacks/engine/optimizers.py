@@ -118,9 +118,6 @@ class lbfgs:
         return 2 * self.history
 
 
-Optimizer = adam | lbfgs
-
-
 @dataclass
 class Descent:
     """The state of P problems.

@@ -52,7 +52,7 @@ SPACES: Mapping[str, Mapping[str, Range]] = {
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedSettings:
     """The best hyperparameters of one attack in one setting, and their score on the tuning images."""
 
     cell: str
@@ -88,7 +88,7 @@ def candidates(spec: AttackSpec, trials: int, seed: int, cell: str) -> Iterator[
         yield {name: bounds.draw(draws[name]) for name, bounds in searched.items()}
 
 
-def tune(paper_table: PaperTable, n: int, trials: int) -> Iterator[Tuned]:
+def tune(paper_table: PaperTable, n: int, trials: int) -> Iterator[TunedSettings]:
     """For every attack with hyperparameters to search, the candidate with the highest mean PSNR."""
     for cell in paper_table.cells:
         tuning_setting = on_tuning_images(cell, n)
@@ -98,7 +98,7 @@ def tune(paper_table: PaperTable, n: int, trials: int) -> Iterator[Tuned]:
                 yield _best(tuning_setting, spec, setup, paper_table.seed, trials)
 
 
-def _best(cell: Setting, spec: AttackSpec, setup: Setup, seed: int, trials: int) -> Tuned:
+def _best(cell: Setting, spec: AttackSpec, setup: Setup, seed: int, trials: int) -> TunedSettings:
     import optuna  # only developers need it
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -119,7 +119,7 @@ def _best(cell: Setting, spec: AttackSpec, setup: Setup, seed: int, trials: int)
 
     study.optimize(score, n_trials=trials)
     best_settings: dict[str, float] = study.best_trial.user_attrs["settings"]
-    return Tuned(cell.name, spec.name, best_settings, round(study.best_value, 2), trials)
+    return TunedSettings(cell.name, spec.name, best_settings, round(study.best_value, 2), trials)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,8 +16,6 @@ from scipy.stats import chi2
 
 from fedgauge.client.collusion import Tolerance, promised_colluders
 from fedgauge.defenses.secure_sum import (
-    PRIME,
-    SECRET,
     SHARE,
     ClientSession,
     PairwiseMasking,
@@ -26,10 +24,14 @@ from fedgauge.defenses.secure_sum import (
     TooFewSurvivors,
     UnmaskRequest,
     Vector,
-    _pair,
     _tag,
+)
+from fedgauge.defenses.shared_secrets import (
+    PRIME,
+    SECRET,
     evaluate_polynomial,
     expand_seed,
+    pair_seed,
     shamir_combine,
     shamir_share,
 )
@@ -551,7 +553,7 @@ def learned(
         bare[n] = masked[n] - expand_seed(found["seed", n], 5, terms.dtype)
         for s in heard[n] - {n} - hidden[n]:
             one, other = (n, s) if n in keys else (s, n)
-            mask = expand_seed(_pair(keys[one], kept[one].keys[2 * other - 1], kept[1].session), 5, terms.dtype)
+            mask = expand_seed(pair_seed(keys[one], kept[one].keys[2 * other - 1], kept[1].session), 5, terms.dtype)
             bare[n] = bare[n] - mask if n < s else bare[n] + mask
     sums = []
     for n in bare:
