@@ -13,7 +13,7 @@ from fedgauge.server.views.assurance.gate import GateResult, Outcome
 from fedgauge.simulations.run.environment import package
 from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE
 
-PAGE = "docs/gate.md"
+PAGE = "docs/guides/gate.md"
 _KINDS: dict[Outcome, str] = {"passed": "pass", "failed": "fail", "not measured": "open"}
 
 

@@ -22,7 +22,7 @@ from fedgauge.server.views.assurance.coverage import MAPS_TO, TEXTS, coverage
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
 from fedgauge.server.views.formatting import number, percent, rounded, scenario_line, status_words
-from fedgauge.server.views.gallery import Gallery
+from fedgauge.server.views.gallery import Gallery, worst_cases
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.notices import notices
@@ -36,6 +36,7 @@ from fedgauge.simulations.reports.audit_record import NAME, record_of, write_rec
 from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
 from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
 
+WORST = 3  # examples on the first screen
 AT = 20  # dB: threshold at which the text states certified rates
 
 
@@ -183,6 +184,8 @@ def _data(
             "class_names": gallery.class_names,
             "cards": [asdict(card) for card in cards],
         },
+        "worst": worst_cases(gallery, WORST),
+        "noun": reading.scores.measure.private,
         "clients": clients(reading, reading.scores.measure.metric, None),
     }
 

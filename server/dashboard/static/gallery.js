@@ -18,6 +18,15 @@ function cards(found, kind, link) {
   return el("ul.cards", found.map(card => el("li", { "data-key": cardKey(card) }, cardOf(card, kind, link))));
 }
 
+/** The few private examples that came back best, or nothing; all: a link to all of them. */
+function bestBack(worst, kind, noun, all, link) {
+  if (!worst.length) return null;
+  const words = `The ${many(worst.length, `private ${noun}`)} that came back best: `
+    + `truth, reconstruction${kind === "text" ? "" : ", difference (black: none)"}. `;
+  const few = { class: "worst", "data-key": "worst" }, title = el("h2.hidden", "Worst cases");
+  return el("div", few, title, cards(worst, kind, link), el("p.small", words, all));
+}
+
 function galleryControls(data, state, change) {
   const round = state.get("round") || String(data.round), all = round === "all"; // the round that was asked for, whose cards may not have come yet
   const step = all ? data.rounds.length - 1 : Math.max(0, data.rounds.map(String).indexOf(round));

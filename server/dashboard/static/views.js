@@ -103,14 +103,10 @@ function appRounds(rows) {
   return list("What clients and server returned in each round", ["round", ...names], rows.map(cells));
 }
 
-/** The private examples that came back best. */
-function worstCases({ worst, kind, name, measure: { private: noun } }) {
-  if (!worst.length) return null;
-  const few = { class: "worst", "data-key": "worst" }, title = el("h2.hidden", "Worst cases");
-  const words = `The ${many(worst.length, `private ${noun}`)} that came back best: `
-    + `truth, reconstruction${kind === "text" ? "" : ", difference (black: none)"}. `;
+/** The private examples that came back best, with a way to all of them. */
+function worstCases({ worst, kind, name, measure }) {
   const all = link(address(name, "/gallery?round=all"), "All in the gallery");
-  return el("div", few, title, cards(worst, kind, kind === "image" ? imageAddress(name) : null), el("p.small", words, all));
+  return bestBack(worst, kind, measure.private, all, kind === "image" ? imageAddress(name) : null);
 }
 
 const serverAttacks = all => el("dl", all.map(({ name, words }) => [el("dt", name), el("dd", words)]));
