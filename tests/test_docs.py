@@ -391,6 +391,12 @@ def test_what_server_attacks_win_is_what_was_kept() -> None:
     assert decibels("dead weights for the other four clients of a secure sum") == expected(
         "inconsistency", "isolated_psnr", "inconsistent", "alone", "honest"
     )
+    for net, words in (("CIFAR-10, B=16", "16, ConvSmall on CIFAR-10"), ("MNIST, B=64", "64, ConvSmall on MNIST")):
+        cells = [f"convsmall, {net}, {sent}" for sent in ("Scale-MIA", "honest weights")]
+        assert decibels(f"Scale-MIA, batches of {words}") == expected("scale_mia", "psnr", *cells)
+    apart, mixed = (100 * kept("loki", f"M=8, {sent}", "verbatim") for sent in ("LOKI", "imprint"))
+    summed = row(page, "LOKI, a secure sum of eight clients with 16 images each, 64 bins")
+    assert summed[-2:] == [f"{apart:.1f} % verbatim", f"imprint, the same sum: {mixed:.1f} %"]
     flips = expected("label_flipping", "psnr", "flipped", "honest")
     assert decibels("flipped labels, a trained ConvNet, no noise")[:2] == flips
     for words, noise in (("without noise", "no noise"), ("under noise .01", "noise .01")):

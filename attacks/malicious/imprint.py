@@ -10,6 +10,7 @@ possible image and the last row is a bin of its own: each bin then holds 1/K of 
 bin with probability (1 - 1/K)^(N-1).
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,17 +106,19 @@ class imprint(ServerAttack):
         prefix, block = _block(known.model)
         if block.query.out_features != self.bins:
             raise ValueError(f"the block has {block.query.out_features} rows, and imprint was given bins = {self.bins}")
-        weights = 0.5 + torch.rand(block.query.in_features, generator=rng, dtype=torch.float64)
-        weights /= weights.sum()
-        signs = torch.randint(0, 2, weights.shape, generator=rng).double() * 2 - 1
-        levels, spread = _levels(weights, self.bins, known)
-        scale, offset = input_to_pixels(known)
-        made = {
-            "query.weight": (weights * scale / spread).expand(self.bins, -1),
-            "query.bias": (weights @ offset - levels) / spread,
-            "back.weight": (signs * self.strength)[:, None],
-        }
+        row, bias, back = sorting_query(self.bins, self.strength, known, rng)
+        made = {"query.weight": row.expand(self.bins, -1), "query.bias": bias, "back.weight": back}
         return {**sent, **{prefix + k: t.to(sent[prefix + k]).contiguous() for k, t in made.items()}}
+
+
+def sorting_query(bins: int, strength: float, known: Knowledge, rng: Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """A row (pixels,) that all bins share, their biases (bins,), and weights (pixels, 1) by which the block moves the image."""
+    weights = 0.5 + torch.rand(math.prod(known.shape), generator=rng, dtype=torch.float64)
+    weights /= weights.sum()
+    signs = torch.randint(0, 2, weights.shape, generator=rng).double() * 2 - 1
+    levels, spread = _levels(weights, bins, known)
+    scale, offset = input_to_pixels(known)
+    return weights * scale / spread, (weights @ offset - levels) / spread, (signs * strength)[:, None]
 
 
 def _levels(weights: Tensor, bins: int, known: Knowledge) -> tuple[Tensor, float]:
@@ -131,9 +134,15 @@ def _levels(weights: Tensor, bins: int, known: Knowledge) -> tuple[Tensor, float
         spread = float(values.std())
         if not spread > 0:
             raise ValueError("the public images are all equally bright: no threshold can separate images")
-        quantiles = _quantiles(values, inner, 1.3 * spread * len(values) ** (-1 / 3))
+        quantiles = quantile_levels(values, bins)
     below = torch.tensor([-spread], dtype=torch.float64)  # below every image: pixels are not negative
     return torch.cat([below, quantiles]), spread
+
+
+def quantile_levels(values: Tensor, bins: int) -> Tensor:
+    """The bins - 1 thresholds, float64, that divide values (n,) evenly; of values in between, too."""
+    inner = torch.arange(1, bins, dtype=torch.float64) / bins
+    return _quantiles(values, inner, 1.3 * float(values.std()) * len(values) ** (-1 / 3))
 
 
 def _quantiles(values: Tensor, levels: Tensor, width: float) -> Tensor:
@@ -171,10 +180,11 @@ class read_imprint(Attack):
             prefix, _ = _block(known.model)
         except ValueError as error:
             return not_applicable(wave, str(error))
-        return [_binned(wave.of([k]), known, f"{prefix}query") for k in range(len(wave))]
+        return [read_bins(wave.of([k]), known, f"{prefix}query") for k in range(len(wave))]
 
 
-def _binned(wave: Wave, known: Knowledge, layer: str) -> Reconstruction:
+def read_bins(wave: Wave, known: Knowledge, layer: str) -> Reconstruction:
+    """The images of one observation, each from the difference of two rows of a layer that reads images."""
     started = time.perf_counter()
     rows = LayerRows.of(wave.alone(0), layer)
     if reason := rows.reason:

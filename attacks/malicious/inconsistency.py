@@ -26,6 +26,8 @@ _SHIFTED = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm,
 class dead_layer(ServerAttack):
     """Weights whose layer before the classifier outputs zero for any input, for all clients of a secure sum but the target."""
 
+    spares_one: ClassVar[bool] = True
+
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         classifier = last_linear(known.model)
         name = _last_shift(known.model, classifier)

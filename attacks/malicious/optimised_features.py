@@ -7,8 +7,8 @@ An idea of Inverting Gradients (Geiping et al., 2020, appendix A). The classifie
 
 where s is the variance of the noise that the clients' chain leaves in h. It works with honest weights, too. Its error is
 smallest where every layer before the classifier keeps the principal components of its own input: of each tile by which a
-convolution strides, or of a fully connected layer's whole input. A layer that is wide enough then loses nothing, and a narrow
-one loses what varies least; activations are kept where they are nearly linear.
+convolution strides, of the mean patch that an average pool behind it leaves, or of a fully connected layer's whole input. A layer
+that is wide enough then loses nothing, and a narrow one loses what varies least; activations are kept where they are nearly linear.
 """
 
 import time
@@ -78,7 +78,7 @@ class LinearEstimate:
         return self.x + ((h.double() - self.inputs) @ self.left * shrunk) @ self.right
 
 
-def _public(known: Knowledge) -> Tensor:
+def public_images(known: Knowledge) -> Tensor:
     """Public images (n, C, H, W) in pixels; ValueError where there are too few."""
     if len(known.shape) != 3:
         raise ValueError(f"expected images (C, H, W), and the examples here have shape {tuple(known.shape)}")
@@ -101,16 +101,7 @@ class optimised_features(ServerAttack):
     zero: bool = False
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        public, made, classifier = _public(known)[:FITTED], dict(sent), last_linear(known.model)
-        leaves = [(name, m) for name, m in known.model.named_modules() if not list(m.children()) and name != classifier]
-        layers = [i for i, (_, m) in enumerate(leaves) if isinstance(m, nn.Linear) or _plain(m)]
-        if not layers:
-            raise ValueError(f"no layer before the classifier {classifier!r} can be optimised")
-        for i in layers:
-            name, layer = leaves[i]
-            with torch.no_grad():
-                tiles = _tiles(layer, layer_input(known, made, name, public))
-            made |= _components(name, layer, tiles, made, leaves[i + 1 : i + 3])
+        made = principal_layers(last_linear(known.model), sent, known)
         ours, theirs = (_public_psnr(known, weights) for weights in (made, sent))
         if ours <= theirs:
             raise ValueError(
@@ -120,9 +111,25 @@ class optimised_features(ServerAttack):
         return with_zero_classifier(made, known, self.zero)
 
 
+def principal_layers(end: str, sent: Params, known: Knowledge) -> dict[str, Tensor]:
+    """The weights, in which every layer before the layer `end` keeps the principal components of its input."""
+    public, made = public_images(known)[:FITTED], dict(sent)
+    leaves = [(name, m) for name, m in known.model.named_modules() if not list(m.children())]
+    before = [name for name, _ in leaves].index(end)
+    layers = [i for i, (_, m) in enumerate(leaves[:before]) if isinstance(m, nn.Linear) or _plain(m)]
+    if not layers:
+        raise ValueError(f"no layer before {end!r} can be optimised")
+    for i in layers:
+        name, layer = leaves[i]
+        with torch.no_grad():
+            inputs = layer_input(known, made, name, public)
+        made |= _components(name, layer, inputs, made, leaves[i + 1 : before][:3])
+    return made
+
+
 def _public_psnr(known: Knowledge, params: Params) -> float:
     """Mean PSNR of the estimate on public images that it was not fitted to."""
-    public = _public(known)[: 2 * FITTED]
+    public = public_images(known)[: 2 * FITTED]
     with torch.no_grad():
         h = layer_input(known, params, last_linear(known.model), public).flatten(1)
     half = len(public) // 2
@@ -136,37 +143,46 @@ def _plain(module: nn.Module) -> bool:
     return module.groups == 1 and module.dilation == (1, 1)
 
 
-def _window(conv: nn.Conv2d, axis: int) -> slice:
-    """The part of a kernel that tiles the image: as long as the stride, starting at the image's edge."""
-    kernel, step, padding = conv.kernel_size[axis], conv.stride[axis], conv.padding[axis]
-    assert isinstance(padding, int)
-    size = min(step, kernel)
-    start = min(padding, kernel - size)
-    return slice(start, start + size)
+def _windows(conv: nn.Conv2d, pool: nn.AvgPool2d | None) -> tuple[slice, slice]:
+    """The part of a kernel that keeps components: as long as the stride, starting at the image's edge; pooled, all of it."""
+    if pool is not None:
+        return slice(None), slice(None)
+    found = []
+    for kernel, step, padding in zip(conv.kernel_size, conv.stride, conv.padding, strict=True):
+        assert isinstance(padding, int)
+        size = min(step, kernel)
+        start = min(padding, kernel - size)
+        found.append(slice(start, start + size))
+    return found[0], found[1]
 
 
-def _tiles(layer: nn.Module, inputs: Tensor) -> Tensor:
+def _tiles(layer: nn.Module, inputs: Tensor, pool: nn.AvgPool2d | None) -> Tensor:
     """The inputs (n, d) float64 whose components a layer's outputs keep."""
     if not isinstance(layer, nn.Conv2d):
         return inputs.flatten(0, -2).double()
     assert not isinstance(layer.padding, str)
     patches = F.unfold(inputs, layer.kernel_size, padding=layer.padding, stride=layer.stride)
+    if pool is not None:
+        width = (inputs.shape[-1] + 2 * layer.padding[1] - layer.kernel_size[1]) // layer.stride[1] + 1
+        patches = pool(patches.unflatten(2, (-1, width))).flatten(2)
     whole = patches.transpose(1, 2).reshape(-1, inputs.shape[1], *layer.kernel_size)
-    return whole[:, :, _window(layer, 0), _window(layer, 1)].flatten(1).double()
+    return whole[:, :, *_windows(layer, pool)].flatten(1).double()
 
 
 def _components(
-    name: str, layer: nn.Module, tiles: Tensor, sent: Params, behind: Sequence[tuple[str, nn.Module]]
+    name: str, layer: nn.Module, inputs: Tensor, sent: Params, behind: Sequence[tuple[str, nn.Module]]
 ) -> dict[str, Tensor]:
     """The layer's new parameters, and those that make a BatchNorm behind it the identity."""
+    pool = next((m for _, m in behind if isinstance(m, nn.Conv2d | nn.Linear | nn.AvgPool2d)), None)
+    pool = pool if isinstance(pool, nn.AvgPool2d) else None  # none behind another layer is this one's
+    tiles = _tiles(layer, inputs, pool)
     weight, middle = sent[f"{name}.weight"].clone(), tiles.mean(0)
     axes, largest = _principal(tiles - middle)
     kept, shift = min(len(weight), len(axes)), _shift([m for _, m in behind])
     rows = axes[:kept] / max(largest, TINY)
     if isinstance(layer, nn.Conv2d):
-        high, wide = _window(layer, 0), _window(layer, 1)
         weight[:kept] = 0
-        part = weight[:kept, :, high, wide]
+        part = weight[:kept, :, *_windows(layer, pool)]
         part.copy_(rows.view(part.shape).to(weight))
     else:
         weight[:kept] = rows.to(weight)
@@ -222,7 +238,7 @@ class read_features(Attack):
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
         try:
-            public = _public(known)
+            public = public_images(known)
             check_readable(known, wave.params)
         except ValueError as error:
             return not_applicable(wave, str(error))

@@ -4,7 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -21,6 +21,8 @@ from fedgauge.client.update import Batch, Params, Update
 class ServerAttack(ABC):
     """How a malicious server alters what it sends, as a frozen dataclass; its decoder is an Attack in the same file."""
 
+    spares_one: ClassVar[bool] = False  # whether one client of a secure sum, the target, must get honest weights
+
     @property
     def architecture(self) -> Table | None:
         """The component that alters the whole federation's network before training; None: the agreed network stays."""
@@ -30,6 +32,10 @@ class ServerAttack(ABC):
     def is_stateful(self) -> bool:
         """Whether it uses a client's earlier updates."""
         return False
+
+    def for_member(self, place: int) -> "ServerAttack":
+        """The attack on one client of a secure sum, which is the place-th there; by default all are sent the same weights."""
+        return self
 
     @abstractmethod
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:

@@ -94,9 +94,9 @@ def check(plan: Sequence[TargetedServerAttack], fed: Federation) -> None:
                 f"of {fed.shards.batch_size} from {len(fed.shards.indices[changing[0]])} examples: give it one round, or clients "
                 "that hold one batch each"
             )
-        call(
-            targeted.server_attack.craft, {"sent": params, "known": known, "rng": generator("a malice is tried")}, where
-        )
+        last = max(map(len, fed.protocol.groups(1))) - 1  # in the largest secure sum
+        attack = call(targeted.server_attack.for_member, {"place": last}, where)
+        call(attack.craft, {"sent": params, "known": known, "rng": generator("a malice is tried")}, where)
         for j, other in enumerate(plan[: i - 1], 1):
             if _overlap(other.targeting, targeted.targeting, fed.protocol):
                 raise SpecError(

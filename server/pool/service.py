@@ -213,7 +213,12 @@ def _replayable(ledger: Ledger, scenario: Scenario) -> tuple[int, int, str] | No
 def _mixed(scenario: Scenario, round: int, client: int) -> bool:
     """Whether a secure sum adds updates computed at different weights, of which the tape keeps only one."""
     members = scenario.protocol.members(client, round)
-    return any(len({aimed.targeting.applies_to(round, c) for c in members}) > 1 for aimed in scenario.server_attack)
+    for aimed in scenario.server_attack:
+        altered = [aimed.targeting.applies_to(round, c) for c in members]
+        own = [aimed.server_attack.for_member(place) for place in range(len(members))]
+        if any(altered) and not (all(altered) and all(attack == own[0] for attack in own)):
+            return True
+    return False
 
 
 def _is_stateful(scenario: Scenario) -> bool:

@@ -73,9 +73,10 @@ class MaliciousStrategy(Wrapper):
         return next((planned for planned in self.plan if planned.targeting.applies_to(round, client)), None)
 
     def _crafted(self, attack: TargetedServerAttack, round: int, client: int, honest: Params) -> Params:
-        # the same weights for a whole secure sum, because updates at different weights must not be added
+        # one generator for a whole secure sum: weights that no attack needs to differ must not, as their updates are added
         (group,) = (group for group in self.protocol.groups(round) if client in group)
-        rng, server_attack = generator(self.protocol.seed, "malice", round, group[0]), attack.server_attack
+        rng = generator(self.protocol.seed, "malice", round, group[0])
+        server_attack = attack.server_attack.for_member(group.index(client))
         seen = (
             [o for o in self.seen.get(client, []) if attack.targeting.applies_to(o.round, client)]
             if server_attack.is_stateful

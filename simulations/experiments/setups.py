@@ -207,15 +207,16 @@ class _Clients:
         """What the server observes in the last round of its k-th client, or group of clients."""
         cell, fed, server_attack = self.cell, self.fed, self.cell.build_server_attack()
         honest, buffers = fed.initial()
-        first = k * cell.members
+        first, known = k * cell.members, public_knowledge(fed)
         observations: list[Observation] = []
         for round in range(1, cell.rounds + 1):
-            sent = honest
-            if server_attack is not None:
-                rng = generator(fed.protocol.seed, "malice", k, round)
-                arguments = {"known": public_knowledge(fed), "rng": rng, "seen": observations}
-                sent = call(server_attack.craft, {"sent": honest, **arguments}, f"cell {cell.name}: server attack")
-            weights_by_member = [sent] if cell.members == 1 else [honest, *[sent] * (cell.members - 1)]
+            weights_by_member = [honest] * cell.members
+            for place in range(cell.members):
+                if server_attack is not None and not (server_attack.spares_one and place == 0 and cell.members > 1):
+                    own = server_attack.for_member(place)
+                    rng = generator(fed.protocol.seed, "malice", k, round)
+                    arguments = {"sent": honest, "known": known, "rng": rng, "seen": observations}
+                    weights_by_member[place] = call(own.craft, arguments, f"cell {cell.name}: server attack")
             updates = [
                 {name: t.detach() for name, t in fed.own_update(params, buffers, first + i, round).items()}
                 for i, params in enumerate(weights_by_member)

@@ -96,10 +96,10 @@ def test_what_it_cannot_do_is_said() -> None:
     few, flat = knowledge(lenet(SHAPE, CLASSES), public=3), knowledge(mlp(SHAPE, CLASSES, hidden=[]))
     with pytest.raises(ValueError, match="at least 16 .*, and there are 3"):
         crafted(few)
-    with pytest.raises(ValueError, match="no layer before the classifier .* can be optimised"):
+    with pytest.raises(ValueError, match="no layer before .* can be optimised"):
         crafted(flat)
     padded = nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.Flatten(), nn.Linear(256, CLASSES))
-    with pytest.raises(ValueError, match="no layer before the classifier .* can be optimised"):
+    with pytest.raises(ValueError, match="no layer before .* can be optimised"):
         crafted(knowledge(padded))
     found = attacked(few, detached_params(few.model), Batch(pictures(1, 3), torch.tensor([1])))
     assert found.status == "not_applicable" and "there are 3" in found.reason

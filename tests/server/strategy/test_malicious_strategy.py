@@ -221,6 +221,39 @@ def test_a_secure_sum_of_equal_crafted_weights_is_one_larger_batch(
     assert sum(exact) >= 0.5 * len(exact) and len(exact) >= 12
 
 
+def test_loki_reads_each_client_of_a_secure_sum_apart(make_scenario: Callable[..., Scenario], tmp_path: Path) -> None:
+    """Of a client's four images over 16 bins (1 - 1/16)^3 = .82 are alone in theirs; in one batch of twelve it were .49."""
+    scenario = malicious_setup(
+        make_scenario,
+        {"use": "loki", "members": 3, "bins": 16},
+        rounds=2,
+        secure_sum={"group": 3},
+        model={"use": "mlp", "hidden": []},
+        data={"use": "mnist5k", "batch_size": 4, "auxiliary": 500},
+        attack=[{"use": "read_kernels"}],
+    )
+    run = begun(tmp_path / "run", scenario)
+    train(run)
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        told = ledger.meta()
+        exact = [r["value"] > 100 for r in ledger.scores() if r["metric"] == "psnr" and r["attack"] == "read_kernels"]
+    assert told["replay"] == "unknown" and "was sent other weights than the tape keeps" in told["replay_detail"]
+    assert len(exact) == 24 and sum(exact) >= 0.6 * len(exact)
+
+
+def test_loki_for_fewer_clients_than_a_sum_has_is_refused_before_the_run(make_scenario: Callable[..., Scenario]) -> None:
+    with pytest.raises(SpecError, match=r"place must lie in 0\.\.1, got 2: raise members"):
+        malicious_setup(
+            make_scenario,
+            {"use": "loki", "members": 2},
+            secure_sum={"group": 3},
+            model={"use": "mlp", "hidden": []},
+            data={"use": "mnist5k", "batch_size": 1, "auxiliary": 50},
+            attack=[{"use": "read_kernels"}],
+        )
+
+
 def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
     make_scenario: Callable[..., Scenario], tmp_path: Path
 ) -> None:

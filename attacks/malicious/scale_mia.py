@@ -1,0 +1,234 @@
+"""Scale-MIA (Shi et al., NDSS 2025): the network's own first fully connected layer sorts a batch into bins by its features.
+
+As in imprint.py all rows of that layer measure one linear query, here of the features h that the layers before it make, and the
+next layer reads the mean of the rows. Differences of neighbouring rows then give h of each image that is alone in its bin, in sums
+of many clients' updates, too. No architecture changes.
+
+The paper trains an autoencoder on public images: the encoder is sent, the decoder maps features back. Here both have a closed form:
+the layers before keep the principal components of what they read (optimised_features.py), and the decoder is the best linear
+estimate by public images, of the whole image or of each part of it from the features around that part.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.malicious.decoding import LayerRows, decoded, nothing_decoded
+from fedgauge.attacks.malicious.imprint import quantile_levels, read_bins
+from fedgauge.attacks.malicious.optimised_features import (
+    TINY,
+    LinearEstimate,
+    layer_input,
+    principal_layers,
+    public_images,
+)
+from fedgauge.attacks.malicious.server_attack import ServerAttack
+from fedgauge.client.update import Params
+
+RIDGES = (1e-2, 1e-4, 1e-6, 1e-8)  # as parts of the features' mean variance
+PARTS = 1 << 12  # of images, to which the estimate of parts is fitted
+RARE = 1e-3  # probability that noise alone passes for an image
+ROUNDED = 1e-5  # of the features' root mean square: what float32 leaves of them in a difference of rows
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The fully connected layer that reads the features, and the next one; both by their names in the network.
+
+    Args:
+        alone: whether the features are the image itself.
+    """
+
+    first: str
+    second: str
+    alone: bool
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "_Head":
+        """The head; ValueError where there is none."""
+        passed = nn.Flatten | nn.Identity | nn.Dropout
+        leaves = [(n, m) for n, m in model.named_modules() if not list(m.children()) and not isinstance(m, passed)]
+        for (name, first), (_, relu), (following, second) in zip(leaves, leaves[1:], leaves[2:], strict=False):
+            if isinstance(first, nn.Linear):
+                if first.bias is None or not isinstance(relu, nn.ReLU) or not isinstance(second, nn.Linear):
+                    break
+                return cls(name, following, name == leaves[0][0])
+        raise ValueError(
+            "the network has no fully connected layer with a bias, a ReLU and another such layer behind it"
+        )
+
+
+@dataclass(frozen=True)
+class scale_mia(ServerAttack):
+    """Makes the first fully connected layer sort images by a random query of their features, which the layers before it keep.
+
+    Args:
+        strength: the next layer's weights, which decide how large the gradient is that is read.
+    """
+
+    strength: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.strength > 0:
+            raise ValueError(f"strength must be above 0, got {self.strength}")
+
+    def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
+        head = _Head.of(known.model)
+        made = dict(sent) if head.alone else principal_layers(head.first, sent, known)
+        with torch.no_grad():
+            h = layer_input(known, made, head.first, public_images(known)).flatten(1).double()
+        query = torch.randn(h.shape[1], generator=rng, dtype=torch.float64) / h.shape[1] ** 0.5
+        values = h @ query
+        spread = float(values.std())
+        if not spread > 0:
+            raise ValueError("the public images all have the same features: no threshold can separate images")
+        weight, onward = made[f"{head.first}.weight"], made[f"{head.second}.weight"]
+        lowest = values.min() - 3 * spread  # below every image
+        levels = torch.cat([lowest[None], quantile_levels(values, len(weight))])
+        # half of them negative: of weights that are all alike a classifier has no gradient
+        signs = 1.0 - 2.0 * (torch.randperm(len(onward), generator=rng) % 2)
+        parts = {
+            f"{head.first}.weight": (query / spread).expand(len(weight), -1),
+            f"{head.first}.bias": -levels / spread,
+            f"{head.second}.weight": (self.strength / len(weight) * signs)[:, None].expand(onward.shape),
+        }
+        return {**made, **{k: t.to(sent[k]).contiguous() for k, t in parts.items()}}
+
+
+# ------------------------------------------------------------------------------------------------------------- decoder
+
+
+@dataclass(frozen=True)
+class read_latents(Attack):
+    """Reads the features of each image that is alone in its bin, and estimates the image by public images.
+
+    Of several images in one bin it gives the mean. Nothing is proven exact, unless the features are the image itself.
+    """
+
+    @property
+    def on_cpu(self) -> bool:
+        return True
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        try:
+            head = _Head.of(known.model)
+            if head.alone:
+                return [read_bins(wave.of([k]), known, head.first) for k in range(len(wave))]
+            decoder = _Decoder.fitted(wave.params, known, head.first)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
+        return [_read(wave.of([k]), known, head.first, decoder) for k in range(len(wave))]
+
+
+def _read(wave: Wave, known: Knowledge, layer: str, decoder: "_Decoder") -> Reconstruction:
+    started = time.perf_counter()
+    rows = LayerRows.of(wave.alone(0), layer)
+    if reason := rows.reason:
+        return nothing_decoded(reason, started)
+    bins = rows.differences()
+    strongest = bins.bias.abs().argsort(descending=True)[: known.batch_size]
+    bias = bins.bias[strongest]
+    chain = known.chain.update_distribution
+    variance = 0.0 if chain is None else 2 * (chain.sigma**2 + 2 * chain.scale**2)  # of a difference of two rows
+    # the largest of as many squares of noise: what is below is not taken for an image
+    largest = 2 * math.log(len(rows.bias) / RARE) * variance
+    x = decoder(bins.weight[strongest] / bias[:, None], variance / (bias.square() - largest).clamp(min=TINY * variance))
+    return decoded(x, 0, wave, known, started, "estimates by public images")
+
+
+@dataclass(frozen=True, eq=False)
+class _Decoder:
+    """The best linear estimate of images from features.
+
+    Args:
+        estimate: of what differs from the mean image, from what differs from the mean features.
+        h: (d,) mean features; x: (C, H, W) mean image.
+        parts: (c, h, w) of the features where each of h x w parts of an image is estimated from those around it; None: the whole
+            image from all features.
+    """
+
+    estimate: LinearEstimate
+    h: Tensor
+    x: Tensor
+    parts: tuple[int, ...] | None
+
+    @classmethod
+    def fitted(cls, params: Params, known: Knowledge, layer: str) -> "_Decoder":
+        """The better one, on public images that it is not fitted to."""
+        x = public_images(known)
+        with torch.no_grad():
+            h = layer_input(known, params, layer, x).flatten(1).double()
+            grid = _grid(known, params, layer, x[:1])
+        half = len(x) // 2
+        noise = torch.full((len(x) - half,), (ROUNDED**2) * float(h.square().mean()), dtype=torch.float64)
+        best, least = None, float("inf")
+        for parts in (None, *([grid] if grid else [])):
+            fit = cls._fit(h[:half], x[:half], parts)
+            for ridge in RIDGES:
+                tried = fit._at(ridge, h)
+                off = float((tried(h[half:], noise) - x[half:]).square().mean())
+                if off < least:
+                    best, least = (parts, ridge), off
+        if best is None:
+            raise ValueError("the weights that were sent give features that are not finite")
+        return cls._fit(h, x, best[0])._at(best[1], h)
+
+    @classmethod
+    def _fit(cls, h: Tensor, x: Tensor, parts: tuple[int, ...] | None) -> "_Decoder":
+        middle = h.mean(0), x.double().mean(0)
+        h, x = h - middle[0], x - middle[1]
+        if parts is None:
+            return cls(LinearEstimate.fitted(h, x, 0.0), *middle, parts)
+        few = max(1, PARTS // (parts[1] * parts[2]))
+        tiles = F.pixel_unshuffle(x[:few], x.shape[2] // parts[1]).flatten(2).transpose(1, 2).flatten(0, 1)
+        return cls(LinearEstimate.fitted(_around(h[:few], parts), tiles, 0.0), *middle, parts)
+
+    def _at(self, ridge: float, h: Tensor) -> "_Decoder":
+        return replace(self, estimate=replace(self.estimate, ridge=ridge * float(h.var(0).mean())))
+
+    def __call__(self, h: Tensor, noise: Tensor) -> Tensor:
+        """Images (n, C, H, W) from features h (n, d) whose entries have noise of these variances (n,)."""
+        h = h - self.h
+        if self.parts is None:
+            return (self.x + self.estimate(h, noise).view(-1, *self.x.shape)).clamp(0, 1)
+        _, high, wide = self.parts
+        tiles = self.estimate(_around(h, self.parts), noise.repeat_interleave(high * wide))
+        folded = tiles.view(len(h), high * wide, -1).transpose(1, 2).reshape(len(h), -1, high, wide)
+        return (self.x + F.pixel_shuffle(folded, self.x.shape[1] // high)).clamp(0, 1)
+
+
+def _around(h: Tensor, parts: tuple[int, ...]) -> Tensor:
+    """The features (n h w, 9 c) in and around each part, from features (n, c h w)."""
+    return F.unfold(h.view(-1, *parts), 3, padding=1).transpose(1, 2).flatten(0, 1)
+
+
+def _grid(known: Knowledge, params: Params, layer: str, x: Tensor) -> tuple[int, ...] | None:
+    """(c, h, w) of the features that a layer reads, where they lie on a grid that divides the image into equal squares."""
+    met: list[tuple[int, ...]] = []
+
+    def note(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor) and output.ndim == 4:
+            met.append(tuple(output.shape[1:]))
+
+    leaves = [m for m in known.model.modules() if not list(m.children())]
+    handles = [m.register_forward_hook(note) for m in leaves]
+    try:
+        size = layer_input(known, params, layer, x).numel()
+    finally:
+        for handle in handles:
+            handle.remove()
+    _, height, width = known.shape
+    for parts in reversed(met):
+        if parts[0] * parts[1] * parts[2] == size:
+            squares = height % parts[1] == 0 and width % parts[2] == 0 and height // parts[1] == width // parts[2]
+            return parts if squares else None
+    return None
