@@ -180,6 +180,27 @@ class visible(Distance):
 
 
 @dataclass(frozen=True)
+class largest(Distance):
+    """Another distance over a share of each tensor's entries: those that are largest in the observed update."""
+
+    inner: Distance
+    keep: float
+
+    @property
+    def density(self) -> bool:
+        return self.inner.density
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        kept = {k: self._kept(seen[k]) for k in expected}
+        left = ({k: torch.where(kept[k], t[k], torch.zeros_like(t[k])) for k in kept} for t in (seen, expected))
+        return self.inner(*left)
+
+    def _kept(self, seen: Tensor) -> Tensor:
+        sizes = seen.abs().flatten()
+        return seen.abs() >= sizes.topk(max(1, round(self.keep * len(sizes)))).values[-1]
+
+
+@dataclass(frozen=True)
 class without(Distance):
     """Another distance without some tensors: the attack on Soteria leaves out the defended layer's weight."""
 

@@ -48,7 +48,7 @@ class CarriedInputNetwork(nn.Module):
 
 def carried(model: nn.Module, shape: Shape, classes: int) -> CarriedInputNetwork:
     """The model with a new classifier that reads the image beside the features, in place of the last fully connected layer."""
-    _check_images(shape)
+    check_images(shape)
     name, body = last_linear(model), copy.deepcopy(model).eval()
     layer = body.get_submodule(name)
     assert isinstance(layer, nn.Linear)
@@ -92,7 +92,7 @@ class ReversibleNetwork(nn.Module):
 
 def reversible(shape: Shape, classes: int, blocks: int = 3, width: int = 16) -> ReversibleNetwork:
     """A network of reversible blocks in place of the agreed one; each of the blocks has two 3x3 convolutions with width between."""
-    _check_images(shape)
+    check_images(shape)
     if shape[1] % 2 or shape[2] % 2:
         raise ValueError(f"reversible blocks take images of even height and width, got {shape[1]} x {shape[2]}")
     if blocks < 1 or width < 1:
@@ -100,7 +100,8 @@ def reversible(shape: Shape, classes: int, blocks: int = 3, width: int = 16) -> 
     return ReversibleNetwork(shape, classes, blocks, width)
 
 
-def _check_images(shape: Shape) -> None:
+def check_images(shape: Shape) -> None:
+    """ValueError for examples that are not images."""
     if len(shape) != 3:
         raise ValueError(f"expected images (C, H, W), and the examples here have shape {tuple(shape)}")
 

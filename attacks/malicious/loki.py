@@ -18,6 +18,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.malicious.carried_input import check_images
 from fedgauge.attacks.malicious.decoding import LayerRows, decoded, nothing_decoded, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.imprint import sorting_query
 from fedgauge.attacks.malicious.server_attack import ServerAttack
@@ -56,8 +57,7 @@ def client_kernels(model: nn.Module, shape: Shape, members: int = 4, bins: int =
     """The model behind a set of kernels for each of `members` clients and a block of `bins` rows, which leave images unchanged."""
     if members < 1 or bins < 1:
         raise ValueError(f"members and bins must be at least 1, got {members} and {bins}")
-    if len(shape) != 3:
-        raise ValueError(f"kernels read images (C, H, W), and the examples here have shape {tuple(shape)}")
+    check_images(shape)
     return ClientKernels(model, shape, members, bins)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from fedgauge.attacks.engine.distances import cosine, squared
+from fedgauge.attacks.engine.distances import cosine, largest, squared
 from fedgauge.attacks.matching import local_steps
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective, surrogate_gradient, tied_epochs, unrolled
@@ -93,6 +93,25 @@ def grad_inversion(
     """
     priors = (total_variation(tv, power=2), magnitude(l2), batch_statistics(bn))
     return GradientMatching(Objective(squared(), priors), AdamSearch(rate, cuts=CUTS, group=group))
+
+
+def partial_matching(
+    keep: float = 0.5, flat: float = 0.1, reach: float = 1e-2, tv: float = 0.01, rate: float = 0.1
+) -> GradientMatching:
+    """Partial gradient matching with a gradient penalty, after Fan et al. (USENIX Security 2025): a part of the update is matched.
+
+    An objective whose slope by the images is long is penalised, so that the search ends where it is flat. The rest is that of
+    Inverting Gradients. Which entries are matched, and both weights, are chosen here and not the paper's.
+
+    Args:
+        keep: the share of each tensor's entries that is matched, the largest ones.
+        flat: the penalty's weight; each iteration then evaluates two gradients. reach: of the difference that gives its slope.
+    """
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep must lie in (0, 1], got {keep}")
+    matched = cosine() if keep == 1 else largest(cosine(), keep)
+    search = AdamSearch(rate, signed=True, cuts=CUTS, flat=flat, reach=reach)
+    return GradientMatching(Objective(matched, (total_variation(tv),)), search)
 
 
 def surrogate(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:

@@ -38,6 +38,7 @@ from fedgauge.attacks.matching.recipes import (
     grad_inversion,
     idlg,
     inverting_gradients,
+    partial_matching,
     surrogate,
 )
 from fedgauge.attacks.matching.several_rounds import several_rounds
@@ -68,6 +69,7 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "idlg": idlg,
     "inverting_gradients": inverting_gradients,
     "surrogate": surrogate,
+    "partial_matching": partial_matching,
     "several_rounds": several_rounds,
     "ridge_inversion": partial(ridge_inversion, buckets=64),
     "cocktail_party": cocktail_party,
@@ -82,6 +84,7 @@ every = pytest.mark.parametrize("name", ATTACKS)
 with_memory = pytest.mark.parametrize("name", [n for n, make in ATTACKS.items() if isinstance(make(), StatefulAttack)])
 SEARCHES = (
     *("bayes", "dlg", "federated_averaging", "grad_inversion", "idlg", "inverting_gradients", "surrogate"),
+    "partial_matching",
     *("feedback_blending", "leave_layer_out", "precode_joint"),
 )
 

@@ -21,6 +21,7 @@ from fedgauge.attacks.engine.distances import (
     cosine,
     gaussian_likelihood,
     laplace_likelihood,
+    largest,
     likelihood,
     rounding_likelihood,
     signs,
@@ -104,6 +105,7 @@ DISTANCES: dict[str, Distance] = {
     "absolute": absolute(),
     "laplace_likelihood": laplace_likelihood(0.3),
     "rounding_likelihood": rounding_likelihood(3),
+    "largest": largest(squared(), 0.4),
     "visible": visible(squared()),
     "without": without(cosine(), ("b",)),
     "without_products": without_products(cosine(), ("b",)),
@@ -160,6 +162,14 @@ def test_a_distance_by_products_is_the_distance(name: str) -> None:
     if distance.joint:
         rows = [torch.stack([flat(p[side]) for p in pairs]) for side in (0, 1)]
         torch.testing.assert_close(distance.between(*([t] for t in rows), rows[0].square().sum(1)), plain)
+
+
+def test_the_largest_entries_of_each_tensor_are_compared() -> None:
+    seen = {"a": torch.tensor([[4.0, -3.0], [0.5, 1.0]]), "b": torch.tensor([0.1, -0.2])}
+    other = {"a": torch.tensor([[4.0, 0.0], [9.0, 9.0]]), "b": torch.tensor([7.0, -0.2])}
+    # of half the entries 4, -3 and -0.2 are left, and one of them is off by 3
+    assert float(largest(squared(), 0.5)(seen, other)) == pytest.approx(9 / 25.04)
+    assert float(largest(squared(), 1.0)(seen, other)) == pytest.approx(float(squared()(seen, other)))
 
 
 def test_a_likelihood_is_the_density_of_its_noise() -> None:

@@ -153,7 +153,7 @@ def test_what_cannot_be_is_refused() -> None:
         client_kernels(mlp(SHAPE, CLASSES), SHAPE, 0, 4)
     with pytest.raises(ValueError, match="members and bins must be at least 1, got 2 and 0"):
         loki(2, 0)
-    with pytest.raises(ValueError, match=r"reads? images \(C, H, W\)"):
+    with pytest.raises(ValueError, match=r"expected images \(C, H, W\)"):
         client_kernels(mlp(SHAPE, CLASSES), (16,), 2, 4)
     with pytest.raises(ValueError, match="strength must be above 0, got 0"):
         loki(strength=0)

@@ -242,7 +242,9 @@ def test_loki_reads_each_client_of_a_secure_sum_apart(make_scenario: Callable[..
     assert len(exact) == 24 and sum(exact) >= 0.6 * len(exact)
 
 
-def test_loki_for_fewer_clients_than_a_sum_has_is_refused_before_the_run(make_scenario: Callable[..., Scenario]) -> None:
+def test_loki_for_fewer_clients_than_a_sum_has_is_refused_before_the_run(
+    make_scenario: Callable[..., Scenario],
+) -> None:
     with pytest.raises(SpecError, match=r"place must lie in 0\.\.1, got 2: raise members"):
         malicious_setup(
             make_scenario,

@@ -105,8 +105,8 @@ CELLS = {
     "geiping_fig5": 11, "geiping_fig6": 3, "geiping_table1": 5, "geiping_table2": 11, "geiping_table3": 2,
     "identity_convolutions": 6, "imprint": 4, "inconsistency": 3, "label_flipping": 2, "label_flipping_noise": 4, "loki": 4,
     "lamp_table1": 5, "lamp_table2": 3, "lamp_table4": 2, "lamp_table5": 3, "lamp_table7": 2, "lamp_table8": 6, "lamp_table9": 2,
-    "lti_auxiliary": 2, "lti_lenet": 24, "lti_ood": 4, "lti_resnet20": 8, "lti_text": 8, "optimised_parameters": 5, "scale_mia": 8, "spear": 7,
-    "spear_plus_plus": 11, "trap_weights": 2,
+    "lti_auxiliary": 2, "lti_lenet": 24, "lti_ood": 4, "lti_resnet20": 8, "lti_text": 8, "optimised_parameters": 5,
+    "scale_mia": 8, "spear": 7, "spear_plus_plus": 11, "trap_weights": 2,
 }  # fmt: skip
 
 
