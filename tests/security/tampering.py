@@ -1,7 +1,7 @@
 """Runs and owner's files, changed at random by somebody who knows what they mean, and shown to everything that reads them.
 
-`python -m tests.security.tampering FOLDER NUMBER SEED` tries so many in a process whose memory and time are bounded, and prints
-as JSON what did not end in an answer or a sentence.
+`python -m tests.security.tampering FOLDER NUMBER SEED [KIND ...]` tries so many, of these kinds if any are named, in a process
+whose memory and time are bounded, and prints as JSON what did not end in an answer or a sentence, and how long each kind took.
 """
 
 import contextlib
@@ -16,10 +16,11 @@ import signal
 import sqlite3
 import sys
 import tempfile
+import time
 import tomllib
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -465,13 +466,15 @@ def _late(number: int, frame: object) -> None:
     raise TimeoutError("took too long")
 
 
-def attempt(rng: random.Random, base: Path, place: Path, counts: Counter[str]) -> dict[str, str] | None:
+def attempt(
+    rng: random.Random, base: Path, place: Path, counts: Counter[str], kinds: Sequence[str] = tuple(KINDS)
+) -> dict[str, str] | None:
     """Tamper with a copy of a run, and show it to some readers; what went wrong, or None."""
     shutil.rmtree(place, ignore_errors=True)
     run = place / "run"
     shutil.copytree(base / "run", run)
     (place / "good").symlink_to(base / "run")  # not shown, as a link leads anywhere
-    kind = rng.choices(list(KINDS), [weight for _, weight in KINDS.values()])[0]
+    kind = rng.choices(kinds, [KINDS[k][1] for k in kinds])[0]
     said = "; ".join(str(KINDS[kind][0](rng, run)) for _ in range(rng.choice((1, 1, 2)) if kind in MOST_TRIED else 1))
     counts[kind] += 1
     asked = OWNERS if kind == "owner" else {k: v for k, v in READERS.items() if k not in UNTRIED.get(kind, ())}
@@ -495,28 +498,32 @@ def attempt(rng: random.Random, base: Path, place: Path, counts: Counter[str]) -
     return None
 
 
-def try_many(base: Path, number: int, seed: int) -> dict[str, Any]:
-    """Try so many inputs; counts, and what went wrong."""
+def try_many(base: Path, number: int, seed: int, kinds: Sequence[str] = ()) -> dict[str, Any]:
+    """Try so many inputs, of these kinds or of all; counts, seconds of the processor by kind, and what went wrong."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGPROF, _late)
     run = Run(base / "run")
     Scenario.load(run.folder / "scenario.toml")  # what is imported and read once counts for nobody's memory
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-    counts, wrong = Counter[str](), []
+    counts, seconds, wrong = Counter[str](), Counter[str](), []
     with tempfile.TemporaryDirectory(dir=base) as place:
         for i in range(number):
-            if failure := attempt(random.Random(f"{seed} {i}"), base, Path(place) / "runs", counts):
+            began, before = time.process_time(), counts.copy()
+            failure = attempt(random.Random(f"{seed} {i}"), base, Path(place) / "runs", counts, kinds or tuple(KINDS))
+            seconds[next(k for k in KINDS if counts[k] > before[k])] += time.process_time() - began
+            if failure:
                 wrong.append({**failure, "case": f"{seed} {i}"})
                 if len(wrong) >= 200:
                     break
     return {
         "tried": sum(counts[k] for k in KINDS),
         "counts": dict(counts),
+        "seconds": {kind: round(spent, 1) for kind, spent in seconds.items()},
         "wrong": wrong,
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(try_many(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(try_many(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])))

@@ -1,6 +1,7 @@
 """Runs that somebody changed who knows what they mean: every reader answers or refuses in a sentence, in bounded time and memory.
 
-FEDGAUGE_FUZZ sets how many are tried, new ones each time, or those of FEDGAUGE_FUZZ_SEED; tests/security/tampering.py makes them.
+FEDGAUGE_FUZZ sets how many are tried, new ones each time, or those of FEDGAUGE_FUZZ_SEED, and FEDGAUGE_FUZZ_KINDS of which kinds;
+tests/security/tampering.py makes them. With `pytest -s` it is said what was tried, and how long it took.
 """
 
 import json
@@ -45,6 +46,7 @@ FUZZ = int(os.environ.get("FEDGAUGE_FUZZ", "60"))
 SEED = int(
     os.environ.get("FEDGAUGE_FUZZ_SEED", random.SystemRandom().getrandbits(32) if "FEDGAUGE_FUZZ" in os.environ else 1)
 )
+KINDS = [kind for kind in os.environ.get("FEDGAUGE_FUZZ_KINDS", "").split(",") if kind]  # none: of all kinds
 ATTACKS: list[dict[str, Any]] = [{"use": "dlg", "iterations": 2, "trace": 2}, {"use": "analytic"}]
 DATA = {"use": "mnist5k", "batch_size": 2, "auxiliary": 64}
 OWNER = """client = 0
@@ -123,10 +125,11 @@ def furnished(run: Run) -> Path:
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.full)])
 def test_every_reader_answers_or_refuses_in_a_sentence(protected: Path, times: int) -> None:
     number = FUZZ * times
-    command = [sys.executable, "-m", "tests.security.tampering", str(protected), str(number), str(SEED * times)]
+    command = [sys.executable, "-m", "tests.security.tampering", str(protected), str(number), str(SEED * times), *KINDS]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
+    print({key: value for key, value in found.items() if key != "wrong"})
     assert found["wrong"] == []
     assert found["tried"] == number
     assert found["counts"]["answered"] and found["counts"]["refused"], "neither all nor nothing is refused"
