@@ -1,18 +1,22 @@
 """How much faster the engine advances K problems together than the published loop advances them one by one."""
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import mean, median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedgauge.attacks.base import Budget, Knowledge, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.devices import CPU
+from fedgauge.attacks.engine.scheduler import Variables
 from fedgauge.attacks.matching.compiled_step import missing
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.problems import Problems
@@ -21,7 +25,7 @@ from fedgauge.attacks.matching.search import AdamSearch, Step
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import mnist5k
-from fedgauge.client.models.vision import convnet, lenet, mlp, resnet20
+from fedgauge.client.models.vision import convnet, lenet, mlp, resnet, resnet20
 from fedgauge.client.rng import generator
 from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
@@ -220,3 +224,71 @@ def _compare(cell: SpeedCase, repetitions: int) -> tuple[dict[str, object], list
 
 def _named(cell: SpeedCase) -> str:
     return f"{cell.name}, {cell.source}, K = {cell.size}" + (", compiled" if cell.compiled else "")
+
+
+# ------------------------------------------------------------------------------------- one step, for the measures of a GPU
+
+
+def resnet18(shape: tuple[int, int, int], classes: int, width: int = 64) -> nn.Module:
+    """ResNet-18 for large images (He et al., 2016), as torchvision has it."""
+    model: Any = resnet(shape, classes, width=width)
+    model.conv1 = nn.Conv2d(shape[0], width, 7, stride=2, padding=3, bias=False)
+    model.bn1 = nn.Sequential(
+        model.bn1, nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    )  # the network's own ReLU then changes nothing
+    built: nn.Module = model
+    return built
+
+
+def step_of(posed: ImageProblem) -> tuple[Problems, Variables, Tensor]:
+    """All problems with a first guess at each, as the attack's own step takes them."""
+    problems = Problems(
+        posed.attack.objective, posed.wave, posed.known, posed.known.labels, 1, torch.get_default_dtype()
+    )
+    x = torch.randn(posed.truth.shape, generator=generator("gpu", "guess")).to(posed.truth)
+    return problems, {"x": x}, torch.arange(len(posed.wave))
+
+
+def way(posed: ImageProblem) -> str:
+    """How the attack differentiates the network."""
+    problems, variables, rows = step_of(posed)
+    problems.value_and_slopes({"x": variables["x"][:2]}, rows[:2])
+    return problems.way.route
+
+
+def flops(work: Callable[[], object]) -> int:
+    """Floating-point operations of matrix products and convolutions."""
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return int(counter.get_total_flops())
+
+
+def replayed(step: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
+    """A step captured as a CUDA graph for one x."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # what is allocated or chosen once must not be captured
+        for _ in range(3):
+            step(x)
+    torch.cuda.current_stream().wait_stream(aside)
+    graph, held = torch.cuda.CUDAGraph(), x.clone()
+    with torch.cuda.graph(graph):
+        found = step(held)
+
+    def replay(x: Tensor) -> Tensor:
+        held.copy_(x)
+        graph.replay()
+        return found
+
+    return replay
+
+
+def peak_memory(device: torch.device) -> float | None:
+    """Gigabytes held at most since the last call, all of which is given back; None on the CPU."""
+    gc.collect()
+    if device.type != "cuda":
+        return None
+    most = torch.cuda.max_memory_allocated(device) / 1e9
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return round(most, 2)

@@ -5,7 +5,6 @@ also where fedgauge is not installed. It is sized for ten minutes on an H100.
 """
 
 import argparse
-import gc
 import importlib.util
 import json
 import math
@@ -16,17 +15,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.flop_counter import FlopCounterMode
 
-from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Sentences, Stream, Wave
+from fedgauge.attacks.base import Budget, Reconstruction
 from fedgauge.attacks.engine.devices import CPU, Precision, compute_on, devices_of, numerics
-from fedgauge.attacks.engine.scheduler import Variables
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.learning_to_invert import (
     Trainer,
@@ -37,19 +33,27 @@ from fedgauge.attacks.learned.learning_to_invert import (
 )
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
 from fedgauge.attacks.matching.compiled_step import missing
-from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr
 from fedgauge.attacks.text.lamp import lamp
-from fedgauge.client.chain import chain
-from fedgauge.client.models.language import tiny_bert
-from fedgauge.client.models.tokenizer import Tokenizer
-from fedgauge.client.models.vision import convnet, lenet, resnet
+from fedgauge.client.models.vision import convnet, lenet
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
-from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, PUBLISHED, SMOOTH, ImageProblem, Make, problem
-from fedgauge.simulations.benchmarks.observed_updates import observed, singles, untrained
-from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, cells, interleaved, record
+from fedgauge.simulations.benchmarks.engine import (
+    CIFAR_SHAPE,
+    PUBLISHED,
+    SMOOTH,
+    ImageProblem,
+    Make,
+    flops,
+    peak_memory,
+    problem,
+    replayed,
+    resnet18,
+    step_of,
+    way,
+)
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, cells, interleaved, record, sentence
+from fedgauge.simulations.benchmarks.text_matching_cost import random_sentences
 
 ENGINE = "engine"
 PEAK = 67.0  # TFLOP/s of an H100 and an H200 in float32, without tensor cores
@@ -350,7 +354,9 @@ class GpuBenchmark:
         attack = lamp(lm_weight=0.0, draws=1, orders=1, discrete="none")
         start = replace(attack, draws=sizes.draws, orders=sizes.draws)
         moving = replace(attack, discrete="alternating", period=sizes.steps + 1)
-        wave, known, streams = self._sentences()
+        form = sizes.layers, sizes.width, sizes.heads
+        wave, known = random_sentences(sizes.sentences, sizes.length, sizes.vocabulary, form, self.device)
+        streams = [partial(generator, 0, "gpu", k) for k in range(sizes.sentences)]
 
         def run(attack: Any, steps: int) -> float:
             found: list[Reconstruction] = []
@@ -372,29 +378,6 @@ class GpuBenchmark:
                 name, (begun + (TEXT_STEPS - 1) * step + moves * moved) / sizes.sentences, "s", at_most=60.0, note=note
             )
         ]
-
-    def _sentences(self) -> tuple[Wave, Knowledge, list[Stream]]:
-        sizes, rng = self.sizes, generator("gpu", "words")
-        counted = SimpleNamespace(get_vocab_size=lambda: sizes.vocabulary)  # all that is asked of it
-        words = Tokenizer("random", counted, pad=0, cls=2, sep=3, special=frozenset(range(5)))
-        form = sizes.layers, sizes.width, sizes.heads
-        model = untrained(lambda: tiny_bert((sizes.length,), words, "classification", 2, *form, 512, ("words",)))
-        model = model.to(self.device)
-        inner = torch.randint(5, sizes.vocabulary, (sizes.sentences, sizes.length - 2), generator=rng)
-        ends = [torch.full((sizes.sentences, 1), token) for token in (2, 3)]
-        x, y = (
-            torch.cat([ends[0], inner, ends[1]], 1).to(self.device),
-            (torch.arange(sizes.sentences) % 2).to(self.device),
-        )
-        known = Knowledge(
-            model, chain(local_sgd(1.0)), (sizes.length,), 2, 1, (), (), labels=y[:, None],
-            text=Sentences(torch.full((sizes.sentences, 1), sizes.length)),
-        )  # fmt: skip
-        return (
-            observed(known, singles(Batch(x, y))),
-            known,
-            [partial(generator, 0, "gpu", k) for k in range(sizes.sentences)],
-        )
 
     def transfers(self) -> list[Figure]:
         """What it takes to move a wave of ResNet-18, auxiliary images and the results."""
@@ -431,65 +414,6 @@ MEASURES: Mapping[str, Callable[[GpuBenchmark], list[Figure]]] = {
     "steps": GpuBenchmark.steps,
     "deep-steps": GpuBenchmark.deep_steps,
 }
-
-
-def resnet18(shape: tuple[int, int, int], classes: int, width: int = 64) -> nn.Module:
-    """ResNet-18 for large images (He et al., 2016), as torchvision has it."""
-    model: Any = resnet(shape, classes, width=width)
-    model.conv1 = nn.Conv2d(shape[0], width, 7, stride=2, padding=3, bias=False)
-    model.bn1 = nn.Sequential(
-        model.bn1, nn.ReLU(), nn.MaxPool2d(3, 2, 1)
-    )  # the network's own ReLU then changes nothing
-    built: nn.Module = model
-    return built
-
-
-def step_of(posed: ImageProblem) -> tuple[Problems, Variables, Tensor]:
-    """All problems with a first guess at each, as the attack's own step takes them."""
-    problems = Problems(
-        posed.attack.objective, posed.wave, posed.known, posed.known.labels, 1, torch.get_default_dtype()
-    )
-    x = torch.randn(posed.truth.shape, generator=generator("gpu", "guess")).to(posed.truth)
-    return problems, {"x": x}, torch.arange(len(posed.wave))
-
-
-def way(posed: ImageProblem) -> str:
-    """How the attack differentiates the network."""
-    problems, variables, rows = step_of(posed)
-    problems.value_and_slopes({"x": variables["x"][:2]}, rows[:2])
-    return problems.way.route
-
-
-def flops(work: Callable[[], object]) -> int:
-    """Floating-point operations of matrix products and convolutions."""
-    with FlopCounterMode(display=False) as counter:
-        work()
-    return int(counter.get_total_flops())
-
-
-def replayed(step: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
-    """A step captured as a CUDA graph for one x."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # what is allocated or chosen once must not be captured
-        for _ in range(3):
-            step(x)
-    torch.cuda.current_stream().wait_stream(aside)
-    graph, held = torch.cuda.CUDAGraph(), x.clone()
-    with torch.cuda.graph(graph):
-        found = step(held)
-
-    def replay(x: Tensor) -> Tensor:
-        held.copy_(x)
-        graph.replay()
-        return found
-
-    return replay
-
-
-def sentence(error: BaseException) -> str:
-    """The first line of an error."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
 class FailedMeasure(Figure):
@@ -566,17 +490,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name} ({rows[-1]['seconds']} s)", *shown, sep="\n", flush=True)
     print(f"written to {options.output}")
     return int(any(f.met is False or isinstance(f, FailedMeasure) for f in figures))
-
-
-def peak_memory(device: torch.device) -> float | None:
-    """Gigabytes held at most since the last call, all of which is given back; None on the CPU."""
-    gc.collect()
-    if device.type != "cuda":
-        return None
-    most = torch.cuda.max_memory_allocated(device) / 1e9
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return round(most, 2)
 
 
 if __name__ == "__main__":

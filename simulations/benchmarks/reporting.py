@@ -99,3 +99,8 @@ def interleaved(
                 seconds[name].append(spent)
             progress(done := done + 1, total)
     return seconds
+
+
+def sentence(error: BaseException) -> str:
+    """The first line of an error."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -13,13 +14,13 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Knowledge, Sentences, Wave
 from fedgauge.attacks.text.distance import Kind, Matcher, SentenceGuess
 from fedgauge.client.chain import chain
-from fedgauge.client.models.language import LanguageModel, encoder
-from fedgauge.client.models.tokenizer import load_tokenizer
+from fedgauge.client.models.language import LanguageModel, encoder, tiny_bert
+from fedgauge.client.models.tokenizer import Tokenizer, load_tokenizer
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
 from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch, Params
-from fedgauge.simulations.benchmarks.observed_updates import observed, untrained
+from fedgauge.simulations.benchmarks.observed_updates import observed, singles, untrained
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread
 
 MINILM = "minilm"
@@ -187,3 +188,23 @@ def _figures(
         Figure(name, ours, "ms", at_most=at_most),
         Figure(f"{name}: plain loop / ours", plain / ours, "x", at_least=ratio, note=note),
     ]
+
+
+def random_sentences(
+    count: int, length: int, vocabulary: int, form: tuple[int, int, int], device: torch.device
+) -> tuple[Wave, Knowledge]:
+    """Sentences of random words, one an update of a BERT with random weights and frozen word embeddings.
+
+    Args:
+        length: tokens of a sentence, including [CLS] and [SEP].
+        form: of the network: layers, width, heads.
+    """
+    counted = SimpleNamespace(get_vocab_size=lambda: vocabulary)  # all that is asked of it
+    words = Tokenizer("random", counted, pad=0, cls=2, sep=3, special=frozenset(range(5)))
+    model = untrained(lambda: tiny_bert((length,), words, "classification", 2, *form, 512, ("words",))).to(device)
+    inner = torch.randint(5, vocabulary, (count, length - 2), generator=generator("gpu", "words"))
+    start, end = (torch.full((count, 1), token) for token in (2, 3))
+    x, y = torch.cat([start, inner, end], 1).to(device), (torch.arange(count) % 2).to(device)
+    given = Sentences(torch.full((count, 1), length))
+    known = Knowledge(model, chain(local_sgd(1.0)), (length,), 2, 1, (), (), labels=y[:, None], text=given)
+    return observed(known, singles(Batch(x, y))), known

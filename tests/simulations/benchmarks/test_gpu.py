@@ -15,15 +15,14 @@ from torch import nn
 
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.simulations.benchmarks import gpu
+from fedgauge.simulations.benchmarks.engine import flops, resnet18
 from fedgauge.simulations.benchmarks.gpu import (
     FULL,
     MEASURES,
     QUICK,
     GpuBenchmark,
-    flops,
     main,
     measure,
-    resnet18,
 )
 from fedgauge.simulations.benchmarks.reporting import Figure
 from tests.separate_device import separate_device
