@@ -45,7 +45,7 @@ def try_attacks(scenario: Scenario) -> Iterator[CheckResult]:
     """Try every planned attack, and estimate time and memory of the whole audit."""
     if not scenario.audit.curious or not (planned := real(scenario)):
         return
-    trial = AttackTrial.of(scenario)
+    trial = StandInTrial.of(scenario)
     costs: dict[str, Cost] = {}
     for attack in planned:
         if reason := untried(attack):
@@ -85,7 +85,7 @@ class _TrialAuditor(Auditor):
 
 
 @dataclass(frozen=True, eq=False)
-class AttackTrial:
+class StandInTrial:
     """One stand-in's update, which the attacks of a plan are tried on."""
 
     scenario: Scenario
@@ -93,7 +93,7 @@ class AttackTrial:
     stand_ins: StandIns
 
     @classmethod
-    def of(cls, scenario: Scenario) -> "AttackTrial":
+    def of(cls, scenario: Scenario) -> "StandInTrial":
         auditor = _TrialAuditor(scenario.federation, scenario.plan.seed)
         return cls(scenario, auditor, StandIns(scenario.federation, 1))
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.checks.attack_trial import AttackTrial, real, untried
+from fedgauge.simulations.checks.attack_trial import StandInTrial, real, untried
 from fedgauge.simulations.checks.chain_check import check_links
 from fedgauge.simulations.checks.check_result import CheckResult, attempt
 from fedgauge.simulations.checks.network_check import (
@@ -80,7 +80,7 @@ def warnings_before(scenario: Scenario, patience: float = PATIENCE) -> Iterator[
             yield f"[[chain]]: {found.name}: {found.message}"
     if not scenario.audit.curious:
         return
-    trial, began = AttackTrial.of(scenario), time.perf_counter()
+    trial, began = StandInTrial.of(scenario), time.perf_counter()
     tried = [p for p in real(scenario) if not untried(p)]
     failed: list[CheckResult] = []
     for planned in tried:
