@@ -1,4 +1,7 @@
-"""What clients' own optimizers leave for Inverting Gradients: Flower's quickstart network beside LeNet, one image an update."""
+"""What clients' own training leaves for Inverting Gradients.
+
+`training`: optimizers, on Flower's quickstart network beside LeNet, one image an update. `proximal`: FedProx, LeNet, four images.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,6 +18,7 @@ from fedgauge.client.chain import chain
 from fedgauge.client.data.images import batch_of, cifar10
 from fedgauge.client.local_training import local_training
 from fedgauge.client.models.vision import lenet
+from fedgauge.client.pairing import match
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.simulations.benchmarks.observed_updates import known_of, observed, singles, untrained
@@ -73,5 +77,41 @@ def training(progress: Progress, images: int = 16, iterations: int = 1000) -> Be
         dataset=f"{data.name}, first training images", networks="untrained, torch's initialisation", seed=SEED, tv=TV,
         images=images, iterations=iterations, batch_size=1, rates="SGD 0.1, Adam 0.001",
         knowledge="honest server, labels restored, normalisation known, and the local training unless said otherwise",
+    )  # fmt: skip
+    return BenchmarkReport(tuple(figures), settings)
+
+
+def proximal(progress: Progress, batches: int = 8, iterations: int = 500) -> BenchmarkReport:
+    """PSNR of Inverting Gradients by FedProx's weight, at equal local steps: LeNet, four images an update."""
+    data, size, steps, weights = cifar10(), 4, 4, (0.0, 0.01, 0.1, 1.0)
+    truth = [batch_of(data.x, data.y, torch.arange(k * size, (k + 1) * size)) for k in range(batches)]
+    model = untrained(partial(lenet, data.shape, 10), SEED)
+    figures: list[Figure] = []
+    found: dict[float, float] = {}
+    with one_thread():
+        for mu in weights:
+            own = local_sgd(0.1, steps, proximal_mu=mu)
+            known = known_of(model, chain(own), data, size)
+            wave = observed(known, truth, own(gradient(model, normalise=data.normalise)))
+            streams = [partial(generator, SEED, "proximal", k) for k in range(batches)]
+            guesses = inverting_gradients(TV).reconstruct(wave, known, Budget(iterations), streams)
+            values = [
+                float(v)
+                for batch, r in zip(truth, guesses, strict=True)
+                if r.x is not None
+                for v in psnr(batch.x, r.x[match(batch.x, r.x)])
+            ]
+            found[mu] = mean(values)
+            note = f"n = {len(values)} in {batches} batches, best {max(values):.1f}, worst {min(values):.1f}"
+            figures.append(
+                Figure(f"{f'FedProx, mu {mu:g}' if mu else 'FedAvg'}: mean PSNR", found[mu], "dB", note=note)
+            )
+            progress(len(figures), len(weights))
+    most = max(abs(found[mu] - found[0.0]) for mu in weights)
+    figures.append(Figure("largest difference from FedAvg", most, "dB", at_most=1.0))
+    settings = dict(
+        dataset=f"{data.name}, first training images", network="LeNet, untrained", seed=SEED, tv=TV, batch_size=size,
+        local_steps=steps, rate=0.1, iterations=iterations,
+        knowledge="honest server, labels restored, normalisation and local training known",
     )  # fmt: skip
     return BenchmarkReport(tuple(figures), settings)

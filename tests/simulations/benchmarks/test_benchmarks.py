@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from fedgauge.simulations.benchmarks import memory_growth
 from fedgauge.simulations.benchmarks.__main__ import RESULTS, main, readme
 from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, DIGITS, PUBLISHED, SpeedCase, engine, problem
 from fedgauge.simulations.benchmarks.intercept import InterceptCase, intercept
+from fedgauge.simulations.benchmarks.local_training import proximal
 from fedgauge.simulations.benchmarks.memory_growth import (
     MemoryUse,
     audit,
@@ -346,6 +348,7 @@ def test_the_kept_results_are_what_their_readme_shows() -> None:
         "engine",
         "quality",
         "labels",
+        "label-rule",
         "membership",
         "success",
         "intercept",
@@ -355,12 +358,23 @@ def test_the_kept_results_are_what_their_readme_shows() -> None:
         "load",
         "learning",
         "training",
+        "proximal",
         "text",
         "zoo",
         "crowd",
         "kills",
     }
     assert (RESULTS / "README.md").read_text() == readme(stored)
+
+
+# -------------------------------------------------------------------------------------------------------- proximal
+
+
+def test_fedprox_with_a_large_weight_trains_otherwise(local_file: Callable[[str], Path], steps: Steps) -> None:
+    local_file("cifar10-train*.npz")
+    figures = by_name(proximal(steps, batches=1, iterations=2))
+    assert figures["FedAvg: mean PSNR [dB]"].value != figures["FedProx, mu 1: mean PSNR [dB]"].value
+    assert figures["largest difference from FedAvg [dB]"].at_most == 1 and steps.complete()
 
 
 # --------------------------------------------------------------------------------------------------------- success
