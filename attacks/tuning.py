@@ -20,13 +20,13 @@ from fedgauge.attacks.modality.base import Modality
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 
-FIRST = 0.1  # of the attack's iterations, for the first look at a candidate
-LAST = 0.7  # of them, for the two that are left; with six candidates and four observations a round half of the attack's cost
+FIRST = 0.08  # of the attack's iterations, for the first look at a candidate
+LAST = 0.5  # of them, for the best; with six candidates and four observations a round half of the attack's cost
 SIX = 6  # candidates; more share what six have
 PER_SHADOW = 4  # observations of a round for each shadow update: who attacks more may spend more
 MOST = 16  # examples of the shadow updates, which are two at least where the round pays for them
 FEWEST = 5  # iterations in which a candidate shows anything
-VERSION = 6  # of the cached choices; to be changed when they are made in another way
+VERSION = 7  # of the cached choices; to be changed when they are made in another way
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,13 +73,13 @@ class Tuning:
         shadows = min(most, max(1, self.observations // PER_SHADOW))
         first = max(FEWEST, int(FIRST * iterations * min(1, SIX / (len(candidates) - 1))))
         last = max(FEWEST, int(LAST * iterations))
-        spent = shadows * (first * (len(candidates) - 1) + 2 * last)
+        spent = shadows * (first * (len(candidates) - 1) + last + iterations)
 
         def choice() -> dict[str, Tensor]:
             trial = self._trial(known, wave, shadows)
             scores = [-torch.inf, *(trial.score(one, first) for one in list(candidates.values())[1:])]
             other = max(range(len(scores)), key=scores.__getitem__)
-            final = [trial.score(one, last) for one in (attack, list(candidates.values())[other])]
+            final = [trial.score(attack, iterations), trial.score(list(candidates.values())[other], last)]
             best = other if final[1] > final[0] else 0
             return {"best": torch.tensor(best), "scores": torch.tensor(final, dtype=torch.float64)}
 

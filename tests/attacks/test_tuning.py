@@ -1,6 +1,7 @@
 """Tuning on shadow updates: it reads no private update, and finds the prior that a noise asks for."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave
 from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.engine.distances import (
     cosine,
@@ -34,6 +35,7 @@ from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
 from fedgauge.defenses.quantize import quantize
 
+WHITE = 0.9
 NOISY = [{"use": "gaussian", "sigma": 0.1}, {"use": "local_sgd", "rate": 0.1}]
 
 
@@ -180,6 +182,40 @@ def test_the_choice_reads_no_update_and_is_made_once(tmp_path: Path) -> None:
 def test_tuning_costs_half_of_the_attack(tmp_path: Path) -> None:
     found = tuned(tmp_path, wave(), inverting_gradients(), 60)
     assert 0 < found.evaluations <= 0.5 * 4 * 60
+
+
+class _Saturating(Attack):
+    """Its variant is ahead after few iterations and behind after all, as a strong prior is where nothing hides the update."""
+
+    tunes = True
+
+    def __init__(self, early: bool) -> None:
+        self.early = early
+
+    def __repr__(self) -> str:
+        return f"_Saturating({self.early})"
+
+    def variants(self, known: Knowledge) -> dict[str, Attack]:
+        return {"early": _Saturating(True)}
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        assert known.auxiliary is not None
+        error = 0.2 if self.early else 0.5 - 0.4 * budget.iterations / 100
+        x = (WHITE - error) * torch.ones(known.batch_size, *known.shape)
+        return [Reconstruction(x, None, 0.0, budget.iterations, 0.0, "converged") for _ in streams]
+
+
+def test_what_is_ahead_after_most_iterations_is_not_taken_if_it_is_behind_after_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the attack as given has an error of .22 after 70 of 100 iterations, of .1 after all; the variant has .2 throughout
+    seen, known = wave(), public_knowledge(federation())
+    assert known.auxiliary is not None
+    white = replace(known, auxiliary=known.auxiliary._replace(x=torch.full_like(known.auxiliary.x, WHITE)))
+    tuning = Tuning(ImageModality(federation().shards.dataset), Budget(100), 4, 0, 1, TensorCache(tmp_path))
+    assert "no other setting was better (20.0 dB there)" in tuning.of(_Saturating(False), white, seen).words
 
 
 def test_the_images_of_the_trial_are_not_among_the_attackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
