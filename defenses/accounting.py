@@ -398,7 +398,8 @@ def spent(
         NoGuarantee: no epsilon holds.
     """
     accountant = Accountant.of(federation, delta, secret, entries)
-    each = [accountant.spent(n, records_of(federation, client)) for client, n in rounds.items()]
+    alike = {(n, records_of(federation, client)) for client, n in rounds.items()}  # a ledger may name many clients
+    each = [accountant.spent(n, records) for n, records in alike]
     found = PrivacySpent(max((s.record for s in each), default=0.0), max((s.client for s in each), default=0.0))
     if math.inf in (found.record, found.client):
         raise NoGuarantee("no epsilon: the noise is next to nothing beside what the clip lets an update move")

@@ -198,7 +198,7 @@ MANY_ATTACKS = (
 
 @pytest.mark.parametrize("readonly", [True, False])
 def test_a_ledger_of_thousands_of_attacks_is_refused(theirs: Run, readonly: bool) -> None:
-    """Each is compared with each: two megabytes cost a page ten seconds, and twenty a quarter of an hour."""
+    """Each is compared with each: 3,000 in two megabytes cost a page ten seconds of the processor."""
     changed(theirs, MANY_ATTACKS)
     with pytest.raises(LedgerError, match="is damaged: a run has at most 1000 attacks, got 30[0-9]{2}"):
         theirs.ledger(readonly)
