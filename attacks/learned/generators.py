@@ -94,8 +94,19 @@ class Decoder(nn.Module):
         self.up2 = nn.ConvTranspose2d(width, shape[0], 4, 2, 1)
 
     def forward(self, z: Tensor) -> Tensor:
-        start = F.relu(self.linear(z)).view(-1, 2 * self.width, *self.small)
-        found: Tensor = torch.sigmoid(self.up2(F.relu(self.up1(start))))
+        return self.image(z, 0)
+
+    def inner(self, at: Tensor, layer: int) -> Tensor:
+        """What a layer makes of its input: 0 of latents, 1 of the first features."""
+        if layer == 0:
+            return F.relu(self.linear(at)).view(-1, 2 * self.width, *self.small)
+        return F.relu(self.up1(at))
+
+    def image(self, at: Tensor, layer: int) -> Tensor:
+        """Images from a layer's input: 0 latents, 1 the first features, 2 the second ones."""
+        for k in range(layer, 2):
+            at = self.inner(at, k)
+        found: Tensor = torch.sigmoid(self.up2(at))
         return found[:, :, : self.shape[1], : self.shape[2]]
 
 

@@ -24,13 +24,14 @@ from fedgauge.attacks.base import (
 )
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.exact.unmixing import cocktail_party, spear, spear_plus_plus
+from fedgauge.attacks.generative.gi_gip import gi_gip
+from fedgauge.attacks.generative.gifd import gifd
 from fedgauge.attacks.grading import baselines
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.learned.learning_to_invert import learning_to_invert
 from fedgauge.attacks.learned.ridge import ridge_inversion
 from fedgauge.attacks.matching.adaptive import leave_layer_out, precode_joint
 from fedgauge.attacks.matching.feedback_blending import feedback_blending
-from fedgauge.attacks.matching.gi_gip import gi_gip
 from fedgauge.attacks.matching.recipes import (
     bayes,
     dlg,
@@ -61,6 +62,7 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "random_image": baselines.random_image,
     "feedback_blending": feedback_blending,
     "gi_gip": partial(gi_gip, latent=8, width=4, training=5),
+    "gifd": partial(gifd, latent=8, width=4, training=5),
     "learning_to_invert": partial(learning_to_invert, hidden=16, batch=32),
     "bayes": bayes,
     "dlg": dlg,

@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Stream, Wave
 from fedgauge.attacks.engine.distances import squared
+from fedgauge.attacks.generative.gi_gip import gi_gip
 from fedgauge.attacks.matching import recipes
 from fedgauge.attacks.matching.adaptive import leave_layer_out
 from fedgauge.attacks.matching.feedback_blending import feedback_blending
-from fedgauge.attacks.matching.gi_gip import gi_gip
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.problems import Problems

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.generative.gi_gip import gi_gip
 from fedgauge.attacks.learned.generators import (
     GENERATOR,
     check,
@@ -22,7 +23,6 @@ from fedgauge.attacks.learned.generators import (
     own,
     with_absolute_paths,
 )
-from fedgauge.attacks.matching.gi_gip import gi_gip
 from fedgauge.attacks.matching.priors import generator_prior, total_variation
 from fedgauge.attacks.matching.recipes import bayes, dlg, inverting_gradients
 from fedgauge.attacks.modality.image_metrics import mse

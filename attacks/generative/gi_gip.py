@@ -86,7 +86,7 @@ class gi_gip(Attack):
         images, objectives, spent = (torch.cat(part) for part in zip(*found, strict=True))
         seconds = (time.perf_counter() - started) / len(wave)
         return [
-            _best(images[own], objectives[own], spent[own], labels[k], budget, seconds)
+            best_restart(images[own], objectives[own], spent[own], labels[k], budget, seconds)
             for k, own in enumerate(torch.arange(problems.count).view(-1, budget.restarts))
         ]
 
@@ -149,7 +149,7 @@ def _share(started: float, seconds: float | None, parts: int) -> Deadline:
     return Deadline(now, None if seconds is None else max(0.0, started + seconds - now) / parts)
 
 
-def _best(
+def best_restart(
     x: Tensor, objectives: Tensor, spent: Tensor, labels: Tensor, budget: Budget, seconds: float
 ) -> Reconstruction:
     """The restart with the lowest objective, from images (R, B, C, H, W)."""

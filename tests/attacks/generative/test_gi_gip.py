@@ -11,8 +11,8 @@ from torch import nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.engine.cache import TensorCache
+from fedgauge.attacks.generative.gi_gip import gi_gip
 from fedgauge.attacks.learned.generators import Decoder, GeneratorTraining
-from fedgauge.attacks.matching.gi_gip import gi_gip
 from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params, lenet

@@ -1,0 +1,1 @@
+"""Searches in what a generator can make: its latents, its inner features, its weights."""
