@@ -18,13 +18,16 @@ from fedgauge.attacks.grading.one_run import EVIDENCE
 from fedgauge.attacks.grading.scores import ScoreRecord, wrong_client
 from fedgauge.attacks.membership.attack import membership
 from fedgauge.attacks.membership.gradients import CandidateGradients
+from fedgauge.attacks.membership.joint import marginal_ratios
+from fedgauge.attacks.membership.likelihood import HELD as HELD_AT_ONCE
+from fedgauge.attacks.membership.likelihood import RestOfBatch, joint_ratios
 from fedgauge.attacks.membership.limit import detectability, pair_area, power
 from fedgauge.attacks.membership.measured import ANYBODY, HELD, MEMBER, RATES
 from fedgauge.attacks.membership.scores import classes_of
 from fedgauge.attacks.plan import CANARIES, PlannedAttack
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
-from fedgauge.client.rng import generator
+from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import Batch, concatenate
 
 
@@ -216,27 +219,52 @@ def tell_members(
 def _canaries(fed: Federation, known: Knowledge, wave: Wave) -> dict[int, list[ScoreRecord]]:
     """By client, the evidence that each canary example of those behind its update is among their data.
 
-    A round's batch holds an example of the data with the chance q of its drawing: log(1 - q + q e^ratio), of the likelihood ratio
-    of the batch. Rounds add up. A canary's number is the row's example.
+    The canaries of an update are judged together. A round's batch holds an example of the data with the chance q of its drawing:
+    log(1 - q + q e^ratio), of the likelihood ratio of the batch. Rounds add up. A canary's number is the row's example.
+
+    Raises:
+        ValueError: no update has a likelihood, for the reason that the message says.
     """
-    shards, holders, each = fed.shards, fed.protocol.canary_clients, fed.protocol.canary_examples
-    behind = {c: [m for m in fed.protocol.members(c, wave.round) if m in holders] for c in wave.clients}
-    found: dict[int, list[ScoreRecord]] = {c: [] for c, members in behind.items() if not members}
-    if not any(behind.values()):
-        return found
-    rows = torch.cat([shards.canaries[m] for members in behind.values() for m in members])
-    scores = membership().scores(wave, known, batch_of(shards.dataset.x, shards.dataset.y, rows))
-    first = 0
-    for own, (client, members) in zip(scores, behind.items(), strict=True):
-        for member in members:
-            q = torch.tensor(shards.batch_size / len(shards.indices[member]), dtype=torch.float64)
-            evidence = torch.logaddexp((-q).log1p(), q.log() + own[first : first + each])
-            first += each
-            if bool(evidence.isfinite().all()):
-                numbers = range(holders.index(member) * each, (holders.index(member) + 1) * each)
-                told = _records({EVIDENCE: evidence.tolist()}, numbers, wave.round, client, CANARIES)
-                found[client] = found.get(client, []) + told
+    if known.auxiliary is None:
+        raise ValueError("the rest of a batch is learned from public examples: set [data] auxiliary above 0")
+    holders, each = fed.protocol.canary_clients, fed.protocol.canary_examples
+    rest = RestOfBatch.of_population(CandidateGradients(known, wave.params, known.auxiliary))
+    found, failure = dict[int, list[ScoreRecord]](), None
+    for k, client in enumerate(wave.clients):
+        members = [m for m in fed.protocol.members(client, wave.round) if m in holders]
+        if not members:
+            found[client] = []
+            continue
+        if not all(bool(t[k].isfinite().all()) for t in wave.update.values()):
+            continue
+        try:
+            told = _canaries_of(fed, known, wave.of([k]), rest, members)
+        except ValueError as error:  # of this client's update
+            failure = error
+            continue
+        if bool(told.isfinite().all()):
+            numbers = [holders.index(m) * each + i for m in members for i in range(each)]
+            found[client] = _records({EVIDENCE: told.tolist()}, numbers, wave.round, client, CANARIES)
+    if failure is not None and not any(found.values()):
+        raise failure
     return found
+
+
+def _canaries_of(fed: Federation, known: Knowledge, update: Wave, rest: RestOfBatch, members: Sequence[int]) -> Tensor:
+    """The evidence (N,) of these clients' canaries in one update."""
+    shards = fed.shards
+    rows = torch.cat([shards.canaries[m] for m in members])
+    drawn = torch.cat(
+        [torch.full((len(shards.canaries[m]),), shards.batch_size / len(shards.indices[m])) for m in members]
+    )
+    q, parts = drawn.double(), max(1, HELD_AT_ONCE // len(rest.mean))  # gradients that are held at once
+    ratios = []
+    for block, (some, share) in enumerate(zip(rows.split(parts), (q / 2).split(parts), strict=True)):
+        candidates = CandidateGradients(known, update.params, batch_of(shards.dataset.x, shards.dataset.y, some))
+        unknown = max(0.0, known.batch_size - float(share.sum()))
+        seed = seed_of(fed.protocol.seed, "canaries together", update.round, update.clients[0], block)
+        ratios.append(marginal_ratios(*joint_ratios(candidates, update, rest, unknown), share, seed))
+    return torch.logaddexp((-q).log1p(), q.log() + torch.cat(ratios))
 
 
 def _records(

@@ -99,8 +99,8 @@ class _Expected:
     entries: Tensor
 
     @classmethod
-    def of(cls, rest: RestOfBatch, factor: float, size: int) -> "_Expected":
-        scale = (factor / size) ** 2 * (size - 1)
+    def of(cls, rest: RestOfBatch, factor: float, size: int, unknown: float) -> "_Expected":
+        scale = (factor / size) ** 2 * unknown
         mean = factor / size * ((size - 1) * rest.mean + rest.instead)
         return cls(mean, rest.axes, scale * rest.variances, scale * rest.entries)
 
@@ -135,12 +135,24 @@ class _Evidence:
 
     def ratios(self, change: Tensor) -> Tensor:
         """(k, n) float64, of n candidates with these changes (n, d) of the update."""
-        part = change[:, self.columns]
-        if self.signs is not None:  # a large change moves a sign no further than a small one
-            mean, size = self.signs
-            part = size * math.sqrt(math.pi / 2) * (((mean + part) / size / ROOT).erf() - (mean / size / ROOT).erf())
+        part = self._shown(change)
         square = part.square() @ self.information - (part @ self.along.T).square().sum(1)
         return (part @ self.directions.T - square[:, None] / 2).T.double()
+
+    def joint(self, change: Tensor) -> tuple[Tensor, Tensor]:
+        """Of one update, (n,) and (n, n) float64: what each change adds, and what each two take back."""
+        part = self._shown(change)
+        along = part @ self.along.T
+        square = (part * self.information) @ part.T - along @ along.T
+        return (part @ self.directions.T)[:, 0].double(), square.double()
+
+    def _shown(self, change: Tensor) -> Tensor:
+        """The part of changes (n, d) that is seen, (n, c)."""
+        part = change[:, self.columns]
+        if self.signs is None:
+            return part
+        mean, size = self.signs  # a large change moves a sign no further than a small one
+        return size * math.sqrt(math.pi / 2) * (((mean + part) / size / ROOT).erf() - (mean / size / ROOT).erf())
 
 
 def likelihood_ratio(candidates: CandidateGradients, wave: Wave, rest: RestOfBatch) -> Tensor:
@@ -148,19 +160,46 @@ def likelihood_ratio(candidates: CandidateGradients, wave: Wave, rest: RestOfBat
 
     Where the chain's density has no closed form, noise counts as normal, of the size that each tensor of the updates shows.
     """
+    factor, evidence = _seen(candidates, wave, rest, candidates.known.batch_size - 1)
+    found, first = torch.zeros(len(wave), len(candidates), dtype=torch.float64), 0
+    for change in _changes(candidates, rest, factor):
+        for part in evidence:
+            found[list(part.updates), first : first + len(change)] = part.ratios(change)
+        first += len(change)
+    return found
+
+
+def joint_ratios(
+    candidates: CandidateGradients, update: Wave, rest: RestOfBatch, unknown: float
+) -> tuple[Tensor, Tensor]:
+    """A (N,) and B (N, N) float64 with log p(seen | the candidates c in {0, 1}^N are in the batch) = A'c - c'Bc / 2 + constant.
+
+    Args:
+        update: a wave of one.
+        unknown: how many of the batch are none of the candidates, as far as expected.
+    """
+    factor, evidence = _seen(candidates, update, rest, unknown)
+    changes = torch.cat(list(_changes(candidates, rest, factor)))
+    parts = [part.joint(changes) for part in evidence]
+    return torch.stack([a for a, _ in parts]).sum(0), torch.stack([b for _, b in parts]).sum(0)
+
+
+def _seen(
+    candidates: CandidateGradients, wave: Wave, rest: RestOfBatch, unknown: float
+) -> tuple[float, list["_Evidence"]]:
+    """By how much a mean gradient moves the update, and what the updates say."""
     known = candidates.known
     factor = gain(known.chain, known.batch_size, rest.norm / math.sqrt(known.batch_size))
     if not known.chain.local.one_gradient:
         factor *= _shrinking(wave, candidates.params, rest, factor, known.batch_size)
     faint = FAINT * (factor / known.batch_size * rest.norm) ** 2 / len(rest.mean)
-    evidence = list(_evidence(candidates, wave, _Expected.of(rest, factor, known.batch_size), faint))
-    found, first = torch.zeros(len(wave), len(candidates), dtype=torch.float64), 0
+    return factor, list(_evidence(candidates, wave, _Expected.of(rest, factor, known.batch_size, unknown), faint))
+
+
+def _changes(candidates: CandidateGradients, rest: RestOfBatch, factor: float) -> Iterator[Tensor]:
+    """How the candidates (n, d) move the expected update, a chunk at a time."""
     for rows, kept in zip(candidates.rows(), candidates.kept.split(candidates.chunk), strict=True):
-        change = (rows * kept.to(rows)[:, None] - rest.instead) * (factor / known.batch_size)
-        for part in evidence:
-            found[list(part.updates), first : first + len(rows)] = part.ratios(change)
-        first += len(rows)
-    return found
+        yield (rows * kept.to(rows)[:, None] - rest.instead) * (factor / candidates.known.batch_size)
 
 
 def _shrinking(wave: Wave, params: Params, rest: RestOfBatch, factor: float, size: int) -> float:

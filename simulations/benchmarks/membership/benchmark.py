@@ -1,7 +1,9 @@
-"""The membership benchmark: single updates, rounds accumulated and FedMIA's table, as one report."""
+"""The membership benchmark: single updates, rounds accumulated, FedMIA's question and comparison, and cost, as one report."""
 
 from collections.abc import Callable, Mapping
 
+from fedgauge.simulations.benchmarks.membership.cost import cost
+from fedgauge.simulations.benchmarks.membership.fedmia_baselines import fedmia_baselines
 from fedgauge.simulations.benchmarks.membership.fedmia_table import fedmia_table
 from fedgauge.simulations.benchmarks.membership.over_rounds import over_rounds
 from fedgauge.simulations.benchmarks.membership.single_updates import single_updates
@@ -11,6 +13,8 @@ TABLES: Mapping[str, Callable[[Progress], BenchmarkReport]] = {
     "single updates": single_updates,
     "over rounds": over_rounds,
     "FedMIA": fedmia_table,
+    "FedMIA's comparison": fedmia_baselines,
+    "cost": cost,
 }
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from fedgauge.client.local_data import has_images
 from fedgauge.simulations.benchmarks.__main__ import BENCHMARKS, RESULTS
+from fedgauge.simulations.benchmarks.membership import fedmia_baselines, membership, over_rounds, single_updates
 from fedgauge.simulations.benchmarks.membership import fedmia_table as fedmia
-from fedgauge.simulations.benchmarks.membership import membership, over_rounds, single_updates
 from fedgauge.simulations.benchmarks.membership.benchmark import joined
+from fedgauge.simulations.benchmarks.membership.cost import MOST, cost
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/measurement.md"
@@ -87,6 +89,35 @@ def test_after_one_round_on_all_of_a_clients_data_it_is_told() -> None:
     assert cells["likelihood_ratio"]["n"] == 300
     assert cells["loss"]["auc_against_other_clients"][0] == 0.5  # the weights are the same for all clients
     json.dumps([dict(row) for row in report.rows], allow_nan=False)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.skipif(not has_images("cifar100"), reason="needs CIFAR-100 in the local data folder (FEDGAUGE_DATA)")
+def test_one_row_of_fedmias_comparison_has_every_method() -> None:
+    report = fedmia_baselines.fedmia_baselines(no_progress, rows=("sampling",), rounds=(1,))
+    cells: dict[Any, Any] = {row["score"]: row for row in report.rows}
+    assert list(cells) == list(fedmia_baselines.METHODS)
+    assert cells["Grad-Cosine"]["auc"] == cells["Avg-Cosine"]["auc"], "of one round"
+    assert cells["Grad-Norm"]["auc_against_other_clients"][0] == 0.5  # the weights are the same for all clients
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_cost_is_of_the_scores_that_a_test_computes() -> None:
+    report = cost(no_progress)
+    assert len(report.figures) == 4 and all(figure.value for figure in report.figures)
+
+
+def test_the_kept_comparison_and_cost_have_every_figure() -> None:
+    rows = kept("FedMIA's comparison")
+    assert [(row["row"], row["score"]) for row in rows] == [
+        (name, method) for name in fedmia_baselines.ROWS for method in fedmia_baselines.METHODS
+    ]
+    figures = {f["name"]: f for f in json.loads((RESULTS / "membership.json").read_text())["figures"]}
+    assert {name: figures[f"{name}: 1,000 candidates, matched_filter"]["met"] for name in MOST} == {
+        "lenet": True, "resnet20": True
+    }  # fmt: skip
 
 
 def test_rounds_accumulate_as_they_are_said_to() -> None:
@@ -200,6 +231,19 @@ def lines_of_fedmia() -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("lines", [lines_of_batches, lines_of_comparisons, lines_of_rounds, lines_of_fedmia])
+def lines_of_fedmias_comparison() -> list[str]:
+    """The same of FedMIA's baselines and attacks."""
+    cells = {(row["row"], row["score"]): row for row in kept("FedMIA's comparison")}
+    lines = []
+    for name in fedmia_baselines.ROWS:
+        every = [cells[name, method] for method in fedmia_baselines.METHODS]
+        told = [shown(cell["auc"], cell["tpr_at_1_percent"]) for cell in every]
+        lines.append(f"| {name} | {100 * every[0]['accuracy']:.0f} % | {' | '.join(told)} |")
+    return lines
+
+
+@pytest.mark.parametrize(
+    "lines", [lines_of_batches, lines_of_comparisons, lines_of_rounds, lines_of_fedmia, lines_of_fedmias_comparison]
+)
 def test_the_page_shows_what_was_kept(lines: Any) -> None:
     assert "\n".join(lines()) in PAGE.read_text()
