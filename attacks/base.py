@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fedgauge.attacks.in_loops import in_loops
 from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
 from fedgauge.client.chain import Chain
+from fedgauge.client.models.columns import Columns
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
 
@@ -97,13 +98,14 @@ class Knowledge:
     Args:
         model: the network, with the buffers that the server sent; for text a fedgauge.client.models.language:LanguageModel.
         chain: the clients' chain, as the attacker believes it to be.
-        shape: (C, H, W) of an image, (L,) of a sentence.
+        shape: (C, H, W) of an image, (L,) of a sentence, (D,) of a row.
         classes, batch_size: as agreed in the federation.
         mean, std: the per-channel normalisation in front of the model; empty for examples that are not images.
         labels: (K, B) int64 if the attacker is given them; None: it restores them.
         auxiliary: public examples of the same distribution, or None.
         loss: what the clients minimise: a mean over the batch.
-        text: None for images.
+        text: of sentences; None for other examples.
+        columns: of a table's rows; None for other examples.
         plain: differentiate by plain autograd and in loops, for a model that torch.func or vmap refuses.
     """
 
@@ -118,6 +120,7 @@ class Knowledge:
     auxiliary: Batch | None = None
     loss: Loss = F.cross_entropy
     text: Sentences | None = None
+    columns: Columns | None = None
     plain: bool = False
 
     @cached_property
@@ -181,6 +184,10 @@ class Knowledge:
         mean, std = self._statistics(x)
         return x * std + mean
 
+    def examples(self, x: Tensor) -> Tensor:
+        """What an attack found, as the network takes it, as examples: pixels in [0, 1], or rows whose cells are possible."""
+        return self.pixels(x).clamp(0, 1) if self.columns is None else self.columns.rows(self.columns.cells(x))
+
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         mean, std = (
             torch.tensor(v, dtype=like.dtype, device=like.device).view(-1, 1, 1) for v in (self.mean, self.std)
@@ -235,13 +242,14 @@ class Reconstruction:
     """What an attack reconstructed from one observation.
 
     Args:
-        x: (B, C, H, W) in [0, 1], or token ids (B, L) int64, padded like the data; None: nothing to grade.
+        x: (B, C, H, W) in [0, 1], token ids (B, L) int64, padded like the data, or rows (B, D); None: nothing to grade.
         y: (B,) int64 labels as restored, given or optimised; None: the attack claims none.
         objective: of the attack itself, at the end; it chooses among restarts.
         iterations, seconds: spent; the seconds of a wave are shared equally among its observations.
         status: converged (ran its schedule to the end), out_of_budget (time ended it), diverged, not_applicable.
         reason: why the status is not converged; for converged ones an optional note on what is proven or how it was found.
         trace: of the chosen restart, from its start to this result; None: not requested.
+        confidence: of a row's cells (B, F) in [0, 1], as the attack judges itself; None: it does not.
     """
 
     x: Tensor | None
@@ -252,13 +260,15 @@ class Reconstruction:
     status: Status
     reason: str = ""
     trace: Trace | None = None
+    confidence: Tensor | None = None
 
     def to(self, device: torch.device) -> "Reconstruction":
         """The same with its tensors on a device."""
         trace = self.trace
         if trace is not None:
             trace = Trace(*(t.to(device) for t in (trace.iteration, trace.objective, trace.x)))
-        return replace(self, x=_moved(self.x, device), y=_moved(self.y, device), trace=trace)
+        x, y, confidence = (_moved(t, device) for t in (self.x, self.y, self.confidence))
+        return replace(self, x=x, y=y, trace=trace, confidence=confidence)
 
 
 def _moved(t: Tensor | None, device: torch.device) -> Tensor | None:

@@ -113,6 +113,8 @@ def _choices() -> Iterator[_Choice]:
     yield _Choice({"use": "spear_plus_plus"}, "standard", lambda s: s.reads_batches, searches=False)
     yield _Choice({"use": "exact"}, "quick", lambda s: s.examples == 1, searches=False)
     yield _Choice({"use": "dager"}, searches=False)
+    yield _Choice({"use": "tableak", "restarts": 10})
+    yield _Choice({"use": "tableak", "name": "tableak_labels_given", "labels": "given", "restarts": 10}, "standard")
 
     yield _Choice(_search("inverting_gradients", "off"))
     yield _Choice(_search("inverting_gradients", "shadow"), "standard")

@@ -37,7 +37,7 @@ def public_knowledge(
         std=dataset.std,
         auxiliary=fed.shards.auxiliary_batch() if auxiliary is None else auxiliary,
         loss=fed.loss,
-        text=modality_of(dataset).known(),
+        **modality_of(dataset).known(),
     )
 
 

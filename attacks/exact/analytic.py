@@ -74,7 +74,7 @@ class analytic(Attack):
             if not signal.abs().max() > 0:
                 return None
             value = _rank_one_input(gradient[f"{below}.weight"], signal)
-        return known.pixels(value.view(1, *known.shape)).clamp(0, 1).float()
+        return known.examples(value.view(1, *known.shape)).float()
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ def _inverted(
         inputs = None if columns is None else mixture.inputs(columns)
         if inputs is None or not bool(torch.isfinite(inputs).all()):
             continue
-        x = known.pixels(inputs.view(-1, *known.shape)).float().clamp(0, 1)
+        x = known.examples(inputs.view(-1, *known.shape)).float()
         fed = known.normalise(x).flatten(1).double()
         signals = torch.linalg.lstsq(fed.T, mixture.weight.T).solution  # (B, m)
         guess = Batch(x, _labels(x, signals, params, layer, known))

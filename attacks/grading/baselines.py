@@ -105,5 +105,48 @@ class random_words(Attack):
         return guesses
 
 
+@dataclass(frozen=True)
+class mode_row(Attack):
+    """Guess each number's mean and each column's most frequent category among the auxiliary rows, for every row."""
+
+    is_random: ClassVar[bool] = False
+
+    @property
+    def on_cpu(self) -> bool:
+        return True
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        if known.auxiliary is None or known.columns is None:
+            return not_applicable(wave, "the most frequent cells need auxiliary rows of a table")
+        cells = known.columns.cells(known.auxiliary.x)
+        likely = [
+            cell.nanmean() if column.numeric else cell.mode().values
+            for column, cell in zip(known.columns, cells.unbind(-1), strict=True)
+        ]
+        row = known.columns.rows(torch.stack(likely))
+        return [_guess(row.expand(known.batch_size, -1)) for _ in wave.clients]
+
+
+@dataclass(frozen=True)
+class random_row(Attack):
+    """Guess each cell at the auxiliary rows' frequencies, independently of the others."""
+
+    @property
+    def on_cpu(self) -> bool:
+        return True
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        if known.auxiliary is None or known.columns is None:
+            return not_applicable(wave, "random cells need auxiliary rows of a table")
+        cells, columns = known.columns.cells(known.auxiliary.x), known.columns
+        size = (known.batch_size, len(columns))
+        drawn = [torch.randint(len(cells), size, generator=stream("cells")) for stream in streams]
+        return [_guess(columns.rows(cells.gather(0, chosen))) for chosen in drawn]
+
+
 def _guess(x: Tensor) -> Reconstruction:
     return Reconstruction(x.clone(), None, 0.0, 0, 0.0, "converged")

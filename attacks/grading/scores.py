@@ -91,8 +91,11 @@ class Grader:
             for metric in self.metrics:
                 if (name := metric.name + AUGMENTED) in self.modality.measured:
                     rows += [row(i, name, v) for i, v in enumerate(metric(augmented.x, nearest).double().tolist())]
-        y = None if result.y is None else result.y[order]
-        return replace(result, x=x, y=y, trace=_reordered(result.trace, order)), rows
+        y, confidence = (None if t is None else t[order] for t in (result.y, result.confidence))
+        placed = replace(result, x=x, y=y, trace=_reordered(result.trace, order), confidence=confidence)
+        whole = self.modality.of_batch(truth.x, placed)
+        rows += [row(WHOLE_BATCH, name, v) for name, v in whole.items() if self.only is None or name in self.only]
+        return placed, rows
 
 
 def ungraded_rows(

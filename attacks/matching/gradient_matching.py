@@ -7,7 +7,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -87,6 +87,16 @@ class GradientMatching(Attack):
     def continued(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], start: Tensor | None
     ) -> list[Reconstruction]:
+        try:
+            found = self.search_all(wave, known, budget, streams, start)
+        except SearchFails as error:
+            return not_applicable(wave, str(error))
+        return _answers(found, budget)
+
+    def search_all(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], start: Tensor | None = None
+    ) -> "EveryRestart":
+        """Where every restart of every observation ended; SearchFails if they cannot be searched for."""
         started = time.perf_counter()
         try:
             problems = self._problems(wave, known, budget.restarts, streams)
@@ -94,20 +104,17 @@ class GradientMatching(Attack):
             variables = starts(rows // budget.restarts, rows % budget.restarts)
             limiter = self._batch_limiter(problems, variables)
         except ValueError as error:
-            return not_applicable(wave, str(error))
+            raise SearchFails(str(error)) from error
         if start is not None:
             first = known.normalise(start).repeat(1, problems.epochs, 1, 1, 1)
             variables["x"][:: budget.restarts] = first.to(variables["x"])
         tracer = Tracer(self.trace, budget.iterations, problems.count, known.pixels)
         clock = Deadline(started, budget.seconds)
-        try:
-            outcome = self.search.minimise(variables, SearchContext(problems, starts, budget, limiter, clock, tracer))
-        except SearchFails as error:
-            return not_applicable(wave, str(error))
+        outcome = self.search.minimise(variables, SearchContext(problems, starts, budget, limiter, clock, tracer))
         images = problems.joined(variables["x"], rows)
         tracer.keep(rows, outcome.spent, outcome.objectives, images)
         labels = problems.joined_labels(variables, rows)
-        return _answers(images, labels, outcome, problems, tracer, budget, time.perf_counter() - started)
+        return EveryRestart(images, labels, outcome, problems, tracer, time.perf_counter() - started)
 
     def _problems(self, wave: Wave, known: Knowledge, restarts: int, streams: Sequence[Stream]) -> Problems:
         """The wave's problems; ValueError if they cannot be posed."""
@@ -147,33 +154,44 @@ class GradientMatching(Attack):
         return BatchLimiter(largest_batch(dry, len(units), x.device, held))
 
 
-def _answers(
-    images: Tensor,
-    labels: Tensor,
-    outcome: OptimizationResult,
-    problems: Problems,
-    tracer: Tracer,
-    budget: Budget,
-    seconds: float,
-) -> list[Reconstruction]:
-    """Each observation's restart with the lowest objective, from images (P, B, C, H, W) and labels (P, B)."""
-    restarts, known = problems.restarts, problems.known
-    objectives = outcome.objectives
-    objectives = torch.where(objectives.isfinite(), objectives, torch.inf).view(-1, restarts)
-    answers = []
-    for k, best in enumerate(objectives.argmin(1).tolist()):
-        row, own = k * restarts + best, slice(k * restarts, (k + 1) * restarts)
-        x = known.pixels(images[row]).clamp(0, 1).to(problems.dtype)
-        done = int(outcome.spent[own].max())
-        status: Status = "converged"
-        reason = problems.way.note
-        if not torch.isfinite(objectives[k, best]) or not torch.isfinite(x).all():
-            status, reason = "diverged", "the objective or the image is not finite"
-        elif outcome.interrupted[own].any():
-            status, reason = "out_of_budget", f"{done} of {budget.iterations} iterations in {budget.seconds} s"
-        share = seconds / len(objectives)
-        objective, trace = float(objectives[k, best]), tracer.of(row)
-        answers.append(Reconstruction(x, labels[row], objective, done, share, status, reason, trace))
+@dataclass(frozen=True, eq=False)
+class EveryRestart:
+    """Where the P = K * R searches of a wave ended: images (P, B, ...), as the network takes them, and labels (P, B)."""
+
+    images: Tensor
+    labels: Tensor
+    outcome: OptimizationResult
+    problems: Problems
+    tracer: Tracer
+    seconds: float
+
+    @cached_property
+    def objectives(self) -> Tensor:
+        """(K, R), infinite where a search diverged."""
+        found = self.outcome.objectives
+        return torch.where(found.isfinite(), found, torch.inf).view(-1, self.problems.restarts)
+
+    def ended(self, k: int, x: Tensor, budget: Budget) -> tuple[Status, str, int]:
+        """How the k-th observation's searches ended, with a result x: status, reason, iterations."""
+        own = slice(k * self.problems.restarts, (k + 1) * self.problems.restarts)
+        done = int(self.outcome.spent[own].max())
+        if not torch.isfinite(self.objectives[k].min()) or not torch.isfinite(x).all():
+            return "diverged", "the objective or the result is not finite", done
+        if self.outcome.interrupted[own].any():
+            return "out_of_budget", f"{done} of {budget.iterations} iterations in {budget.seconds} s", done
+        return "converged", self.problems.way.note, done
+
+
+def _answers(found: EveryRestart, budget: Budget) -> list[Reconstruction]:
+    """Each observation's restart with the lowest objective."""
+    problems, answers = found.problems, []
+    for k, best in enumerate(found.objectives.argmin(1).tolist()):
+        row = k * problems.restarts + best
+        x = problems.known.examples(found.images[row]).to(problems.dtype)
+        status, reason, done = found.ended(k, x, budget)
+        share, objective = found.seconds / len(found.objectives), float(found.objectives[k, best])
+        trace = found.tracer.of(row)
+        answers.append(Reconstruction(x, found.labels[row], objective, done, share, status, reason, trace))
     return answers
 
 

@@ -1,8 +1,8 @@
 """What gradient matching minimises: how far the update of a guess is from the observed one, plus priors on the guess."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Generator, Tensor
@@ -124,6 +124,18 @@ class surrogate_gradient(TrainingModel):
         return [{k: -known.scale * t for k, t in slopes.items()}]
 
 
+class Parametrisation(Protocol):
+    """A frozen dataclass: examples as a function of the free numbers that are searched for, of the same shape."""
+
+    def bind(self, known: Knowledge) -> Callable[[Tensor], Tensor]:
+        """The examples (..., *shape) of free numbers; ValueError where the examples are of another kind."""
+        ...
+
+    def starts(self, normal: Tensor) -> Tensor:
+        """Where the search starts, from standard normal numbers."""
+        ...
+
+
 @dataclass(frozen=True)
 class Objective:
     """Likelihood and priors of images.
@@ -133,12 +145,14 @@ class Objective:
         priors: on the images.
         labels: "restored" before matching (or given by the threat model), or "optimised" with the image as in DLG.
         training: how the update of a guess is computed.
+        parametrisation: what is searched for in place of the examples themselves; None: these.
     """
 
     likelihood: Distance | None = None
     priors: tuple[Prior, ...] = ()
     labels: Literal["restored", "optimised"] = "restored"
     training: TrainingModel = field(default_factory=unrolled)
+    parametrisation: Parametrisation | None = None
 
     def __post_init__(self) -> None:
         for prior in self.priors:

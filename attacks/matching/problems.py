@@ -69,6 +69,8 @@ class Problems:
             self.known = replace(known, chain=known.chain.visible)
         self.likelihood = left_out(own, known.chain.hidden)
         known = self.known
+        self.parametrisation = objective.parametrisation
+        self.examples = self.parametrisation.bind(known) if self.parametrisation else lambda x: x
         bound = [(p.weight, p.bind(known, wave.params)) for p in objective.priors if p.weight]
         self.energies = [(w, e) for w, e in bound if not isinstance(e, LatentPrior | LabelledEnergy)]
         self.labelled = [(w, e) for w, e in bound if isinstance(e, LabelledEnergy)]
@@ -132,6 +134,8 @@ class Problems:
             return torch.stack([torch.randn(size, generator=streams[k](purpose, r)) for k, r in pairs]).to(like)
 
         variables = {"x": normal("start", images, *self.known.shape)}
+        if self.parametrisation is not None:
+            variables["x"] = self.parametrisation.starts(variables["x"])
         if self.labels is not None and self.labelled:
             rows = owners * self.restarts + draws % self.restarts
             likeliest = self.labelled[0][1].likeliest(self.labels[rows.to(self.labels.device)])
@@ -145,6 +149,7 @@ class Problems:
 
     def joined(self, x: Tensor, rows: Tensor) -> Tensor:
         """The resulting images (N, B, C, H, W) of some problems, with several epochs' copies averaged."""
+        x = self.examples(x)
         return x if self.epochs == 1 else local_steps.averaged(x, self._pairing(x, rows))
 
     def joined_labels(self, variables: Variables, rows: Tensor) -> Tensor:
@@ -153,7 +158,7 @@ class Problems:
             return self.labels[rows][:, : self.known.batch_size]
         likely = variables["y"].softmax(2)
         if self.epochs > 1:
-            likely = local_steps.averaged(likely, self._pairing(variables["x"], rows))
+            likely = local_steps.averaged(likely, self._pairing(self.examples(variables["x"]), rows))
         return likely.argmax(2)
 
     def _pairing(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -246,7 +251,7 @@ class Problems:
         self, variables: Variables, seen: ObservedUpdates, labels: Tensor | None, likelihood_weight: Tensor | float
     ) -> Tensor:
         """Objectives (N,) of some problems, differentiable."""
-        x, own = variables["x"], {name: variables[name] for name in self.own}
+        x, own = self.examples(variables["x"]), {name: variables[name] for name in self.own}
         y = variables["y"].softmax(2) if labels is None else labels
         objectives = likelihood_weight * self._distances(x, y, seen, own)
         loop = self.way.route == "loop"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Sentences
+from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.learned.auxiliary import Auxiliary
 from fedgauge.attacks.modality.image_metrics import Metric
 from fedgauge.client.data.images import Dataset
@@ -142,9 +142,13 @@ class Modality(ABC):
         """The guess of the truth's shape as which a paper's table grades an attack that failed."""
         return torch.zeros_like(truth)
 
-    def known(self) -> Sentences | None:
-        """What an attacker knows of such examples besides the model, before anything is given to it."""
-        return None
+    def known(self) -> dict[str, Any]:
+        """What an attacker knows of such examples besides the model, before anything is given to it: fields of Knowledge."""
+        return {}
+
+    def of_batch(self, truth: Tensor, found: Reconstruction) -> dict[str, float]:
+        """Metrics of a whole update, by name, from its truth and what was found, in the same order."""
+        return {}
 
     def condition(self, lengths: str) -> str:
         """What else the attacker knows of the examples, for its knowledge card; empty if nothing."""
@@ -153,6 +157,10 @@ class Modality(ABC):
     def auxiliary(self, chosen: Auxiliary, size: int) -> str:
         """The attacker's public examples, for its knowledge card."""
         return f"{size} auxiliary {self.main.private}s of the same distribution"
+
+    def headings(self) -> tuple[str, ...]:
+        """What each of an example's words is, where every example has the same; empty if its words are a text."""
+        return ()
 
     def words(self, x: Tensor) -> list[str]:
         """One example as words, where examples are shown as text."""

@@ -6,9 +6,11 @@ from fedgauge.attacks.membership.measured import GUESSES
 from fedgauge.attacks.modality.base import Measured, Modality
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import MEMBERSHIP
+from fedgauge.attacks.modality.rows import RowModality
 from fedgauge.attacks.modality.sentences import SentenceModality
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import Dataset
+from fedgauge.client.data.tables import Table
 
 MODALITIES: dict[type[Dataset], type[Modality]] = {}
 MEASURED: dict[str, Measured] = {}  # what each metric is, in the order in which tables and figures show them
@@ -24,6 +26,7 @@ def register(dataset: type[Dataset], modality: type[Modality]) -> None:
 
 register(Dataset, ImageModality)
 register(Text, SentenceModality)
+register(Table, RowModality)
 MEASURED.update(MEMBERSHIP)
 BASELINES.update(dict.fromkeys(GUESSES, "membership"))
 

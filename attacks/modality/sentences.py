@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,8 +61,8 @@ class SentenceModality(Modality):
     def blank(self, truth: Tensor) -> Tensor:
         return torch.full_like(truth, self.dataset.tokenizer.pad)
 
-    def known(self) -> Sentences:
-        return Sentences()
+    def known(self) -> dict[str, Any]:
+        return {"text": Sentences()}
 
     def condition(self, lengths: str) -> str:
         return f"lengths {lengths}"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fedgauge.client.components import ComponentKind, SpecError, Table, build, coerce, resolve
+from fedgauge.client.components import ComponentKind, SpecError, Table, build, coerce, is_own, resolve
 from fedgauge.client.rng import seed_of
 
 MODEL = ComponentKind("a model", ("fedgauge.models",), nn.Module, annotated=False)
@@ -62,10 +62,21 @@ def _refuse_lazy_layers(model: nn.Module, where: str, offered: Mapping[str, Any]
 
 def _refuse_other_examples(table: Table, where: str, offered: Mapping[str, Any]) -> None:
     """Refuse a model of text for images, and the reverse: only models of text have a parameter `tokenizer`."""
-    asks = "tokenizer" in inspect.signature(resolve(table, where, MODEL)).parameters
+    found = resolve(table, where, MODEL)
+    asks = "tokenizer" in inspect.signature(found).parameters
+    of_images = is_own(table, MODEL) and "shape" in inspect.signature(found).parameters and table["use"] != "mlp"
+    if "columns" in offered and (of_images or asks):
+        kind = "text" if asks else "images"
+        raise SpecError(
+            f"{where}: {table['use']} reads {kind}, and [data] is rows of a table: name mlp, embedding_mlp or ft_transformer"
+        )
     if asks and "tokenizer" not in offered:
         raise SpecError(
             f"{where}: {table['use']} reads text, and [data] is images: name a model of images such as lenet"
+        )
+    if "columns" in inspect.signature(found).parameters and "columns" not in offered:
+        raise SpecError(
+            f"{where}: {table['use']} reads rows of a table, and [data] has no columns: name a network of images or of text"
         )
     if not asks and "tokenizer" in offered:
         raise SpecError(

@@ -21,11 +21,13 @@ Activation = Literal["relu", "sigmoid", "tanh"]
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
 
 
-def mlp(shape: Shape, classes: int, hidden: Sequence[int] = (256,), activation: Activation = "relu") -> nn.Module:
-    """Fully connected layers with biases; hidden: their widths."""
+def mlp(
+    shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (256,), activation: Activation = "relu"
+) -> nn.Module:
+    """Fully connected layers with biases, for images or rows of tables; hidden: their widths."""
     if any(width < 1 for width in hidden):
         raise ValueError(f"hidden widths must be at least 1, got {list(hidden)}")
-    widths = [shape[0] * shape[1] * shape[2], *hidden]
+    widths = [math.prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True):
         layers += [nn.Linear(fan_in, fan_out), _ACTIVATIONS[activation]()]

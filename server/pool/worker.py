@@ -141,7 +141,7 @@ def attack_wave(
 
 def _tensors(reconstruction: Reconstruction) -> dict[str, Tensor]:
     """A reconstruction's tensors by their names in its file."""
-    tensors = {"x": reconstruction.x, "y": reconstruction.y}
+    tensors = {"x": reconstruction.x, "y": reconstruction.y, "confidence": reconstruction.confidence}
     if (trace := reconstruction.trace) is not None:
         tensors |= {"trace_iteration": trace.iteration, "trace_objective": trace.objective, "trace_x": trace.x}
     return {name: t for name, t in tensors.items() if t is not None}

@@ -94,6 +94,7 @@ class Card:
         why: why it is shown, if not all are.
         truth_words: of text, its tokens, instead of truth.
         absent: why there is no truth; empty if there is one.
+        headings: of text, what each of its tokens is, if they stand in columns; empty if they do not.
     """
 
     round: int
@@ -107,6 +108,7 @@ class Card:
     truth_words: tuple[str, ...] | None = None
     absent: str = ""
     label_name: str = ""
+    headings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,6 +307,7 @@ class Gallery:
             truth_words=tuple(self.modality.words(truth[0]))
             if truth and self.modality and self.kind == "text"
             else None,
+            headings=self.modality.headings() if self.modality else (),
             absent="" if truth is not None else NO_TRUTH if self.reading.ledger.deployed else NOT_HERE,
         )
 

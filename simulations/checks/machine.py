@@ -19,7 +19,7 @@ from fedgauge.client.local_data import data_folder, has_images
 from fedgauge.simulations.checks.check_result import CheckResult, attempt
 from fedgauge.simulations.run.environment import PACKAGES, package
 
-EMBEDDED = ("mnist5k", "phrases")  # datasets that need no file
+EMBEDDED = ("mnist5k", "phrases", "census")  # datasets that need no file
 FORMER, PRESENT = "FEDLEAK_", "FEDGAUGE_"  # prefixes of the environment variables, formerly and today
 
 
@@ -110,5 +110,5 @@ def _dataset(short: str, local: bool) -> CheckResult:
 
 def _has_local(short: str) -> bool:
     folder = data_folder()
-    places = [] if folder is None else [folder / short, folder / "text" / short]
+    places = [] if folder is None else [folder / part / short for part in ("", "text", "tables")]
     return folder is not None and (any(p.is_dir() for p in places) or has_images(short))

@@ -25,7 +25,7 @@ from fedgauge.attacks.limits import bayes_limit, known_noise
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.limit import area, detectability, power
 from fedgauge.attacks.membership.measured import MEMBER
-from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy, match, psnr_of
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy
 from fedgauge.attacks.plan import PlannedAttack, modalities_of
 from fedgauge.client.chain import trained_on
 from fedgauge.client.collusion import tolerance
@@ -39,7 +39,7 @@ from fedgauge.client.update import Batch
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.assurance.gate import EPSILON, Measurement
-from fedgauge.server.views.formatting import decibel, percent
+from fedgauge.server.views.formatting import decibel, in_unit, percent
 from fedgauge.simulations.checks.network_check import SOFTMAX, ends_in_softmax
 from fedgauge.simulations.checks.stand_ins import StandIns
 
@@ -200,7 +200,7 @@ class _Probe:
                 )
                 break
         if self.size > 1 and (share := self._held_by_a_neuron()) > 0:
-            self._reaches(share * PSNR_CAP, f"{percent(share)} of the stand-ins' examples are read off exactly")
+            self._reaches(share * self.full, f"{percent(share)} of the stand-ins' examples are read off exactly")
             yield PreflightFinding(
                 "leaks",
                 f"{percent(share)} of the stand-ins' examples are read off a row of the first fully connected layer's gradient: "
@@ -208,11 +208,18 @@ class _Probe:
                 "larger batches, a convolution before it, or noise after it; a malicious server raises that share to 100 %",
             )
 
-    def _reaches(self, psnr: float, words: str) -> None:
-        """Note what an attacker reaches at least, on average and without any search."""
-        before = self.measured.get("psnr")
-        if before is None or before.value is None or before.value < psnr:
-            self.measured["psnr"] = Measurement(psnr, f"at least, as {words}; {NO_SEARCH}", conclusive=False)
+    @property
+    def full(self) -> float:
+        """The main metric's value of an example that came back as it was."""
+        main = self.auditor.modality.main
+        return main.ceiling if main.cap is None else main.cap
+
+    def _reaches(self, value: float, words: str) -> None:
+        """Note what an attacker reaches at least of the main metric, on average and without any search."""
+        metric = self.auditor.modality.main.metric
+        before = self.measured.get(metric)
+        if before is None or before.value is None or before.value < value:
+            self.measured[metric] = Measurement(value, f"at least, as {words}; {NO_SEARCH}", conclusive=False)
 
     def _held_by_a_neuron(self) -> float:
         """The share of examples, as they were trained on, that some row's weight over bias gradient gives exactly."""
@@ -260,19 +267,24 @@ class _Probe:
         planned = PlannedAttack(use, {"use": use})
         results = self.auditor.attack(planned, self.wave, self.members)  # stand-ins are no clients: no audit
         pairs = [(r.x, b.x) for (r, _), b in zip(results, self.batches, strict=True) if r.x is not None]
-        values = [float(v) for x, truth in pairs for v in psnr_of(truth, x[match(truth, x)])]
+        modality = self.auditor.modality
+        metric = next(m for m in modality.metrics(self.auditor.auxiliary.x) if m.name == modality.main.metric)
+        values = [float(v) for x, truth in pairs for v in metric(truth, x[modality.pairing(truth, x)])]
         if not values:
             return None
-        mean = sum(min(v, PSNR_CAP) for v in values) / len(values)
+        mean = sum(min(v, self.full) for v in values) / len(values)
         self._reaches(mean, f"{use} on {len(values)} stand-ins")
-        exact = sum(v > PSNR_CAP for v in values)
+        exact = sum(v >= self.full for v in values)
         if exact:
             return PreflightFinding(
                 "leaks",
-                f"{where} holds the image: read off {exact} of {len(values)} stand-ins without any search ({use})",
+                f"{where} holds the {modality.main.private}: read off {exact} of {len(values)} stand-ins without any search "
+                f"({use})",
                 remedy,
             )
-        return PreflightFinding("note", f"{use} reads {where} and gets {decibel(mean)} dB through this chain")
+        return PreflightFinding(
+            "note", f"{use} reads {where} and gets {in_unit(mean, modality.main)} through this chain"
+        )
 
     def _labels(self) -> PreflightFinding | None:
         from fedgauge.attacks.labels import restore

@@ -51,7 +51,7 @@ KINDS: Mapping[str, ComponentKind] = {
     "secure_sum": SECURE_SUM,
 }
 # required parameters with these names are filled in by fedgauge, not by the scenario
-FILLED_IN = ("model", "shape", "classes", "tokenizer", "task", "normalise", "batch_size", "examples")
+FILLED_IN = ("model", "shape", "classes", "columns", "tokenizer", "task", "normalise", "batch_size", "examples")
 # a strategy's arguments that server.app.build_strategy fixes, and those for which it has other defaults than Flower
 FIXED = ("fraction_evaluate", "min_evaluate_nodes", "arrayrecord_key", "configrecord_key", "weighted_by_key")
 OTHER_DEFAULTS = {"min_train_nodes": "1", "min_available_nodes": "all"}
@@ -92,9 +92,20 @@ def components_of(kind: str | None = None, own_only: bool = False) -> list[Compo
         raise SpecError(f"there is no kind {kind!r}: {meant}the kinds are {', '.join(KINDS)}")
     chosen = [kind] if kind is not None else list(KINDS)
     listed = [
-        _component(name, entry) for name in chosen for entry in KINDS[name].entries() if entry.own or not own_only
+        _component(name, entry)
+        for name in chosen
+        for entry in _once(KINDS[name].entries())
+        if entry.own or not own_only
     ]
     return listed if kind is not None or own_only else [*listed, *_without_kind()]
+
+
+def _once(entries: Sequence[Entry]) -> list[Entry]:
+    """Without the second entry of what is in two groups, as an attack on two kinds of data."""
+    found: dict[tuple[str, str, str], Entry] = {}
+    for entry in entries:
+        found.setdefault((entry.name, entry.value, entry.package), entry)
+    return list(found.values())
 
 
 def _without_kind() -> list[Component]:

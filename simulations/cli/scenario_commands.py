@@ -19,12 +19,14 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.options import Commands, add_gate, add_settings
 from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 
+QUICKSTARTS = {"images": "quickstart.toml", "text": "quickstart-text.toml", "tables": "quickstart-table.toml"}
+
 
 def add_to(commands: Commands) -> None:
     """Register these commands."""
-    commands.add(init, with_run=False).add_argument(
-        "file", type=Path, nargs="?", default=Path("scenario.toml"), metavar="FILE"
-    )
+    started = commands.add(init, with_run=False)
+    started.add_argument("file", type=Path, nargs="?", default=Path("scenario.toml"), metavar="FILE")
+    started.add_argument("--data", choices=tuple(QUICKSTARTS), default="images", help="kind of data (default: images)")
     listed = commands.add(list_components, with_run=False, name="list")
     listed.add_argument("kind", nargs="?", metavar="KIND", help="dataset, model, link, attack, ...; default: all")
     listed.add_argument("--json", action="store_true", help="one array of objects instead of lines")
@@ -44,7 +46,7 @@ def init(options: argparse.Namespace) -> int:
     target: Path = options.file
     if target.exists():
         raise SpecError(f"{target} exists; choose another name")
-    target.write_text((Path(__file__).parents[1] / "quickstart.toml").read_text())
+    target.write_text((Path(__file__).parents[1] / QUICKSTARTS[options.data]).read_text())
     print(f"{target}: edit it, then: fedgauge run {target}")
     return 0
 

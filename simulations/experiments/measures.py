@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.attacks.modality.registry import MEASURED
@@ -82,7 +83,8 @@ class AttackOutcome:
     @property
     def examples(self) -> int:
         """The number of attacked images or sentences."""
-        return len(np.unique(self.scores.example_keys()))
+        single = self.scores.where(self.scores.example != WHOLE_BATCH)
+        return len(np.unique(single.example_keys()))
 
 
 Interval = tuple[float | None, float | None, float | None]  # value, low, high

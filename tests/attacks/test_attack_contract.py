@@ -92,10 +92,12 @@ SEARCHES = (
 
 
 def test_every_attack_of_the_package_is_held_to_the_contract() -> None:
+    # rows: tests/attacks/tables/test_tableak.py
     # text: tests/attacks/text/test_text_contract.py, tests/attacks/grading/test_text_audit.py; decoders: tests/attacks/malicious;
     # membership: tests/attacks/grading/test_membership.py; patch_embedding reads no fully connected network: tests/attacks/exact
     elsewhere = {entry.name for entry in ATTACK.entries() if entry.group in (TEXT_ATTACKS, DECODERS, MEMBERSHIP)}
-    assert set(ATTACKS) | elsewhere | {"patch_embedding", "random_words"} == set(ATTACK.names())
+    own = {"patch_embedding", "random_words", "mode_row", "random_row", "tableak"}
+    assert set(ATTACKS) | elsewhere | own == set(ATTACK.names())
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +314,7 @@ def test_an_attack_is_handed_no_truth() -> None:
     fields = {f.name for kind in (Observation, Wave, Knowledge) for f in dataclasses.fields(kind)}
     assert fields == {
         *("round", "client", "clients", "params", "update", "buffers", "model", "chain", "shape", "classes"),
-        *("batch_size", "mean", "std", "labels", "auxiliary", "loss", "text", "plain"),
+        *("batch_size", "mean", "std", "labels", "auxiliary", "loss", "text", "columns", "plain"),
     }
     for name in ATTACKS:
         asked = inspect.signature(ATTACKS[name]().reconstruct).parameters

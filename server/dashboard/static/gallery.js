@@ -8,7 +8,7 @@ function gallery(data, state, change, link) {
   if (!data.rounds.length) return el("p.empty", "Nothing has been reconstructed yet: images appear here once an attack is done.");
   const none = el("p.empty", "No example matches: choose another client, attack or class.");
   const found = data.cards.length ? cards(data.cards, data.kind, link) : none;
-  const head = [galleryControls(data, state, change), galleryWords(data), data.kind === "text" && tokenLegend()];
+  const head = [galleryControls(data, state, change), galleryWords(data), data.kind === "text" && tokenLegend(data.cards.some(card => card.headings.length))];
   return el("div.gallery", head, found, pager(data, change));
 }
 
@@ -45,6 +45,7 @@ function galleryControls(data, state, change) {
 }
 
 const EACH = {
+  rows: "Each card shows the private row, then what each attack reconstructed, cell by cell.",
   text: "Each card shows the true text, then what each attack reconstructed.",
   image: "Each card shows the true image; then, for each attack, its reconstruction and the difference from the truth "
     + "(black: none). A higher PSNR leaks more. Labels: ✓ right, ✗ wrong.",
@@ -53,7 +54,7 @@ const EACH = {
 function galleryWords(data) {
   const where = data.round === "all" ? `in ${many(data.rounds.length, "attacked round")}` : `in round ${data.round}`;
   const absent = data.cards.length > 0 && data.cards.every(card => card.absent) && data.cards[0].absent;
-  const each = absent ? `Each card shows what each attack reconstructed; ${absent}.` : EACH[data.kind];
+  const each = absent ? `Each card shows what each attack reconstructed; ${absent}.` : EACH[data.cards.some(card => card.headings.length) ? "rows" : data.kind];
   return el("p.meaning", el("strong", { "aria-live": "polite" }, `${many(data.total, "example")} ${where}.`), ` ${each}`);
 }
 
@@ -70,7 +71,7 @@ function pager(data, change) {
 function cardOf(card, kind, link) {
   const address = link && link(card), words = `client ${card.client} · round ${card.round} · example ${card.example}`;
   const title = el("h3.who", address ? el("a", { href: address }, words) : words, card.why && [" · ", el("b", card.why)]);
-  return el("article", { class: address ? "card opens" : "card" }, title, kind === "text" ? texts(card) : tiles(card));
+  return el("article", { class: address ? "card opens" : "card" }, title, kind !== "text" ? tiles(card) : card.headings.length ? rowsOf(card) : texts(card));
 }
 
 /** The truth, then each attack's reconstruction beside its difference from the truth. */
@@ -107,11 +108,22 @@ function texts(card) {
   return el("dl.texts", line("truth", truth), card.tiles.map(tile => line(breakable(tile.attack), guess(tile), tile.note)));
 }
 
+/** A row of a table, cell by cell: the truth, then each attack's; the first line says how good each is. */
+function rowsOf(card) {
+  const head = [["cell", ""], ["truth", card.truth_words ? card.label_name : card.absent], ...card.tiles.map(t => [t.attack, t.note])];
+  const heads = head.map(([name, note]) => el("th", { scope: "col" }, breakable(name), note && el("b", note)));
+  const guess = (tile, i) => tile.words ? token(...tile.words[i]) : "";
+  const line = (heading, i) => el("tr", el("th", { scope: "row" }, heading),
+    el("td", card.truth_words ? token(card.truth_words[i], "") : ""), card.tiles.map(tile => el("td", guess(tile, i))));
+  return el("div.wide", el("table.cells", el("thead", el("tr", heads)), el("tbody", card.headings.map(line))));
+}
+
 /** A token marked by colour and underline, and by a word for screen readers. */
 function token(word, kind) {
   return el("span", { class: `token ${kind}` }, word, kind && kind !== "right" && el("span.hidden", ` (${kind})`));
 }
 
-function tokenLegend() {
-  return el("p.small.legend", "Tokens: ", TOKENS.map(([kind, words]) => el("span", { class: `token ${kind}` }, words)));
+function tokenLegend(cells) {
+  const shown = cells ? TOKENS.filter(([kind]) => kind !== "misplaced") : TOKENS;
+  return el("p.small.legend", cells ? "Cells: " : "Tokens: ", shown.map(([kind, words]) => el("span", { class: `token ${kind}` }, words)));
 }

@@ -1,0 +1,114 @@
+"""Rows of tables as private data."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Reconstruction
+from fedgauge.attacks.modality.base import PERCENT, MainMetric, Mark, Measured, Modality
+from fedgauge.attacks.modality.image_metrics import Metric
+from fedgauge.client.data.tables import Table
+from fedgauge.client.models.columns import Columns
+
+CHOSEN = 0.25  # of a batch's cells: those of which the attack is surest (Vero et al., 2023, table 4)
+TIE = 1e-6  # weight of the rows' distance among pairs with equally many right cells
+
+
+@dataclass(frozen=True, eq=False)
+class RowModality(Modality):
+    """Rows (D,) of encoded cells, paired and compared by how many cells are right: a number to .319 deviations, a category."""
+
+    dataset: Table
+
+    main = MainMetric(
+        "cells right (%)", **PERCENT, metric="cells", name="cells right", private="row",
+        margin=25.0, leaked=90.0, beyond="with a quarter of the scale above every baseline or more",
+    )  # fmt: skip
+    measured: ClassVar = {
+        "cells": main,
+        "exact_row": Measured("rows with every cell right (%)", **PERCENT),
+        "categories": Measured("categories right (%)", **PERCENT),
+        "numbers": Measured("numbers right (%)", **PERCENT),
+        "sure_categories": Measured("categories right, of the quarter that the attack is surest of (%)", **PERCENT),
+        "sure_numbers": Measured("numbers right, of the quarter that the attack is surest of (%)", **PERCENT),
+    }
+    baselines: ClassVar = {"mode_row": "mode_row", "random_row": "random_row"}
+    attacks = ("fedgauge.row_attacks",)
+    shown_as = "text"
+    parts = "entries"
+    blank_name = "means and first categories"
+
+    @classmethod
+    def holds(cls, x: Tensor) -> bool:
+        return x.dim() == 2 and x.is_floating_point()
+
+    @property
+    def columns(self) -> Columns:
+        return self.dataset.columns
+
+    def metrics(self, gallery: Tensor) -> list[Metric]:
+        numeric = torch.tensor([column.numeric for column in self.columns])
+        every = torch.ones_like(numeric)
+
+        def share(chosen: Tensor) -> Metric:
+            def compute(truth: Tensor, guess: Tensor) -> Tensor:
+                return 100.0 * self._right(truth, guess)[:, chosen].double().mean(1)
+
+            name = "cells" if chosen is every else "numbers" if chosen is numeric else "categories"
+            return Metric(name, compute)
+
+        found = [share(every), Metric("exact_row", lambda t, g: 100.0 * self._right(t, g).all(1).double())]
+        if bool(numeric.any()) and not bool(numeric.all()):
+            found += [share(~numeric), share(numeric)]
+        return found
+
+    def _right(self, truth: Tensor, guess: Tensor) -> Tensor:
+        return self.columns.right(self.columns.cells(truth), self.columns.cells(guess))
+
+    def pairing(self, truth: Tensor, guess: Tensor) -> Tensor:
+        from scipy.optimize import linear_sum_assignment
+
+        right = self._right(truth[:, None], guess[None])
+        gain = right.double().mean(-1) + len(truth) * right.all(-1)  # an exact hit is paired before all others
+        apart = (truth[:, None] - guess[None]).double().square().mean(-1)
+        gain = gain - TIE * apart / apart.max().clamp_min(TIE)
+        return torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
+
+    def of_batch(self, truth: Tensor, found: Reconstruction) -> dict[str, float]:
+        """How many are right of the cells that the attack is surest of, if it says how sure it is."""
+        if found.x is None or found.confidence is None:
+            return {}
+        right, numeric = self._right(truth, found.x), torch.tensor([column.numeric for column in self.columns])
+        values = {}
+        for name, chosen in (("sure_categories", ~numeric), ("sure_numbers", numeric)):
+            if bool(chosen.any()):
+                hits, sure = right[:, chosen].flatten(), found.confidence[:, chosen].flatten()
+                surest = sure.argsort(descending=True, stable=True)[: max(1, round(CHOSEN * len(sure)))]
+                values[name] = 100.0 * float(hits[surest].double().mean())
+        return values
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """Rows in the encoding of the dataset's columns."""
+        if x.dim() != 2 or x.shape[1] != self.columns.entries:
+            raise ValueError(
+                f"expected rows of {self.columns.entries} entries, as [data] encodes its columns, got {tuple(x.shape)}"
+            )
+        return x.float()
+
+    def known(self) -> dict[str, Any]:
+        return {"columns": self.columns}
+
+    def condition(self, lengths: str) -> str:
+        return "columns and their bounds known"
+
+    def headings(self) -> tuple[str, ...]:
+        return tuple(column.name for column in self.columns)
+
+    def words(self, x: Tensor) -> list[str]:
+        return self.columns.written(self.columns.cells(x).tolist())
+
+    def marked(self, guess: Tensor, truth: Tensor | None) -> tuple[tuple[str, Mark], ...]:
+        hits = [False] * len(self.columns) if truth is None else self._right(truth, guess).tolist()
+        return tuple((word, "right" if hit else "wrong") for word, hit in zip(self.words(guess), hits, strict=True))

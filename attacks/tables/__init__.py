@@ -1,0 +1,1 @@
+"""Attacks on rows of tables."""

@@ -1,0 +1,118 @@
+"""TabLeak (Vero et al., ICML 2023): rows of a table from an update, by an ensemble of searches that vote cell by cell.
+
+Numbers and categories are searched for together, categories as a softmax (`relaxed_rows`). Where restarts agree a cell is
+likely right: the result is their median, and the entropy of their mean is each cell's confidence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.distances import cosine
+from fedgauge.attacks.matching.gradient_matching import EveryRestart, GradientMatching
+from fedgauge.attacks.matching.objective import Objective
+from fedgauge.attacks.matching.problems import SearchFails
+from fedgauge.attacks.matching.search import AdamSearch
+from fedgauge.attacks.setting_checks import check_above_zero
+from fedgauge.attacks.tables.relaxation import relaxed_rows
+from fedgauge.client.models.columns import Columns
+
+OTHER_LABEL = 2.0  # a pair's cost, above that of a pair in which every cell differs
+TIE = 1e-6  # weight of the rows' distance among pairs that differ in as many cells
+
+
+@dataclass(frozen=True)
+class tableak(Attack):
+    """TabLeak (Vero et al., ICML 2023): rows by gradient matching; the budget's restarts (30 in the paper) are pooled.
+
+    Cosine distance and Adam by the gradient's sign, 1,500 iterations in the paper.
+
+    Args:
+        rate: step size, in units of scaled entries.
+        softmax: search categories as a softmax; otherwise their entries are free.
+        pool: the median over restarts; otherwise the restart with the lowest objective.
+    """
+
+    rate: float = 0.06
+    softmax: bool = True
+    pool: bool = True
+
+    needs_rows: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_above_zero(self, "rate")
+
+    @property
+    def needs_derivative(self) -> bool:
+        return True
+
+    def traced(self, snapshots: int) -> "Attack":
+        raise ValueError(
+            "tableak pools its restarts at the end, so no single search leads to its result; leave trace out"
+        )
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        objective = Objective(cosine(), parametrisation=relaxed_rows(self.softmax))
+        matching = GradientMatching(objective, AdamSearch(self.rate, signed=True, box=False))
+        try:
+            found = matching.search_all(wave, known, budget, streams)
+        except SearchFails as error:
+            return not_applicable(wave, str(error))
+        return [self._answer(found, k, budget) for k in range(len(wave))]
+
+    def _answer(self, found: EveryRestart, k: int, budget: Budget) -> Reconstruction:
+        columns = found.problems.known.columns
+        assert columns is not None
+        restarts, best = found.problems.restarts, int(found.objectives[k].argmin())
+        own = slice(k * restarts, (k + 1) * restarts)
+        rows, labels = found.images[own], found.labels[own]
+        status, reason, done = found.ended(k, rows[best], budget)
+        seconds, objective = found.seconds / len(found.objectives), float(found.objectives[k, best])
+        if status == "diverged":
+            return Reconstruction(None, labels[best], objective, done, seconds, status, reason)
+        ended = found.objectives[k].isfinite() & rows.flatten(1).isfinite().all(1)
+        voters, pooled = aligned(columns, rows[ended], labels[ended], rows[best], labels[best]), rows[best]
+        if self.pool:
+            pooled = columns.scaled(columns.natural(voters).median(0).values)
+        x = columns.rows(columns.cells(pooled))
+        return Reconstruction(
+            x, labels[best], objective, done, seconds, status, reason, confidence=confidence(columns, voters)
+        )
+
+
+def aligned(columns: Columns, rows: Tensor, labels: Tensor, to: Tensor, its_labels: Tensor) -> Tensor:
+    """Each restart's rows (R, B, D) in the order in which they resemble one restart's rows (B, D) most, label by label."""
+    from scipy.optimize import linear_sum_assignment
+
+    wanted, found = columns.cells(to), columns.cells(rows)
+    differ = 1 - columns.right(wanted[:, None], found[:, None]).double().mean(-1)
+    apart = (to[:, None] - rows[:, None]).double().square().mean(-1)
+    other = (its_labels[:, None] != labels[:, None]).double()
+    costs = (differ + TIE * apart / apart.amax().clamp_min(TIE) + OTHER_LABEL * other).numpy()
+    orders = [torch.from_numpy(linear_sum_assignment(cost)[1]) for cost in costs]
+    return torch.stack([own[order] for own, order in zip(rows, orders, strict=True)])
+
+
+def confidence(columns: Columns, rows: Tensor) -> Tensor:
+    """How far an ensemble's rows (R, B, D) agree, cell by cell: (B, F) in [0, 1].
+
+    Of a category 1 - H / log n, where H is the entropy of the members' mean. Of a number 1 / (1 + s), where s is its standard
+    deviation among them in units of its column's; both order cells as the paper's entropies do.
+    """
+    natural, found = columns.natural(rows.double()), []
+    for column, part in zip(columns, columns.slices, strict=True):
+        if column.numeric:
+            spread = natural[..., part.start].std(0, correction=0) / column.std
+            found.append(1 / (1 + spread))
+            continue
+        mean = natural[..., part].mean(0).clamp_min(0)
+        mean = mean / mean.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+        entropy = torch.special.entr(mean).sum(-1)
+        found.append((1 - entropy / torch.tensor(max(column.entries, 2)).log()).clamp(0, 1))
+    return torch.stack(found, -1).float()

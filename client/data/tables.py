@@ -1,0 +1,396 @@
+"""Private tables: rows of numeric and categorical cells from CSV or Parquet, two published ones, and a made-up census.
+
+A row is encoded as the network takes it: numbers scaled, categories one-hot. What that needs of the data (categories, means,
+deviations, bounds) is declared in [data] columns, or else computed from the training rows, as `fitted` says.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedgauge.client.data import census as made_up
+from fedgauge.client.data.corpora import MOST_CLASSES, held_out, numbers
+from fedgauge.client.data.images import Dataset
+from fedgauge.client.files import MOST_TABLE, open_data
+from fedgauge.client.local_data import data_folder
+from fedgauge.client.models.columns import MISSING, Column, Columns
+
+OneHot = Literal["plain", "scaled"]
+Missing = Literal["keep", "drop"]
+Cells = Mapping[str, np.ndarray]  # by column: float64 (NaN: missing), or texts as objects (None: missing)
+EMPTY = ("", "?", "NA", "N/A", "NaN", "nan", "null", "NULL")  # how files write a missing cell
+MOST_CATEGORIES = 1000
+FREE_TEXT = 0.5  # of a column's cells: with more different texts than that it has no categories
+FEW = 50  # different texts that are categories in any case
+DECIMALS = 4  # with which numbers are shown, at most
+
+
+@dataclass(frozen=True, eq=False)
+class Table(Dataset):
+    """Rows x (N, D) float32, encoded by their columns, with classes y (N,) int64."""
+
+    columns: Columns
+
+    @property
+    def offered(self) -> dict[str, Any]:
+        return {**super().offered, "columns": self.columns}
+
+    @property
+    def fault(self) -> str:
+        for name, x, y in (("x", self.x, self.y), ("x_test", self.x_test, self.y_test)):
+            if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != self.columns.entries or not len(x):
+                wanted = f"expected float32 (N, {self.columns.entries}), one row at least"
+                return f"{name} is {x.dtype} of shape {tuple(x.shape)}, {wanted}"
+            if y.dtype != torch.int64 or y.shape != x.shape[:1]:
+                return f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 ({len(x)},)"
+            if not bool(x.isfinite().all()):
+                return f"{name} has entries that are not finite"
+            if not 0 <= int(y.min()) <= int(y.max()) < self.classes:
+                return f"the labels of {name} lie in {int(y.min())}..{int(y.max())}, expected 0..{self.classes - 1}"
+        return ""
+
+
+# -------------------------------------------------------------------------------------------------------------- datasets
+
+
+def table(
+    path: Path,
+    label: str,
+    test: float = 0.2,
+    categorical: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    columns: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it; `_declared` checks what is in it
+    classes: Sequence[str] | None = None,
+    missing: Missing = "keep",
+    one_hot: OneHot = "plain",
+) -> Table:
+    """A user's own table: a CSV file in UTF-8 whose first line names its columns, or a Parquet file.
+
+    Args:
+        label: the column of classes; every other one is a feature.
+        test: the share of the rows that no client trains on, above 0 and below 1.
+        categorical: columns whose numbers are codes of categories; columns of texts are categorical anyway.
+        drop: columns to leave out, such as names or dates.
+        columns: the features in order, each a list of its categories or a table of mean and std and, if wanted, low, high and
+            optional (its cells may be missing). Default: all, with what is computed from the training rows. Parties with files of
+            their own, as deployed clients, need the same declaration.
+        classes: the names of all classes in order; default: those that occur, in alphabetical order.
+        missing: keep missing cells as such, or drop rows that have any.
+        one_hot: plain entries of 0 and 1, or scaled to mean 0 and variance 1.
+    """
+    cells = _read(path, [*categorical, label])
+    labels = _labels(cells, label, path)
+    for name in (*drop, *categorical):
+        if name not in cells:
+            raise ValueError(f"{path} has no column {name!r} (it has: {', '.join(map(repr, cells))})")
+    features = {name: column for name, column in cells.items() if name not in (label, *drop)}
+    if columns is not None:
+        if lacking := [name for name in columns if name not in features]:
+            raise ValueError(f"{path} has no column {lacking[0]!r} (it has: {', '.join(map(repr, features))})")
+        features = {name: features[name] for name in columns}
+    if missing == "drop":
+        whole = ~np.any([_absent(column) for column in features.values()], axis=0)
+        features, labels = {name: column[whole] for name, column in features.items()}, labels[whole]
+    names = tuple(classes) if classes is not None else tuple(sorted(set(labels.tolist())))
+    if len(names) < 2:
+        raise ValueError(f"{path}: column {label!r} has one class only: there is nothing to learn")
+    y = torch.tensor(numbers(labels.tolist(), names, f"{path}: column {label!r}"), dtype=torch.int64)
+    tested = held_out(len(y), test, path)
+    agreed = _declared(columns) if columns is not None else _fitted(features, ~tested.numpy(), path, one_hot)
+    x = agreed.rows(_numbered(features, agreed, path))
+    fitted = tuple(key for key, given in (("columns", columns), ("classes", classes)) if given is None)
+    parts = (x[~tested], y[~tested], x[tested], y[tested])
+    return Table(path.stem, *parts, len(names), (), (), agreed, names=names, fitted=fitted)
+
+
+def census(one_hot: OneHot = "plain", seed: int = 1) -> Table:
+    """A made-up census: 4,000 people with ten features, their income above or below the median; no file needed.
+
+    Args:
+        one_hot: as for table.
+        seed: of who these people are.
+    """
+    rows, labels = made_up.people(seed)
+    features = {
+        name: np.array([row[name] for row in rows], np.float64 if name in made_up.NUMERIC else object)
+        for name in made_up.NAMES
+    }
+    tested = np.arange(len(rows)) >= len(rows) * 4 // 5
+    return _published("census", features, np.array(labels), tested, made_up.CLASSES, one_hot)
+
+
+ADULT = (
+    *("age", "workclass", "fnlwgt", "education", "education-num", "marital-status", "occupation", "relationship"),
+    *("race", "sex", "capital-gain", "capital-loss", "hours-per-week", "native-country", "income"),
+)
+
+
+def adult(one_hot: OneHot = "scaled", missing: Missing = "drop", path: Path | None = None) -> Table:
+    """Adult (Becker and Kohavi, 1996), whether 45,222 people earn more than 50,000 dollars: local adult.data and adult.test.
+
+    Args:
+        one_hot: as for table; scaled as in TabLeak.
+        missing: as for table; rows with missing cells are dropped as in TabLeak.
+        path: the folder of the two files; default: tables/adult in the folder of local data.
+    """
+    folder = _folder("adult", path)
+    parts = [_read_lines(folder / name, ADULT, ",") for name in ("adult.data", "adult.test")]
+    cells = {name: np.concatenate([part[name] for part in parts]) for name in ADULT}
+    tested = np.arange(len(cells["age"])) >= len(parts[0]["age"])
+    labels = np.array([str(text).rstrip(".") == ">50K" for text in cells.pop("income")], dtype=np.int64)
+    if missing == "drop":
+        whole = ~np.any([_absent(column) for column in cells.values()], axis=0)
+        cells, labels, tested = {name: column[whole] for name, column in cells.items()}, labels[whole], tested[whole]
+    return _published("adult", cells, labels, tested, ("<=50K", ">50K"), one_hot)
+
+
+GERMAN = (
+    *("status", "duration", "history", "purpose", "amount", "savings", "employment", "rate", "personal", "debtors"),
+    *("residence", "property", "age", "plans", "housing", "credits", "job", "liable", "telephone", "foreign", "risk"),
+)
+
+
+def german_credit(one_hot: OneHot = "scaled", path: Path | None = None) -> Table:
+    """German credit (Hofmann, 1994), whether 1,000 people are good or bad risks: local german.data.
+
+    Args:
+        one_hot: as for table; scaled as in TabLeak.
+        path: the folder of the file; default: tables/german_credit in the folder of local data.
+    """
+    cells = dict(_read_lines(_folder("german_credit", path) / "german.data", GERMAN, " "))
+    risk = cells.pop("risk")
+    tested = np.arange(len(risk)) >= len(risk) * 4 // 5
+    return _published("german_credit", cells, (risk == 2).astype(np.int64), tested, ("good", "bad"), one_hot)
+
+
+# --------------------------------------------------------------------------------------------------------------- reading
+
+
+def _folder(name: str, path: Path | None) -> Path:
+    local = data_folder()
+    folder = path or (local / "tables" / name if local else None)
+    if folder is None or not folder.is_dir():
+        raise FileNotFoundError(
+            f"{name} is not in the folder of local data: set FEDGAUGE_DATA to a folder with tables/{name}, or name the folder "
+            "with path; census needs no file"
+        )
+    return folder
+
+
+def _read_lines(path: Path, names: Sequence[str], delimiter: str) -> Cells:
+    """A file without a line of names; lines that begin with | are comments."""
+    from pyarrow import csv
+
+    def comment(row: Any) -> str:
+        return "skip" if row.text.startswith("|") else "error"
+
+    try:
+        with open_data(path, MOST_TABLE) as file:
+            options = csv.ParseOptions(delimiter=delimiter, invalid_row_handler=comment)
+            found = csv.read_csv(file, csv.ReadOptions(column_names=list(names)), options, _nulls())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} is missing: put it there") from error
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise ValueError(f"{path} is not the published file of {len(names)} columns: {error}") from error
+    return {name: _cells(name, found[name], False, path) for name in names}
+
+
+def _read(path: Path, categorical: Sequence[str]) -> Cells:
+    from pyarrow import csv, parquet
+
+    try:
+        with open_data(path, MOST_TABLE) as file:
+            found = (
+                parquet.read_table(file)
+                if path.suffix.lower() in (".parquet", ".pq")
+                else csv.read_csv(file, convert_options=_nulls())
+            )
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: there is no such file") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} is neither a CSV file in UTF-8 nor a Parquet file that can be read: {error}"
+        ) from error
+    if len(set(found.column_names)) < len(found.column_names):
+        twice = next(name for name in found.column_names if found.column_names.count(name) > 1)
+        raise ValueError(f"{path} has more than one column {twice!r}")
+    if not len(found):
+        raise ValueError(f"{path} has no rows")
+    return {name: _cells(name, found[name], name in categorical, path) for name in found.column_names}
+
+
+def _nulls() -> Any:
+    from pyarrow import csv
+
+    return csv.ConvertOptions(null_values=list(EMPTY), strings_can_be_null=True)
+
+
+def _cells(name: str, column: Any, categorical: bool, path: Path) -> np.ndarray:
+    """A column's cells; where it is neither numeric nor categorical, an array of None."""
+    from pyarrow import types
+
+    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+    number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+    if number and not categorical:
+        values: np.ndarray = column.cast("float64").to_numpy().copy()  # NaN where there is none
+        if np.isinf(values).any():
+            raise ValueError(
+                f"{path}: column {name!r} has an infinite number in row {int(np.isinf(values).argmax()) + 1}"
+            )
+        return values
+    if number or types.is_boolean(kind) or types.is_string(kind) or types.is_large_string(kind):
+        texts = [None if v is None or str(v).strip() in EMPTY else str(v).strip() for v in column.to_pylist()]
+        return np.array(texts, object)
+    if types.is_null(kind):
+        return np.full(len(column), None, object)
+    return np.array([_Neither(str(kind))] * len(column), object)
+
+
+@dataclass(frozen=True)
+class _Neither:
+    """What stands in the cells of a column whose type is no number and no text."""
+
+    kind: str
+
+
+def _labels(cells: Cells, label: str, path: Path) -> np.ndarray:
+    """The label column's texts; ValueError if it holds no classes."""
+    if label not in cells:
+        raise ValueError(f"{path} has no column {label!r} to learn (it has: {', '.join(map(repr, cells))})")
+    column = cells[label]
+    if isinstance(column[0], _Neither):
+        raise ValueError(f"{path}: the label {label!r} holds {column[0].kind}, and a class is expected")
+    if (absent := _absent(column)).any():
+        raise ValueError(
+            f"{path}: row {int(absent.argmax()) + 1} has no label in column {label!r}: leave such rows out"
+        )
+    different = len(set(column.tolist()))
+    if different > MOST_CLASSES or different > max(FEW, FREE_TEXT * len(column)):
+        raise ValueError(
+            f"{path}: the label {label!r} has {different} different values in {len(column)} rows, and a class is expected: name "
+            "another column, or put its values into classes first"
+        )
+    return column
+
+
+def _absent(column: np.ndarray) -> np.ndarray:
+    return np.isnan(column) if column.dtype == np.float64 else np.array([cell is None for cell in column.tolist()])
+
+
+# --------------------------------------------------------------------------------------------------------------- columns
+
+
+def _published(
+    name: str, features: Cells, labels: np.ndarray, tested: np.ndarray, classes: Sequence[str], one_hot: OneHot
+) -> Table:
+    """A table that everybody has: what is computed from it tells nobody anything."""
+    columns = _fitted(features, ~tested, Path(name), one_hot)
+    x, y = columns.rows(_numbered(features, columns, Path(name))), torch.from_numpy(labels).long()
+    held = torch.from_numpy(tested)
+    return Table(name, x[~held], y[~held], x[held], y[held], len(classes), (), (), columns, names=tuple(classes))
+
+
+def _fitted(features: Cells, trained: np.ndarray, path: Path, one_hot: OneHot) -> Columns:
+    """The columns as the data show them: categories of all rows, statistics of the training rows."""
+    if not features:
+        raise ValueError(f"{path} has no column beside the label")
+    return Columns(tuple(_column(name, column, trained, path, one_hot) for name, column in features.items()))
+
+
+def _column(name: str, column: np.ndarray, trained: np.ndarray, path: Path, one_hot: OneHot) -> Column:
+    if isinstance(column[0], _Neither):
+        raise ValueError(
+            f"{path}: column {name!r} holds {column[0].kind}, which is neither a number nor a category: leave it out with "
+            f'drop = ["{name}"], or write it as one of them'
+        )
+    absent = _absent(column)
+    if absent.all():
+        raise ValueError(f'{path}: column {name!r} is empty: leave it out with drop = ["{name}"]')
+    if column.dtype == np.float64:
+        every, own = column[~absent], column[trained & ~absent]
+        if not len(own):
+            raise ValueError(f"{path}: column {name!r} has no number in a training row")
+        low, high = float(every.min()), float(every.max())
+        whole = next((d for d in range(DECIMALS) if np.array_equal(np.round(every, d), every)), DECIMALS)
+        spread = float(own.std()) or 1.0
+        bounded = low < high
+        return Column(
+            name,
+            mean=float(own.mean()),
+            std=spread,
+            low=low if bounded else None,
+            high=high if bounded else None,
+            decimals=whole,
+            optional=bool(absent.any()),
+        )
+    texts = [MISSING if cell is None else cell for cell in column.tolist()]
+    found = sorted(set(texts) - {MISSING}) + [MISSING] * bool(absent.any())
+    if len(found) > MOST_CATEGORIES or len(found) > max(FEW, FREE_TEXT * len(texts)):
+        raise ValueError(
+            f"{path}: column {name!r} has {len(found)} different texts in {len(texts)} rows, so it is neither a number nor a "
+            f'category: leave it out with drop = ["{name}"]'
+        )
+    place = {category: i for i, category in enumerate(found)}
+    counts = np.bincount([place[text] for text, own in zip(texts, trained, strict=True) if own], minlength=len(found))
+    shares = tuple((counts / max(counts.sum(), 1)).tolist()) if one_hot == "scaled" else ()
+    return Column(name, tuple(found), shares=shares)
+
+
+def _declared(columns: Mapping[str, Any]) -> Columns:
+    """The columns of a declaration; ValueError says what is wrong in it."""
+    if not columns:
+        raise ValueError("columns declares no column")
+    found = []
+    for name, said in columns.items():
+        if isinstance(said, list | tuple) and said and all(isinstance(category, str) for category in said):
+            found.append(Column(name, tuple(said)))
+        elif isinstance(said, Mapping) and {"mean", "std"} <= said.keys() <= {"mean", "std", "low", "high", "optional"}:
+            scale = {key: value for key, value in said.items() if key != "optional"}
+            if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in scale.values()):
+                raise ValueError(f"columns: {name!r}: mean, std, low and high are numbers, got {dict(said)}")
+            if not isinstance(optional := said.get("optional", False), bool):
+                raise ValueError(f"columns: {name!r}: optional is true or false, got {optional!r}")
+            mean, std, low, high = (
+                None if v is None else float(v) for v in map(scale.get, ("mean", "std", "low", "high"))
+            )
+            assert mean is not None and std is not None
+            found.append(Column(name, (), mean, std, low, high, DECIMALS // 2, optional))
+        else:
+            raise ValueError(
+                f"columns: {name!r} must be a list of its categories, or a table of mean, std and, if wanted, low, high and "
+                f"optional, got {said!r}"
+            )
+    return Columns(tuple(found))
+
+
+def _numbered(features: Cells, columns: Columns, path: Path) -> Tensor:
+    """The cells (N, F) of a table; ValueError where one is not of its column."""
+    found = []
+    for column in columns:
+        cells = features[column.name]
+        absent, own = _absent(cells), cells.dtype == np.float64
+        if column.numeric != own:
+            expected, got = ("numbers", "others") if column.numeric else ("categories", "numbers")
+            hint = "" if column.numeric else f": name it in categorical = [{column.name!r}]"
+            raise ValueError(f"{path}: column {column.name!r} holds {got}, and {expected} are declared{hint}")
+        if absent.any() and column.numeric and not column.optional:
+            raise ValueError(
+                f"{path}: row {int(absent.argmax()) + 1} has no {column.name!r}, which is declared not optional"
+            )
+        if column.numeric:
+            found.append(torch.from_numpy(cells))
+            continue
+        place = {category: i for i, category in enumerate(column.categories)}
+        texts = [MISSING if cell is None else cell for cell in cells.tolist()]
+        if (strange := next((i for i, text in enumerate(texts) if text not in place), None)) is not None:
+            raise ValueError(
+                f"{path}: row {strange + 1}: column {column.name!r} has {texts[strange]!r}, which is none of its categories "
+                f"({', '.join(column.categories)})"
+            )
+        found.append(torch.tensor([place[text] for text in texts], dtype=torch.float64))
+    return torch.stack(found, -1)

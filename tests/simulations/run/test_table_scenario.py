@@ -1,0 +1,108 @@
+"""Claims about the tables' quickstart: it is sound, examined beforehand, and shows both kinds of leak, cell by cell."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from fedgauge.attacks.effort import attacks_by_effort
+from fedgauge.attacks.membership.measured import MEMBER
+from fedgauge.client.components import SpecError
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.gallery import Gallery, Query
+from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.verdict import verdict_of
+from fedgauge.simulations.checks.preflight import preflight
+from fedgauge.simulations.checks.scenario_check import check
+from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.reports.report import write_report
+from fedgauge.simulations.run import in_memory
+
+QUICKSTART = Path(__file__).parents[3] / "simulations" / "quickstart-table.toml"
+SMALL = ["data.batch_size=2", "rounds=2", "clients=2", "audit.rounds=[1]"]
+
+
+def test_the_doctor_finds_nothing_wrong_with_rows() -> None:
+    found = {finding.name: finding for finding in check(Scenario.load(QUICKSTART))}
+    assert not [f"{f.name}: {f.message}" for f in found.values() if f.works is False and f.needed]
+    assert "3,200 + 800 rows of 34 entries" in found["data"].message
+
+
+def test_preflight_tells_that_a_row_is_read_off_the_first_layer() -> None:
+    alone = preflight(Scenario.load(QUICKSTART, ["data.batch_size=1"]))
+    (leak,) = [f for f in alone.findings if "analytic" in f.words]
+    assert leak.severity == "leaks" and "holds the row: read off 8 of 8 stand-ins" in leak.words
+    assert alone.measured["cells"].value == 100 and not any("dB" in f.words for f in alone.findings)
+
+
+def test_effort_chooses_what_reads_rows() -> None:
+    def chosen(*settings: str) -> list[str]:
+        return [table["use"] for table in attacks_by_effort("standard", Scenario.load(QUICKSTART, settings).federation)]
+
+    assert chosen() == ["spear", "spear_plus_plus", "tableak", "tableak", "membership", "membership_over_rounds"]
+    assert chosen("data.batch_size=1")[0] == "analytic"
+    embedded = [use for use in chosen("model.use=embedding_mlp", "model.hidden=[16]") if use != "tableak"]
+    assert embedded == ["membership", "membership_over_rounds"]
+
+
+def test_init_writes_it(tmp_path: Path) -> None:
+    assert main(["init", "--data", "tables", str(tmp_path / "mine.toml")]) == 0
+    assert Scenario.load(tmp_path / "mine.toml").protocol.data["use"] == "census"
+
+
+def test_attacks_on_images_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"inverting_gradients reconstructs images, and \[data\] holds rows"):
+        Scenario.load(QUICKSTART, ['attack=[{use="inverting_gradients"}]'])
+
+
+@pytest.mark.slow
+def test_page_and_report_show_rows_side_by_side_and_both_kinds_of_leak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_this_process(run: Run, *_: object) -> None:
+        in_memory.train(run)
+        serve(run, LocalExecutor())
+
+    monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
+    settings = [part for setting in SMALL for part in ("--set", setting)]
+    assert main(["run", str(QUICKSTART), "--runs", str(tmp_path), *settings]) == 0
+    (ledger,) = tmp_path.glob("*/ledger.sqlite")
+    run = Run(ledger.parent)
+    with closing(Reading(run)) as reading, reading.now():
+        page, found = Gallery(reading).page(Query()), verdict_of(reading)
+        scores = {(row["attack"], row["metric"]) for row in reading.ledger.scores()}
+    assert (page["kind"], page["noun"], page["total"]) == ("text", "row", 4)
+    for card in page["cards"]:
+        assert card["headings"][:2] == ("age", "schooling")
+        tiles = {tile["attack"]: tile for tile in card["tiles"]}
+        assert len(card["truth_words"]) == 10
+        assert tiles["spear"]["words"] == tuple((word, "right") for word in card["truth_words"]), tiles["spear"]["note"]
+    assert {("tableak", "sure_categories"), ("mode_row", "cells"), ("membership", MEMBER)} <= scores
+    assert found.word == "leaks" and "cells right" in found.sentence and "membership" in found.sentence
+    report = write_report(run).read_text()
+    assert "Private rows and their reconstructions" in report and "schooling" in report
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chain",
+    ['{use="gaussian",sigma=0.01}', '{use="clip",max_norm=1.0,each=true}', '{use="dp_sgd",max_norm=1.0,noise=0.5}'],
+)
+def test_defenses_act_on_rows(chain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_this_process(run: Run, *_: object) -> None:
+        in_memory.train(run)
+        serve(run, LocalExecutor())
+
+    monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
+    tables = f'chain=[{chain},{{use="local_sgd",rate=0.1}}]'
+    attack = 'attack=[{use="tableak",iterations=20,restarts=2},{use="membership"}]'
+    settings = [part for setting in (*SMALL, tables, attack) for part in ("--set", setting)]
+    assert main(["run", str(QUICKSTART), "--runs", str(tmp_path), *settings]) == 0
+    (ledger,) = tmp_path.glob("*/ledger.sqlite")
+    with Run(ledger.parent).ledger() as found:
+        assert found.meta()["replay"] == "ok"
+        assert {row["status"] for row in found.scores("cells")} == {"converged"}
