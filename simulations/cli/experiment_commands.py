@@ -1,4 +1,4 @@
-"""`fedgauge sweep`, `reproduce` and `bench`: many runs, a paper's tables, speed and quality."""
+"""`fedgauge sweep`, `reproduce`, `compare` and `bench`: many runs, a paper's tables, speed and quality."""
 
 import argparse
 import sys
@@ -10,6 +10,8 @@ from rich.console import Console
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.cli.options import Commands
 
+SUITE = "suite"
+
 
 def add_to(commands: Commands) -> None:
     """Register these commands."""
@@ -20,7 +22,12 @@ def add_to(commands: Commands) -> None:
         "--parallel", type=int, default=2, metavar="N", help="cells at a time, one core each (default: 2)"
     )
     table = commands.add(reproduce, with_run=False)
-    table.add_argument("name", metavar="NAME", help="a published table: a file's name in simulations/papers")
+    table.add_argument("name", metavar="NAME", help="a published table: a file's name in simulations/papers; or suite")
+    table.add_argument("--level", choices=("small", "full"), help="of the suite (default: small)")
+    text = "attack every chosen cell with this, too, on the cell's terms (repeatable)"
+    table.add_argument("--attack", action="append", default=[], metavar="'NAME KEY=VALUE ...'", help=text)
+    text = "add a cell with this defense beside each chosen cell that has none (repeatable)"
+    table.add_argument("--defense", action="append", default=[], metavar="'NAME KEY=VALUE ...'", help=text)
     table.add_argument("--n", type=int, metavar="N", help="updates attacked in each setting, instead of the table's")
     table.add_argument("--budget", type=int, metavar="N", help="iterations of every attack, instead of the table's")
     table.add_argument("--cells", metavar="PATTERN", help="only these settings: part of their name, or with * and ?")
@@ -29,6 +36,8 @@ def add_to(commands: Commands) -> None:
     table.add_argument(
         "--output", "-o", type=Path, metavar="FILE", help="keep the figures too, and continue what it holds"
     )
+    several = commands.add(compare, with_run=False)
+    several.add_argument("files", type=Path, nargs="+", metavar="FILE", help="what fedgauge reproduce --output wrote")
     measured = commands.add(bench, with_run=False)
     measured.add_argument("names", nargs="*", metavar="NAME", help="engine, quality, labels, ...; default: all")
     measured.add_argument("--json", action="store_true", help="one object per line instead of tables")
@@ -48,8 +57,10 @@ def reproduce(options: argparse.Namespace) -> int:
     from fedgauge.simulations.experiments import reproduce as reproduction
     from fedgauge.simulations.experiments.paper_table_files import load, restrict
     from fedgauge.simulations.experiments.reproduce_output import FiguresFile, ProgressReporter, show
+    from fedgauge.simulations.experiments.suite.submissions import with_submissions
 
-    paper_table = restrict(load(options.name), options.n, options.budget, options.cells, options.attacks)
+    chosen = restrict(load(_table_name(options)), options.n, options.budget, options.cells, options.attacks)
+    paper_table = with_submissions(chosen, options.attack, options.defense)
     kept = None if options.output is None else FiguresFile(options.output, paper_table)
     rows = [] if kept is None else list(kept.rows)
     started = time.monotonic()
@@ -68,6 +79,29 @@ def reproduce(options: argparse.Namespace) -> int:
         show(paper_table, rows, Console() if sys.stdout.isatty() else Console(width=180))
     if kept is not None:
         print(f"kept in {options.output}", file=sys.stderr)
+    return 0
+
+
+def _table_name(options: argparse.Namespace) -> str:
+    name: str = options.name
+    if name == SUITE:
+        return f"{SUITE}_{options.level or 'small'}"
+    if options.level is not None:
+        raise SpecError(
+            f"--level is the suite's: leave it out, or write: fedgauge reproduce {SUITE} --level {options.level}"
+        )
+    return name
+
+
+def compare(options: argparse.Namespace) -> int:
+    """fedgauge compare FILE ...: figures that several people computed of the same cells and attacks, side by side."""
+    from fedgauge.simulations.experiments.suite.compare_figures import compared, comparison, read_figures
+
+    if len({str(path) for path in options.files}) < len(options.files):
+        raise SpecError("fedgauge compare takes each file once")
+    files = {str(path): read_figures(path) for path in options.files}
+    table = comparison(compared(files), list(files))
+    (Console() if sys.stdout.isatty() else Console(width=180)).print(table)
     return 0
 
 

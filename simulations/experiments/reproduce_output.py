@@ -1,8 +1,7 @@
 """What `fedgauge reproduce` prints and keeps: the table, the progress, and a file of the figures."""
 
-import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +17,7 @@ from fedgauge.client.files import read_file, replacing
 from fedgauge.server.store.run_files import printable
 from fedgauge.simulations.experiments.measures import DERIVED, METRICS, ComparedFigure, metric_of, unit_of
 from fedgauge.simulations.experiments.paper_tables import PaperTable
+from fedgauge.simulations.experiments.suite.kept_digest import computed, digest_of, figures_digest
 from fedgauge.simulations.run.environment import environment
 
 LARGEST_FILE = 2**26  # bytes of kept figures
@@ -86,12 +86,13 @@ class FiguresFile:
         self._head: dict[str, Any] = {
             **{key: getattr(paper_table, key) for key in ("name", "title", "note", "seed")},
             "settings": _digest(paper_table),
+            "computed": computed(paper_table),
             "environment": environment(),
         }
         try:
             kept = json.loads(read_file(path, LARGEST_FILE))
             self._check(kept)
-            self.rows, self._seconds = _figures(kept)
+            self.rows, self._seconds = figures_of(kept)
         except FileNotFoundError:
             return
         except SpecError:
@@ -117,12 +118,15 @@ class FiguresFile:
             "seconds": round(self._seconds + seconds, 1),
             "rows": [asdict(row) for row in self.rows],
         }
+        kept["digest"] = figures_digest(kept)
         with replacing(self.path) as file:
             file.write((json.dumps(kept, indent=1, allow_nan=False) + "\n").encode())
 
     def _check(self, kept: Any) -> None:
-        if not isinstance(kept, dict) or not {*self._head, "rows", "seconds"} <= kept.keys():
+        if not isinstance(kept, dict) or not {*self._head, "rows", "seconds"} - {"computed"} <= kept.keys():
             raise self._refusal("does not say with which settings its figures were computed")
+        if "digest" in kept and kept["digest"] != figures_digest(kept):
+            raise self._refusal("was altered: its figures are not those that its digest is of")
         for key in ("name", "seed", "settings"):
             if kept[key] != self._head[key]:
                 told = "" if key == "settings" else f" ({kept[key]!r} there, {self._head[key]!r} here)"
@@ -136,7 +140,7 @@ class FiguresFile:
         return SpecError(f"{self.path} {words}; name another file with --output, or remove this one")
 
 
-def _figures(kept: dict[str, Any]) -> tuple[list[ComparedFigure], float]:
+def figures_of(kept: Mapping[str, Any]) -> tuple[list[ComparedFigure], float]:
     """A file's rows and seconds; TypeError if one of them is of another kind."""
     kinds = get_type_hints(ComparedFigure)
     try:
@@ -149,4 +153,4 @@ def _figures(kept: dict[str, Any]) -> tuple[list[ComparedFigure], float]:
 def _digest(paper_table: PaperTable) -> str:
     """A digest of all that decides a table's figures, but for the seed."""
     settings = {key: value for key, value in asdict(paper_table).items() if key in ("cells", "world")}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return digest_of(settings)

@@ -1,0 +1,82 @@
+"""Compare kept figures of the same cells and attacks, of which each file proves that it was not altered by accident."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from fedgauge.client.components import SpecError
+from fedgauge.client.files import read_file
+from fedgauge.server.store.run_files import printable
+from fedgauge.simulations.experiments.measures import ComparedFigure
+from fedgauge.simulations.experiments.reproduce_output import LARGEST_FILE, figures_of
+from fedgauge.simulations.experiments.suite.kept_digest import figures_digest
+
+Key = tuple[str, str, str]  # cell, attack, metric
+
+
+def read_figures(path: Path) -> dict[str, Any]:
+    """A file of figures.
+
+    Raises:
+        SpecError: it is none, an older fedgauge wrote it, or its figures are not those that its digest is of.
+    """
+    try:
+        kept: dict[str, Any] = json.loads(read_file(path, LARGEST_FILE))
+        digest, _, _ = (kept[key] for key in ("digest", "computed", "name"))
+        figures_of(kept)
+    except FileNotFoundError:
+        raise SpecError(f"there is no file {path}: write one with: fedgauge reproduce suite --output {path}") from None
+    except KeyError as error:
+        raise SpecError(f"{path} lacks {error}: write it again with: fedgauge reproduce NAME --output FILE") from error
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise SpecError(f"{path} is no file of figures ({str(error):.200})") from error
+    if digest != figures_digest(kept):
+        raise SpecError(f"{path} was altered: its figures are not those that its digest is of; ask for the original")
+    return kept
+
+
+def compared(files: Mapping[str, Mapping[str, Any]]) -> dict[Key, dict[str, ComparedFigure]]:
+    """The figures of all files, by cell, attack and metric, then by file.
+
+    Raises:
+        SpecError: the files are of different tables, or computed the same attack of a cell otherwise.
+    """
+    (first, head), *others = files.items()
+    found: dict[Key, dict[str, ComparedFigure]] = {}
+    for name, other in others:
+        if other["name"] != head["name"]:
+            raise SpecError(
+                f"{first} holds figures of {head['name']}, and {name} of {other['name']}: they do not compare"
+            )
+        for key in other["computed"].keys() & head["computed"].keys():
+            if other["computed"][key] != head["computed"][key]:
+                raise SpecError(
+                    f"{name}: {key} was computed otherwise than in {first}: another version of {head['name']}, another seed, "
+                    "n or budget; compute it again with one fedgauge"
+                )
+    for name, kept in files.items():
+        for row in figures_of(kept)[0]:
+            found.setdefault((row.cell, row.attack, row.metric), {})[name] = row
+    return found
+
+
+def comparison(found: Mapping[Key, Mapping[str, ComparedFigure]], names: Sequence[str]) -> Table:
+    """A line for each cell, attack and metric, a column for each file."""
+    table = Table("cell", "attack", "metric", *(printable(name) for name in names), "floor")
+    for (cell, attack, metric), rows in found.items():
+        floor = next((row.floor for row in rows.values() if row.floor is not None), None)
+        values = [_figure(rows.get(name)) for name in names]
+        words = [cell, attack, metric, *values, "" if floor is None else f"{floor:.4g}"]
+        table.add_row(*(Text(printable(text)) for text in words))
+    return table
+
+
+def _figure(row: ComparedFigure | None) -> str:
+    if row is None or row.here is None:
+        return "-"
+    within = "" if row.low is None else f" ({row.low:.4g} to {row.high:.4g})"
+    return f"{row.here:.4g}{within}, n {row.n}"
