@@ -15,9 +15,9 @@ from fedgauge.attacks.modality.registry import modality_measured
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.files import read_file, replacing
 from fedgauge.server.store.run_files import printable
+from fedgauge.simulations.experiments.kept_digest import computed, digest_of, figures_digest
 from fedgauge.simulations.experiments.measures import DERIVED, METRICS, ComparedFigure, metric_of, unit_of
 from fedgauge.simulations.experiments.paper_tables import PaperTable
-from fedgauge.simulations.experiments.suite.kept_digest import computed, digest_of, figures_digest
 from fedgauge.simulations.run.environment import environment
 
 LARGEST_FILE = 2**26  # bytes of kept figures

@@ -11,9 +11,9 @@ from rich.text import Text
 from fedgauge.client.components import SpecError
 from fedgauge.client.files import read_file
 from fedgauge.server.store.run_files import printable
+from fedgauge.simulations.experiments.kept_digest import figures_digest
 from fedgauge.simulations.experiments.measures import ComparedFigure
 from fedgauge.simulations.experiments.reproduce_output import LARGEST_FILE, figures_of
-from fedgauge.simulations.experiments.suite.kept_digest import figures_digest
 
 Key = tuple[str, str, str]  # cell, attack, metric
 

@@ -8,9 +8,9 @@ import pytest
 
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.experiments.kept_digest import figures_digest
 from fedgauge.simulations.experiments.paper_table_files import load, restrict
 from fedgauge.simulations.experiments.suite.compare_figures import compared, read_figures
-from fedgauge.simulations.experiments.suite.kept_digest import figures_digest
 from fedgauge.simulations.experiments.suite.submissions import with_submissions
 
 SUITES = ("suite_small", "suite_full")
