@@ -234,7 +234,7 @@ def _inverted(
         return answer(None, math.nan, spent, "out_of_budget", f"nothing was found in {spent:,} iterations")
     if not exact and not clock.over():
         return answer(best, error, spent, "converged")
-    reason = f"not proven: the images reproduce the update only up to a relative error of {error:.0e}"
+    reason = f"not proven: the examples reproduce the update only up to a relative error of {error:.0e}"
     if unproven and idle == SETTLED:
         return answer(best, error, spent, "converged", f"{reason}; {unproven}")
     return answer(best, error, spent, "out_of_budget", reason)
