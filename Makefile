@@ -12,7 +12,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[text,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[text,adapters,dev]'
 	touch $(STAMP)
 
 demo: install

@@ -4,6 +4,9 @@ The gradient of a linear map is a weighted sum of its inputs: while there are fe
 inputs and nothing else. In the first block an input depends on one word and its position, so every word is tried in every
 position. In the second it depends on the sentence (in a decoder: on the words before it), so sentences are assembled from the
 words that passed until all their inputs there lie in the span.
+
+Where weights are frozen beside LoRA's factors, the spans are those of fedgauge.attacks.text.adapter_spans. The last block of a
+classifier then judges sentences if the second cannot: its query has one input a sentence.
 """
 
 import math
@@ -19,11 +22,20 @@ from torch import Generator, Tensor
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.setting_checks import check_at_least
+from fedgauge.attacks.text.adapter_spans import (
+    BlockSpan,
+    NearestVectors,
+    PartialSpan,
+    ProjectedSpans,
+    block_span,
+    is_shared,
+    whitening_of,
+)
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, why_not_applicable
 from fedgauge.attacks.text.last_words import complete_sentences
 from fedgauge.attacks.text.layer_inputs import layer_inputs, module_of_weight
 from fedgauge.attacks.text.sentence_assembly import Ids, SentenceAssembly
-from fedgauge.attacks.text.spans import Span, span
+from fedgauge.attacks.text.spans import Span
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.language_parts import BlockParts, Projection
 from fedgauge.client.models.tokenizer import framed
@@ -32,6 +44,8 @@ from fedgauge.client.update import Batch
 Maps = Literal["query", "attention"]
 CHUNK = 256  # words tried at once
 SENTENCES = 256  # sentences whose inputs are computed at once
+SAMPLE = 1024  # words by which the dictionary is whitened
+_PARTIAL = "spans a part of its inputs only: there are more tokens than rows of LoRA's factors"
 SETS = 8  # sets of sentences that are tried where more sentences came near than the batch has
 
 
@@ -42,7 +56,7 @@ class dager(Attack):
     Args:
         maps: the maps whose gradients span the inputs: query, as published, or all three of the attention. A decoder's query has
             no gradient from the first token; that of an encoder's last block has one from the first token only.
-        margin: dimensions that must be left outside the span.
+        margin: dimensions that must be left outside the span; a span that LoRA's factor A shows must leave one.
         each: words kept for one position at most, as a multiple of the batch size.
         starts: sentences from which an encoder's search begins; prefixes that a decoder's search keeps.
     """
@@ -78,8 +92,10 @@ def _missing(wave: Wave, known: Knowledge) -> str:
     layers = known.model.parts.layers
     if len(layers) < 2:
         return "it reads two attention blocks, and the model has one"
-    absent = [layer.query.weight for layer in layers[:2] if layer.query.weight not in wave.update]
-    return f"the gradient of {absent[0]} is not shared" if absent else ""
+    for layer in layers[:2]:
+        if not any(is_shared(m, wave.update) for m in (layer.query, layer.key, layer.value)):
+            return f"the gradient of {layer.query.weight} is not shared"
+    return ""
 
 
 @dataclass(eq=False)
@@ -92,7 +108,10 @@ class _SpanReader:
     rng: Generator
     deadline: Deadline
     reason: str = ""
-    spans: list[Span] = field(default_factory=list)
+    inputs: BlockSpan | None = None  # of the first block
+    judge: Span | ProjectedSpans | None = None  # of the block that judges sentences; None: nothing can, or need
+    judging: int = 1  # that block
+    judged: int = 0  # positions whose inputs there count, from the first on
     words: list[list[int]] = field(default_factory=list)  # by position, the nearest first
 
     def __post_init__(self) -> None:
@@ -111,30 +130,44 @@ class _SpanReader:
 
     def _take_spans(self) -> str:
         """Take the spans of both blocks; returns why they reveal nothing, empty where they do."""
-        room = self.model.width - self.attack.margin
-        most = self.size * self.length
-        for number, layer in enumerate(self.model.parts.layers[:2], 1):
-            last = number == 2 and _is_last(self.model)
-            maps = _maps(layer, "query" if last else self.attack.maps)
-            block_span = span(self.verifier.update, maps, self.size if last else most, self.rng)
-            if block_span is None:
-                return f"the gradient of attention block {number} is zero, or lost in noise"
-            if block_span.rank >= room:
-                return (
-                    f"the gradient of attention block {number} has rank {block_span.rank} of {self.model.width}: as many tokens or "
-                    f"more than the {room} that leave {self.attack.margin} dimensions outside the span; set a smaller margin"
-                )
-            self.spans.append(block_span)
-        return ""
+        layers, most = self.model.parts.layers, self.size * self.length
+        inputs = self._span(_maps(layers[0], self.attack.maps), most)
+        if isinstance(inputs, str):
+            return f"the gradient of attention block 1 {inputs}"
+        self.inputs, last = inputs, len(layers) - 1
+        classifies = self.model.task == "classification"
+        judges = [] if classifies and last == 1 else [(1, _maps(layers[1], self.attack.maps), most)]
+        if classifies:  # only its first position reaches the head
+            judges.append((last, [layers[last].query], self.size))
+        reasons = []
+        for number, maps, count in judges:
+            judge = self._span(maps, count)
+            if isinstance(judge, Span | ProjectedSpans):
+                self.judge, self.judging = judge, number
+                self.judged = self.length if count == most else 1
+                return ""
+            reasons.append(
+                f"the gradient of attention block {number + 1} {_PARTIAL if isinstance(judge, PartialSpan) else judge}"
+            )
+        whole = layers[1].query.weight in self.verifier.update
+        return reasons[0] if whole or self.size > 1 else ""  # one sentence has one word a position
+
+    def _span(self, maps: Sequence[Projection], most: int) -> BlockSpan | str:
+        verifier = self.verifier
+        shared = [m for m in maps if is_shared(m, verifier.update)]
+        if not shared:
+            return "is not shared"
+        return block_span(verifier.update, verifier.params, shared, most, self.attack.margin, self.rng)
 
     # ------------------------------------------------------------------------------------------------------- first block
 
     def try_words(self, words: Tensor, vectors: Tensor) -> None:
         """Try words (C,) in every position, by the inputs (C, L, width) that the first block then has."""
-        near = self.spans[0].near(vectors).nonzero()
-        distances = self.spans[0].distance(vectors[near[:, 0], near[:, 1]]).tolist()
+        assert isinstance(self.inputs, Span | ProjectedSpans)
+        near = self.inputs.near(vectors).nonzero()
+        distances = self.inputs.distance(vectors[near[:, 0], near[:, 1]]).tolist()
         for (row, position), distance in zip(near.tolist(), distances, strict=True):
-            if distance <= self.spans[0].threshold:
+            if distance <= self.inputs.threshold:
                 self._near[position].append((distance, int(words[row])))
 
     def _candidates(self, limit: float) -> list[list[int]]:
@@ -173,21 +206,25 @@ class _SpanReader:
         """Distances within which a word is a candidate: first midway between rounding and the worst case, then the worst case."""
         if self.reason:
             return ()
-        worst = self.spans[0].threshold
+        assert isinstance(self.inputs, Span | ProjectedSpans)
+        worst = self.inputs.threshold
         return (math.sqrt(self.rounding * worst), worst) if worst > self.rounding else (worst,)
 
     @property
     def rounding(self) -> float:
-        """The relative size of a vector's own rounding."""
-        eps: float = torch.finfo(self.spans[0].sketch.dtype).eps
-        return eps * math.sqrt(self.model.width)
+        """The relative size of a vector's own rounding, as the spans see it."""
+        eps: float = torch.finfo(next(iter(self.verifier.update.values())).dtype).eps
+        stretch = self.judge.stretch if isinstance(self.judge, ProjectedSpans) else 1.0
+        return eps * math.sqrt(self.model.width) * stretch
 
     def _assembled(self) -> tuple[Batch, float]:
         return self._decoder() if self.model.task == "next_token" else self._encoder()
 
     def distances(self, sentences: Sequence[Ids]) -> Tensor:
-        """How far sentences' inputs in the second block lie outside its span (N, L), zero behind a sentence's end."""
-        layer = self.model.parts.layers[1]
+        """How far sentences' inputs in the judging block lie outside its span (N, L), zero behind a sentence's end."""
+        if self.judge is None:
+            return torch.zeros(len(sentences), self.length)
+        layer = self.model.parts.layers[self.judging]
         part, distances = module_of_weight(self.model, layer.query.weight), []
         for first in range(0, len(sentences), SENTENCES):
             some = sentences[first : first + SENTENCES]
@@ -197,7 +234,7 @@ class _SpanReader:
                 x[i, : len(ids)] = torch.tensor(ids)
                 mask[i, : len(ids)] = True
             vectors = layer_inputs(self.model, self.verifier.params, part, x, mask)
-            measured = self.spans[1].distance(vectors).cpu() * mask
+            measured = self.judge.distance(vectors).cpu() * mask
             distances.append(torch.nn.functional.pad(measured, (0, self.length - measured.shape[1])))
         return torch.cat(distances)
 
@@ -207,7 +244,7 @@ class _SpanReader:
             self.words,
             self.size,
             self.distances,
-            judged=1 if _is_last(self.model) else self.length,
+            judged=self.judged or self.length,
             rounding=self.rounding,
             starts=self.attack.starts,
             rng=self.rng,
@@ -227,7 +264,7 @@ class _SpanReader:
 
     def _decoder(self) -> tuple[Batch, float]:
         """Sentences grow word by word while their inputs stay in the span; one that cannot grow lacks only its last word."""
-        threshold = self.spans[1].threshold
+        threshold = math.inf if self.judge is None else self.judge.threshold
         live: list[Ids] = [()]
         complete: list[Ids] = []
         for position, words in enumerate(self.words):
@@ -256,21 +293,59 @@ def _maps(layer: BlockParts, maps: Maps) -> list[Projection]:
     return [layer.query] if maps == "query" else [layer.query, layer.key, layer.value]
 
 
-def _is_last(model: LanguageModel) -> bool:
-    """Whether the second block is a classifier's last, in which only the first position's query has a gradient."""
-    return model.task == "classification" and len(model.parts.layers) == 2
-
-
 def _try_vocabulary(readers: Sequence[_SpanReader], model: LanguageModel) -> None:
     """Try the whole vocabulary in every position; all observations of a wave share the first block's inputs."""
     open_ = [r for r in readers if not r.reason]
     if not open_:
         return
-    first = open_[0]
-    part = module_of_weight(model, model.parts.layers[0].query.weight)
-    vocabulary = torch.tensor([i for i in range(model.vocabulary) if i != model.pad])
-    for words in vocabulary.split(CHUNK):
-        x = words[:, None].expand(-1, first.length).contiguous()
-        vectors = layer_inputs(model, first.verifier.params, part, x)
-        for reader in open_:
-            reader.try_words(words, vectors)
+    vectors = _Dictionary(open_[0], model)
+    _complete_spans([r for r in open_ if isinstance(r.inputs, PartialSpan)], vectors)
+    tried = [r for r in open_ if not r.reason]
+    for words, inputs in vectors if tried else ():
+        for reader in tried:
+            reader.try_words(words, inputs)
+
+
+@dataclass(frozen=True)
+class _Dictionary:
+    """The first block's inputs (C, L, width) for the vocabulary in all positions, chunk by chunk."""
+
+    reader: _SpanReader
+    model: LanguageModel
+
+    def of(self, words: Tensor) -> Tensor:
+        """Those of words (C,)."""
+        part = module_of_weight(self.model, self.model.parts.layers[0].query.weight)
+        x = words[:, None].expand(-1, self.reader.length).contiguous()
+        return layer_inputs(self.model, self.reader.verifier.params, part, x)
+
+    @property
+    def words(self) -> Tensor:
+        """The vocabulary without padding."""
+        return torch.tensor([i for i in range(self.model.vocabulary) if i != self.model.pad])
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for words in self.words.split(CHUNK):
+            yield words, self.of(words)
+
+
+def _complete_spans(readers: Sequence[_SpanReader], dictionary: _Dictionary) -> None:
+    """Complete the partial spans of these readers' first blocks; a reader whose span stays partial gets its reason."""
+    if not readers:
+        return
+    model = dictionary.model
+    words = dictionary.words
+    order = torch.randperm(len(words), generator=torch.Generator().manual_seed(0))
+    whitening = whitening_of(dictionary.of(words[order[:SAMPLE]]))
+    starts = [dictionary.of(torch.tensor([word]))[0, place] for place, word in enumerate(model.start)]
+    nearest = [NearestVectors(r.inputs) for r in readers if isinstance(r.inputs, PartialSpan)]
+    for _, inputs in dictionary:
+        for some in nearest:
+            some.add(inputs)
+    for reader, some in zip(readers, nearest, strict=True):
+        assert some.vectors is not None
+        reader.inputs = some.partial.completed(torch.stack([*starts, *some.vectors]), whitening, len(starts))
+        if reader.inputs is None:
+            reader.reason = (
+                f"the gradient of attention block 1 {_PARTIAL}, and no words were found that complete the span"
+            )

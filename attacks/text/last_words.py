@@ -1,12 +1,14 @@
 """Last words: a sentence's last word shows only in the head's row, since nothing is predicted from it.
 
-Each row of the head's update is a sum of the vectors from which its word was predicted; all vectors but the last are known.
+Each row of the head's update is a sum of the vectors from which its word was predicted; all vectors but the last are known. Where
+the head is frozen, the difference that remains is followed through the model to the logits at the sentence's end.
 """
 
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.func import functional_call, jvp
 
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier
 from fedgauge.attacks.text.layer_inputs import head, layer_inputs
@@ -15,6 +17,7 @@ from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.tokenizer import framed
 from fedgauge.client.update import Batch, Update
 
+MOST = 12  # of the words that a frozen head's logits rank first
 FIRST = 3  # highest-ranked words that are tried for each sentence
 
 
@@ -65,13 +68,25 @@ def _ranked(
 
     In tied embeddings the rows of words that occur also hold an input's share, so they are no evidence: these words are tried too.
     """
-    name = model.parts.head[0]
+    name, own = model.parts.head[0], sorted(set(batch.x[batch.x != model.pad].tolist()))
+    if name not in update:
+        raised = _raised(verifier, model, batch, update, positions)
+        return [row.topk(MOST).indices.tolist() for row in raised]
     rows = (verifier.update[name].double() - update[name].double()).cpu()  # (V, width)
     inputs = layer_inputs(model, verifier.params, head(model), batch.x)
     vectors = torch.stack([inputs[b, position] for b, position in enumerate(positions)]).double().cpu()
     shares = rows @ torch.linalg.pinv(vectors)  # (V, B)
-    own = sorted(set(batch.x[batch.x != model.pad].tolist()))
     return [list(dict.fromkeys(_order(shares[:, b], own))) for b in range(len(positions))]
+
+
+def _raised(
+    verifier: GuessVerifier, model: LanguageModel, batch: Batch, update: Update, positions: Sequence[int]
+) -> Tensor:
+    """How the difference between the observed update and the guess's raises the logits (B, V) from which last words come."""
+    missing = {name: verifier.update[name] - t for name, t in update.items()}
+    ids = batch.x.to(next(iter(missing.values())).device)
+    _, raised = jvp(lambda params: functional_call(model, params, (ids,)), (dict(verifier.params),), (missing,))
+    return torch.stack([raised[b, position] for b, position in enumerate(positions)]).cpu()
 
 
 def _order(shares: Tensor, own: Sequence[int]) -> Iterator[int]:

@@ -61,7 +61,7 @@ def span(
     if not scaled:
         return None
     rows = torch.cat(scaled)  # each map at its own scale: its rounding is relative to that
-    _, values, basis = torch.linalg.svd(torch.linalg.qr(rows, mode="r").R, full_matrices=False)
+    _, values, basis = torch.linalg.svd(torch.linalg.qr(rows, mode="r").R)  # the basis is of the whole space
     noise = float(values[0]) * eps * rows.shape[1] ** 0.5
     if most < len(values):
         noise = max(noise, 2 * float(values[most]))

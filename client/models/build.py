@@ -1,4 +1,4 @@
-"""A network from its table: its layers, its initial weights, and the changes that a defense or a malicious server makes."""
+"""A network from its table: its layers, its initial weights, and the changes by adapters, a defense or a malicious server."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,16 @@ from fedgauge.client.components import ComponentKind, SpecError, Table, build, c
 from fedgauge.client.rng import seed_of
 
 MODEL = ComponentKind("a model", ("fedgauge.models",), nn.Module, annotated=False)
+ADAPTER = ComponentKind("an adapter of the model", ("fedgauge.adapters",), nn.Module)
 MODEL_DEFENSE = ComponentKind("a defense of the model", ("fedgauge.model_defenses",), nn.Module)
 # clients build it as if they had agreed to it
 MALICIOUS = ComponentKind("an architecture of a malicious server", ("fedgauge.architectures",), nn.Module)
 
-_CHANGES = {"defense": MODEL_DEFENSE, "architectures": MALICIOUS}  # a network's table's keys for them
+_CHANGES = {
+    "adapter": ADAPTER,
+    "defense": MODEL_DEFENSE,
+    "architectures": MALICIOUS,
+}  # a network's table's keys for them
 
 
 def build_model(

@@ -1,7 +1,7 @@
 """The parts of a language model, found by the types and names of its modules, never by their position."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ class Projection:
         weight, bias: names of parameters.
         start, stop: its outputs within a fused map; stop None: all.
         transposed: the weight is stored as (in, out).
+        factors: names of LoRA's factors A (rank, in) and B (out, rank) beside a frozen weight; None: the map has none.
     """
 
     weight: str
@@ -31,6 +32,7 @@ class Projection:
     start: int = 0
     stop: int | None = None
     transposed: bool = False
+    factors: tuple[str, str] | None = None
 
     def of(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Weight (..., out, in) and bias (..., out) out of weights, an update, or several stacked."""
@@ -72,6 +74,26 @@ class ModelParts:
     def key_biases(self) -> frozenset[str]:
         """Biases of keys: their gradient is zero up to rounding, since the softmax cancels them."""
         return frozenset(layer.key.bias for layer in self.layers if layer.key.bias and layer.key.stop is None)
+
+
+def with_factors(parts: ModelParts, shared: Collection[str], names: tuple[str, str]) -> ModelParts:
+    """The parts of a model some of whose projections got LoRA's factors, and so other names of their own weights.
+
+    Args:
+        shared: the model's parameters.
+        names: of the factors A and B inside an adapted layer.
+    """
+
+    def adapted(projection: Projection) -> Projection:
+        layer, _, leaf = projection.weight.rpartition(".")
+        factors = (f"{layer}.{names[0]}", f"{layer}.{names[1]}")
+        if factors[0] not in shared:
+            return projection
+        base = f"{layer}.base_layer"
+        return replace(projection, weight=f"{base}.{leaf}", bias=projection.bias and f"{base}.bias", factors=factors)
+
+    layers = (BlockParts(adapted(b.query), adapted(b.key), adapted(b.value), b.norms) for b in parts.layers)
+    return replace(parts, layers=tuple(layers))
 
 
 class PartFinder:

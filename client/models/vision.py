@@ -287,8 +287,13 @@ def detached_params(model: nn.Module) -> dict[str, Tensor]:
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The model's floating-point buffers (BatchNorm's running statistics), detached copies."""
-    return {name: b.detach().clone() for name, b in model.named_buffers() if torch.is_floating_point(b)}
+    """The floating-point buffers that travel (BatchNorm's running statistics), detached copies.
+
+    Those outside the state_dict, such as an adapted network's frozen weights, are known on both sides.
+    """
+    own = model.state_dict().keys()
+    found = {name: b for name, b in model.named_buffers() if name in own and torch.is_floating_point(b)}
+    return {name: b.detach().clone() for name, b in found.items()}
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -302,7 +307,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """
     stored = read_weights(path)
     own = model.state_dict()
-    needed = detached_params(model).keys() | (floating_buffers(model).keys() & own.keys())  # tied ones under one name
+    needed = detached_params(model).keys() | floating_buffers(model).keys()  # tied ones under one name
     missing, unknown = sorted(needed - stored.keys()), sorted(stored.keys() - own.keys())
     if missing or unknown:
         parts = [f"it lacks {_some(missing)}"] * bool(missing) + [f"the model has no {_some(unknown)}"] * bool(unknown)

@@ -29,7 +29,7 @@ from fedgauge.client.components import ComponentKind, SpecError
 from fedgauge.client.deployment.deployed_client import SELF_AUDIT
 from fedgauge.client.deployment.secure_sum_terms import SECURE_SUM
 from fedgauge.client.federation import DATASET, TRANSFORM
-from fedgauge.client.models.build import MALICIOUS, MODEL, MODEL_DEFENSE
+from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.registry import Entry, unknown_groups
 from fedgauge.server.app import STRATEGY
@@ -40,6 +40,7 @@ KINDS: Mapping[str, ComponentKind] = {
     "model": MODEL,
     "loss": LOSS,
     "link": TRANSFORM,
+    "adapter": ADAPTER,
     "model_defense": MODEL_DEFENSE,
     "attack": ATTACK,
     "prior": PRIOR,

@@ -27,13 +27,13 @@ from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.deployment.terms import NO_FILE, RequestRefused
 from fedgauge.client.local_data import may_download
 from fedgauge.client.models.bounds import SizeBound, TooLarge
-from fedgauge.client.models.build import MALICIOUS, MODEL, MODEL_DEFENSE
+from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE
 from fedgauge.client.models.tokenizer import model_place, wordpiece
 from tests.client.deployment.conftest import SERVERS, SGD, Write, terms
 
 SENTENCES = ("the cat sat on the mat", "a dog barks", "rain falls on the quiet town", "we sing")
 IMAGES = {"shape": (1, 28, 28), "classes": 10}
-KINDS = ((MODEL, None), (MODEL_DEFENSE, "defense"), (MALICIOUS, "architectures"))
+KINDS = ((MODEL, None), (ADAPTER, "adapter"), (MODEL_DEFENSE, "defense"), (MALICIOUS, "architectures"))
 OFFERED = {"return", "shape", "classes", "tokenizer", "task", "model"}
 SENTENCES_OF_REFUSALS = {NO_FILE, NOT_BUILT, TOO_LARGE, BIG_NUMBER}
 
