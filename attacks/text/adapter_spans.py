@@ -9,19 +9,22 @@ A layer W + s B A with inputs x and output gradients d has gradients dB = s sum 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.attacks.text.spans import Span, span
+from fedgauge.attacks.text.spans import LOOSEST, Span, span
 from fedgauge.client.models.language_parts import Projection
 from fedgauge.client.update import Params
 
-POOL = 4096  # vectors of the dictionary, the nearest to a partial span, among which its missing inputs are sought
+POOL = 8192  # vectors of the dictionary, the nearest to a partial span, among which its missing inputs are sought
 RIDGE = 1e-4  # of the mean eigenvalue, in the whitening of the dictionary
-EXPLAINED = 1e-6  # the part of a vector that remains where chosen ones explain it
+GAP = 1e-2  # the largest threshold of a span that has all inputs: others of them may be lost in the same noise
+REWEIGHTINGS = 30  # of the sparse explanation
+EXPLAINED = 0.02  # the part of a vector that remains where chosen ones nearly explain it
 SAME = 1e-3  # the relative distance below which a vector lies in a span that was completed
+NEAR = 1e-2  # and below which it may, where the span was completed by a vector that hardly left it
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,24 +64,26 @@ class ProjectedSpans:
 
 @dataclass(frozen=True, eq=False)
 class PartialSpan:
-    """As many combinations of the inputs as the factors have rows, and perhaps fewer than there are inputs.
+    """Combinations of the inputs that span a part of these: there are more inputs than the factors have rows.
 
     Args:
         known: their span.
+        rows: the combinations (R, d), each factor's at its own scale.
         most: dimensions that a completed span may have.
     """
 
     known: Span
+    rows: Tensor
     most: int
 
-    def completed(self, pool: Tensor, whitening: Tensor, first: int) -> Span | None:
-        """The span of all inputs; None where no set of vectors completes it.
+    def completed(self, pool: Tensor, whitening: Tensor, first: int) -> Tensor | None:
+        """An orthonormal basis (n, d) of a span that holds all inputs; None where no set of vectors completes it.
 
         Vectors are chosen one after the other, the nearest to what is not explained yet, until half of the inputs beyond them
-        lie in the span. One that was chosen in error costs a dimension only, and leaves again at the end.
+        lie in the span. One that was chosen in error costs a dimension only.
 
         Args:
-            pool: vectors (N, d) among which the inputs are.
+            pool: vectors (N, d) among which most inputs are.
             whitening: (d, d), makes the dictionary's vectors less alike.
             first: vectors at the pool's beginning that are inputs for certain.
         """
@@ -89,18 +94,41 @@ class PartialSpan:
             distances = _distances(basis, atoms, chosen)
             distances[chosen] = torch.inf
             if int((distances <= SAME).sum()) >= enough:
-                return self._with(pool.double()[_needed(basis, atoms, chosen, enough)])
+                joined: Tensor = torch.linalg.qr(torch.cat([self.known.basis.double(), pool[chosen].double()]).mT).Q
+                return joined.mT
             chosen.append(int(distances.argmin()))
         return None
 
-    def _with(self, vectors: Tensor) -> Span:
-        unit = vectors / vectors.norm(dim=1, keepdim=True)
-        joined, _ = torch.linalg.qr(torch.cat([self.known.basis.double(), unit]).mT, mode="complete")
-        rank = self.known.rank + len(unit)
-        outside = joined[:, rank:]
-        drawn = torch.randn(outside.shape[1], self.known.sketch.shape[1], generator=torch.Generator().manual_seed(0))
-        sketch = (outside @ drawn.double()).to(self.known.sketch)
-        return replace(self.known, basis=joined[:, :rank].mT.contiguous(), sketch=sketch)
+    def needed(self, vectors: Tensor) -> list[int] | None:
+        """The fewest of vectors (N, d) that explain the combinations; None where all together do not.
+
+        A word in a position is nearly a combination of three others that share its word or its position, so many vectors lie near
+        the span. Of all explanations the sparse one is taken: least squares reweighted by the coefficients found before (M-FOCUSS;
+        Cotter et al., 2005), then those leave that nothing needs.
+        """
+        rows = self.rows.double()
+        size = float(torch.linalg.matrix_norm(rows, 2))
+        noise = float(torch.finfo(self.rows.dtype).eps) * math.sqrt(rows.shape[1]) * size
+        unit = (vectors / vectors.norm(dim=1, keepdim=True)).double()
+        basis = torch.linalg.qr(unit.mT).Q
+        if len(unit) > self.most or float((rows - rows @ basis @ basis.mT).norm()) > noise * math.sqrt(len(rows)):
+            return None
+        kept, weights = torch.arange(len(unit), device=unit.device), unit.new_ones(len(unit))
+        for step in range(REWEIGHTINGS):  # its powers are of the 1-norm, then of the square root
+            scaled = weights[:, None] * unit[kept]
+            inner = scaled @ scaled.mT
+            inner.diagonal().add_(noise**2)
+            sizes = torch.linalg.solve(inner, scaled @ rows.mT).norm(dim=1) * weights  # of the vectors' coefficients
+            some = sizes > noise
+            kept, weights = kept[some], sizes[some] ** (0.5 if step < REWEIGHTINGS // 3 else 0.75)
+        chosen: list[int] = kept.tolist()
+        while chosen:  # what each alone explains of the combinations
+            inverse = torch.linalg.pinv(unit[chosen])
+            shares = (rows @ inverse).norm(dim=0) / inverse.norm(dim=0)
+            if float(shares.min()) > noise:
+                break
+            chosen.pop(int(shares.argmin()))
+        return chosen
 
 
 def _distances(basis: Tensor, atoms: Tensor, chosen: Sequence[int]) -> Tensor:
@@ -109,21 +137,9 @@ def _distances(basis: Tensor, atoms: Tensor, chosen: Sequence[int]) -> Tensor:
     left = atoms - atoms @ kept @ kept.mT
     rest = torch.linalg.qr((basis - basis @ kept @ kept.mT).mT).Q
     outside = left - left @ rest @ rest.mT
-    gone = left.norm(dim=1) <= EXPLAINED * atoms.norm(dim=1)  # a chosen one's twin
+    gone = left.norm(dim=1) <= EXPLAINED * atoms.norm(dim=1)  # it says nothing about the basis
     relative: Tensor = (outside.norm(dim=1) / left.norm(dim=1)).masked_fill(gone, torch.inf)
     return relative
-
-
-def _needed(basis: Tensor, atoms: Tensor, chosen: Sequence[int], enough: int) -> list[int]:
-    """The chosen atoms without which fewer than enough others lie in the span."""
-    kept = list(chosen)
-    for atom in chosen:
-        rest = [other for other in kept if other != atom]
-        distances = _distances(basis, atoms, rest)
-        distances[kept] = torch.inf
-        if int((distances <= SAME).sum()) >= enough:
-            kept = rest
-    return kept
 
 
 BlockSpan = Span | ProjectedSpans | PartialSpan
@@ -154,20 +170,32 @@ def block_span(
     rows = sum(len(update[a]) for a, _ in factors)
     rank, width = len(params[factors[0][0]]), int(params[factors[0][0]].shape[1])
     inner = span(update, [Projection(a, None) for a, _ in factors], min(most, rows), rng)
-    if inner is not None and (inner.rank < rows or rows >= most):
+    if inner is not None and (inner.rank < rows or rows >= most) and inner.threshold <= GAP:
         return _with_margin(inner, width, margin)
-    views = [(params[a], span(update, [Projection(b, None)], min(most, rank), rng)) for a, b in factors]
-    if all(seen is None for _, seen in views):
+    seen = [(params[a], span(update, [Projection(b, None)], min(most, rank), rng)) for a, b in factors]
+    views = [(a, found) for a, found in seen if found is not None]
+    if not views:
         return "is zero, or lost in noise"
-    below = tuple((a, seen) for a, seen in views if seen is not None and seen.rank < len(a))
-    if below:
-        return ProjectedSpans(below)
+    stretch = math.sqrt(width / rank)  # how much larger an input's rounding is beside what A shows of it
+    # a factor in whose gradient some inputs are lost in rounding would refuse these
+    full = max(v.rank for _, v in views)
+    if full < rank:
+        best = min(v.threshold for _, v in views if v.rank == full)
+        chosen = [(a, v) for a, v in views if v.rank == full and v.threshold <= max(GAP, best)]
+        loose = (replace(v, threshold=min(stretch * v.threshold, LOOSEST)) for _, v in chosen)
+        return ProjectedSpans(tuple((a, v) for (a, _), v in zip(chosen, loose, strict=True)))
     if inner is None:
         return (
             f"spans all {rank} dimensions of LoRA's factor A, so every word fits: B is zero, and there are as many tokens as the "
             "rank or more; later rounds, in which B is not zero, tell more"
         )
-    return PartialSpan(inner, width - margin)
+    return PartialSpan(inner, _scaled(update, factors), width - margin)
+
+
+def _scaled(update: Mapping[str, Tensor], factors: Sequence[tuple[str, str]]) -> Tensor:
+    """The factors' gradients (R, d), each at its own scale."""
+    sizes = [float(torch.linalg.matrix_norm(update[a].double(), 2)) for a, _ in factors]
+    return torch.cat([update[a] / size for (a, _), size in zip(factors, sizes, strict=True) if size > 0])
 
 
 def _with_margin(found: Span, width: int, margin: int) -> Span | str:
@@ -192,17 +220,16 @@ class NearestVectors:
     """The vectors of a dictionary nearest to a span, gathered chunk by chunk."""
 
     partial: PartialSpan
-    vectors: Tensor | None = None
-    shares: Tensor | None = None
+    vectors: Tensor = field(default_factory=lambda: torch.empty(0))
+    shares: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def add(self, vectors: Tensor) -> None:
         """Consider vectors (..., d)."""
         flat = vectors.reshape(-1, vectors.shape[-1])
         basis = self.partial.known.basis.to(flat)
         shares = (flat @ basis.mT).norm(dim=1) / flat.norm(dim=1).clamp(min=1e-30)
-        if self.shares is not None and self.vectors is not None:
-            least = self.shares.min() if len(self.shares) >= POOL else shares.new_zeros(())
-            some = shares > least
+        if len(self.shares):
+            some = shares > self.shares.min() if len(self.shares) >= POOL else shares > 0
             flat, shares = torch.cat([self.vectors, flat[some]]), torch.cat([self.shares, shares[some]])
         self.shares, best = shares.topk(min(POOL, len(shares)))
         self.vectors = flat[best]

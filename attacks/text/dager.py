@@ -11,7 +11,7 @@ classifier then judges sentences if the second cannot: its query has one input a
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, islice, product
 from typing import Literal
@@ -23,6 +23,7 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Str
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.setting_checks import check_at_least
 from fedgauge.attacks.text.adapter_spans import (
+    NEAR,
     BlockSpan,
     NearestVectors,
     PartialSpan,
@@ -142,13 +143,13 @@ class _SpanReader:
         reasons = []
         for number, maps, count in judges:
             judge = self._span(maps, count)
+            if isinstance(judge, PartialSpan):
+                judge = _PARTIAL
             if isinstance(judge, Span | ProjectedSpans):
                 self.judge, self.judging = judge, number
                 self.judged = self.length if count == most else 1
                 return ""
-            reasons.append(
-                f"the gradient of attention block {number + 1} {_PARTIAL if isinstance(judge, PartialSpan) else judge}"
-            )
+            reasons.append(f"the gradient of attention block {number + 1} {judge}")
         whole = layers[1].query.weight in self.verifier.update
         return reasons[0] if whole or self.size > 1 else ""  # one sentence has one word a position
 
@@ -169,6 +170,30 @@ class _SpanReader:
         for (row, position), distance in zip(near.tolist(), distances, strict=True):
             if distance <= self.inputs.threshold:
                 self._near[position].append((distance, int(words[row])))
+
+    def complete(self, basis: Tensor, chunks: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Choose the words without which factors' gradients have no explanation, among all near a completed span.
+
+        Args:
+            basis: (n, d) orthonormal rows.
+            chunks: words (C,) with their inputs (C, L, width).
+        """
+        assert isinstance(self.inputs, PartialSpan)
+        named: list[tuple[float, int, int]] = []
+        vectors = []
+        for words, inputs in chunks:
+            flat = inputs.double()
+            outside = (flat - flat @ basis.mT @ basis).norm(dim=2) / flat.norm(dim=2)
+            near = (outside <= NEAR).nonzero()
+            named += [(float(outside[row, place]), int(words[row]), place) for row, place in near.tolist()]
+            vectors.append(inputs[near[:, 0], near[:, 1]])
+        nearest = sorted(range(len(named)), key=named.__getitem__)[: self.inputs.most]
+        needed = self.inputs.needed(torch.cat(vectors)[nearest])
+        for i in needed or ():
+            _, word, place = named[nearest[i]]
+            self._near[place].append((0.0, word))
+        if not needed:
+            self.reason = f"no set of words explains the gradient of attention block 1, which {_PARTIAL}"
 
     def _candidates(self, limit: float) -> list[list[int]]:
         """The nearest words of each position within a limit, up to the first position that has none."""
@@ -206,7 +231,9 @@ class _SpanReader:
         """Distances within which a word is a candidate: first midway between rounding and the worst case, then the worst case."""
         if self.reason:
             return ()
-        assert isinstance(self.inputs, Span | ProjectedSpans)
+        if isinstance(self.inputs, PartialSpan):
+            return (math.inf,)
+        assert self.inputs is not None
         worst = self.inputs.threshold
         return (math.sqrt(self.rounding * worst), worst) if worst > self.rounding else (worst,)
 
@@ -300,9 +327,9 @@ def _try_vocabulary(readers: Sequence[_SpanReader], model: LanguageModel) -> Non
         return
     vectors = _Dictionary(open_[0], model)
     _complete_spans([r for r in open_ if isinstance(r.inputs, PartialSpan)], vectors)
-    tried = [r for r in open_ if not r.reason]
-    for words, inputs in vectors if tried else ():
-        for reader in tried:
+    whole = [r for r in open_ if not isinstance(r.inputs, PartialSpan)]
+    for words, inputs in vectors if whole else ():
+        for reader in whole:
             reader.try_words(words, inputs)
 
 
@@ -330,22 +357,22 @@ class _Dictionary:
 
 
 def _complete_spans(readers: Sequence[_SpanReader], dictionary: _Dictionary) -> None:
-    """Complete the partial spans of these readers' first blocks; a reader whose span stays partial gets its reason."""
+    """Find the words behind the gradients of factors; all readers share the dictionary's two passes."""
     if not readers:
         return
-    model = dictionary.model
-    words = dictionary.words
+    words, start = dictionary.words, dictionary.model.start
     order = torch.randperm(len(words), generator=torch.Generator().manual_seed(0))
     whitening = whitening_of(dictionary.of(words[order[:SAMPLE]]))
-    starts = [dictionary.of(torch.tensor([word]))[0, place] for place, word in enumerate(model.start)]
+    first = [dictionary.of(torch.tensor([word]))[0, place] for place, word in enumerate(start)]
     nearest = [NearestVectors(r.inputs) for r in readers if isinstance(r.inputs, PartialSpan)]
     for _, inputs in dictionary:
         for some in nearest:
             some.add(inputs)
     for reader, some in zip(readers, nearest, strict=True):
-        assert some.vectors is not None
-        reader.inputs = some.partial.completed(torch.stack([*starts, *some.vectors]), whitening, len(starts))
-        if reader.inputs is None:
+        basis = some.partial.completed(torch.stack([*first, *some.vectors]), whitening, len(first))
+        if basis is None:
             reader.reason = (
                 f"the gradient of attention block 1 {_PARTIAL}, and no words were found that complete the span"
             )
+        else:
+            reader.complete(basis, dictionary)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, jvp
+from torch.func import functional_call
 
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier
 from fedgauge.attacks.text.layer_inputs import head, layer_inputs
@@ -85,7 +85,13 @@ def _raised(
     """How the difference between the observed update and the guess's raises the logits (B, V) from which last words come."""
     missing = {name: verifier.update[name] - t for name, t in update.items()}
     ids = batch.x.to(next(iter(missing.values())).device)
-    _, raised = jvp(lambda params: functional_call(model, params, (ids,)), (dict(verifier.params),), (missing,))
+    leaves = {name: verifier.params[name].detach().requires_grad_() for name in missing}
+    with torch.enable_grad():
+        logits: Tensor = functional_call(model, {**verifier.params, **leaves}, (ids,))
+        signal = torch.zeros_like(logits, requires_grad=True)
+        slopes = torch.autograd.grad(logits, list(leaves.values()), signal, create_graph=True)
+        # linear in the signal: its derivative by the signal is the logits' derivative along the difference
+        (raised,) = torch.autograd.grad(slopes, signal, list(missing.values()))
     return torch.stack([raised[b, position] for b, position in enumerate(positions)]).cpu()
 
 

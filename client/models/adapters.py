@@ -117,6 +117,8 @@ def _freeze(model: nn.Module, trained: Collection[str]) -> None:
     kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in trained}
     for module in list(model.modules()):
         for leaf, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in kept:
+            if id(parameter) in kept:
+                parameter.requires_grad_(True)  # peft wants none outside its factors
+            else:
                 delattr(module, leaf)
                 module.register_buffer(leaf, parameter.detach(), persistent=False)

@@ -54,7 +54,7 @@ def test_only_the_factors_and_the_named_parts_travel(classified: Text) -> None:
     blocks = [f"bert.encoder.layer.{i}.attention.self.{part}" for i in (0, 1) for part in ("query", "value")]
     factors = {f"{block}.lora_{factor}.default.weight" for block in blocks for factor in "AB"}
     assert names == factors | {"classifier.weight", "classifier.bias"}
-    assert floating_buffers(model) == {}
+    assert all(p.requires_grad for p in model.parameters()) and floating_buffers(model) == {}
     assert model.state_dict().keys() == detached_params(model).keys()
 
 

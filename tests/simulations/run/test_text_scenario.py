@@ -16,6 +16,7 @@ from fedgauge.simulations.run import in_memory
 pytest.importorskip("transformers", reason="the extra [text] is not installed")
 pytest.importorskip("rouge_score", reason="the extra [text] is not installed")
 QUICKSTART = Path(__file__).parents[3] / "simulations" / "quickstart-text.toml"
+LORA = QUICKSTART.with_name("quickstart-lora.toml")
 NEXT = [
     "data.task=next_token",
     "model.use=tiny_gpt2",
@@ -65,3 +66,22 @@ def test_the_text_quickstart_runs_and_ends_with_scores(
     assert "mean ROUGE-1 (%)" in told and "dB" not in told
     for attack in ("exact", "dager"):
         assert {row["value"] for row in rows if row["attack"] == attack} == {100.0}, f"{attack} recovers every sentence"
+
+
+@pytest.mark.slow
+def test_the_lora_quickstart_reads_the_factors_from_the_second_round_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft", reason="the extra [adapters] is not installed")
+    monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
+    quick = ["--rounds", "2", "--set", "attack.1.iterations=2"]
+    assert main(["run", str(LORA), "--runs", str(tmp_path), *quick]) == 0
+    (ledger,) = tmp_path.glob("*/ledger.sqlite")
+    run = Run(ledger.parent)
+    with run.ledger() as found:
+        rows = [row for row in found.scores("rouge1") if row["attack"] == "dager" and row["round"] == 2]
+        assert found.meta()["replay"] == "ok"
+    assert [row["value"] for row in rows] == [100.0] * 4
+    told = capsys.readouterr().out
+    assert "spans all 8 dimensions of LoRA's factor A" in told and "Who was in a batch leaks" in told
+    assert (ledger.parent / "report.html").exists()

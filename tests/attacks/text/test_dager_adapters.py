@@ -1,0 +1,207 @@
+"""Claims about DAGER through LoRA's factors: what each factor's gradient spans, when it suffices, and what is said when not."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
+from fedgauge.attacks.text.adapter_spans import NEAR, PartialSpan, ProjectedSpans, block_span
+from fedgauge.attacks.text.dager import dager
+from fedgauge.attacks.text.spans import Span
+from fedgauge.client.chain import Chain
+from fedgauge.client.data.corpora import Text, phrases
+from fedgauge.client.models.adapters import lora
+from fedgauge.client.models.language import LanguageModel, tiny_bert, tiny_gpt2, transformer3
+from fedgauge.client.models.language_parts import Projection
+from fedgauge.client.models.losses import next_token
+from fedgauge.client.models.vision import detached_params, floating_buffers
+from fedgauge.client.rng import generator
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch, Params
+
+pytest.importorskip("transformers", reason="the extra [text] is not installed")
+pytest.importorskip("peft", reason="the extra [adapters] is not installed")
+LENGTH = 12
+SGD = local_sgd(0.1)
+Seen = tuple[dict[str, Tensor], Params, list[Projection]]
+SEEN = ["query", "value"]
+
+
+@pytest.fixture(scope="module")
+def classified() -> Text:
+    return phrases(LENGTH)
+
+
+@pytest.fixture(scope="module")
+def spoken() -> Text:
+    return phrases(LENGTH, task="next_token")
+
+
+def bert(data: Text, rank: int, modules: Sequence[str] = SEEN, layers: int = 2) -> LanguageModel:
+    torch.manual_seed(0)
+    model = lora(
+        tiny_bert(data.shape, data.tokenizer, "classification", 2, layers), rank, modules, train=["classifier"]
+    )
+    assert isinstance(model, LanguageModel)
+    return model
+
+
+def batches(data: Text, n: int, size: int) -> list[Batch]:
+    chosen = torch.randperm(len(data.x), generator=generator("chosen", n, size))[: n * size].view(n, size)
+    return [Batch(data.x[rows], data.y[rows]) for rows in chosen]
+
+
+def attacked(
+    model: LanguageModel, data: Text, truth: list[Batch], rounds: int, attack: dager | None = None
+) -> list[Reconstruction]:
+    """What DAGER answers to the updates of the last of some rounds of a federation of four other clients."""
+    loss = F.cross_entropy if model.task == "classification" else next_token()
+    chain = Chain((SGD,))
+    client, params = chain(gradient(model, loss)), detached_params(model)
+    for batch in batches(data, rounds, 4)[1:]:
+        update = client(params, batch, generator("other"))
+        params = {name: t + update[name] for name, t in params.items()}
+    buffers = floating_buffers(model)
+    observations = [Observation(rounds, k, params, client(params, b, None), buffers) for k, b in enumerate(truth)]
+    classes = 2 if model.task == "classification" else model.vocabulary
+    size, length = truth[0].x.shape
+    known = Knowledge(model, chain, (length,), classes, size, (), (), loss=loss, text=Sentences())
+    wave = Wave.stack(observations)
+    return (attack or dager()).reconstruct(wave, known, Budget(1), [partial(generator, "t", k) for k in wave.clients])
+
+
+def exact(found: list[Reconstruction], truth: list[Batch]) -> list[bool]:
+    return [f.x is not None and sorted(f.x.tolist()) == sorted(t.x.tolist()) for f, t in zip(found, truth, strict=True)]
+
+
+def inputs_of(batch: Batch) -> int:
+    """Different words in their positions, as the first block sees them."""
+    return len({(word, place) for row in batch.x.tolist() for place, word in enumerate(row) if word})
+
+
+# ------------------------------------------------------------------------------------------------------- spans on paper
+
+
+def seen_through(inputs: Tensor, factors: Sequence[Tensor], slopes: Sequence[Tensor], bs: Sequence[Tensor]) -> Seen:
+    """The gradients of LoRA's factors for inputs (T, d), output gradients (T, out) and factors A (r, d), B (out, r)."""
+    update, params = {}, {}
+    for i, (a, b, s) in enumerate(zip(factors, bs, slopes, strict=True)):
+        params |= {f"a{i}": a, f"b{i}": b}
+        update |= {f"a{i}": (s @ b).T @ inputs, f"b{i}": s.T @ (inputs @ a.T)}
+    return update, params, [Projection(f"w{i}", None, factors=(f"a{i}", f"b{i}")) for i in range(len(factors))]
+
+
+def drawn(count: int, rank: int, maps: int, trained: bool, width: int = 64) -> tuple[Tensor, Seen]:
+    rng = generator("drawn", count, rank)
+    inputs = torch.randn(count, width, generator=rng)
+    factors = [torch.randn(rank, width, generator=rng) for _ in range(maps)]
+    slopes = [torch.randn(count, width, generator=rng) for _ in range(maps)]
+    bs = [torch.randn(width, rank, generator=rng) * trained for _ in range(maps)]
+    return inputs, seen_through(inputs, factors, slopes, bs)
+
+
+@pytest.mark.parametrize(
+    ("count", "trained", "kind"),
+    [
+        (7, False, ProjectedSpans),
+        (8, False, str),
+        (15, True, Span),
+        (16, True, PartialSpan),
+        (30, True, PartialSpan),
+    ],
+)
+def test_the_rank_decides_what_two_factors_of_rank_8_tell(count: int, trained: bool, kind: type) -> None:
+    """On paper: at B = 0 fewer than 8 inputs show in A x; with B, 2 x 8 combinations span fewer than 16 inputs."""
+    inputs, (update, params, maps) = drawn(count, 8, 2, trained)
+    found = block_span(update, params, maps, 60, 20, generator("span"))
+    assert isinstance(found, kind)
+    if isinstance(found, PartialSpan):
+        assert found.known.rank == 16
+    elif not isinstance(found, str):
+        assert found.rank == count
+        assert float(found.distance(inputs).max()) <= found.threshold
+        assert bool(found.near(inputs).all())
+        others = torch.randn(200, 64, generator=generator("others"))
+        assert float(found.distance(others).min()) > found.threshold
+    else:
+        assert "spans all 8 dimensions" in found and "later rounds" in found
+
+
+@pytest.mark.parametrize("count", [16, 18, 24])
+def test_inputs_are_those_without_which_the_factors_have_no_explanation(count: int) -> None:
+    """Others that nearly lie in the span, as words in exchanged positions do, leave."""
+    inputs, (update, params, maps) = drawn(count, 8, 2, True)
+    found = block_span(update, params, maps, 60, 20, generator("span"))
+    assert isinstance(found, PartialSpan) and found.known.rank == min(count, 16)
+    others = torch.randn(500, 64, generator=generator("pool"))
+    pool, plain = torch.cat([inputs[:1], others, inputs[1:]]), torch.eye(64, dtype=torch.float64)
+    basis = found.completed(pool, plain, 1)
+    assert basis is not None and len(basis) <= count + 1
+    inside = ((pool.double() - pool.double() @ basis.mT @ basis).norm(dim=1) <= NEAR * pool.norm(dim=1)).nonzero()[:, 0]
+    assert inside.tolist() == [0, *range(501, 500 + count)]
+    near = inputs[1:4] - inputs[2:5] + inputs[3:6] + 1e-3 * others[:3]
+    assert found.needed(torch.cat([near, inputs, others[:2]])) == list(range(3, 3 + count))
+    assert found.needed(torch.cat([near, inputs[1:], others[:2]])) is None
+    assert count <= 16 or found.completed(others, plain, 0) is None
+
+
+# ------------------------------------------------------------------------------------------------------ reconstruction
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_sentences_shorter_than_the_rank_come_back_in_the_first_round(layers: int, classified: Text) -> None:
+    truth = batches(classified, 3, 1)
+    assert max(map(inputs_of, truth)) < 16
+    found = attacked(bert(classified, 16, layers=layers), classified, truth, 1)
+    assert exact(found, truth) == [True] * 3
+    assert all(f.reason.startswith("certified") for f in found)
+
+
+def test_as_many_words_as_the_rank_hide_each_other_in_the_first_round_alone(classified: Text) -> None:
+    """Any word fits where A shows all of its dimensions; one round later B is not zero, and the same sentences come back."""
+    truth = [b for b in batches(classified, 12, 1) if 4 <= inputs_of(b) < 8][:2]
+    first = attacked(bert(classified, 4), classified, truth, 1)
+    assert {f.status for f in first} == {"not_applicable"}
+    assert all("spans all 4 dimensions of LoRA's factor A" in f.reason for f in first)
+    later = attacked(bert(classified, 4), classified, truth, 2)
+    assert exact(later, truth) == [True, True]
+
+
+def test_words_complete_spans_that_lack_a_part_of_the_inputs(classified: Text) -> None:
+    """After one round B has hardly more than one direction, and two factors of rank 4 span fewer inputs than there are."""
+    truth = [b for b in batches(classified, 12, 1) if inputs_of(b) == 6][:2]
+    model = bert(classified, 4)
+    found = attacked(model, classified, truth, 2)
+    assert exact(found, truth) == [True, True]
+    assert all(f.reason.startswith("certified") for f in found)
+
+
+def test_pairs_come_back_once_the_factors_span_their_inputs(classified: Text) -> None:
+    truth = batches(classified, 2, 2)
+    model = bert(classified, 32, ["query", "key", "value"])
+    assert exact(attacked(model, classified, truth, 1), truth) == [True, True]
+    assert exact(attacked(model, classified, truth, 3), truth) == [True, True]
+
+
+def test_decoders_give_their_sentences_though_their_heads_are_frozen(spoken: Text) -> None:
+    torch.manual_seed(0)
+    models = [
+        lora(tiny_gpt2(spoken.shape, spoken.tokenizer, "next_token"), 16, ["c_attn"]),
+        lora(transformer3(spoken.shape, spoken.tokenizer, "next_token", width=64, heads=4, hidden=64), 16, SEEN),
+    ]
+    truth = batches(spoken, 2, 1)
+    for model in models:
+        assert isinstance(model, LanguageModel)
+        found = attacked(model, spoken, truth, 2)
+        assert exact(found, truth) == [True, True]
+        assert all(f.reason.startswith("certified") for f in found)
+
+
+def test_factors_elsewhere_than_in_the_first_attention_are_no_span(classified: Text) -> None:
+    truth = batches(classified, 1, 1)
+    (found,) = attacked(bert(classified, 4, ["intermediate.dense"]), classified, truth, 2)
+    assert found.status == "not_applicable" and "is not shared" in found.reason
