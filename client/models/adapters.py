@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.models.language_parts import with_factors
+from fedgauge.client.models.language_parts import ModelParts, with_factors
 
 A, B = "lora_A.default.weight", "lora_B.default.weight"  # the factors' names inside an adapted layer
 
@@ -50,8 +49,8 @@ def lora(
     except ValueError as error:  # a kind of layer that it cannot adapt
         raise ValueError(f"modules: {str(error).splitlines()[0]}") from error
     _freeze(model, [*_inside(model, train, "train"), *(f"{name}.{leaf}" for name in layers for leaf in (A, B))])
-    if isinstance(model, LanguageModel):
-        model.parts = with_factors(model.parts, {name for name, _ in model.named_parameters()}, (A, B))
+    if isinstance(parts := getattr(model, "parts", None), ModelParts):  # its layers have other names now
+        setattr(model, "parts", with_factors(parts, {name for name, _ in model.named_parameters()}, (A, B)))  # noqa: B010
     return model
 
 
