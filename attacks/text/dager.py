@@ -94,7 +94,11 @@ def _missing(wave: Wave, known: Knowledge) -> str:
     if len(layers) < 2:
         return "it reads two attention blocks, and the model has one"
     for layer in layers[:2]:
-        if not any(is_shared(m, wave.update) for m in (layer.query, layer.key, layer.value)):
+        maps = [
+            layer.query,
+            *(m for m in (layer.key, layer.value) if m.factors),
+        ]  # as published, or any that is adapted
+        if not any(is_shared(m, wave.update) for m in maps):
             return f"the gradient of {layer.query.weight} is not shared"
     return ""
 
