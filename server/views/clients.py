@@ -102,7 +102,9 @@ def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) ->
                 "worst": formatting.rounded(worst),
                 "round": None if place is None else int(rows.round[rows.client == client][place]),
                 "exact": MEASURED[metric].cap is not None and formatting.is_exact(worst),
-                "identified": {"count": int(identified.sum()), "n": len(identified)} if len(identified) else None,
+                "identified": {"count": int(np.count_nonzero(identified)), "n": len(identified)}
+                if len(identified)
+                else None,
                 "labels": formatting.rounded(restored.mean()) if len(restored) else None,
                 **replies,
             }

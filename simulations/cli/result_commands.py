@@ -12,7 +12,7 @@ from fedgauge.simulations.cli.finding_runs import find_run, find_runs
 from fedgauge.simulations.cli.gate_options import chosen_thresholds, conclude_gate
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, port
 from fedgauge.simulations.cli.run_summary import wide_console
-from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
+from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE, MISTAKE
 
 
 def add_to(commands: Commands) -> None:
@@ -133,7 +133,7 @@ def gate(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """fedgauge verify RUN: check a run's audit record: its chain of digests, and what the run's folder holds."""
-    from fedgauge.simulations.reports.audit_record import NAME, disagreements, read_record
+    from fedgauge.simulations.reports.audit_record import NAME, disagreements, read_record, words_unchecked
 
     run = find_run(options.run, options.runs)
     with staying(run.folder):
@@ -141,9 +141,16 @@ def verify(options: argparse.Namespace) -> int:
         entries = read_record(run.folder / NAME)
     for why in found:
         print(printable(f"fedgauge: {run.folder / NAME}: {why}"), file=sys.stderr)
-    if not found:
-        print(f"{len(entries)} entries hold; the last digest is {entries[-1].digest}")
-    return FAILED if found else 0
+    if found:
+        return FAILED
+    print(f"{len(entries)} entries hold; the last digest is {entries[-1].digest}")
+    if options.last or not (why := words_unchecked(entries)):
+        return 0
+    print(
+        printable(f"fedgauge: its verdict was not compared: {why}; give the digest that was kept: --last DIGEST"),
+        file=sys.stderr,
+    )
+    return INAPPLICABLE
 
 
 def export(options: argparse.Namespace) -> int:

@@ -85,7 +85,7 @@ def write_record(run: Run, entries: Sequence[Entry]) -> None:
 
 def _facts(reading: Reading) -> Iterator[tuple[str, Any]]:
     ledger, plan = reading.ledger, reading.ledger.planned()
-    yield "format", {"format": FORMAT, "fedgauge": package("fedgauge"), "run": run_files.printable(reading.run.name)}
+    yield "format", _format(reading.run.name)
     text = reading.run.scenario_text()
     yield "scenario", {"sha256": _sha256(text.encode(errors="replace")), "seed": reading.tables["seed"], "text": text}
     yield "data", _data(reading)
@@ -103,6 +103,10 @@ def _facts(reading: Reading) -> Iterator[tuple[str, Any]]:
     judged = verdict_of(reading)
     yield "verdict", {"word": judged.word, "sentences": judged.sentences, **replay}
     yield "tested", {"texts": TEXTS, "note": MAPS_TO, "classes": [asdict(row) for row in coverage(reading)]}
+
+
+def _format(run: str) -> dict[str, Any]:
+    return {"format": FORMAT, "fedgauge": package("fedgauge"), "run": run_files.printable(run)}
 
 
 def _data(reading: Reading) -> dict[str, Any]:
@@ -147,8 +151,11 @@ def _of_rows(rows: Sequence[Any]) -> str:
 def read_record(path: Path) -> list[Entry]:
     """A record's entries; LedgerError if the file is none."""
     try:
-        entries = json.loads(run_files.read(path))["entries"]
-        return [Entry(e["about"], e["says"], e["before"], e["digest"]) for e in entries]
+        entries = [Entry(**e) for e in json.loads(run_files.read(path))["entries"]]
+        if any(not isinstance(word, str) for e in entries for word in (e.about, e.before, e.digest)):
+            raise TypeError("an entry's about, before and digest are texts")
+        _said(entries)  # what is no JSON, such as NaN, or too deep for it
+        return entries
     except FileNotFoundError:
         raise LedgerError(f"{path.parent} has no {NAME}: write it with: fedgauge report {path.parent}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -183,12 +190,28 @@ def disagreements(run: Run, last: str = "") -> list[str]:
     if last and entries[-1].digest != last:
         return [f"the last digest is {entries[-1].digest}, and not {last}: another record is in its place"]
     with read_once(run) as reading:
-        today = record_of(reading)
-    told, found = ({entry.about: entry.says for entry in each} for each in (entries, today))
-    same_version = told.get("format") == found["format"]
-    compared = [about for about in {**told, **found} if same_version or about not in WORDED]
+        told, found = _said(entries), _said(record_of(reading))
+    skipped = WORDED if words_unchecked(entries) else ("format",)  # a run may be renamed
     return [
         f"{about}: the record does not say what the run's folder holds today"
-        for about in compared
-        if told.get(about) != found.get(about)
+        for about in {**told, **found}
+        if about not in skipped and told.get(about) != found.get(about)
     ]
+
+
+def words_unchecked(entries: Sequence[Entry]) -> str:
+    """Why the record's own words cannot be compared with today's; empty if they can."""
+    formats = [entry.says for entry in entries if entry.about == "format"]
+    theirs = {**formats[0], "run": ""} if len(formats) == 1 and isinstance(formats[0], dict) else {}
+    if theirs == _format(""):
+        return ""
+    return f"it is of fedgauge {theirs.get('fedgauge', '?')!s:.40}, and words may differ from this version's"
+
+
+def _said(entries: Sequence[Entry]) -> dict[str, list[str]]:
+    """What the entries say, by what they are about: as many texts of JSON as there are such entries."""
+    said: dict[str, list[str]] = {}
+    for entry in entries:
+        text = json.dumps(entry.says, sort_keys=True, allow_nan=False)
+        said.setdefault(entry.about, []).append(text)
+    return said

@@ -1,6 +1,7 @@
 """What a gate found, for people and for machines: lines, JUnit XML, and a log in the form of SARIF 2.1.0."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +31,15 @@ def gate_lines(results: Sequence[GateResult]) -> list[str]:
 
 def gate_tables(results: Sequence[GateResult]) -> list[dict[str, Any]]:
     """The results as plain data."""
-    return [{**asdict(r.threshold), **asdict(r.measurement), "outcome": r.outcome} for r in results]
+    return [
+        {**asdict(r.threshold), **asdict(r.measurement), "value": _finite(r.measurement.value), "outcome": r.outcome}
+        for r in results
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    """The value as JSON may hold it: what is infinite stands in the words alone."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def write_junit(results: Sequence[GateResult], of: str, path: Path) -> None:
@@ -72,7 +81,7 @@ def write_sarif(results: Sequence[GateResult], of: Path, path: Path) -> None:
             "level": "error" if r.outcome == "failed" else "none",
             "message": {"text": printable(r)},
             "locations": [{"physicalLocation": {"artifactLocation": {"uri": printable(of.as_posix())}}}],
-            "properties": {"value": r.measurement.value, "bound": r.threshold.bound, "outcome": r.outcome},
+            "properties": {"value": _finite(r.measurement.value), "bound": r.threshold.bound, "outcome": r.outcome},
         }
         for r in results
     ]

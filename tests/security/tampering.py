@@ -6,6 +6,7 @@ whose memory and time are bounded, and prints as JSON what did not end in an ans
 
 import contextlib
 import copy
+import hashlib
 import io
 import json
 import math
@@ -37,6 +38,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, digest_of, read_tensors, write_tensors
 from fedgauge.server.views.reading import run_summary
 from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.reports.audit_record import BEGINNING, NAME
 from fedgauge.simulations.reports.client_report import read as read_client
 from fedgauge.simulations.reports.report import write_report
 from fedgauge.simulations.run.create import resume
@@ -378,6 +380,20 @@ def reconstruction(rng: random.Random, run: Path) -> str:
     return f"{path.name}: {name} {tuple(value.shape)}"
 
 
+def audit_record(rng: random.Random, run: Path) -> str:
+    """An audit record whose chain holds, of entries that no run has."""
+    entries, before = list[dict[str, Any]](), BEGINNING
+    for _ in range(rng.randrange(4)):
+        about = rng.choice((*TEXTS, "format", "verdict", 7, None, ["x"], {"a": 1}))
+        says = rng.choice((*NUMBERS, *TEXTS, {}, [{}], {"fedgauge": ["x"]}, _deep(900)))
+        text = json.dumps([before, about, says], sort_keys=True, separators=(",", ":"))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        entries.append({"about": about, "says": says, "before": before, "digest": digest})
+        before = digest
+    (run / NAME).write_text(json.dumps({"entries": entries}))
+    return f"{[(entry['about'], entry['says']) for entry in entries]!r:.80}"
+
+
 def owners_file(rng: random.Random, run: Path) -> str:
     """The owner's file, and what the client noted."""
     path = run / "owner" / "client.toml"
@@ -403,6 +419,7 @@ KINDS: dict[str, tuple[Callable[[random.Random, Path], str], int]] = {
     "checkpoint": (checkpoint, 12),
     "environment": (other_json, 2),
     "reconstruction": (reconstruction, 6),
+    "record": (audit_record, 6),
     "owner": (owners_file, 8),
 }
 
@@ -423,7 +440,7 @@ def _page(*addresses: str) -> Callable[[Path], None]:
 def _command(*words: str) -> Callable[[Path], None]:
     def ask(run: Path) -> None:
         status = main([*words, str(run)] if words[-1] != "--runs" else [*words, str(run.parent)])
-        assert status in (0, 1, 2), status
+        assert status in (0, 1, 2, 3), status
 
     return ask
 
@@ -447,6 +464,8 @@ READERS: dict[str, Callable[[Path], None]] = {
     "compare": _page("/api/compare?runs=run,good", "/api/compare"),
     "report": lambda run: write_report(Run.open(run)) and None,
     "export": _command("export"),
+    "gate": _command("gate", "--fail-above", "psnr=20", "--fail-above", "worst.psnr=20"),
+    "verify": _command("verify"),
     "stop": _command("stop"),
     "resume": lambda run: resume(Run.open(run)) and None,
     "prune": lambda run: prune(Run.open(run), 0, 1e12) and None,
@@ -478,6 +497,7 @@ def attempt(
     said = "; ".join(str(KINDS[kind][0](rng, run)) for _ in range(rng.choice((1, 1, 2)) if kind in MOST_TRIED else 1))
     counts[kind] += 1
     asked = OWNERS if kind == "owner" else {k: v for k, v in READERS.items() if k not in UNTRIED.get(kind, ())}
+    asked = {"verify": READERS["verify"]} if kind == "record" else asked
     for reader in rng.sample(sorted(asked), min(3, len(asked))):
         out, err = io.StringIO(), io.StringIO()
         signal.setitimer(signal.ITIMER_PROF, SECONDS)

@@ -37,7 +37,7 @@ ROUND = "round-00001-client-00000"
 FILES = (
     "scenario.toml", "environment.json", "ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "checkpoint.json",
     "checkpoint-00001.safetensors", "model.safetensors", "weights.safetensors", "training.lock", "server.lock", "audit.lock",
-    "report.html", "report.pdf", "scores.parquet", f"tape/{ROUND}.safetensors", "tape/round-00001.safetensors",
+    "report.html", "report.pdf", "audit-record.json", "scores.parquet", f"tape/{ROUND}.safetensors", "tape/round-00001.safetensors",
     f"reconstructions/{ROUND}-inverting_gradients.safetensors", f"memories/{ROUND}-a.safetensors", "logs/flower.log",
 )  # fmt: skip
 FOLDERS = ("tape", "reconstructions", "memories", "logs", "tensorboard")
@@ -116,6 +116,20 @@ def test_a_link_in_place_of_any_file_is_refused_by_every_command(
     before = state(own.parent)
     said = refused(theirs, attacked_run, command, capsys)
     assert f"{theirs.folder / name} is a link where a run has a" in said
+    assert state(own.parent) == before
+
+
+@pytest.mark.parametrize("name", ["audit-record.json", "ledger.sqlite", "scenario.toml"])
+def test_nor_is_it_followed_where_a_record_is_verified_or_a_gate_judges(
+    theirs: Run, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = outside(theirs, name)
+    put(theirs, name, lambda here: here.symlink_to(own))
+    before = state(own.parent)
+    for command in (["verify"], ["gate", "--fail-above", "psnr=20"]):
+        if command == ["verify"] or name != "audit-record.json":  # which a gate does not read
+            assert main([*command, str(theirs.folder)]) == 2
+            assert f"{theirs.folder / name} is a link where a run has a" in capsys.readouterr().err
     assert state(own.parent) == before
 
 

@@ -15,7 +15,15 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.views.assurance.coverage import TEXTS, coverage
 from fedgauge.server.views.reading import read_once
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.reports.audit_record import BEGINNING, NAME, Entry, broken_link, disagreements, read_record
+from fedgauge.simulations.reports.audit_record import (
+    BEGINNING,
+    NAME,
+    Entry,
+    broken_link,
+    chained,
+    disagreements,
+    read_record,
+)
 from fedgauge.simulations.reports.report import write_report
 
 
@@ -99,6 +107,63 @@ def test_a_rewritten_chain_is_noticed_by_the_run_and_by_the_last_digest(recorded
     assert disagreements(recorded) == ["verdict: the record does not say what the run's folder holds today"]
     (why,) = disagreements(recorded, last=kept)
     assert "another record is in its place" in why
+
+
+def rechained(path: Path, change: Callable[[list[tuple[str, Any]]], object]) -> None:
+    """Write a record of other entries, whose chain holds."""
+    facts = [(entry.about, entry.says) for entry in read_record(path)]
+    change(facts)
+    path.write_text(json.dumps({"entries": [vars(entry) for entry in chained(iter(facts))]}))
+
+
+LIE = ("verdict", {"word": "nothing leaks", "sentences": []})
+
+
+def test_a_second_verdict_before_the_true_one_is_noticed(recorded: Run) -> None:
+    rechained(recorded.folder / NAME, lambda facts: facts.insert(1, LIE))
+    assert disagreements(recorded) == ["verdict: the record does not say what the run's folder holds today"]
+
+
+def test_a_verdict_under_another_versions_name_is_not_passed_without_the_last_digest(
+    recorded: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lie(facts: list[tuple[str, Any]]) -> None:
+        facts[0] = ("format", {**facts[0][1], "fedgauge": "0.0.1"})
+        facts[:] = [LIE if about == "verdict" else (about, says) for about, says in facts]
+
+    rechained(recorded.folder / NAME, lie)
+    last = read_record(recorded.folder / NAME)[-1].digest
+    assert main(["verify", str(recorded.folder)]) == 3
+    assert "its verdict was not compared: it is of fedgauge 0.0.1" in capsys.readouterr().err
+    assert main(["verify", str(recorded.folder), "--last", last]) == 0
+
+
+def test_a_renamed_runs_verdict_is_compared(recorded: Run, tmp_path: Path) -> None:
+    other = tmp_path / "renamed"
+    shutil.copytree(recorded.folder, other)
+    assert disagreements(Run.open(other)) == []
+    rechained(other / NAME, lambda facts: facts.append(LIE))
+    assert disagreements(Run.open(other)) == ["verdict: the record does not say what the run's folder holds today"]
+
+
+@pytest.mark.parametrize(
+    "entry", ['"about": "a", "says": NaN', '"about": "a", "says": [1e999]', '"about": ["a"], "says": 1'], ids=str
+)
+def test_what_no_record_holds_is_one_sentence(recorded: Run, entry: str) -> None:
+    (recorded.folder / NAME).write_text(f'{{"entries": [{{{entry}, "before": "{BEGINNING}", "digest": "x"}}]}}')
+    with pytest.raises(LedgerError, match="is no audit record"):
+        disagreements(recorded)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums that overflow
+@pytest.mark.parametrize(("metric", "value"), [("identified", "-9e999"), ("psnr", "1.7e308"), ("ssim", "1.7e308")])
+def test_a_score_beyond_all_bounds_ends_no_report_and_no_gate(copied: Run, metric: str, value: str) -> None:
+    with copied.ledger() as ledger:
+        ledger._db.execute(f"UPDATE scores SET value = {value} WHERE metric = ?", (metric,))
+    assert main(["report", str(copied.folder)]) == 0
+    files = ["--sarif", str(copied.folder.parent / "s.json"), "--junit", str(copied.folder.parent / "j.xml")]
+    for gate in ("psnr", "ssim"):
+        assert main(["gate", str(copied.folder), "--fail-above", f"{gate}=1", *files]) in (0, 1, 3)
 
 
 def test_a_changed_score_and_a_changed_scenario_are_noticed(recorded: Run) -> None:
