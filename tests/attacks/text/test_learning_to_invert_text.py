@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
+from fedgauge.attacks.engine import simulator
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.grading.baselines import random_words
-from fedgauge.attacks.learned import shadow_updates
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, flat
 from fedgauge.attacks.modality.text_metrics import token_accuracy
 from fedgauge.attacks.text import learning_to_invert_text as module
@@ -115,7 +115,7 @@ def test_simulated_updates_are_those_of_clients_that_hold_the_sentences(
         own = links(gradient(known.model, known.loss))(params, Batch(x[k], y[k]), None)
         for name in params:
             torch.testing.assert_close(whole[name][k], own[name].detach(), rtol=1e-4, atol=1e-6)
-    monkeypatch.setattr(shadow_updates, "NUMBERS", 1)  # of a large model one client at once
+    monkeypatch.setattr(simulator, "NUMBERS", 1)  # of a large model one client at once
     parts = list(Simulator(known, params).updates(x, y, generator(0)))
     assert [len(next(iter(part.values()))) for part in parts] == [1, 1, 1]
     for name in params:
