@@ -49,6 +49,10 @@ class gifd(Attack):
         check_at_least(self, 0, "prior", "tv")
         check_above_zero(self, "rate", "radius")
 
+    @property
+    def trains_first(self) -> bool:
+        return True
+
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:

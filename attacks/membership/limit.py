@@ -54,21 +54,6 @@ def composed(mus: Iterable[float]) -> float:
     return math.sqrt(sum(mu * mu for mu in mus))
 
 
-def private_power(alpha: float, epsilon: float, delta: float) -> float:
-    """The highest true-positive rate at alpha under (epsilon, delta): e^epsilon alpha + delta, and its mirror image.
-
-    >>> round(private_power(0.01, epsilon=1.0, delta=0.0), 4)
-    0.0272
-    """
-    _check(alpha)
-    if not epsilon >= 0 or not 0 <= delta <= 1:
-        raise ValueError(f"epsilon must be at least 0 and delta in [0, 1], got {epsilon} and {delta}")
-    if math.isinf(epsilon):
-        return 1.0
-    steep, flat = math.exp(min(epsilon, 700.0)) * alpha + delta, 1 - math.exp(-epsilon) * (1 - delta - alpha)
-    return max(0.0, min(1.0, steep, flat))
-
-
 def detectability(candidates: CandidateGradients) -> Tensor:
     """mu of each candidate in one update, (N,) float64: how far it moves the update, over the noise's standard deviation.
 

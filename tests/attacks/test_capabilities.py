@@ -51,6 +51,7 @@ def test_nobody_asks_which_attack_it_is() -> None:
         ("feedback_blending", {"starts_from_images": False, "is_stateful": True, "label_source": "restored"}),
         ("several_rounds", {"is_stateful": True}),
         ("gi_gip", {"trains_first": True}),
+        ("gifd", {"trains_first": True}),
         ("learning_to_invert", {"trains_first": True}),
         ("ridge_inversion", {"trains_first": False}),
         ("lone_target", {"decodes": ("dead_layer",), "needs_secure_sum": True}),

@@ -1,6 +1,6 @@
 """What a run tested and what it did not, beside the classes of attacks that published texts name."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fedgauge.server.views.membership import QUESTIONS, told_members
@@ -107,8 +107,3 @@ def _others(reading: Reading) -> Iterator[TestedClass]:
     )
     own = "not tested: the server has the model, so there is nothing to extract"
     yield TestedClass("The model itself", (), own, ("model extraction", "", "AITG-APP-09, model extraction"))
-
-
-def in_words(rows: Sequence[TestedClass]) -> list[str]:
-    """One line for each class."""
-    return [f"{row.question}: {row.found}" for row in rows]
