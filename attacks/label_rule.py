@@ -92,13 +92,13 @@ def label_rule(
     published: Callable[[Update], Tensor],
     cache: TensorCache | None = None,
 ) -> LabelRule | None:
-    """The rule for a threat model and weights; None if there are too few auxiliary images.
+    """The rule for a threat model and weights; None if there are too few auxiliary images, or its updates are drawn alone.
 
     Args:
         published: the labels (B,) that the method to be compared with restores from an update.
     """
     images = known.auxiliary
-    if images is None or len(images.y) < 2 * known.batch_size:
+    if images is None or len(images.y) < 2 * known.batch_size or known.chain.alone:
         return None
     model = (str(known.model), known.model.training, params, dict(known.model.named_buffers()))
     threat = (known.chain, known.batch_size, known.mean, known.std, known.loss)

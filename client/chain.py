@@ -69,6 +69,11 @@ class Chain:
         return Chain(tuple(part for form in forms for part in (form.links if isinstance(form, Chain) else (form,))))
 
     @property
+    def alone(self) -> bool:
+        """Whether a link takes one update at a time: many clients are then not computed together."""
+        return any(part.alone for part in _parts(self.links))
+
+    @property
     def private(self) -> bool:
         """Whether noise follows a bound: then nothing that leaves the client may depend on its examples in another way."""
         return self.behind_noise is not None

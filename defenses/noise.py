@@ -112,6 +112,8 @@ class laplace(_Noise):
 class _DiscreteNoise(_Noise):
     """Rounding to a grid, then noise of whole steps, whose bits are a cipher's."""
 
+    alone = True
+
     @property
     @abstractmethod
     def width(self) -> float:

@@ -19,10 +19,13 @@ KINDS = {"dataset": DATASET, "model": MODEL, "loss": LOSS, "transform": TRANSFOR
 
 def test_components_have_short_names() -> None:
     vision = ["convbig", "convnet", "convsmall", "lenet", "mlp", "resnet", "resnet20"]
-    assert MODEL.names() == sorted([*vision, "decoder", "encoder", "tiny_bert", "tiny_gpt2", "transformer3"])
+    text = ["decoder", "encoder", "tiny_bert", "tiny_gpt2", "transformer3"]
+    others = ["embedding_mlp", "ft_transformer", "timm", "torchvision"]
+    assert MODEL.names() == sorted([*vision, *text, *others])
     images = ["cifar10", "cifar100", "fashion_mnist", "mnist", "mnist5k"]
     text = ["cola", "csv", "phrases", "rotten_tomatoes", "sst2", "wikitext2"]
-    assert DATASET.names() == sorted([*images, *text, "hugging_face", "image_folder", "npz"])
+    rows = ["adult", "census", "german_credit", "table"]
+    assert DATASET.names() == sorted([*images, *text, *rows, "hugging_face", "image_folder", "npz"])
     assert LOSS.names() == ["cross_entropy", "mean_squared_error", "next_token"]
     assert {"local_sgd", "clip", "gaussian"} <= set(TRANSFORM.names())
     assert {"analytic", "inverting_gradients"} <= set(ATTACK.names())

@@ -17,7 +17,9 @@ from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.malicious.carried_input import carried_input
 from fedgauge.attacks.malicious.fishing import class_fishing
 from fedgauge.attacks.malicious.imprint import imprint
+from fedgauge.attacks.malicious.loki import loki
 from fedgauge.attacks.malicious.optimised_features import optimised_features
+from fedgauge.attacks.malicious.scale_mia import scale_mia
 from fedgauge.attacks.malicious.separate_models import separate_models
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.attacks.malicious.trap_weights import trap_weights
@@ -96,7 +98,9 @@ SMALL: dict[str, dict[str, int]] = {  # an attack that trains first trains littl
 
 
 # attacks on text: test_text_audit.py, text/test_text_contract.py; decoders of a malicious server's weights: below
-OF_IMAGES = [*(entry.name for entry in ATTACK.entries() if entry.group == IMAGE_ATTACKS), *ImageModality.baselines]
+PATCHES = "patch_embedding"  # reads no fully connected network: tests/attacks/exact/test_patch_embedding.py
+OF_IMAGES = [e.name for e in ATTACK.entries() if e.group == IMAGE_ATTACKS and e.name != PATCHES]
+OF_IMAGES += ImageModality.baselines
 DECODED: dict[str, ServerAttack | None] = {  # by decoder, the server attack whose answers it reads
     "read_carried": carried_input(),
     "lone_example": class_fishing(),
@@ -105,6 +109,8 @@ DECODED: dict[str, ServerAttack | None] = {  # by decoder, the server attack who
     "read_features": optimised_features(),
     "separated": separate_models(count=1),
     "read_rows": trap_weights(),
+    "read_latents": scale_mia(),
+    "read_kernels": loki(members=1, bins=8),
 }
 
 

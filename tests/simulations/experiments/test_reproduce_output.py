@@ -71,6 +71,8 @@ def filled(path: Path, **changes: Any) -> dict[str, Any]:
     (rows,) = reproduce(table, quiet)
     FiguresFile(path, table).add(rows, 1.0)
     kept: dict[str, Any] = {**json.loads(path.read_text()), **changes}
+    if changes:  # as older files are, which have no digest
+        del kept["digest"]
     path.write_text(json.dumps(kept))
     return kept
 
