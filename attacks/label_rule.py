@@ -98,7 +98,7 @@ def label_rule(
         published: the labels (B,) that the method to be compared with restores from an update.
     """
     images = known.auxiliary
-    if images is None or len(images.y) < 2 * known.batch_size or known.chain.alone:
+    if images is None or len(images.y) < 2 * known.batch_size or known.chain.one_at_a_time:
         return None
     model = (str(known.model), known.model.training, params, dict(known.model.named_buffers()))
     threat = (known.chain, known.batch_size, known.mean, known.std, known.loss)

@@ -69,9 +69,9 @@ class Chain:
         return Chain(tuple(part for form in forms for part in (form.links if isinstance(form, Chain) else (form,))))
 
     @property
-    def alone(self) -> bool:
+    def one_at_a_time(self) -> bool:
         """Whether a link takes one update at a time: many clients are then not computed together."""
-        return any(part.alone for part in _parts(self.links))
+        return any(part.one_at_a_time for part in _parts(self.links))
 
     @property
     def private(self) -> bool:

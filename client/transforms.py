@@ -49,12 +49,12 @@ class Link(ABC):
     Attributes:
         each: whether it takes a step's examples one by one, as `per_example` does.
         bounds: whether the norm of its result is bounded, and finite, whatever it gets.
-        alone: whether it takes one update at a time, outside of torch.func's transforms.
+        one_at_a_time: whether it takes one update at a time, outside of torch.func's transforms.
     """
 
     each: ClassVar[bool] = False
     bounds: ClassVar[bool] = False
-    alone: ClassVar[bool] = False
+    one_at_a_time: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, compute: UpdateFn) -> UpdateFn:

@@ -112,7 +112,7 @@ class laplace(_Noise):
 class _DiscreteNoise(_Noise):
     """Rounding to a grid, then noise of whole steps, whose bits are a cipher's."""
 
-    alone = True
+    one_at_a_time = True
 
     @property
     @abstractmethod
