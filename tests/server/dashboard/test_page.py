@@ -500,7 +500,7 @@ def test_tokens_are_marked_by_colour_line_and_word(watched: Watched, address: st
     tile = {"attack": "tag", "image": None, "psnr": None, "exact": False, "note": "2 of 3", "label": "", "trace": False}
     tile["words"] = [["the", "right"], ["cat", "misplaced"], [HOSTILE, "wrong"]]
     card = {"round": 1, "client": 0, "example": 0, "image": 5, "why": "", "truth": None, "label": None}
-    card |= {"truth_words": ["the", "black", "cat"], "tiles": [tile]}
+    card |= {"headings": [], "truth_words": ["the", "black", "cat"], "tiles": [tile]}
     answer = {"kind": "text", "rounds": [1], "clients": [0], "attacks": ["tag"], "labels": [], "round": 1, "total": 1}
     answer |= {"offset": 0, "page": 24, "cards": [card], "state": "complete", "version": "1"}
     watched.page.route("**/api/runs/first/gallery*", lambda route: route.fulfill(json=answer))

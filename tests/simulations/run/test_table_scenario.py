@@ -90,7 +90,11 @@ def test_page_and_report_show_rows_side_by_side_and_both_kinds_of_leak(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "chain",
-    ['{use="gaussian",sigma=0.01}', '{use="clip",max_norm=1.0,each=true}', '{use="dp_sgd",max_norm=1.0,noise_multiplier=0.5}'],
+    [
+        '{use="gaussian",sigma=0.01}',
+        '{use="clip",max_norm=1.0,each=true}',
+        '{use="dp_sgd",max_norm=1.0,noise_multiplier=0.5}',
+    ],
 )
 def test_defenses_act_on_rows(chain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_this_process(run: Run, *_: object) -> None:
