@@ -141,21 +141,27 @@ def _measured(reading: Reading, metric: str) -> Measurement:
     leak = best_of(reading.pooled(name).values(), "attack") if name in reading.metrics else None
     if leak is None or leak.mean is None:
         return Measurement(None, f"no attack of this run has a value of {name}")
+    # of any attack: what nobody graded may have leaked more than what was graded
+    unseen = sum(k.ungraded for k in reading.pooled(name).values() if is_attack(k.attack))
     if metric.startswith(WORST):
         best = max(
             (k for k in reading.pooled(name).values() if k.best is not None and is_attack(k.attack)),
             key=lambda k: MEASURED[name].sign * (k.best or 0.0),
         )
-        return Measurement(plotted_value(name, best.best), f"the worst of {best.n} examples, by {best.attack}")
-    return Measurement(leak.mean, _words(leak), not leak.ungraded)
+        words = f"the worst of {best.n} examples, by {best.attack}{_hidden(unseen)}"
+        return Measurement(plotted_value(name, best.best), words, not unseen)
+    return Measurement(leak.mean, f"{_words(leak)}{_hidden(unseen)}", not unseen)
 
 
 def _words(leak: Leak) -> str:
     low, high = interval_label(leak)
     measured = MEASURED[leak.metric]
     within = "" if low is None else f" (95 % interval {in_unit(low, measured)} to {in_unit(high, measured)})"
-    hidden = f"; {leak.ungraded} reconstructions were not graded" if leak.ungraded else ""
-    return f"the mean of {leak.n} by {leak.attack}{within}{hidden}"
+    return f"the mean of {leak.n} by {leak.attack}{within}"
+
+
+def _hidden(unseen: int) -> str:
+    return f"; {unseen} reconstructions were not graded" if unseen else ""
 
 
 def _area(reading: Reading, question: str) -> Measurement:

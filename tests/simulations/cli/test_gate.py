@@ -1,6 +1,7 @@
 """The gate: what lies beyond a threshold fails, and what was not measured never passes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -8,8 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.assurance.gate import GateResult, Measurement, Threshold
-from fedgauge.server.views.reading import read_once
+from fedgauge.server.views.assurance.gate import GateResult, Measurement, Threshold, gate_of_run
+from fedgauge.server.views.leakage import Leak
+from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.simulations.cli.main import main
 from tests.simulations.cli.conftest import TABLES, scenario_file, taped_run
 
@@ -67,6 +69,26 @@ def test_a_value_of_an_unfinished_audit_passes_nothing(attacked: Run, capsys: py
     assert gate(str(attacked.folder), "--fail-above", "psnr=60") == 3
     assert "attacks have not ended" in capsys.readouterr().out
     assert gate(str(attacked.folder), "--fail-above", "psnr=20") == 1, "what was found stays found"
+
+
+@pytest.mark.parametrize("metric", ["psnr", "worst.psnr"])
+def test_what_nobody_graded_of_another_attack_lets_nothing_pass(
+    attacked: Run, metric: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deployment's clients may grade a weak attack and leave a stronger one out."""
+    graded = Reading.pooled
+
+    def pooled(self: Reading, name: str) -> dict[str, Leak]:
+        found = graded(self, name)
+        nothing = dict.fromkeys(("mean", "median", "best", "low", "high"))
+        return {**found, "dlg": replace(found["analytic"], attack="dlg", n=0, clusters=0, ungraded=4, **nothing)}
+
+    with read_once(attacked) as reading:
+        (before,) = gate_of_run(reading, [Threshold(metric, 1000.0, True)])
+        monkeypatch.setattr(Reading, "pooled", pooled)
+        (after,) = gate_of_run(reading, [Threshold(metric, 1000.0, True)])
+    assert (before.outcome, after.outcome) == ("passed", "not measured")
+    assert "4 reconstructions were not graded" in str(after)
 
 
 def test_a_failed_replay_check_lets_nothing_pass(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
