@@ -40,7 +40,7 @@ BATCHNORM = {"use": "convnet", "width": 2}
         ({"clients": 4000}, "[data]", "mnist5k has 4000 training images; 1000 auxiliary leave 3000, fewer than 4000"),
         # [model]
         ({"model": {"use": "os:system"}}, "[model]", "'os:system' is not allowed here; a model is one of"),
-        ({"model": {"width": 3}}, "[model]", "lenet() has no argument 'width' (it has: stride, mode, weights, defense, "),
+        ({"model": {"width": 3}}, "[model]", "lenet() has no argument 'width' (it has: stride, mode, weights, adapter, defense, "),
         ({"model": {"mode": "training"}}, "[model]: mode", "must be one of 'train', 'eval', got 'training'"),
         ({"model": {**BATCHNORM, "width": 0}}, "[model]", "width must be at least 1, got 0"),
         # [[chain]]
