@@ -1,22 +1,25 @@
 """Counting labels by a rule that is learned from shadow updates: exact where it can be, and never from a private update."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.label_rule import likeliest_counts
 from fedgauge.attacks.labels import auto, restore
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch
+from fedgauge.client.update import Batch, Update
 from fedgauge.simulations.benchmarks.label_rule import CHAINS as CHAINS_MEASURED
 from fedgauge.simulations.benchmarks.label_rule import label_rule
 
@@ -102,6 +105,22 @@ def test_formulas_do_where_nothing_changes_the_gradient_or_there_are_no_images(o
         poor = replace(known, auxiliary=few)
         assert torch.equal(restore(seen, poor), by_formula(seen, poor))
     assert not list(own_cache.rglob("labels-*.safetensors"))
+
+
+def test_few_images_are_not_simulated_again_and_again(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial before training has 64 images, and behind a slow defense each simulated update of four takes seconds."""
+    seen, known, _ = observed("noise")
+    assert known.auxiliary is not None
+    simulated: list[int] = []
+    really = Simulator.updates
+
+    def counted(self: Simulator, x: Tensor, *rest: Any) -> Iterator[Update]:
+        simulated.append(len(x))
+        return really(self, x, *rest)
+
+    monkeypatch.setattr(Simulator, "updates", counted)
+    restore(seen.of([0]), replace(known, auxiliary=Batch(known.auxiliary.x[:64], known.auxiliary.y[:64])))
+    assert sum(simulated) <= 2 * 64 / 4
 
 
 def test_a_class_without_images_is_counted_by_the_other_classes_map() -> None:
