@@ -43,10 +43,12 @@ class _CellProcess(OwnProcess):
 def try_cells(cells: Sequence[SweepCell], console: Console) -> None:
     """Try each scenario once, whatever its seed, before anything is trained; SpecError names the defense."""
     distinct = {cell.defense: cell for cell in cells}
-    for name, cell in distinct.items():
-        scenario = Scenario.from_tables(cell.tables)
-        scenario.audit.devices_here()
-        try_first(scenario, console, f"[[defense]] {name}", PATIENCE / len(distinct))
+    with console.status("") as status:
+        for k, (name, cell) in enumerate(distinct.items(), 1):
+            status.update(f"trying each defense once before training: {k} of {len(distinct)}")
+            scenario = Scenario.from_tables(cell.tables)
+            scenario.audit.devices_here()
+            try_first(scenario, console, f"[[defense]] {name}", PATIENCE / len(distinct))
 
 
 def run_cells(
