@@ -57,10 +57,13 @@ def reproduce(options: argparse.Namespace) -> int:
     from fedgauge.simulations.experiments import reproduce as reproduction
     from fedgauge.simulations.experiments.paper_table_files import load, restrict
     from fedgauge.simulations.experiments.reproduce_output import FiguresFile, ProgressReporter, show
-    from fedgauge.simulations.experiments.suite.submissions import with_submissions
+    from fedgauge.simulations.experiments.suite.submissions import called, with_submissions
 
-    chosen = restrict(load(_table_name(options)), options.n, options.budget, options.cells, options.attacks)
+    chosen = restrict(load(_table_name(options)), options.n, options.budget, options.cells)
     paper_table = with_submissions(chosen, options.attack, options.defense)
+    if options.attacks is not None:
+        always = map(called, options.attack)
+        paper_table = restrict(paper_table, None, None, "*", options.attacks, tuple(always))
     kept = None if options.output is None else FiguresFile(options.output, paper_table)
     rows = [] if kept is None else list(kept.rows)
     started = time.monotonic()
@@ -100,7 +103,7 @@ def compare(options: argparse.Namespace) -> int:
     if len({str(path) for path in options.files}) < len(options.files):
         raise SpecError("fedgauge compare takes each file once")
     files = {str(path): read_figures(path) for path in options.files}
-    table = comparison(compared(files), list(files))
+    table = comparison(compared(files), files)
     (Console() if sys.stdout.isatty() else Console(width=180)).print(table)
     return 0
 

@@ -9,6 +9,7 @@ import numpy as np
 from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP
+from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.views.intervals import Floats, Ints, Rate, clustered_interval
 from fedgauge.server.views.leakage import leakage_of_all
@@ -26,7 +27,7 @@ class ComparedFigure:
         cell, attack, metric: what was measured.
         reference, spread: the paper's figure and standard deviation, or the bound; None if it gives none.
         here, low, high: our figure and its 95 % interval; no interval from a single update.
-        n: images, or inputs.
+        n: images, or inputs; of a limit on the error the public images that it was computed from.
         floor: score of the mean public image, without an attack.
         budget: ours, and the paper's where it differs.
         note: failed attacks, training.
@@ -93,8 +94,13 @@ NOTHING: Interval = (None, None, None)
 
 
 def mean_of(scores: Scores, metric: str) -> Interval:
-    """A metric's mean as a run has it, with its interval clustered by update."""
-    return next(((leak.mean, leak.low, leak.high) for leak in leakage_of_all(scores, metric)), NOTHING)
+    """A metric's mean as a run has it, with its interval clustered by update, within what the metric can be."""
+    for leak in leakage_of_all(scores, metric):
+        low, high, most = leak.low, leak.high, MEASURED[metric].ceiling
+        if low is not None and high is not None and (MEASURED[metric].unit == "%" or metric in MEMBERSHIP):
+            low, high = max(low, 0.0), min(high, most)
+        return leak.mean, low, high
+    return NOTHING
 
 
 def _rate(hits: Mask) -> Interval:
@@ -197,9 +203,10 @@ def metric_of(measure: str) -> str:
     return DERIVED[measure][0] if measure in DERIVED else RENAMED.get(measure, measure)
 
 
-def measures_of(modality: Modality) -> list[str]:
-    """The measures that there are of a kind of data."""
-    return [measure for measure in METRICS if metric_of(measure) in modality.measured]
+def measures_of(modality: Modality, members: bool = False) -> list[str]:
+    """The measures that there are of what is attacked: of a kind of data, or of who was in a batch."""
+    there_are = MEMBERSHIP if members else modality.measured
+    return [measure for measure in METRICS if metric_of(measure) in there_are]
 
 
 def measured(measure: str, outcome: AttackOutcome, against: AttackOutcome | None) -> Interval:

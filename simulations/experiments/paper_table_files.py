@@ -1,7 +1,7 @@
 """Find, read, check and restrict the files of simulations/papers."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -42,12 +42,13 @@ def load(name: str) -> PaperTable:
 
 def parse(name: str, tables: Mapping[str, Any]) -> PaperTable:
     """A table from parsed TOML, whose cells are those of its grid."""
-    cells = tuple(map(_cell, grids.expand(tables, ("title", "note", "seed", "world"))))
+    cells = tuple(map(_cell, grids.expand(tables, ("title", "note", "seed", "version", "world"))))
     world = _options(WorldSpec, tables["world"], "[world]") if "world" in tables else None
     if (world is None) == (not cells):
         raise SpecError("a paper table needs either [[cell]]s or a [world]")
     head = {key: coerce(tables.get(key, ""), str, key) for key in ("title", "note")}
-    return PaperTable(name, **head, seed=coerce(tables.get("seed", 0), int, "seed"), cells=cells, world=world)
+    seed, version = (coerce(tables.get(key, least), int, key) for key, least in (("seed", 0), ("version", 1)))
+    return PaperTable(name, **head, seed=seed, cells=cells, world=world, version=version)
 
 
 def _cell(table: Mapping[str, Any]) -> Setting:
@@ -94,8 +95,11 @@ def _attack_spec(table: Mapping[str, Any], where: str) -> AttackSpec:
     if strange := [key for key in paper if key not in (*spec.metrics, *grids.BEYOND_METRICS)]:
         known = ", ".join((*spec.metrics, *grids.BEYOND_METRICS))
         raise SpecError(f"{where}: the paper's figure {strange[0]!r} is none of {spec.name}'s (it has: {known})")
+    if spec.is_limit and spec.table != {"use": spec.name}:
+        raise SpecError(f'{where}: {spec.name} is the name of a limit: write use = "{spec.name}", and no settings')
     try:
-        spec.build()
+        if not spec.is_limit:
+            spec.build()
         spec.images(f"attack {spec.name}")
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from error
@@ -103,11 +107,17 @@ def _attack_spec(table: Mapping[str, Any], where: str) -> AttackSpec:
 
 
 def restrict(
-    paper_table: PaperTable, n: int | None, budget: int | None, cells: str | None, attacks: str | None = None
+    paper_table: PaperTable,
+    n: int | None,
+    budget: int | None,
+    cells: str | None,
+    attacks: str | None = None,
+    always: Collection[str] = (),
 ) -> PaperTable:
     """The table with another n, other iterations, or only the cells and attacks whose names match (a part, or with * and ?).
 
-    Without a pattern: all cells but the heavy ones, and all attacks. A chosen attack brings the attack it is compared with.
+    Without a pattern: all cells but the heavy ones, and all attacks. A chosen attack brings the attack it is compared with, and
+    those called `always` are chosen.
     """
     for option, value in (("--n", n), ("--budget", budget)):
         if value is not None and value < 1:
@@ -137,7 +147,7 @@ def restrict(
         return replace(spec, budget=replace(spec.budget, iterations=budget))
 
     def chosen_attacks(cell: Setting) -> list[AttackSpec]:
-        names = {t.name for t in cell.attacks if attacks is None or matches(t.name, attacks)}
+        names = {t.name for t in cell.attacks if attacks is None or t.name in always or matches(t.name, attacks)}
         names |= {t.against for t in cell.attacks if t.name in names}
         return [t for t in cell.attacks if t.name in names]
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from fedgauge.attacks import plan
 from fedgauge.attacks.base import Attack
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
+from fedgauge.attacks.membership.attack import membership
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import ComponentKind, Table, build, call, check_arguments, coerce, resolve
 from fedgauge.client.data.corpora import Longer
@@ -73,7 +74,7 @@ class Pretraining:
 
 @dataclass(frozen=True)
 class AttackSpec(PlannedAttack):
-    """One attack in a setting: a planned attack, with what the paper reports of it.
+    """One attack in a setting, or a limit on all of them (by its name): a planned attack, with what the paper reports of it.
 
     Args:
         name: its name in the paper's table.
@@ -91,6 +92,11 @@ class AttackSpec(PlannedAttack):
     against: str = ""
 
     kind: ClassVar[ComponentKind] = TABLE_ATTACK
+
+    @property
+    def tells_members(self) -> bool:
+        """Whether it tells who was in a batch; a user's own module, too, may hold such a test."""
+        return not self.is_limit and isinstance(self.build(), membership)
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,11 @@ class WorldSpec:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A published table: attacked settings, or a simulated world."""
+    """A published table: attacked settings, or a simulated world.
+
+    Args:
+        version: figures of another version do not compare; it rises when a cell changes, or what the code measures in it.
+    """
 
     name: str
     title: str
@@ -170,6 +180,7 @@ class PaperTable:
     seed: int
     cells: tuple[Setting, ...] = ()
     world: WorldSpec | None = None
+    version: int = 1
 
 
 def check_link(table: Table, where: str) -> None:

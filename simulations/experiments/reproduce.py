@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 from fedgauge.attacks.modality.registry import modality_measured
+from fedgauge.attacks.plan import ERROR_LIMITS
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.experiments.canary_world import canary_world
 from fedgauge.simulations.experiments.gaussian_world import bayes_fig4, gaussian_world
@@ -33,13 +34,15 @@ def compared_figures(
     """The rows of one attack in one setting."""
     failed = ""
     if outcome.failed:
-        graded_as = modality_measured(outcome.scores.metrics).blank_name
-        failed = f"{outcome.failed} of {len(outcome.iterations)} attacks failed, graded as {graded_as}"
+        failed = f"{outcome.failed} of {len(outcome.iterations)} attacks failed"
+        if not spec.is_limit and not spec.tells_members:
+            failed += f", graded as {modality_measured(outcome.scores.metrics).blank_name}"
         failed += "".join(f": {reason}" for reason in outcome.reasons[:1])
     rows = []
     for metric in spec.metrics:
         here, low, high = measured(metric, outcome, others.get(spec.against))
-        row = ComparedFigure(cell.name, spec.name, metric, spec.paper.get(metric), here, low, high, outcome.examples)
+        n = cell.auxiliary if spec.name in ERROR_LIMITS else outcome.examples
+        row = ComparedFigure(cell.name, spec.name, metric, spec.paper.get(metric), here, low, high, n)
         rows.append(
             replace(
                 row,
@@ -55,6 +58,8 @@ def compared_figures(
 
 def _budget(spec: AttackSpec, cell: Setting) -> str:
     """Our budget as text, with the paper's where it differs."""
+    if spec.is_limit:
+        return "public examples" if spec.name in ERROR_LIMITS else ""
     ours = {
         "n": cell.n * (1 if cell.alone else cell.members * cell.images.batch_size),
         **{k: getattr(spec.budget, k) for k in ("iterations", "restarts")},

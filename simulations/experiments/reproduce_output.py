@@ -1,7 +1,7 @@
 """What `fedgauge reproduce` prints and keeps: the table, the progress, and a file of the figures."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedgauge.attacks.modality.registry import modality_measured
+from fedgauge.attacks.modality.membership import MEMBERSHIP
+from fedgauge.attacks.modality.registry import MODALITIES, modality_measured
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.files import read_file, replacing
 from fedgauge.server.store.run_files import printable
@@ -26,8 +27,7 @@ LARGEST_FILE = 2**26  # bytes of kept figures
 def show(paper_table: PaperTable, rows: Sequence[ComparedFigure], console: Console) -> None:
     """Print a reproduction as a table, then what differs from the paper."""
     reference = "paper" if paper_table.world is None else "bound"
-    modality = modality_measured(tuple(metric_of(row.metric) for row in rows if row.metric not in DERIVED))
-    floor = next(iter(modality.baselines)).replace("_", " ")
+    floor = _floor_name({metric_of(row.metric) for row in rows if row.metric not in DERIVED})
     headings = ("cell", "attack", "metric", reference, "here", "95 % interval", "n", floor, "budget", "remarks")
     table = Table(*headings, title=paper_table.title)
     for row in rows:
@@ -35,6 +35,14 @@ def show(paper_table: PaperTable, rows: Sequence[ComparedFigure], console: Conso
     console.print(table)
     if paper_table.note:
         console.print(paper_table.note.strip(), markup=False, highlight=False)
+
+
+def _floor_name(metrics: Set[str]) -> str:
+    """What the floor is, for a heading: the first baseline's name, where all figures are of one kind of data."""
+    several = sum(modality.main.metric in metrics for modality in MODALITIES.values()) > 1
+    if several or metrics & MEMBERSHIP.keys():
+        return "floor"
+    return next(iter(modality_measured(metrics).baselines)).replace("_", " ")
 
 
 def _row_texts(row: ComparedFigure) -> list[str]:
@@ -84,7 +92,7 @@ class FiguresFile:
         self.rows: list[ComparedFigure] = []
         self._seconds = 0.0
         self._head: dict[str, Any] = {
-            **{key: getattr(paper_table, key) for key in ("name", "title", "note", "seed")},
+            **{key: getattr(paper_table, key) for key in ("name", "title", "note", "seed", "version")},
             "settings": _digest(paper_table),
             "computed": computed(paper_table),
             "environment": environment(),
@@ -123,14 +131,16 @@ class FiguresFile:
             file.write((json.dumps(kept, indent=1, allow_nan=False) + "\n").encode())
 
     def _check(self, kept: Any) -> None:
-        if not isinstance(kept, dict) or not {*self._head, "rows", "seconds"} - {"computed"} <= kept.keys():
+        later = {"computed", "version"}  # keys that older files lack
+        if not isinstance(kept, dict) or not {*self._head, "rows", "seconds"} - later <= kept.keys():
             raise self._refusal("does not say with which settings its figures were computed")
         if "digest" in kept and kept["digest"] != figures_digest(kept):
             raise self._refusal("was altered: its figures are not those that its digest is of")
-        for key in ("name", "seed", "settings"):
+        kept = {"version": 1, **kept}
+        for key in ("name", "version", "seed", "settings"):
             if kept[key] != self._head[key]:
                 told = "" if key == "settings" else f" ({kept[key]!r} there, {self._head[key]!r} here)"
-                what = {"name": "of another table", "seed": "of another seed", "settings": "of other settings"}[key]
+                what = "of other settings" if key == "settings" else f"of another {'table' if key == 'name' else key}"
                 raise self._refusal(f"holds figures {what}{told}")
         for key in ("python", "commit", "packages"):
             if (there := kept["environment"].get(key)) != (here := self._head["environment"][key]):

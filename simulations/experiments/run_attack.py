@@ -9,8 +9,9 @@ import numpy as np
 from fedgauge.attacks.base import Budget, ClientState, Wave
 from fedgauge.attacks.grading.audit import AuditResult
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, has_images
-from fedgauge.attacks.modality.image_metrics import AUGMENTED
-from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.membership.measured import LABELS_ALONE
+from fedgauge.attacks.modality.image_metrics import AUGMENTED, mse
+from fedgauge.attacks.plan import ERROR_LIMITS, MEMBERSHIP_LIMIT, PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.experiments.measures import METRICS, AttackOutcome, mean_of, measures_of
@@ -27,6 +28,8 @@ def run_attack(
 ) -> AttackOutcome:
     """Attack and grade every update of a setup; a failed attack is counted, and graded as a blank guess.
 
+    A limit on the error reads no update, so it is computed once. Where nobody can tell who was in a batch, there is no value.
+
     Args:
         on_progress: called after each wave with the number of updates attacked so far.
     """
@@ -37,7 +40,7 @@ def run_attack(
         results += _audit(spec, setup, part, memories)
         on_progress(part.stop)
     seconds = time.perf_counter() - started
-    failed = [r.reconstruction for r in results if not has_images(r.reconstruction.x)]
+    failed = [r.reconstruction for r in results if _failed(spec, r)]
     return AttackOutcome(
         scores=_scores([results]),
         iterations=np.array([r.reconstruction.iterations for r in results], float),
@@ -49,13 +52,20 @@ def run_attack(
     )
 
 
+def _failed(spec: AttackSpec, result: AuditResult) -> bool:
+    """Whether an attack reconstructed nothing, or a test or limit has no value."""
+    if spec.is_limit or spec.tells_members:
+        return all(row.value is None for row in result.rows)
+    return not has_images(result.reconstruction.x)
+
+
 def _waves(spec: AttackSpec, setup: Setup, most: int) -> Iterator[slice]:
     """Slices of at most `most` updates; updates of different weights (from a malicious server) never share a slice.
 
     An attack with a memory gets one update of each client at a time.
     """
     most = setup.clients if spec.is_stateful else most
-    first, seen = 0, setup.observations
+    first, seen = 0, setup.observations[:1] if spec.name in ERROR_LIMITS else setup.observations
     for i in range(1, len(seen) + 1):
         if i == len(seen) or i - first == most or seen[i].params is not seen[first].params:
             yield slice(first, i)
@@ -91,8 +101,13 @@ def _scores(draws: Iterable[Iterable[AuditResult]]) -> Scores:
 
 def _floor(spec: AttackSpec, setup: Setup) -> dict[str, float]:
     """Mean scores of the first baseline, which reads no update and is given as much of the truth as the attack is."""
-    use = next(iter(setup.auditor.modality.baselines.values()))
-    baseline = PlannedAttack(use, {"use": use}, Budget(1), labels=spec.labels, lengths=spec.lengths)
+    if spec.is_limit:
+        return {}
+    if spec.tells_members:
+        baseline = AttackSpec(LABELS_ALONE, {"use": "membership", "score": LABELS_ALONE}, Budget(1))
+    else:
+        use = next(iter(setup.auditor.modality.baselines.values()))
+        baseline = AttackSpec(use, {"use": use}, Budget(1), labels=spec.labels, lengths=spec.lengths)
     draws = []
     for draw in range(RANDOM_DRAWS if baseline.build().is_random else 1):
         guessing = replace(setup, auditor=replace(setup.auditor, purpose=("floor", draw)))
@@ -106,11 +121,16 @@ def _floor(spec: AttackSpec, setup: Setup) -> dict[str, float]:
 def check_attacks(cell: Setting, setup: Setup) -> None:
     """SpecError if an attack asks for knowledge or a metric that the setting's data do not have."""
     modality = setup.auditor.modality
-    there_are, noun, use = measures_of(modality), modality.main.private, cell.images.use
+    noun, use = modality.main.private, cell.images.use
     for spec in cell.attacks:
-        where = f"cell {cell.name}, attack {spec.name}"
+        where, members = f"cell {cell.name}, attack {spec.name}", not spec.is_limit and spec.tells_members
+        if members and cell.images.part == "test":
+            raise SpecError(f'{where}: strangers are of the test part, so members must not be: set data part = "train"')
+        members |= spec.name == MEMBERSHIP_LIMIT
+        there_are = [mse.name] if spec.name in ERROR_LIMITS else measures_of(modality, members)
         if wrong := [m for m in spec.metrics if m not in there_are]:
-            raise SpecError(f"{where}: {wrong[0]} is no metric of {noun}s; those of {use} are {', '.join(there_are)}")
+            of = "membership" if members else f"{noun}s"
+            raise SpecError(f"{where}: {wrong[0]} is no metric of {of}; those of {use} are {', '.join(there_are)}")
         if spec.lengths == "given" and not modality.gives_lengths:
             raise SpecError(f'{where}: lengths = "given" is for sentences, but {use} holds {noun}s')
         if spec.labels == "given" and not setup.truth[0].labelled:
@@ -119,7 +139,7 @@ def check_attacks(cell: Setting, setup: Setup) -> None:
 
 def estimate_seconds(spec: AttackSpec, setup: Setup, wave: int) -> float:
     """Seconds that an attack will take, from a few iterations on its first wave; excludes one-off preparation."""
-    if spec.budget.iterations <= 2 * PILOT_ITERATIONS:
+    if spec.is_limit or spec.budget.iterations <= 2 * PILOT_ITERATIONS:
         return 0.0
     # LAMP reorders words once a period, which costs as much as the iterations between; training is for whole waves
     period = getattr(spec.build(), "period", None)

@@ -1,7 +1,7 @@
 """Compare kept figures of the same cells and attacks, of which each file proves that it was not altered by accident."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ def read_figures(path: Path) -> dict[str, Any]:
     try:
         kept: dict[str, Any] = json.loads(read_file(path, LARGEST_FILE))
         digest, _, _ = (kept[key] for key in ("digest", "computed", "name"))
+        _computed_with(kept)
         figures_of(kept)
     except FileNotFoundError:
         raise SpecError(f"there is no file {path}: write one with: fedgauge reproduce suite --output {path}") from None
@@ -52,11 +53,16 @@ def compared(files: Mapping[str, Mapping[str, Any]]) -> dict[Key, dict[str, Comp
             raise SpecError(
                 f"{first} holds figures of {head['name']}, and {name} of {other['name']}: they do not compare"
             )
+        if (there := other.get("version", 1)) != (here := head.get("version", 1)):
+            raise SpecError(
+                f"{first} is of version {here} of {head['name']}, and {name} of version {there}: they do not compare; compute "
+                "the older one again with one fedgauge"
+            )
         for key in other["computed"].keys() & head["computed"].keys():
             if other["computed"][key] != head["computed"][key]:
                 raise SpecError(
-                    f"{name}: {key} was computed otherwise than in {first}: another version of {head['name']}, another seed, "
-                    "n or budget; compute it again with one fedgauge"
+                    f"{name}: {key} was computed otherwise than in {first}: with another seed, n, budget or setting; compute it "
+                    "again with one fedgauge"
                 )
     for name, kept in files.items():
         for row in figures_of(kept)[0]:
@@ -64,15 +70,23 @@ def compared(files: Mapping[str, Mapping[str, Any]]) -> dict[Key, dict[str, Comp
     return found
 
 
-def comparison(found: Mapping[Key, Mapping[str, ComparedFigure]], names: Sequence[str]) -> Table:
-    """A line for each cell, attack and metric, a column for each file."""
-    table = Table("cell", "attack", "metric", *(printable(name) for name in names), "floor")
+def comparison(found: Mapping[Key, Mapping[str, ComparedFigure]], files: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A line for each cell, attack and metric, a column for each file; below, with which versions each was computed."""
+    names = list(files)
+    below = "\n".join(printable(f"{name}: {_computed_with(kept)}") for name, kept in files.items())
+    table = Table("cell", "attack", "metric", *(printable(name) for name in names), "floor", caption=below)
     for (cell, attack, metric), rows in found.items():
         floor = next((row.floor for row in rows.values() if row.floor is not None), None)
         values = [_figure(rows.get(name)) for name in names]
         words = [cell, attack, metric, *values, "" if floor is None else f"{floor:.4g}"]
         table.add_row(*(Text(printable(text)) for text in words))
     return table
+
+
+def _computed_with(kept: Mapping[str, Any]) -> str:
+    packages = kept["environment"]["packages"]
+    versions = ", ".join(f"{name} {packages.get(name, '?')}" for name in ("fedgauge", "torch"))
+    return f"{kept['name']}, version {kept.get('version', 1)}, seed {kept.get('seed')}, {kept.get('date')}, with {versions}"
 
 
 def _figure(row: ComparedFigure | None) -> str:

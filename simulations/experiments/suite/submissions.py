@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fedgauge.attacks.plan import modalities_of
 from fedgauge.client.components import SpecError, Table
 from fedgauge.server.store.scenario import apply_setting
 from fedgauge.simulations.experiments.paper_tables import AttackSpec, PaperTable, Setting, check_link
@@ -11,16 +12,16 @@ NOT_SUBMITTED = ("iterations", "restarts", "seconds", "labels", "lengths", "metr
 
 
 def with_submissions(paper_table: PaperTable, attacks: Sequence[str], defenses: Sequence[str]) -> PaperTable:
-    """The table with further attacks in every cell, and for each defense a further cell beside each one that has none.
+    """The table with further attacks in every cell that they fit, and for each defense a cell beside each one without.
 
-    An attack gets the budget, knowledge and metrics of the cell's first attack. A defense stands before local training, so it
-    acts on gradients.
+    An attack gets the budget, knowledge and metrics of the cell's first attack. A test of membership fits cells of members, and a
+    registered attack those of its kind of data. A defense stands before local training, so it acts on gradients.
 
     Args:
         attacks, defenses: components as text, such as 'mine:sharper rate=0.1'.
 
     Raises:
-        SpecError: a component is unknown, has no such argument, or names what the cell decides.
+        SpecError: a component is unknown, has no such argument, names what the cell decides, or fits no cell.
     """
     if not attacks and not defenses:
         return paper_table
@@ -32,7 +33,15 @@ def with_submissions(paper_table: PaperTable, attacks: Sequence[str], defenses: 
         check_link({key: value for key, value in link.items() if key != "name"}, "--defense")
     cells = [cell for cell in paper_table.cells]
     cells += [_defended(cell, link) for link in links for cell in paper_table.cells if len(cell.chain) == 1]
-    return replace(paper_table, cells=tuple(_attacked(cell, tables) for cell in cells))
+    made = tuple(_attacked(cell, tables) for cell in cells)
+    for table in tables:
+        _check_kinds(_called(table), made)
+        if not any(spec.name == _called(table) for cell in made for spec in cell.attacks):
+            raise SpecError(
+                f"--attack: {_called(table)} fits none of the chosen cells, {', '.join(cell.name for cell in cells)}: choose "
+                "others with --cells"
+            )
+    return replace(paper_table, cells=made)
 
 
 def component(text: str, option: str) -> Table:
@@ -46,6 +55,11 @@ def component(text: str, option: str) -> Table:
     if wrong := [key for key in table if key in NOT_SUBMITTED]:
         raise SpecError(f"{option}: {wrong[0]} is the same for every attack of a cell; leave it out")
     return table
+
+
+def called(text: str) -> str:
+    """The name of a submitted attack, from its text."""
+    return _called(component(text, "--attack"))
 
 
 def _called(table: Table) -> str:
@@ -62,8 +76,29 @@ def _attacked(cell: Setting, tables: Sequence[Table]) -> Setting:
             raise SpecError(f"--attack: cell {cell.name} has an attack called {name} already; add name=another")
         spec = replace(like, name=name, table={k: v for k, v in table.items() if k != "name"}, paper={}, against="")
         _check(spec)
-        added.append(spec)
+        if _fits(spec, like):
+            added.append(spec)
     return replace(cell, attacks=(*cell.attacks, *added))
+
+
+def _fits(spec: AttackSpec, like: AttackSpec) -> bool:
+    """Whether an attack is about what another one is about; nothing is known of what data a user's own module reconstructs."""
+    if spec.tells_members or like.tells_members:
+        return spec.tells_members == like.tells_members
+    own, others = (modalities_of(str(of.table["use"])) for of in (spec, like))
+    return not own or not others or any(modality in others for modality in own)
+
+
+def _check_kinds(name: str, cells: Sequence[Setting]) -> None:
+    """Refuse an attack that does not say which kind of data it reconstructs, in cells of several kinds."""
+    of_it = [(cell, spec) for cell in cells for spec in cell.attacks if spec.name == name and not spec.tells_members]
+    kinds = {kind.main.private for cell, _ in of_it for kind in modalities_of(str(cell.attacks[0].table["use"]))}
+    if len(kinds) > 1 and not any(modalities_of(str(spec.table["use"])) for _, spec in of_it):
+        several = " and ".join(f"{kind}s" for kind in sorted(kinds))
+        raise SpecError(
+            f"--attack: what {name} reconstructs is not known, and the chosen cells hold {several}: choose cells of one kind "
+            "with --cells, such as 'images*'"
+        )
 
 
 def _check(spec: AttackSpec) -> None:

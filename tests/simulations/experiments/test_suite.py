@@ -1,15 +1,20 @@
 """The suite: its files hold together, what others submit runs on a cell's terms, and figures compare only if computed alike."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fedgauge.attacks.modality.registry import MODALITIES
+from fedgauge.attacks.plan import modalities_of
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.experiments.kept_digest import figures_digest
 from fedgauge.simulations.experiments.paper_table_files import load, restrict
+from fedgauge.simulations.experiments.run_attack import check_attacks
+from fedgauge.simulations.experiments.setups import build_setup
 from fedgauge.simulations.experiments.suite.compare_figures import compared, read_figures
 from fedgauge.simulations.experiments.suite.submissions import with_submissions
 
@@ -19,9 +24,28 @@ SUITES = ("suite_small", "suite_full")
 @pytest.mark.parametrize("name", SUITES)
 def test_every_attack_of_a_cell_spends_as_much_and_knows_as_much(name: str) -> None:
     for cell in load(name).cells:
-        terms = {(attack.budget, attack.labels, attack.lengths, attack.metrics) for attack in cell.attacks}
+        terms = {(a.budget, a.labels, a.lengths, a.metrics) for a in cell.attacks if not a.is_limit}
         assert len(terms) == 1, cell.name
     assert {cell.images.batch_size for cell in load(name).cells} >= {1, 2, 4}
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_the_suite_has_every_kind_of_data_and_who_was_in_a_batch(name: str) -> None:
+    cells = load(name).cells
+    kinds = {kind for cell in cells for kind in modalities_of(str(cell.attacks[0].table["use"]))}
+    assert kinds == set(MODALITIES.values())
+    assert any(cell.model.get("adapter") for cell in cells)
+    assert {len(cell.chain) > 1 for cell in cells if cell.attacks[0].tells_members} == {True, False}
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_a_limit_stands_beside_the_attacks_where_it_is_known_of_a_cells_noise(name: str) -> None:
+    for cell in load(name).cells:
+        noisy = any(link["use"] == "gaussian" for link in cell.chain)
+        of_members = cell.attacks[0].tells_members
+        limited = {attack.name for attack in cell.attacks if attack.is_limit}
+        known = {"membership_limit"} if of_members else {"bayes_limit"} if cell.name.startswith("images") else set()
+        assert limited == (known if noisy else set()), cell.name
 
 
 def test_the_levels_have_the_same_cells() -> None:
@@ -54,12 +78,33 @@ def test_a_defense_adds_a_cell_beside_each_that_has_none() -> None:
         (["dlg iterations=9"], [], "iterations is the same for every attack of a cell"),
         (["idlg"], [], "has an attack called idlg already; add name=another"),
         ([""], [], "--attack is empty"),
+        (["membership"], [], "membership fits none of the chosen cells"),
+        (["tag"], [], "tag fits none of the chosen cells"),
         ([], ["fogg"], "fogg"),
     ],
 )
 def test_a_mistaken_submission_is_one_sentence(attacks: list[str], defenses: list[str], says: str) -> None:
     with pytest.raises(SpecError, match=says):
         with_submissions(restrict(load("suite_small"), None, None, "prune"), attacks, defenses)
+
+
+def test_a_test_of_membership_runs_where_members_are_told_and_other_attacks_elsewhere() -> None:
+    made = with_submissions(load("suite_small"), ["membership score=cosine name=mine", "dlg name=other"], [])
+    names = {cell.name: {attack.name for attack in cell.attacks} for cell in made.cells}
+    assert {cell for cell, of_it in names.items() if "mine" in of_it} == {c for c in names if c.startswith("members")}
+    assert {cell for cell, of_it in names.items() if "other" in of_it} == {c for c in names if c.startswith("images")}
+
+
+def test_a_module_of_ones_own_runs_in_cells_of_one_kind_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDGAUGE_ALLOW", "fedgauge.attacks.matching.recipes,fedgauge.attacks.membership.attack")
+    own = "fedgauge.attacks.matching.recipes:dlg"
+    with pytest.raises(SpecError, match=r"hold images and rows and sentences: choose cells of one kind"):
+        with_submissions(load("suite_small"), [own], [])
+    assert with_submissions(restrict(load("suite_small"), None, None, "images*"), [own], [])
+    made = with_submissions(load("suite_small"), ["fedgauge.attacks.membership.attack:membership name=mine"], [])
+    assert {cell.name for cell in made.cells if "mine" in {a.name for a in cell.attacks}} == {
+        cell.name for cell in made.cells if cell.attacks[0].tells_members
+    }
 
 
 @pytest.mark.parametrize(
@@ -98,7 +143,15 @@ def test_a_submission_stands_beside_what_both_computed(
     both, alone = (found["images B=1, prune", attack, "psnr"] for attack in ("idlg", "mine"))
     assert both["ours"].here == pytest.approx(both["theirs"].here) and alone.keys() == {"theirs"}
     assert main(["compare", *map(str, kept)]) == 0
-    assert "mine" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "mine" in out and "suite_small, version 2, seed 0" in out
+
+
+def test_a_submission_may_be_computed_alone() -> None:
+    table = with_submissions(restrict(load("suite_small"), None, None, "images B=1"), ["dlg name=mine"], [])
+    alone, beside = (restrict(table, None, None, "*", attacks, ["mine"]) for attacks in ("mine", "idlg"))
+    assert {a.name for cell in alone.cells for a in cell.attacks} == {"mine"}
+    assert {a.name for cell in beside.cells for a in cell.attacks} == {"mine", "idlg"}
 
 
 def changed(path: Path, folder: Path, change: Any, hashed: bool) -> Path:
@@ -116,6 +169,8 @@ def changed(path: Path, folder: Path, change: Any, hashed: bool) -> Path:
         (lambda c: c["rows"][0].update(here=99.0), False, "was altered"),
         (lambda c: c["computed"].update({next(iter(c["computed"])): "0" * 64}), True, "was computed otherwise than in"),
         (lambda c: c.update(name="lamp"), True, "they do not compare"),
+        (lambda c: c.update(version=1), True, "is of version 2 of suite_small, and"),
+        (lambda c: c.pop("version"), True, "of version 1: they do not compare"),
         (lambda c: c.pop("digest"), False, "lacks 'digest'"),
         (lambda c: c.update(rows=[{"cell": 1}]), True, "is no file of figures"),
     ],
@@ -134,3 +189,42 @@ def test_altered_figures_are_not_continued(
     path = changed(kept[0], tmp_path, lambda c: c["rows"][0].update(here=99.0), hashed=False)
     assert main([*PART, "--attacks", "idlg", "-o", str(path)]) == 2
     assert "was altered" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def of_members(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every kind of figure of the cell whose members noise hides."""
+    path = tmp_path_factory.mktemp("members") / "figures.json"
+    cell = ["reproduce", "suite", "--cells", "members, images B=16, clip and noise", "--n", "2"]
+    assert main([*cell, "--attacks", "*li*", "-o", str(path)]) == 0
+    return path
+
+
+def test_members_are_told_by_a_score_and_no_better_than_the_limit(of_members: Path) -> None:
+    found = compared({"ours": read_figures(of_members)})
+    cell = "members, images B=16, clip and noise"
+    told, limit = (found[cell, name, "membership"]["ours"] for name in ("likelihood_ratio", "membership_limit"))
+    assert told.n == limit.n == 32 and limit.floor is None
+    assert told.here is not None and limit.here is not None and told.low is not None and told.high is not None
+    assert told.floor is not None and 0.4 < told.floor < told.here < limit.here < 1
+    assert 0 <= told.low <= told.here <= told.high <= 1
+
+
+def test_a_limit_on_the_error_is_one_figure_of_the_public_images(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    assert (
+        main(["reproduce", "suite", "--cells", "images B=1, clip*", "--attacks", "bayes_limit", "-o", str(path)]) == 0
+    )
+    ((_, rows),) = compared({"ours": read_figures(path)}).items()
+    limit = rows["ours"]
+    assert limit.metric == "mse" and limit.n == 200 and limit.low is None and limit.budget == "public examples"
+    assert limit.here is not None and limit.here > 0
+
+
+def test_members_that_the_strangers_are_among_are_refused() -> None:
+    (cell,) = restrict(load("suite_small"), 1, None, "members, rows B=16").cells
+    cell = replace(cell, images=replace(cell.images, part="test"))
+    with pytest.raises(
+        SpecError, match='strangers are of the test part, so members must not be: set data part = "train"'
+    ):
+        check_attacks(cell, build_setup(cell, 0))
