@@ -14,7 +14,9 @@ GRID = 2**14  # losses on each side of zero at which a round's privacy is comput
 LEAST = 1e-16  # delta at which they end
 COARSEST = 512.0  # gap of the grid, near the last whose exponential is a number: noise that needs more hides nothing
 TAIL = 1e-15  # of the losses of many rounds, which counts as a loss without end
-ADDED = 64  # rounds that are added one by one before all are composed anew: no more error than so many times TAIL
+ADDED = (
+    16  # of so many rounds all are composed anew, the rest is added one by one: no more error than so many times TAIL
+)
 
 
 @lru_cache(maxsize=4096)  # milliseconds each, and the same for all clients of equal shards
@@ -23,7 +25,7 @@ def sampled_epsilon(part: float, noise: float, rounds: int, delta: float) -> flo
 
     A round's delta at each epsilon is that of Balle, Barthe & Gaboardi (2018), theorem 10; a pair of distributions has it, and
     dominates the round, so that products of the pair dominate many rounds (Zhu, Dong & Wang, 2022, theorem 10). The products
-    are computed numerically, and from above. One round more than was asked for last costs a tenth of any other number.
+    are computed numerically, and from above. A round more than was asked for last costs a tenth of any other number.
 
     Args:
         noise: normal noise's standard deviation over what a replaced record can move; inf is the result where it is too little
@@ -89,17 +91,17 @@ class _Rounds:
 
     def __init__(self, one: _Losses) -> None:
         self._one = one
-        # rounds, how many of them were added one by one, and their losses: replaced as a whole, as several threads may ask
-        self._last = (1, 0, one)
+        self._last = (1, one)  # rounds and their losses: replaced as a whole, as several threads may ask
 
     def after(self, rounds: int) -> _Losses:
-        """Of so many rounds, 1 or more."""
-        before, added, losses = self._last
-        if rounds == before + 1 and added < ADDED:
-            added, losses = added + 1, losses.and_then(self._one)
-        else:
-            added, losses = 0, self._one.times(rounds)
-        self._last = (rounds, added, losses)
+        """Of so many rounds, 1 or more: the same, whatever was asked for before."""
+        done, losses = self._last
+        whole = rounds - rounds % ADDED
+        if not max(whole, 1) <= done <= rounds:
+            done, losses = (whole, self._one.times(whole)) if whole else (1, self._one)
+        for _ in range(rounds - done):
+            losses = losses.and_then(self._one)
+        self._last = (rounds, losses)
         return losses
 
 

@@ -28,6 +28,7 @@ from fedgauge.attacks.grading.canary import CANARY, cosines
 from fedgauge.attacks.grading.membership import tell_members
 from fedgauge.attacks.grading.one_run import EVIDENCE
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, Grader, ScoreRecord, ungraded_rows, wrong_client
+from fedgauge.attacks.grading.tuning import Tuning
 from fedgauge.attacks.learned.auxiliary import check_disjoint
 from fedgauge.attacks.limits import bayes_limit
 from fedgauge.attacks.membership.measured import MEMBER
@@ -36,7 +37,6 @@ from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import CANARIES, CANDIDATE_BOUND, MEMBERSHIP_LIMIT, PlannedAttack
 from fedgauge.attacks.threat_model import chosen_auxiliary, needs_truth, public_knowledge, with_given_truth
-from fedgauge.attacks.tuning import Tuning
 from fedgauge.client.chain import Chain
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy

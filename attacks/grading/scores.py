@@ -58,6 +58,13 @@ class Grader:
         metrics = self.modality.metrics(self.gallery)
         return metrics if self.only is None else [metric for metric in metrics if metric.name in self.only]
 
+    def leaked(self, result: Reconstruction, truth: Batch) -> list[float]:
+        """The main metric of each example, as it counts in a mean; empty if nothing came back."""
+        main = self.modality.main
+        _, rows = replace(self, only={main.metric}).grade("", 0, 0, result, truth)
+        values = [row.value for row in rows if row.metric == main.metric and row.value is not None]
+        return values if main.cap is None else [min(value, main.cap) for value in values]
+
     def grade(
         self,
         attack: str,

@@ -26,7 +26,8 @@ class Measured:
         digits: decimals of a value; None: three significant digits, as nobody knows its size.
         cap: the most that a value counts in a mean and in a figure; None: as it is.
         ceiling: the value from which on more leakage is not seen: the end of a colour scale that is the same for all runs.
-        fraction: between 0 and 1, shown in percent.
+        share: never below 0 nor above the ceiling, so that its intervals are not either.
+        fraction: a share of 1, shown in percent.
         rate: 0 or 1 for each example, so that there is no worst case, and intervals are Wilson's.
     """
 
@@ -36,6 +37,7 @@ class Measured:
     digits: int | None = 3
     cap: float | None = None
     ceiling: float = 1.0
+    share: bool = False
     fraction: bool = False
     rate: bool = False
 
@@ -44,8 +46,13 @@ class Measured:
         """The factor that makes the value that leaks most the largest."""
         return 1 if self.higher_is_better else -1
 
+    @property
+    def whole(self) -> float | None:
+        """The largest value of a share; None: it is no share."""
+        return self.ceiling if self.share or self.fraction else None
 
-PERCENT: Mapping[str, Any] = {"unit": "%", "digits": 1, "ceiling": 100.0}
+
+PERCENT: Mapping[str, Any] = {"unit": "%", "digits": 1, "ceiling": 100.0, "share": True}
 DISTANCE: Mapping[str, Any] = {"higher_is_better": False, "ceiling": 0.0}
 
 

@@ -10,7 +10,7 @@ MEMBERSHIP: Mapping[str, Measured] = {
     name: measured
     for metric, where in QUESTIONS.items()
     for name, measured in (
-        (metric, Measured(f"{where}: area under the ROC curve")),
+        (metric, Measured(f"{where}: area under the ROC curve", share=True)),
         *(
             (metric + ending, Measured(f"{where}, told at {100 * rate:g} % false positives", fraction=True, rate=True))
             for ending, rate in RATES.items()

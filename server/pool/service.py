@@ -24,7 +24,7 @@ from fedgauge.server.store.ledger_types import DeviceUse, Lease
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import AuditOptions, Scenario
 from fedgauge.server.store.tape import TapeError, as_arrays, as_tensors
-from fedgauge.server.store.uploads import UploadMismatch, as_the_model_has_it, statistics_moved
+from fedgauge.server.store.uploads import UploadMismatch, read_observation, statistics_moved
 
 NO_REPLAY = (
     "not possible in a deployment: only a client's own data, which stays with the client, can recompute its update"
@@ -183,10 +183,10 @@ def _check_training(run: Run, ledger: Ledger, scenario: Scenario, taped: Sequenc
     words, fits = "", None
     if taped:
         try:
-            seen = run.tape().read(taped[0]["round"], taped[0]["client"], taped[0]["digest"])
-            fitted = as_the_model_has_it(seen, scenario.federation)
-            statistics = statistics_moved(seen, scenario.federation.model)
-            evidence = training_evidence(scenario.federation, fitted, statistics)
+            first = taped[0]["round"], taped[0]["client"], taped[0]["digest"]
+            statistics = statistics_moved(run.tape().read(*first), scenario.federation.model)
+            seen = read_observation(run, ledger, scenario.federation, *first)
+            evidence = training_evidence(scenario.federation, seen, statistics)
             words, fits = evidence.words, evidence.fits
         except (TapeError, UploadMismatch) as error:
             words = f"whether the update fits this is not known: {error}"
@@ -231,15 +231,14 @@ def _load(run: Run, ledger: Ledger, lease: Lease, scenario: Scenario) -> tuple[L
     Jobs with a damaged file, or with an upload that is not the model's, fail at once, say so, and leave the lease.
     """
     seen: list[Observation] = []
-    foreign = ledger.foreign
     memories: dict[int, dict[str, Any]] = {}
     for client, digest in zip(lease.clients, lease.digests, strict=True):
         try:
-            observation = run.tape().read(lease.round, client, digest)
+            observation = read_observation(run, ledger, scenario.federation, lease.round, client, digest)
             if client in lease.memories:
                 left, written = lease.memories[client]
                 memories[client] = as_arrays(run.read_memory(left, client, lease.attack.name, written))
-            seen.append(as_the_model_has_it(observation, scenario.federation) if foreign else observation)
+            seen.append(observation)
         except (TapeError, UploadMismatch) as error:
             ledger.fail(lease.of([client]), str(error))
     if not seen:

@@ -31,7 +31,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError
 from fedgauge.server.store.tester_truth import TesterTruth, TruthError
-from fedgauge.server.store.uploads import as_the_model_has_it
+from fedgauge.server.store.uploads import read_observation
 
 CHECKING = 60.0  # seconds after which no further update is checked against its truth
 MOST_DOUBTS = 3  # in one sentence
@@ -120,7 +120,7 @@ def _doubts(run: Run, ledger: Ledger, scenario: Scenario, found: Found) -> str:
         for key in (key for key in chosen(found) if digests.get(key)):
             if time.monotonic() - began > CHECKING:
                 break
-            seen = as_the_model_has_it(run.tape().read(*key, digests[key]), scenario.federation)
+            seen = read_observation(run, ledger, scenario.federation, *key, digests[key])
             doubts.append(doubt(scenario.federation, seen, found, fits))
     except Exception as error:  # a user's network may raise anything; the grades stand without this check
         doubts.append(f"whether the truth gives the updates was not checked: {type(error).__name__}: {error}")

@@ -20,8 +20,8 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import FinishedTest
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.tape import TapeError
-from fedgauge.server.store.uploads import UploadMismatch, as_the_model_has_it
+from fedgauge.server.store.tape import TapeError, by_weights
+from fedgauge.server.store.uploads import UploadMismatch, read_observation
 
 Progress = Callable[[int, int], None]  # (updates done, updates in all)
 
@@ -114,7 +114,8 @@ def retest(
             if observation is None:
                 ledger.retest(test.id, [_nothing(test)], why)
         here = [(test, observation) for test, observation, _ in seen if observation is not None]
-        for part in _waves(here, scenario.plan.wave):
+        alike, most = by_weights(here, lambda pair: pair[0].digest), scenario.plan.wave
+        for part in (same[i : i + most] for same in alike for i in range(0, len(same), most)):
             remembered = memories.setdefault(name, {})
             others = {
                 t.client: t.other for t, _ in part if t.other is not None and _has(auditor.federation, t.other, round)
@@ -143,8 +144,7 @@ def _seen(
     if test.digest is None:
         return None, "its update is no longer on the tape"
     try:
-        observation = run.tape().read(test.round, test.client, test.digest)
-        return as_the_model_has_it(observation, scenario.federation) if ledger.foreign else observation, ""
+        return read_observation(run, ledger, scenario.federation, test.round, test.client, test.digest), ""
     except (TapeError, UploadMismatch) as error:
         return None, str(error)
 
@@ -153,14 +153,6 @@ def _has(fed: Federation, client: int, round: int) -> bool:
     shards = fed.shards
     assert isinstance(shards, _HandedIn)
     return all((round, member) in shards.drawn for member in fed.protocol.members(client, round))
-
-
-def _waves(here: Sequence[tuple[FinishedTest, Observation]], most: int) -> list[list[tuple[FinishedTest, Observation]]]:
-    """Observations of a round in waves of those that were sent the same weights."""
-    sent: dict[str, list[tuple[FinishedTest, Observation]]] = {}
-    for test, observation in here:
-        sent.setdefault((test.digest or "").rpartition(":")[0], []).append((test, observation))
-    return [group[i : i + most] for group in sent.values() for i in range(0, len(group), most)]
 
 
 def _nothing(test: FinishedTest) -> ScoreRecord:

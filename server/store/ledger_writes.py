@@ -19,6 +19,7 @@ from fedgauge.server.store.ledger_types import (
     Ungraded,
     planned_of,
 )
+from fedgauge.server.store.tape import by_weights
 
 # a wave of a stateful attack waits until the earlier rounds of all its clients have ended
 _READY = (
@@ -31,11 +32,6 @@ _READY = (
 _END = "finished = (SELECT coalesce(max(finished), 0) + 1 FROM jobs), ended = (julianday('now') - 2440587.5) * 86400"
 # whoever has read rows that are deleted now reads all rows again
 _REREAD = "INSERT INTO meta VALUES ('retried', '1') ON CONFLICT (key) DO UPDATE SET value = value + 1"
-
-
-def _sent(digest: str | None) -> str:
-    """The part of an observation's digest that stands for the weights that the client was sent."""
-    return (digest or "").rpartition(":")[0]
 
 
 class JobQueue(LedgerReads):
@@ -126,7 +122,7 @@ class JobQueue(LedgerReads):
             ).fetchall()
             if not jobs:
                 raise LedgerError(f"{self.path} is damaged: it has attacks on updates that it does not list")
-            jobs = [j for j in jobs if _sent(j["digest"]) == _sent(jobs[0]["digest"])]
+            jobs = by_weights(jobs, lambda job: job["digest"])[0]
             jobs = list({j["client"]: j for j in jobs}.values())  # of a round that was trained again there may be two
             db.executemany(
                 "UPDATE jobs SET state = 'leased', attempts = attempts + 1 WHERE id = ?", [(j["id"],) for j in jobs]

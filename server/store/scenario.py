@@ -200,7 +200,7 @@ class Scenario:
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SpecError(f"{path}: not a readable TOML file: {error}") from error
         except SpecError as error:
-            raise SpecError(f"{path}: {_as_set(str(error), settings)}") from error
+            raise SpecError(f"{path}: {error}{_numbering(settings)}") from error
 
     @classmethod
     def from_tables(cls, tables: Table) -> "Scenario":
@@ -421,15 +421,11 @@ def _shorten(tables: dict[str, Any], rounds: int) -> tuple[int, ...]:
     return tuple(beyond)
 
 
-def _as_set(message: str, settings: Sequence[str]) -> str:
-    """A message about a table of a list; if a setting changed that table, it is named as in the setting, which counts from 0."""
-    for setting in settings:
-        name, _, rest = setting.partition("=")[0].strip().partition(".")
-        number = rest.partition(".")[0]
-        place = f"[[{name}]] #{int(number) + 1}" if number.isdecimal() else "a key"
-        if message.startswith((f"{place}:", f"{place} ")):
-            return f"{name}.{number} ({place}){message.removeprefix(place)}"
-    return message
+def _numbering(settings: Sequence[str]) -> str:
+    """Which table of a list each setting is of, as settings count from 0, and messages from 1; empty if there is none."""
+    paths = [setting.partition("=")[0].strip().split(".") for setting in settings]
+    named = [f"{p[0]}.{p[1]} is [[{p[0]}]] #{int(p[1]) + 1}" for p in paths if len(p) > 1 and p[1].isdecimal()]
+    return f" (of --set, {', '.join(dict.fromkeys(named))})" if named else ""
 
 
 def _table(tables: Table, name: str, allowed: Sequence[str]) -> Table:

@@ -3,10 +3,10 @@
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import xxhash
@@ -20,6 +20,7 @@ from fedgauge.server.store import run_files
 from fedgauge.server.store.run_files import replacing
 
 Keep = Literal["all", "attacked", "none"]
+Of = TypeVar("Of")
 _BUFFER = "buffer/"
 _PARAM = "param/"
 _PIECE = 1 << 19  # bytes: small enough to stay in a core's cache between writing and hashing
@@ -80,6 +81,18 @@ class Tape:
 
     def _update(self, round: int, client: int) -> Path:
         return self.folder / f"round-{round:05d}-client-{client:05d}.safetensors"
+
+
+def by_weights(of_round: Iterable[Of], digest: Callable[[Of], str | None]) -> list[list[Of]]:
+    """What belongs to updates of one round, grouped by the weights that their clients were sent: only such share a wave.
+
+    Args:
+        digest: of the update that something belongs to, as for `Tape.read`.
+    """
+    alike: dict[str, list[Of]] = {}
+    for one in of_round:
+        alike.setdefault((digest(one) or "").rpartition(":")[0], []).append(one)
+    return list(alike.values())
 
 
 def sweep(folder: Path, round: int) -> None:

@@ -10,10 +10,25 @@ from torch.nn.modules.batchnorm import _NormBase
 from fedgauge.attacks.base import Observation
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Params
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.run import Run
 
 
 class UploadMismatch(ValueError):
     """What an app uploads does not fit the [model] that its scenario names; the message says what differs and what to do."""
+
+
+def read_observation(
+    run: Run, ledger: Ledger, federation: Federation, round: int, client: int, digest: str
+) -> Observation:
+    """One observation on the tape, as the run's model has it.
+
+    Raises:
+        TapeError: a file is missing, damaged, or does not match the digest.
+        UploadMismatch: a user's own app trains another model.
+    """
+    seen = run.tape().read(round, client, digest)
+    return as_the_model_has_it(seen, federation) if ledger.foreign else seen
 
 
 def as_the_model_has_it(seen: Observation, federation: Federation) -> Observation:

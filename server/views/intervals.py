@@ -1,4 +1,4 @@
-"""95 % intervals of a mean over examples clustered by client and of a rate (Wilson), and what luck alone explains."""
+"""95 % intervals of a mean or a share over examples clustered by client and of a rate, and what luck alone explains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +15,17 @@ NORMAL_95 = 1.959963984540054  # the standard normal's 97.5 % quantile
 LUCK = 0.025  # what is rarer by luck alone is a finding: one side of a 95 % interval
 
 
-def clustered_interval(values: Floats, clients: Ints, outside: float = LUCK) -> tuple[float, float] | None:
+def clustered_interval(
+    values: Floats, clients: Ints, outside: float = LUCK, whole: float | None = None
+) -> tuple[float, float] | None:
     """t interval of the mean over examples, clustered by client (95 % by default); None below two clients.
 
     The mean is a ratio of the clients' sums to their counts, so its error is that of the sums about what their counts explain.
+    A share gets Wilson's interval with that error in place of the binomial one, which stays between 0 and the whole.
 
     Args:
         outside: how probable it is that the mean lies above it, and below it.
+        whole: the largest value of a share; None: the values are no shares.
     """
     sums, counts = np.bincount(clients, values), np.bincount(clients)
     sums, counts = sums[counts > 0], counts[counts > 0]
@@ -31,6 +35,11 @@ def clustered_interval(values: Floats, clients: Ints, outside: float = LUCK) -> 
     mean = sums.sum() / n
     error = sqrt(k / (k - 1) * float(((sums - mean * counts) ** 2).sum())) / n
     half = stdtrit(k - 1, 1 - outside) * error
+    if whole is not None and 0 < mean < whole:
+        extra = half**2 / (mean * (whole - mean))  # z^2 / n of Wilson's interval
+        middle, half = mean + extra * whole / 2, sqrt(half**2 + (extra * whole / 2) ** 2)
+        low, high = (middle - half) / (1 + extra), (middle + half) / (1 + extra)
+        return max(0.0, float(low)), min(whole, float(high))
     return float(mean - half), float(mean + half)
 
 

@@ -22,7 +22,7 @@ class Leak:
         n: graded examples (for label_accuracy: batches).
         failed: rows without a value, by status; no mean counts them.
         ungraded: reconstructions that a deployment's clients did not grade, each of a whole batch; not among the failed.
-        mean, low, high: mean and 95 % t interval, clustered by client; PSNR capped. None if there is
+        mean, low, high: mean and 95 % interval, clustered by client (`clustered_interval`); PSNR capped. None if there is
             nothing to average, or there are fewer than two clients for an interval.
         median: of uncapped values.
         best: the worst case for the client, uncapped: the value that leaks most.
@@ -82,7 +82,7 @@ def _leak(part: Scores, metric: str, round: int | None) -> Leak:
     failed = Counter(part.statuses[s] for s in part.status[~graded])
     ungraded = failed.pop(UNGRADED, 0)
     values, raw, clients = averaged[graded], part.value[graded], part.client[graded]
-    interval = clustered_interval(values, clients)
+    interval = clustered_interval(values, clients, whole=MEASURED[metric].whole)
     some = len(values) > 0
     return Leak(
         attack=part.attacks[part.attack[0]],

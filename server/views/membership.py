@@ -149,7 +149,7 @@ def membership_table(scores: Scores, order: Sequence[str]) -> list[MembershipRow
         for name in (name for name in order if name in _names(rows)):
             own = rows.of_attack(name)
             clusters = own.round if metric == ANYBODY else own.client
-            interval = None if is_limit(name) else clustered_interval(own.value, clusters)
+            interval = None if is_limit(name) else clustered_interval(own.value, clusters, whole=1.0)
             hits = {rate: _rate(at.of_attack(name), own) for rate, at in at_rates.items() if len(at.of_attack(name))}
             low, high = interval or (None, None)
             question = QUESTIONS[metric]
@@ -184,7 +184,7 @@ def _told(metric: str, rows: Scores, at_rate: Scores, attack: str, tests: int) -
         attack=attack,
         baseline=gain.baseline,
         area=float(own.value.mean()),
-        interval=clustered_interval(own.value, own.client),
+        interval=clustered_interval(own.value, own.client, whole=1.0),
         floor=float((gain.own - gain.differences).mean()),
         more_than_guessed=difference[0] if difference else None,
         hits=_rate(hits, own) if len(hits) else None,

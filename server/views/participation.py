@@ -78,9 +78,9 @@ class ObservationRow(Structure):
         """A column's value."""
 
 
-def may_have_sent(missing: ObservationRow, deployed: bool) -> bool:
-    """Whether a missing client may have computed an update first: its guard withheld it, or it came too late."""
-    return bool(missing["alarm"] or (deployed and missing["silent"]))
+def may_have_sent(observed: ObservationRow, deployed: bool) -> bool:
+    """Whether a client may have computed an update: one came, its guard withheld it, or it came too late."""
+    return bool(observed["status"] != "missing" or observed["alarm"] or (deployed and observed["silent"]))
 
 
 def rounds_seen(protocol: Protocol, replies: Iterable[tuple[int, int]]) -> dict[int, set[int]]:

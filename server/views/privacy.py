@@ -1,7 +1,8 @@
 """What noise protects: the epsilons that were accounted, and beside them what canaries show of it in one run."""
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,11 +14,13 @@ from torch import Tensor
 from fedgauge.attacks.grading.canary import CANARY, gaussian_epsilon
 from fedgauge.attacks.grading.one_run import EVIDENCE, guess_bound
 from fedgauge.client.components import SpecError
-from fedgauge.defenses.accounting import Accountant, NoGuarantee, privacy_statement
+from fedgauge.defenses.accounting import Accountant, NoGuarantee, PrivacyStatement, privacy_statement, records_of
+from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import repeated
+from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import rounded
 from fedgauge.server.views.intervals import NORMAL_95
-from fedgauge.server.views.participation import may_have_sent, rounds_seen
+from fedgauge.server.views.participation import rounds_seen
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import Scores
 
@@ -33,27 +36,54 @@ def privacy(reading: Reading) -> dict[str, Any]:
 
 def _privacy(reading: Reading) -> dict[str, Any]:
     try:
-        scenario = reading.scenario
+        spending = Spending(reading.scenario, reading.ledger, reading.answered)
     except SpecError as error:
         return {"epsilon": None, "client": None, "delta": None, "words": f"No epsilon on this machine: {error}."}
-    deployed = reading.ledger.deployed
-    unseen = {where for where, row in reading.missing.items() if not may_have_sent(row, deployed)}
-    seen = rounds_seen(scenario.protocol, [where for where in reading.sizes if where not in unseen])
-    again = repeated(reading.ledger.meta()) + _under_way(reading)
-    each = {c: len(rounds) + again for c, rounds in seen.items()}
-    each.setdefault(0, again)  # any client of which nothing was recorded
-    statement = privacy_statement(scenario.federation, each, scenario.privacy.delta, not deployed)
+    statement = spending.of_all()
+    assumed = ", as the clients are assumed to defend" if reading.ledger.deployed else ""
     return {
         "epsilon": rounded(statement.record),
         "client": rounded(statement.client),
         "delta": statement.delta,
-        "words": f"Differential privacy{', as the clients are assumed to defend' if deployed else ''}: {statement.words}.",
+        "words": f"Differential privacy{assumed}: {statement.words}.",
     }
 
 
-def _under_way(reading: Reading) -> int:
-    """1 if a deployment's clients may have answered in a round that is not recorded yet, or never will be: its server died."""
-    return int(reading.ledger.deployed and reading.ledger.last_round() < reading.tables["rounds"])
+class Spending:
+    """What the clients of a run have spent of their privacy: the one count, for a page and for an export.
+
+    Args:
+        answered: round and client of every update that was sent, or may have been.
+    """
+
+    def __init__(self, scenario: Scenario, ledger: Ledger, answered: Iterable[tuple[int, int]]) -> None:
+        meta = ledger.meta()
+        self._federation, self.delta, self._secret = scenario.federation, scenario.privacy.delta, not ledger.deployed
+        self._seen = {c: sorted(rounds) for c, rounds in rounds_seen(scenario.protocol, answered).items()}
+        self._again, self._last = repeated(meta), ledger.last_round()
+        # a deployment's clients may have answered in a round that is not recorded yet, or never will be: its server died
+        self._under_way = int(ledger.deployed and self._last < int(meta.get("rounds") or scenario.protocol.rounds))
+        self._known: dict[tuple[int, int], float | None] = {}
+
+    def _rounds(self, client: int, until: float = math.inf) -> int:
+        """In how many rounds a client may have answered by the end of one."""
+        under_way = self._under_way if until >= self._last else 0
+        return bisect_right(self._seen.get(client, ()), until) + self._again + under_way
+
+    def of_all(self) -> PrivacyStatement:
+        """The most that any client has spent so far, of which nothing was recorded among them."""
+        return self._statement({client: self._rounds(client) for client in (0, *self._seen)})
+
+    def record(self, client: int, until: int) -> float | None:
+        """The epsilon of one record by the end of a round, of the newest with what is under way; None if none holds."""
+        rounds = self._rounds(client, until)
+        key = rounds, records_of(self._federation, client)
+        if key not in self._known:
+            self._known[key] = self._statement({client: rounds}).record
+        return self._known[key]
+
+    def _statement(self, rounds: Mapping[int, int]) -> PrivacyStatement:
+        return privacy_statement(self._federation, rounds, self.delta, self._secret)
 
 
 @dataclass(frozen=True)

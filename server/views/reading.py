@@ -26,6 +26,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tester_truth import TesterTruth
 from fedgauge.server.views.formatting import chain, component, is_exact, rounded
 from fedgauge.server.views.leakage import Leak, Snapshot
+from fedgauge.server.views.participation import may_have_sent
 from fedgauge.server.views.roles import attack_order, is_attack
 from fedgauge.server.views.scores import Scores, known_metrics
 
@@ -128,7 +129,7 @@ class Reading(LedgerReading):
         self.sizes: dict[tuple[int, int], int] = {}
         self.participation: Counter[tuple[int, str]] = Counter()  # (client, status)
         self.missed: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (status, reason): (client, round)
-        self.missing: dict[tuple[int, int], Any] = {}  # rows of the ledger, by round and client
+        self.answered: set[tuple[int, int]] = set()  # round and client of every update that was sent, or may have been
         self.version = ""
         self._seen = 0  # the last round whose observations were read
         self._views: dict[Any, Any] = {}
@@ -171,12 +172,13 @@ class Reading(LedgerReading):
         if "rounds" in self.meta:  # a user's own app decides by itself how many it trains
             self.tables["rounds"] = int(self.meta["rounds"])
         self.attacks = [{**row, "parts": row["knowledge"].split(SEPARATOR)} for row in self.ledger.attacks()]
+        deployed = self.ledger.deployed
         for o in self.ledger.observations_since(self._seen + 1):
             self._seen = o["round"]
             self.sizes[o["round"], o["client"]] = min(o["examples"] or 1, most_examples(self.tables))
             self.participation[o["client"], o["status"]] += 1
-            if o["status"] == "missing":
-                self.missing[o["round"], o["client"]] = o
+            if may_have_sent(o, deployed):
+                self.answered.add((o["round"], o["client"]))
             if o["status"] != "accepted":
                 self.missed.setdefault((o["status"], o["reason"]), []).append((o["client"], o["round"]))
         self._views.clear()

@@ -266,24 +266,22 @@ class _Probe:
             return None
         planned = PlannedAttack(use, {"use": use})
         results = self.auditor.attack(planned, self.wave, self.members)  # stand-ins are no clients: no audit
-        pairs = [(r.x, b.x) for (r, _), b in zip(results, self.batches, strict=True) if r.x is not None]
-        modality = self.auditor.modality
-        metric = next(m for m in modality.metrics(self.auditor.auxiliary.x) if m.name == modality.main.metric)
-        values = [float(v) for x, truth in pairs for v in metric(truth, x[modality.pairing(truth, x)])]
+        grader = self.auditor.grader
+        values = [v for (r, _), b in zip(results, self.batches, strict=True) for v in grader.leaked(r, b)]
         if not values:
             return None
-        mean = sum(min(v, self.full) for v in values) / len(values)
+        mean = sum(values) / len(values)
         self._reaches(mean, f"{use} on {len(values)} stand-ins")
         exact = sum(v >= self.full for v in values)
         if exact:
             return PreflightFinding(
                 "leaks",
-                f"{where} holds the {modality.main.private}: read off {exact} of {len(values)} stand-ins without any search "
+                f"{where} holds the {grader.modality.main.private}: read off {exact} of {len(values)} stand-ins without any search "
                 f"({use})",
                 remedy,
             )
         return PreflightFinding(
-            "note", f"{use} reads {where} and gets {in_unit(mean, modality.main)} through this chain"
+            "note", f"{use} reads {where} and gets {in_unit(mean, grader.modality.main)} through this chain"
         )
 
     def _labels(self) -> PreflightFinding | None:

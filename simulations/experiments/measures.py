@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -142,8 +142,10 @@ def _psnr_of(outcome: AttackOutcome, chosen: Ints) -> Interval:
 
 def _verbatim(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
     """The fraction of single images that were recovered verbatim."""
-    psnr = outcome.scores.of_metric("psnr")
-    return mean_of(replace(psnr, value=(psnr.value >= PSNR_CAP).astype(float)), "psnr")
+    hits = (outcome.psnr >= PSNR_CAP).astype(float)
+    n, size = hits.shape
+    interval = clustered_interval(hits.flatten(), np.repeat(np.arange(n), size), whole=1.0)
+    return float(hits.mean()), *(interval or (None, None))
 
 
 def _iterations(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:

@@ -6,9 +6,8 @@ import io
 import json
 import math
 import tempfile
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 from urllib.parse import quote
@@ -19,14 +18,12 @@ from numpy.typing import NDArray
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.components import SpecError
 from fedgauge.client.files import replacing
-from fedgauge.defenses.accounting import Accountant, NoGuarantee, records_of
 from fedgauge.server.store import run_files
-from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import repeated
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.gallery import Card, Gallery
 from fedgauge.server.views.leakage import Leak
-from fedgauge.server.views.participation import may_have_sent, rounds_seen
+from fedgauge.server.views.participation import may_have_sent
+from fedgauge.server.views.privacy import Spending
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.roles import is_limit
 from fedgauge.server.views.scores import capped, known_metrics
@@ -48,44 +45,18 @@ GAP = 2  # white pixels between the tiles of a picture
 def rows(run: Run) -> Iterator[tuple[Any, ...]]:
     """Every score in a stable order, as COLUMNS; example -1 is the whole batch; value None: there was nothing to grade.
 
-    Epsilon is what the client has spent for one record by the end of the round; None if there is none or it is unknown here.
+    Epsilon is what the client has spent for one record by the end of the round, in the newest round with one that is under way;
+    None if there is none or it is unknown here.
     """
     with run.ledger() as ledger:
-        epsilon = _Epsilons(run, ledger)
+        spending: Spending | None = None
+        with suppress(SpecError):
+            replies = ((o["round"], o["client"]) for o in ledger.observations() if may_have_sent(o, ledger.deployed))
+            spending = Spending(run.scenario(), ledger, replies)
         for row in ledger.scores():
-            yield run.name, *(row[c] for c in COLUMNS[1:-2]), epsilon(row["client"], row["round"]), epsilon.delta
-
-
-class _Epsilons:
-    """What each client has spent by the end of a round."""
-
-    delta: float | None = None
-
-    def __init__(self, run: Run, ledger: Ledger) -> None:
-        try:
-            scenario = run.scenario()
-            self._accountant = Accountant.of(scenario.federation, scenario.privacy.delta, not ledger.deployed)
-        except (SpecError, NoGuarantee):
-            return
-        self.delta = scenario.privacy.delta
-        self._federation = scenario.federation
-        replies = [
-            (o["round"], o["client"])
-            for o in ledger.observations()
-            if o["status"] != "missing" or may_have_sent(o, ledger.deployed)
-        ]
-        self._again = repeated(ledger.meta())
-        self._seen = {client: sorted(seen) for client, seen in rounds_seen(scenario.protocol, replies).items()}
-        self._known: dict[tuple[int, int], float] = {}
-
-    def __call__(self, client: int, round: int) -> float | None:
-        if self.delta is None:
-            return None
-        answered = bisect_right(self._seen.get(client, ()), round)
-        key = answered + self._again, records_of(self._federation, client)
-        if key not in self._known:
-            self._known[key] = self._accountant.spent(*key).record
-        return self._known[key]
+            epsilon = None if spending is None else spending.record(row["client"], row["round"])
+            delta = None if spending is None or epsilon is None else spending.delta
+            yield run.name, *(row[c] for c in COLUMNS[1:-2]), epsilon, delta
 
 
 def write_csv(run: Run, out: TextIO) -> None:

@@ -369,20 +369,22 @@ def test_settings_are_checked_like_the_file(kit: Any, tmp_path: Path) -> None:
         Scenario.load(path, ["nonsense"])
 
 
-def test_a_mistake_that_a_setting_made_is_told_in_the_settings_words(kit: Any, tmp_path: Path) -> None:
+def test_a_mistake_that_a_setting_made_is_told_with_the_settings_numbers(kit: Any, tmp_path: Path) -> None:
     path = write(tmp_path, kit.tables(chain=[CLIP, SGD]))
     for setting, words in (
-        ("chain.1.rate=abc", "chain.1 ([[chain]] #2): rate must be a number, got 'abc'"),
+        ("chain.1.rate=abc", "[[chain]] #2: rate must be a number, got 'abc'"),
         (
             "attack.0.itertions=3",
-            "attack.0 ([[attack]] #1): inverting_gradients() has no argument 'itertions' (it has: ",
+            "[[attack]] #1: inverting_gradients() has no argument 'itertions' (it has: ",
         ),
-        ("attack.0={use = 3}", "attack.0 ([[attack]] #1): needs use"),
-        ("chain.0.rate=abc", "chain.0 ([[chain]] #1): clip() has no argument 'rate' (it has: max_norm, each)"),
+        ("attack.0={use = 3}", "[[attack]] #1: needs use"),
+        ("chain.0.rate=abc", "[[chain]] #1: clip() has no argument 'rate' (it has: max_norm, each)"),
     ):
         with pytest.raises(SpecError) as mistake:
             Scenario.load(path, ["chain.0.max_norm=2", setting])
         assert str(mistake.value).startswith(f"{path}: {words}")
+        assert "(of --set, chain.0 is [[chain]] #1" in str(mistake.value)
+        assert words.startswith("[[chain]] #2") == str(mistake.value).endswith(", chain.1 is [[chain]] #2)")
     path = write(tmp_path, kit.tables(chain=[{**CLIP, "max_norm": "x"}, SGD]))
     with pytest.raises(SpecError, match=r"scenario.toml: \[\[chain\]\] #1: max_norm"):  # the file's own mistake
         Scenario.load(path, ["chain.1.rate=0.5"])

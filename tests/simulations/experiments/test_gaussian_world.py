@@ -14,13 +14,13 @@ from torch import Tensor
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Wave
 from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.engine.distances import gaussian_likelihood
+from fedgauge.attacks.grading.tuning import Tuning
 from fedgauge.attacks.limits import van_trees
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian, total_variation
 from fedgauge.attacks.matching.quasi_newton import LBFGSSearch
 from fedgauge.attacks.modality.images import ImageModality
-from fedgauge.attacks.tuning import Tuning
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset
 from fedgauge.client.rng import generator

@@ -13,9 +13,13 @@ import pytest
 from fedgauge.defenses.accounting import spent
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.store.ledger_types import Participation
+from fedgauge.server.store.ledger_types import DEPLOYMENT, REPEATED, Participation
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.reports.export import _Epsilons, write_csv
+from fedgauge.server.views.formatting import rounded
+from fedgauge.server.views.participation import may_have_sent
+from fedgauge.server.views.privacy import Spending, privacy
+from fedgauge.server.views.reading import read_once
+from fedgauge.simulations.reports.export import write_csv
 from tests.simulations.reports.report_pages import NOISY, Page, page_of, taped
 from tests.small_runs import scenario
 
@@ -115,9 +119,22 @@ def test_a_withheld_update_counts_in_the_export_as_its_owner_counts_it(tmp_path:
     with run.ledger() as ledger:
         for round, alarm in ((3, True), (4, None)):
             ledger.record_intake(round, [Participation(0, "missing", "no update", alarm=alarm)])
-        epsilon, federation = _Epsilons(run, ledger), run.scenario().federation
+        sent = [(o["round"], o["client"]) for o in ledger.observations() if may_have_sent(o, deployed=False)]
+        spending, federation = Spending(run.scenario(), ledger, sent), run.scenario().federation
     for round, counted in ((2, 2), (3, 3), (4, 3)):
-        assert epsilon(0, round) == spent(federation, {0: counted}).record
+        assert spending.record(0, round) == spent(federation, {0: counted}).record
+
+
+def test_a_deployments_export_and_page_say_the_same_epsilon(tmp_path: Path) -> None:
+    """Clients may have answered in the round in which the server died; the export did not count it."""
+    run = taped(tmp_path / "died", scenario(chain=NOISY, rounds=3, attack=[{"use": "analytic"}]))
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        ledger.set_meta(mode=DEPLOYMENT, rounds="3", **{REPEATED: "1"})
+    with read_once(run) as reading:
+        told = privacy(reading)["epsilon"]
+    rows = list(csv.DictReader(io.StringIO(exported(run))))
+    assert told == rounded(max(float(r["epsilon"]) for r in rows))
 
 
 def test_the_replay_of_a_noisy_chain_is_exact(hidden: Run) -> None:

@@ -21,12 +21,12 @@ from fedgauge.attacks.engine.distances import (
     visible,
 )
 from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.grading.tuning import Tuned, Tuning
 from fedgauge.attacks.matching.priors import fitted_total_variation, gaussian, total_variation
 from fedgauge.attacks.matching.recipes import bayes, inverting_gradients
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.attacks.threat_model import public_knowledge
-from fedgauge.attacks.tuning import Tuned, Tuning
 from fedgauge.client.chain import chain
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol

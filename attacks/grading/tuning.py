@@ -8,14 +8,17 @@ them, as what is ahead early need not be ahead at the end.
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Wave
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.engine.simulator import Simulator
+from fedgauge.attacks.grading.scores import Grader
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
@@ -119,17 +122,17 @@ class Tuning:
         update = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
         shadow = Wave(wave.round, tuple(range(shadows)), wave.params, update, wave.buffers)
         given = None if known.labels is None else y.sort(1).values
-        return Trial(self, replace(known, auxiliary=rest, labels=given), shadow, x)
+        return Trial(self, replace(known, auxiliary=rest, labels=given), shadow, Batch(x.to(CPU), y.to(CPU)))
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """What candidates are tried on: shadow updates of examples x (S, B, ...)."""
+    """What candidates are tried on: shadow updates of examples, (S, B, ...) and labels (S, B)."""
 
     tuning: Tuning
     known: Knowledge
     shadow: Wave
-    x: Tensor
+    examples: Batch
 
     def score(self, attack: Attack, iterations: int) -> float:
         """The mean of the main metric after so many iterations, larger for more leakage; -inf if nothing came back."""
@@ -137,16 +140,6 @@ class Trial:
             partial(generator, self.tuning.seed, "tuning", self.tuning.round, s) for s in range(len(self.shadow))
         ]
         results = attack.reconstruct(self.shadow, self.known, Budget(iterations), streams)
-        values = [self._value(truth, result) for truth, result in zip(self.x, results, strict=True)]
-        return sum(values) / len(values)
-
-    def _value(self, truth: Tensor, result: Reconstruction) -> float:
-        result, truth, modality = result.to(CPU), truth.to(CPU), self.tuning.modality
-        if result.x is None or not bool(torch.isfinite(result.x).all()):
-            return -torch.inf
-        guess = result.x[modality.pairing(truth, result.x)]
-        metric = next(m for m in modality.metrics(truth) if m.name == modality.main.metric)
-        values = metric(truth, guess).double()
-        if modality.main.cap is not None:
-            values = values.clamp(max=modality.main.cap)
-        return modality.main.sign * float(values.mean())
+        grader = Grader(self.tuning.modality, self.examples.x)
+        values = [grader.leaked(r.to(CPU), Batch(x, y)) for r, x, y in zip(results, *self.examples, strict=True)]
+        return grader.modality.main.sign * fmean(chain.from_iterable(values)) if all(values) else -torch.inf
