@@ -8,17 +8,22 @@ PSNR_CAP = (
 )
 
 
+def assigned(costs: Tensor) -> Tensor:
+    """Order (n,) that gives each row of costs (n, m), n at most m, a column of its own at the least total (Hungarian)."""
+    from scipy.optimize import linear_sum_assignment
+
+    return torch.from_numpy(linear_sum_assignment(costs.double().cpu().numpy())[1])
+
+
 def match(truth: Tensor, guess: Tensor) -> Tensor:
-    """Order (B,) that pairs guess[order[i]] with truth[i], one to one, at the least total squared error (Hungarian).
+    """Order (B,) that pairs guess[order[i]] with truth[i], one to one, at the least total squared error.
 
     Exact hits are always paired: where other guesses are far off, the least total alone could separate them.
     """
-    from scipy.optimize import linear_sum_assignment
-
     cost = (truth.flatten(1)[:, None] - guess.flatten(1)[None]).square().mean(2).double()
     exact = cost <= 10 ** (-PSNR_CAP / 10)
     cost = torch.where(exact, cost - len(cost) * cost.max(), cost)
-    return torch.from_numpy(linear_sum_assignment(cost.numpy())[1])
+    return assigned(cost)
 
 
 def mse_of(truth: Tensor, guess: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """A generative prior: optimise a generator's latents, then its weights (GI-GIP: Jeon et al., 2021)."""
 
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,47 +17,42 @@ from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
+from fedgauge.client.components import Table
 from fedgauge.client.update import Params
 
 TOGETHER = 16  # problems at once, each with its own generator
 
 
 @dataclass(frozen=True)
-class gi_gip(Attack):
-    """Gradient Inversion with a Generative Image Prior: Adam on the latents, then on the weights, against the engine's likelihood.
+class GeneratorSearch(Attack):
+    """A search for a generator's image, from normal latents.
 
     Args:
         latent, width, training: of the generator trained on auxiliary images: its latents, channels and Adam steps.
-        generator: a user's own instead (`fedgauge.attacks.learned.generators.own`), such as
-            {use = "mynets:decoder", weights = "decoder.safetensors"}.
-        share: of the iterations spent on the latents.
-        rate, weight_rate: of Adam on latents and on weights.
-        prior: weight of the latents' normal density, as a mean square.
-        tv: of the total variation.
+        rate: of Adam on the latents.
+        prior: weight of the latents' normal density, as a mean square; tv: of the total variation.
     """
 
     latent: int = 128
     width: int = 32
     training: int = 2000
-    share: float = 0.5
     rate: float = 0.05
-    weight_rate: float = 3e-3
     prior: float = 1e-4
     tv: float = 1e-4
-    generator: dict | None = None  # type: ignore[type-arg]  # as TOML gives it; `check` looks at what is in it
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "latent", "width", "training")
         check_at_least(self, 0, "prior", "tv")
-        check_above_zero(self, "rate", "weight_rate")
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share must lie in 0..1, got {self.share}")
-        if self.generator is not None:
-            check(self.generator)
+        check_above_zero(self, "rate")
+
+    @property
+    def own_generator(self) -> Table | None:
+        """A user's generator in place of one trained here."""
+        return None
 
     @property
     def trains_first(self) -> bool:
-        return self.generator is None
+        return self.own_generator is None
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -65,32 +61,71 @@ class gi_gip(Attack):
         like = next(iter(wave.params.values()))
         try:
             trained = GeneratorTraining(self.latent, self.width, self.training)
-            generator = generator_of(self.generator, trained, known).to(like)
+            generator = generator_of(self.own_generator, trained, known).to(like)
             labels = labelling.restore(wave, known)
-            objective, each = (
-                Objective(priors=(total_variation(self.tv),)),
-                labels.repeat_interleave(budget.restarts, 0),
-            )
+            each = labels.repeat_interleave(budget.restarts, 0)
+            objective = Objective(priors=(total_variation(self.tv),))
             problems = Problems(objective, wave, known, each, budget.restarts, like.dtype)
         except ValueError as error:
             return not_applicable(wave, str(error))
         size = (known.batch_size, generator.numbers)
-        starts = [
-            torch.randn(size, generator=stream("latent", r)) for stream in streams for r in range(budget.restarts)
-        ]
-        z, parts = torch.stack(starts).to(like), torch.arange(problems.count).split(TOGETHER)
-        found = []
-        for place, rows in enumerate(parts):
-            clock = _share(started, budget.seconds, len(parts) - place)
-            found.append(self._search(problems, generator, rows, z[rows], budget.iterations, clock))
-        images, objectives, spent = (torch.cat(part) for part in zip(*found, strict=True))
+        z = [torch.randn(size, generator=stream("latent", r)) for stream in streams for r in range(budget.restarts)]
+        images, objectives, spent = self._search(problems, generator, torch.stack(z).to(like), budget, started)
         seconds = (time.perf_counter() - started) / len(wave)
         return [
-            best_restart(images[own], objectives[own], spent[own], labels[k], budget, seconds)
+            _best_restart(images[own], objectives[own], spent[own], labels[k], budget, seconds)
             for k, own in enumerate(torch.arange(problems.count).view(-1, budget.restarts))
         ]
 
+    @abstractmethod
     def _search(
+        self, problems: Problems, generator: ImageGenerator, z: Tensor, budget: Budget, started: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The images in [0, 1] of lowest objective, from latents z (P, B, numbers); that objective, and iterations.
+
+        Args:
+            started: when the attack began, for its budget of seconds.
+        """
+
+
+@dataclass(frozen=True)
+class gi_gip(GeneratorSearch):
+    """Gradient Inversion with a Generative Image Prior: Adam on the latents, then on the weights, against the engine's likelihood.
+
+    Args:
+        generator: a user's own instead of one trained here (`fedgauge.attacks.learned.generators.own`), such as
+            {use = "mynets:decoder", weights = "decoder.safetensors"}.
+        share: of the iterations spent on the latents.
+        weight_rate: of Adam on the weights.
+    """
+
+    share: float = 0.5
+    weight_rate: float = 3e-3
+    generator: dict | None = None  # type: ignore[type-arg]  # as TOML gives it; `check` looks at what is in it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_above_zero(self, "weight_rate")
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share must lie in 0..1, got {self.share}")
+        if self.generator is not None:
+            check(self.generator)
+
+    @property
+    def own_generator(self) -> Table | None:
+        return self.generator
+
+    def _search(
+        self, problems: Problems, generator: ImageGenerator, z: Tensor, budget: Budget, started: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        parts, found = torch.arange(problems.count).split(TOGETHER), []
+        for place, rows in enumerate(parts):
+            clock = _share(started, budget.seconds, len(parts) - place)
+            found.append(self._search_some(problems, generator, rows, z[rows], budget.iterations, clock))
+        images, objectives, spent = (torch.cat(part) for part in zip(*found, strict=True))
+        return images, objectives, spent
+
+    def _search_some(
         self, problems: Problems, generator: ImageGenerator, rows: Tensor, z: Tensor, iterations: int, clock: Deadline
     ) -> tuple[Tensor, Tensor, Tensor]:
         """For some problems, from latents z: the images in [0, 1] of lowest objective, that objective, and iterations."""
@@ -149,7 +184,7 @@ def _share(started: float, seconds: float | None, parts: int) -> Deadline:
     return Deadline(now, None if seconds is None else max(0.0, started + seconds - now) / parts)
 
 
-def best_restart(
+def _best_restart(
     x: Tensor, objectives: Tensor, spent: Tensor, labels: Tensor, budget: Budget, seconds: float
 ) -> Reconstruction:
     """The restart with the lowest objective, from images (R, B, C, H, W)."""

@@ -19,8 +19,7 @@ from fedgauge.attacks.grading.scores import ScoreRecord, wrong_client
 from fedgauge.attacks.membership.attack import membership
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.joint import marginal_ratios
-from fedgauge.attacks.membership.likelihood import HELD as HELD_AT_ONCE
-from fedgauge.attacks.membership.likelihood import RestOfBatch, joint_ratios
+from fedgauge.attacks.membership.likelihood import AT_ONCE, RestOfBatch, joint_ratios
 from fedgauge.attacks.membership.limit import detectability, pair_area, power
 from fedgauge.attacks.membership.measured import ANYBODY, HELD, MEMBER, RATES
 from fedgauge.attacks.membership.scores import classes_of
@@ -257,7 +256,7 @@ def _canaries_of(fed: Federation, known: Knowledge, update: Wave, rest: RestOfBa
     drawn = torch.cat(
         [torch.full((len(shards.canaries[m]),), shards.batch_size / len(shards.indices[m])) for m in members]
     )
-    q, parts = drawn.double(), max(1, HELD_AT_ONCE // len(rest.mean))  # gradients that are held at once
+    q, parts = drawn.double(), max(1, AT_ONCE // len(rest.mean))  # gradients that are held at once
     ratios = []
     for block, (some, share) in enumerate(zip(rows.split(parts), (q / 2).split(parts), strict=True)):
         candidates = CandidateGradients(known, update.params, batch_of(shards.dataset.x, shards.dataset.y, some))

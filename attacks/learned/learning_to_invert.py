@@ -31,6 +31,7 @@ from fedgauge.attacks.learned.refinement import refine
 from fedgauge.attacks.learned.ridge import inverter_answer, ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
 from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
+from fedgauge.client.pairing import assigned
 from fedgauge.client.rng import generator, seed_of
 
 SAVED = 60.0  # seconds between two checkpoints
@@ -386,10 +387,7 @@ def hungarian(costs: Tensor) -> Tensor:
         orders = torch.tensor(list(permutations(range(size))), device=costs.device)
         totals = costs[:, torch.arange(size), orders].sum(2)  # (n, orders)
         return orders[totals.argmin(1)]
-    from scipy.optimize import linear_sum_assignment
-
-    chosen = [torch.from_numpy(linear_sum_assignment(c)[1]) for c in costs.double().nan_to_num().cpu().numpy()]
-    return torch.stack(chosen).to(costs.device)
+    return torch.stack([assigned(c) for c in costs.double().nan_to_num()]).to(costs.device)
 
 
 def final_noise_std(shadow: ShadowTrainer) -> float:

@@ -15,6 +15,7 @@ from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.feature_hashing import Sketch, check_memory
 from fedgauge.client.models.vision import last_linear, layer_parameters
+from fedgauge.client.pairing import assigned
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient
 from fedgauge.client.update import Batch, Params, Update
@@ -245,10 +246,7 @@ class ShadowTrainer:
 
 def aligned_orders(groups: Tensor, y: Tensor, labels: Tensor) -> Tensor:
     """Batches (N, B) of images with labels y, reordered so that as many as possible are at their own label in `labels`."""
-    from scipy.optimize import linear_sum_assignment
-
     found = groups.clone()
     for k in (y != labels).any(1).nonzero().flatten().tolist():
-        order = linear_sum_assignment((labels[k][:, None] != y[k]).cpu().numpy())[1]
-        found[k] = groups[k][torch.from_numpy(order).to(groups.device)]
+        found[k] = groups[k][assigned(labels[k][:, None] != y[k]).to(groups.device)]
     return found

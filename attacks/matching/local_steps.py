@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.chain import Chain
+from fedgauge.client.pairing import assigned
 
 Aggregate = Literal["mean", "max"]
 
@@ -55,15 +56,12 @@ def pair_epochs(x: Tensor, labels: Tensor | None, count: int) -> Tensor:
     Args:
         labels: (N, count * B); only copies of the same label are paired.
     """
-    from scipy.optimize import linear_sum_assignment
-
     copies = _apart(x.detach(), count).flatten(3).double().cpu().nan_to_num()
     costs = (copies[:, :1, :, None] - copies[:, :, None]).square().sum(4)  # (N, count, B of the first, B)
     if labels is not None:
         names = _apart(labels.cpu(), count)
         costs += (names[:, :1, :, None] != names[:, :, None]) * (1 + costs.sum((2, 3), keepdim=True))
-    orders = [[torch.from_numpy(linear_sum_assignment(cost.numpy())[1]) for cost in one] for one in costs]
-    return torch.stack([torch.stack(one) for one in orders]).to(x.device)
+    return torch.stack([torch.stack([assigned(cost) for cost in one]) for one in costs]).to(x.device)
 
 
 def averaged(t: Tensor, order: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from fedgauge.client.transforms import Link, UpdateDistribution, is_per_example
 from fedgauge.client.update import Batch, Params
 
 AXES = 128  # principal axes of the population's gradients, at most half of the public examples
-HELD = 2**27  # numbers of public gradients that are held at once
+AT_ONCE = 2**27  # numbers of public gradients that are held at once
 EVEN = 0.1  # part of an entry's variance that is its tensor's mean, as few examples leave some entries without any
 LEAST = 1e-6  # variance of an entry, in mean squares of the update
 FAINT = 1e-6  # mean squares that an update counts with at least, in those of one example's expected part of it
@@ -57,7 +57,7 @@ class RestOfBatch:
         if len(public) < 2:
             raise ValueError(f"the rest of the batch is estimated from at least 2 public examples, got {len(public)}")
         tensors = [t.numel() for t in public.params.values()]
-        count = max(2, min(len(public), HELD // sum(tensors)))
+        count = max(2, min(len(public), AT_ONCE // sum(tensors)))
         used = CandidateGradients(public.known, public.params, Batch(public.batch.x[:count], public.batch.y[:count]))
         rows = torch.cat(list(used.rows()))
         rows *= used.kept.to(rows)[:, None]

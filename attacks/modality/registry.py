@@ -10,7 +10,7 @@ from fedgauge.attacks.modality.rows import RowModality
 from fedgauge.attacks.modality.sentences import SentenceModality
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import Dataset
-from fedgauge.client.data.tables import Table
+from fedgauge.client.data.tables import Tabular
 
 MODALITIES: dict[type[Dataset], type[Modality]] = {}
 MEASURED: dict[str, Measured] = {}  # what each metric is, in the order in which tables and figures show them
@@ -26,7 +26,7 @@ def register(dataset: type[Dataset], modality: type[Modality]) -> None:
 
 register(Dataset, ImageModality)
 register(Text, SentenceModality)
-register(Table, RowModality)
+register(Tabular, RowModality)
 MEASURED.update(MEMBERSHIP)
 BASELINES.update(dict.fromkeys(GUESSES, "membership"))
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.modality.base import PERCENT, MainMetric, Mark, Measured, Modality
 from fedgauge.attacks.modality.image_metrics import Metric
-from fedgauge.client.data.tables import Table
+from fedgauge.client.data.tables import Tabular
 from fedgauge.client.models.columns import Columns
+from fedgauge.client.pairing import assigned
 
 CHOSEN = 0.25  # of a batch's cells: those of which the attack is surest (Vero et al., 2023, table 4)
 TIE = 1e-6  # weight of the rows' distance among pairs with equally many right cells
@@ -20,7 +21,7 @@ TIE = 1e-6  # weight of the rows' distance among pairs with equally many right c
 class RowModality(Modality):
     """Rows (D,) of encoded cells, paired and compared by how many cells are right: a number to .319 deviations, a category."""
 
-    dataset: Table
+    dataset: Tabular
 
     main = MainMetric(
         "cells right (%)", **PERCENT, metric="cells", name="cells right", private="row",
@@ -68,13 +69,10 @@ class RowModality(Modality):
         return self.columns.right(self.columns.cells(truth), self.columns.cells(guess))
 
     def pairing(self, truth: Tensor, guess: Tensor) -> Tensor:
-        from scipy.optimize import linear_sum_assignment
-
         right = self._right(truth[:, None], guess[None])
         gain = right.double().mean(-1) + len(truth) * right.all(-1)  # an exact hit is paired before all others
         apart = (truth[:, None] - guess[None]).double().square().mean(-1)
-        gain = gain - TIE * apart / apart.max().clamp_min(TIE)
-        return torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
+        return assigned(TIE * apart / apart.max().clamp_min(TIE) - gain)
 
     def of_batch(self, truth: Tensor, found: Reconstruction) -> dict[str, float]:
         """How many are right of the cells that the attack is surest of, if it says how sure it is."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedgauge.attacks.modality.image_metrics import Metric
 from fedgauge.client.models.tokenizer import Tokenizer
+from fedgauge.client.pairing import assigned
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 SPECIAL = "_special"  # suffix of metrics in which the special tokens around a sentence count
@@ -36,11 +37,8 @@ def text_metrics(tokenizer: Tokenizer) -> list[Metric]:
 
 def match_sentences(truth: Tensor, guess: Tensor, tokenizer: Tokenizer) -> Tensor:
     """Order (B,) that pairs guess[order[i]] with truth[i], one to one, at the largest total of ROUGE-1 and ROUGE-2."""
-    from scipy.optimize import linear_sum_assignment
-
     texts = [_as_text(row, tokenizer, False) for row in truth], [_as_text(row, tokenizer, False) for row in guess]
-    gain = torch.tensor([[sum(rouge(t, g)[kind] for kind in ROUGE[:2]) for g in texts[1]] for t in texts[0]])
-    return torch.from_numpy(linear_sum_assignment(gain.double().numpy(), maximize=True)[1])
+    return assigned(torch.tensor([[-sum(rouge(t, g)[kind] for kind in ROUGE[:2]) for g in texts[1]] for t in texts[0]]))
 
 
 def rouge(truth: str, guess: str) -> Mapping[str, float]:

@@ -20,6 +20,7 @@ from fedgauge.attacks.matching.search import AdamSearch
 from fedgauge.attacks.setting_checks import check_above_zero
 from fedgauge.attacks.tables.relaxation import relaxed_rows
 from fedgauge.client.models.columns import Columns
+from fedgauge.client.pairing import assigned
 
 OTHER_LABEL = 2.0  # a pair's cost, above that of a pair in which every cell differs
 TIE = 1e-6  # weight of the rows' distance among pairs that differ in as many cells
@@ -88,15 +89,12 @@ class tableak(Attack):
 
 def aligned(columns: Columns, rows: Tensor, labels: Tensor, to: Tensor, its_labels: Tensor) -> Tensor:
     """Each restart's rows (R, B, D) in the order in which they resemble one restart's rows (B, D) most, label by label."""
-    from scipy.optimize import linear_sum_assignment
-
     wanted, found = columns.cells(to), columns.cells(rows)
     differ = 1 - columns.right(wanted[:, None], found[:, None]).double().mean(-1)
     apart = (to[:, None] - rows[:, None]).double().square().mean(-1)
     other = (its_labels[:, None] != labels[:, None]).double()
-    costs = (differ + TIE * apart / apart.amax().clamp_min(TIE) + OTHER_LABEL * other).numpy()
-    orders = [torch.from_numpy(linear_sum_assignment(cost)[1]) for cost in costs]
-    return torch.stack([own[order] for own, order in zip(rows, orders, strict=True)])
+    costs = differ + TIE * apart / apart.amax().clamp_min(TIE) + OTHER_LABEL * other
+    return torch.stack([own[assigned(cost)] for own, cost in zip(rows, costs, strict=True)])
 
 
 def confidence(columns: Columns, rows: Tensor) -> Tensor:

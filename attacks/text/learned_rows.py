@@ -31,7 +31,7 @@ from fedgauge.client.update import Update
 
 LOUDEST, DRAWN = 24, 16  # candidates beside a sentence's words: those with the largest rows, and random others
 TINY = 1e-12
-HELD = 512  # held-out shadow updates at most
+MOST_HELD_OUT = 512  # held-out shadow updates at most
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class _PositionTraining:
     def _shadow_data(self, held: bool) -> tuple[Tensor, Tensor]:
         """Candidates' features (n, candidates, F), and the index of the true one at each position (n, L)."""
         shadow = self.shadow
-        groups = shadow.groups(held)[: HELD if held else None]
+        groups = shadow.groups(held)[: MOST_HELD_OUT if held else None]
         x, y = shadow.auxiliary.x[groups], shadow.auxiliary.y[groups]
         rng = generator("rows lessons", shadow.key, held)
         rows, truth = (torch.cat(parts) for parts in zip(*self._parts(x, y, rng), strict=True))

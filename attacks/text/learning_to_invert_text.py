@@ -28,11 +28,12 @@ from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
 from fedgauge.attacks.text.certificate import NEEDS_LANGUAGE_MODEL
 from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.pairing import assigned
 from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import Batch
 
 NEVER = -1e4  # log-probability of a word that is not in the auxiliary text; finite, so that sums of it are numbers
-HELD = 256  # held-out updates in one pass
+IN_ONE_PASS = 256  # held-out updates in one pass
 
 
 @dataclass(frozen=True)
@@ -246,8 +247,6 @@ def likeliest(log: Tensor, model: LanguageModel, lengths: Tensor | None) -> Tens
     Args:
         lengths: (B,) including special tokens; None: the likeliest.
     """
-    from scipy.optimize import linear_sum_assignment
-
     log, lengths = log.cpu(), None if lengths is None else lengths.cpu()
     special = torch.tensor(sorted(model.special))
     best = log.index_fill(2, special, -torch.inf).max(2)
@@ -259,7 +258,7 @@ def likeliest(log: Tensor, model: LanguageModel, lengths: Tensor | None) -> Tens
         chosen = [(j, least + int(sums[j].argmax())) for j in rows]
     else:
         given = lengths.clamp(least, longest)
-        order = linear_sum_assignment(sums[:, given - least].T.double().numpy(), maximize=True)[1]
+        order = assigned(-sums[:, given - least].T)
         chosen = [(int(j), int(n)) for j, n in zip(order, given, strict=True)]
     found = torch.full(log.shape[:2], model.pad)
     for k, (j, n) in enumerate(chosen):
@@ -342,6 +341,6 @@ class TextInverterTraining:
     def _error(self, network: SentenceNetwork, held: ShadowDataset) -> float:
         """Mean negative log-likelihood of a word of held-out sentences, in nats."""
         truth = self._truth(held.groups.reshape(len(held.rows), -1))
-        parts = zip(held.rows.split(HELD), truth.split(HELD), strict=True)
+        parts = zip(held.rows.split(IN_ONE_PASS), truth.split(IN_ONE_PASS), strict=True)
         with torch.no_grad():
             return sum(float(matched_nll(network(r), t)) * len(r) for r, t in parts) / len(held.rows)

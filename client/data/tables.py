@@ -31,7 +31,7 @@ DECIMALS = 4  # with which numbers are shown, at most
 
 
 @dataclass(frozen=True, eq=False)
-class Table(Dataset):
+class Tabular(Dataset):
     """Rows x (N, D) float32, encoded by their columns, with classes y (N,) int64."""
 
     columns: Columns
@@ -68,7 +68,7 @@ def table(
     classes: Sequence[str] | None = None,
     missing: Missing = "keep",
     one_hot: OneHot = "plain",
-) -> Table:
+) -> Tabular:
     """A user's own table: a CSV file in UTF-8 whose first line names its columns, or a Parquet file.
 
     Args:
@@ -105,10 +105,10 @@ def table(
     x = agreed.rows(_numbered(features, agreed, path))
     fitted = tuple(key for key, given in (("columns", columns), ("classes", classes)) if given is None)
     parts = (x[~tested], y[~tested], x[tested], y[tested])
-    return Table(path.stem, *parts, len(names), (), (), agreed, names=names, fitted=fitted)
+    return Tabular(path.stem, *parts, len(names), (), (), agreed, names=names, fitted=fitted)
 
 
-def census(one_hot: OneHot = "plain", seed: int = 1) -> Table:
+def census(one_hot: OneHot = "plain", seed: int = 1) -> Tabular:
     """A made-up census: 4,000 people with ten features, their income above or below the median; no file needed.
 
     Args:
@@ -130,7 +130,7 @@ ADULT = (
 )
 
 
-def adult(one_hot: OneHot = "scaled", missing: Missing = "drop", path: Path | None = None) -> Table:
+def adult(one_hot: OneHot = "scaled", missing: Missing = "drop", path: Path | None = None) -> Tabular:
     """Adult (Becker and Kohavi, 1996), whether 45,222 people earn more than 50,000 dollars: local adult.data and adult.test.
 
     Args:
@@ -155,7 +155,7 @@ GERMAN = (
 )
 
 
-def german_credit(one_hot: OneHot = "scaled", path: Path | None = None) -> Table:
+def german_credit(one_hot: OneHot = "scaled", path: Path | None = None) -> Tabular:
     """German credit (Hofmann, 1994), whether 1,000 people are good or bad risks: local german.data.
 
     Args:
@@ -287,12 +287,12 @@ def _absent(column: np.ndarray) -> np.ndarray:
 
 def _published(
     name: str, features: Cells, labels: np.ndarray, tested: np.ndarray, classes: Sequence[str], one_hot: OneHot
-) -> Table:
+) -> Tabular:
     """A table that everybody has: what is computed from it tells nobody anything."""
     columns = _fitted(features, ~tested, Path(name), one_hot)
     x, y = columns.rows(_numbered(features, columns, Path(name))), torch.from_numpy(labels).long()
     held = torch.from_numpy(tested)
-    return Table(name, x[~held], y[~held], x[held], y[held], len(classes), (), (), columns, names=tuple(classes))
+    return Tabular(name, x[~held], y[~held], x[held], y[held], len(classes), (), (), columns, names=tuple(classes))
 
 
 def _fitted(features: Cells, trained: np.ndarray, path: Path, one_hot: OneHot) -> Columns:

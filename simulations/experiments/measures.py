@@ -197,7 +197,11 @@ DERIVED: Mapping[str, tuple[str, Measure]] = {
     "iterations_saved": ("mse", _iterations_saved),
 }
 RENAMED = {"exact_sentence": "exact"}  # of sentences: of images, `exact` is a measure
-METRICS = (*DERIVED, *RENAMED, *(m for m in MEASURED if m not in DERIVED and m != "label_accuracy"))
+
+
+def all_measures() -> tuple[str, ...]:
+    """The measures that there are, whatever the kind of data."""
+    return (*DERIVED, *RENAMED, *(m for m in MEASURED if m not in DERIVED and m != "label_accuracy"))
 
 
 def metric_of(measure: str) -> str:
@@ -208,7 +212,7 @@ def metric_of(measure: str) -> str:
 def measures_of(modality: Modality, members: bool = False) -> list[str]:
     """The measures that there are of what is attacked: of a kind of data, or of who was in a batch."""
     there_are = MEMBERSHIP if members else modality.measured
-    return [measure for measure in METRICS if metric_of(measure) in there_are]
+    return [measure for measure in all_measures() if metric_of(measure) in there_are]
 
 
 def measured(measure: str, outcome: AttackOutcome, against: AttackOutcome | None) -> Interval:

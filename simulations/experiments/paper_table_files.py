@@ -10,7 +10,7 @@ from typing import Any
 from fedgauge.attacks.base import Budget
 from fedgauge.client.components import SpecError, call, check_arguments, coerce
 from fedgauge.simulations.experiments import grids
-from fedgauge.simulations.experiments.measures import METRICS
+from fedgauge.simulations.experiments.measures import all_measures
 from fedgauge.simulations.experiments.paper_tables import (
     AttackSpec,
     Images,
@@ -90,8 +90,8 @@ def _attack_spec(table: Mapping[str, Any], where: str) -> AttackSpec:
         "auxiliary": auxiliary,
     }
     spec: AttackSpec = call(AttackSpec, check_arguments(AttackSpec, arguments, where, made) | made, where)
-    if unknown := [m for m in spec.metrics if m not in METRICS]:
-        raise SpecError(f"{where}: unknown metric {unknown[0]!r} (there are: {', '.join(METRICS)})")
+    if unknown := [m for m in spec.metrics if m not in all_measures()]:
+        raise SpecError(f"{where}: unknown metric {unknown[0]!r} (there are: {', '.join(all_measures())})")
     if strange := [key for key in paper if key not in (*spec.metrics, *grids.BEYOND_METRICS)]:
         known = ", ".join((*spec.metrics, *grids.BEYOND_METRICS))
         raise SpecError(f"{where}: the paper's figure {strange[0]!r} is none of {spec.name}'s (it has: {known})")

@@ -17,7 +17,7 @@ from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.files import read_file, replacing
 from fedgauge.server.store.run_files import printable
 from fedgauge.simulations.experiments.kept_digest import computed, digest_of, figures_digest
-from fedgauge.simulations.experiments.measures import DERIVED, METRICS, ComparedFigure, metric_of, unit_of
+from fedgauge.simulations.experiments.measures import DERIVED, ComparedFigure, all_measures, metric_of, unit_of
 from fedgauge.simulations.experiments.paper_tables import PaperTable
 from fedgauge.simulations.run.environment import environment
 
@@ -49,7 +49,7 @@ def _row_texts(row: ComparedFigure) -> list[str]:
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.4g}"
 
-    unit = unit_of(row.metric) if row.metric in METRICS else ""
+    unit = unit_of(row.metric) if row.metric in all_measures() else ""
     paper = number(row.reference) + (f" ± {row.spread:g}" if row.spread is not None else "")
     interval = "-" if row.low is None else f"{number(row.low)} to {number(row.high)}"
     metric = f"{row.metric} ({unit})" if unit else row.metric

@@ -14,7 +14,7 @@ from fedgauge.attacks.modality.image_metrics import AUGMENTED, mse
 from fedgauge.attacks.plan import ERROR_LIMITS, MEMBERSHIP_LIMIT, PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.server.views.scores import Scores
-from fedgauge.simulations.experiments.measures import METRICS, AttackOutcome, mean_of, measures_of
+from fedgauge.simulations.experiments.measures import AttackOutcome, all_measures, mean_of, measures_of
 from fedgauge.simulations.experiments.paper_tables import AttackSpec, Setting
 from fedgauge.simulations.experiments.setups import Setup
 
@@ -95,7 +95,7 @@ def _scores(draws: Iterable[Iterable[AuditResult]]) -> Scores:
         for draw, results in enumerate(draws, 1)
         for result in results
         for row in result.rows
-        if row.example != WHOLE_BATCH or row.metric in METRICS
+        if row.example != WHOLE_BATCH or row.metric in all_measures()
     )
 
 

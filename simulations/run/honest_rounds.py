@@ -25,10 +25,15 @@ class HonestRound:
         fed = self.federation
         return fed.mean_update(self.params, self.buffers, range(fed.protocol.clients), self.round)
 
+    @property
+    def after(self) -> Params:
+        """The weights that it ends with."""
+        return {k: t + self.mean[k] for k, t in self.params.items()}
+
 
 def honest_rounds(fed: Federation, count: int) -> Iterator[HonestRound]:
     """The first rounds of a federation."""
     params, buffers = fed.initial()
     for round in range(1, count + 1):
         yield (now := HonestRound(fed, round, params, buffers))
-        params = {k: t + now.mean[k] for k, t in params.items()}
+        params = now.after

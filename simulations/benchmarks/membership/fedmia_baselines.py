@@ -11,20 +11,26 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Observation, Wave
-from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.roc import ScoredCandidates
 from fedgauge.attacks.membership.scores import SCORES, Scoring
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import Table
-from fedgauge.client.data.images import batch_of, cifar100
+from fedgauge.client.data.images import cifar100
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_data import has_images
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
-from fedgauge.client.update import average, concatenate
-from fedgauge.simulations.benchmarks.membership.single_updates import RATE, HeldGradients, numbers, pooled
+from fedgauge.client.update import Batch
+from fedgauge.simulations.benchmarks.membership.tables import (
+    Candidates,
+    figure,
+    numbers,
+    pooled,
+    rates,
+    scoring,
+)
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
+from fedgauge.simulations.run.honest_rounds import honest_rounds
 
 CLIENTS, SHARD, PART = 10, 60, 30  # images that a client holds, and that it trains on in a round where data are sampled
 NETWORK: Table = {"use": "convsmall"}
@@ -80,16 +86,11 @@ class _Scores:
     """Scores (T, K, N) of one row and seed in the attacked rounds, by measure.
 
     Args:
-        owners: (N,) the client that holds a candidate; CLIENTS: nobody does.
-        alike: (K, N) whether a client holds an image of the candidate's label.
-        clients: (K,) clusters: one for each seed and client.
         accuracy: of the trained network on test images.
     """
 
     scores: Mapping[str, Tensor]
-    owners: Tensor
-    alike: Tensor
-    clients: Tensor
+    candidates: Candidates
     accuracy: float
 
 
@@ -136,28 +137,17 @@ def _measured(row: _Row, seed: int, rounds: Sequence[int]) -> _Scores:
     with one_thread():
         data = {"use": "cifar100", "batch_size": row.images, "auxiliary": len(cifar100().y) - CLIENTS * SHARD}
         fed = Federation(Protocol(seed, max(rounds), CLIENTS, data, NETWORK, row.chain))
-        dataset, clients = fed.shards.dataset, range(CLIENTS)
         known, public = public_knowledge(fed), fed.shards.auxiliary_batch()
-        members = batch_of(dataset.x, dataset.y, torch.cat([mine[:SCORED] for mine in fed.shards.indices]))
-        everybody = concatenate([members, batch_of(dataset.x_test, dataset.y_test, torch.arange(STRANGERS))])
-        population = type(public)(public.x[:PUBLIC], public.y[:PUBLIC])
-        params, buffers = fed.initial()
+        # others are told by their label alone
+        candidates = Candidates.of(fed, SCORED, STRANGERS, same_label=True)
+        population = Batch(public.x[:PUBLIC], public.y[:PUBLIC])
         found: dict[str, list[Tensor]] = {}
-        for round in range(1, max(rounds) + 1):
-            updates = [fed.client_update(params, buffers, c, round) for c in clients]
-            if round in rounds:
-                wave = Wave.stack([Observation(round, c, params, u) for c, u in zip(clients, updates, strict=True)])
-                rest = RestOfBatch.of_population(HeldGradients(known, params, population))
-                scoring = Scoring(HeldGradients(known, params, everybody), wave, rest)
-                for name, scores in _scores(scoring).items():
+        for now in honest_rounds(fed, max(rounds)):
+            if now.round in rounds:
+                for name, scores in _scores(scoring(known, now, candidates.images, population)).items():
                     found.setdefault(name, []).append(scores)
-            mean = average(updates, [1] * len(updates))
-            params = {k: t + mean[k] for k, t in params.items()}
-        owners = torch.cat([torch.arange(CLIENTS).repeat_interleave(SCORED), torch.full((STRANGERS,), CLIENTS)])
-        places = torch.tensor([seed * CLIENTS + c for c in clients])
         each = {name: torch.stack(rows) for name, rows in found.items()}
-        alike = torch.stack([torch.isin(everybody.y, dataset.y[mine]) for mine in fed.shards.indices])
-        return _Scores(each, owners, alike, places, fed.evaluate(params)[0])
+        return _Scores(each, candidates, fed.evaluate(now.after)[0])
 
 
 def _scores(scoring: Scoring) -> dict[str, Tensor]:
@@ -175,21 +165,13 @@ def _row(tables: Sequence[_Scores], name: str, method: str) -> tuple[dict[str, o
     measure, last = METHODS[method]
 
     def told(others: bool = False) -> ScoredCandidates:
-        """Each client's own images beside test images, or beside the other clients' images."""
-        parts = []
-        for one in tables:
-            scores = one.scores[measure]
-            for k, own in enumerate(scores[-1] if last else scores.sum(0)):
-                rest = (one.owners != k) & (one.owners < CLIENTS) if others else one.owners == CLIENTS
-                parts.append((own[one.owners == k], own[rest & one.alike[k]], one.clients[k]))
-        return pooled(parts)
+        scores = [one.scores[measure][-1] if last else one.scores[measure].sum(0) for one in tables]
+        return pooled(
+            part for one, each in zip(tables, scores, strict=True) for part in one.candidates.told(each, others)
+        )
 
-    found, rng = told(), partial(generator, "FedMIA's comparison", name, method)
-    auc, hits = found.auc(rng("auc")), found.true_positives(RATE, rng("hits"))
-    record: dict[str, object] = {
-        "row": name, "score": method, "n": len(found.members), "negatives": len(found.others), "auc": numbers(auc),
-        "tpr_at_1_percent": numbers(hits), "tpr_at_0.1_percent": numbers(found.true_positives(RATE / 10, rng("rare"))),
-        "auc_against_other_clients": numbers(told(others=True).auc(rng("others"))),
-    }  # fmt: skip
-    note = f"{auc.low:.3f} to {auc.high:.3f}, n = {len(found.members)}; TPR at 1 % FPR {hits.value:.2f}"
-    return record, Figure(f"FedMIA's comparison, {name}: {method}", auc.value, "AUC", note=note)
+    rng = partial(generator, "FedMIA's comparison", name, method)
+    record, auc, hits = rates(told(), rng)
+    against = {"auc_against_other_clients": numbers(told(others=True).auc(rng("others")))}
+    shown = figure(f"FedMIA's comparison, {name}: {method}", record, auc, hits)
+    return {"row": name, "score": method, **record, **against}, shown

@@ -3,29 +3,34 @@
 Zhu et al. (CVPR 2025): the other clients' updates of a round are the null of a client's, and rounds add up.
 """
 
-import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Observation, Wave
-from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.roc import ScoredCandidates
-from fedgauge.attacks.membership.scores import SCORES, Scoring, against_null
+from fedgauge.attacks.membership.scores import SCORES, against_null
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import Table
-from fedgauge.client.data.images import batch_of, cifar10
+from fedgauge.client.data.images import cifar10
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, average, concatenate
-from fedgauge.simulations.benchmarks.membership.single_updates import RATE, HeldGradients, numbers, pooled
+from fedgauge.client.update import Batch, concatenate
+from fedgauge.simulations.benchmarks.membership.tables import (
+    RATE,
+    Candidates,
+    figure,
+    in_processes,
+    numbers,
+    pooled,
+    rates,
+    scoring,
+)
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
+from fedgauge.simulations.run.honest_rounds import honest_rounds
 
 CLIENTS, SHARD = 10, 100  # images that a client holds, and trains on in every round
 EPOCH: Table = {"use": "local_sgd", "rate": 0.1, "steps": 10, "batch_size": 10}
@@ -44,20 +49,17 @@ SCORED, STRANGERS, PUBLIC = 30, 250, 500  # images of each client's, test images
 
 
 @dataclass(frozen=True, eq=False)
-class _Table:
+class _Scores:
     """Scores (T, K, N) of one row and seed in the attacked rounds, by method.
 
     Args:
         standard: standardised by the null of the same label; plain: as published.
-        owners: (N,) the client that holds a candidate; CLIENTS: nobody does.
-        clients: (K,) clusters: one for each seed and client.
         accuracy: of the trained network on test images.
     """
 
     standard: Mapping[str, Tensor]
     plain: Mapping[str, Tensor]
-    owners: Tensor
-    clients: Tensor
+    candidates: Candidates
     accuracy: float
 
 
@@ -69,11 +71,7 @@ def fedmia_table(
 ) -> BenchmarkReport:
     """AUC and true positives at 1 % false positives of sums over rounds, by defense and score."""
     work = [(name, seed, tuple(rounds)) for name in rows for seed in seeds]
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        tables = []
-        for found in pool.map(_measured, *zip(*work, strict=True)):
-            tables.append(found)
-            progress(len(tables), len(work))
+    tables = in_processes(_measured, work, progress)
     figures: list[Figure] = []
     records: list[dict[str, object]] = []
     for i, name in enumerate(rows):
@@ -100,55 +98,40 @@ def fedmia_table(
     return BenchmarkReport(tuple(figures), settings, tuple(records))
 
 
-def _measured(name: str, seed: int, rounds: Sequence[int]) -> _Table:
+def _measured(name: str, seed: int, rounds: Sequence[int]) -> _Scores:
     """One row and seed."""
     with one_thread():
         data = {"use": "cifar10", "batch_size": SHARD, "auxiliary": len(cifar10().y) - CLIENTS * SHARD}
         fed = Federation(Protocol(seed, max(rounds), CLIENTS, data, {"use": "convsmall"}, ROWS[name]))
-        dataset, clients = fed.shards.dataset, range(CLIENTS)
         public = fed.shards.auxiliary_batch()
         known = public_knowledge(fed, Batch(public.x[:PUBLIC], public.y[:PUBLIC]))
         assert known.auxiliary is not None
         null, population = (Batch(*(t[i::2] for t in known.auxiliary)) for i in range(2))
-        members = batch_of(dataset.x, dataset.y, torch.cat([mine[:SCORED] for mine in fed.shards.indices]))
-        strangers = batch_of(dataset.x_test, dataset.y_test, torch.arange(STRANGERS))
-        everybody = concatenate([members, strangers, null])
-        count = len(members.y) + STRANGERS
-        params, buffers = fed.initial()
+        candidates = Candidates.of(fed, SCORED, STRANGERS, same_label=False)
+        labels, everybody = candidates.images.y, concatenate([candidates.images, null])
         standard: dict[str, list[Tensor]] = {method: [] for method in METHODS}
         plain: dict[str, list[Tensor]] = {method: [] for method in METHODS}
-        for round in range(1, max(rounds) + 1):
-            updates = [fed.client_update(params, buffers, c, round) for c in clients]
-            if round in rounds:
-                wave = Wave.stack([Observation(round, c, params, u) for c, u in zip(clients, updates, strict=True)])
-                rest = RestOfBatch.of_population(HeldGradients(known, params, population))
-                scoring = Scoring(HeldGradients(known, params, everybody), wave, rest)
+        for now in honest_rounds(fed, max(rounds)):
+            if now.round in rounds:
+                scored = scoring(known, now, everybody, population)
                 for method in METHODS:
-                    found = SCORES[method](scoring)
-                    own, others = found[:, :count], found[:, count:]
+                    found = SCORES[method](scored)
+                    own, others = found[:, : len(labels)], found[:, len(labels) :]
                     plain[method].append(own)
-                    standard[method].append(against_null(own, everybody.y[:count], others, null.y))
-            mean = average(updates, [1] * len(updates))
-            params = {k: t + mean[k] for k, t in params.items()}
-        owners = torch.arange(CLIENTS).repeat_interleave(SCORED)
-        return _Table(
+                    standard[method].append(against_null(own, labels, others, null.y))
+        return _Scores(
             {method: torch.stack(each) for method, each in standard.items()},
             {method: torch.stack(each) for method, each in plain.items()},
-            torch.cat([owners, torch.full((STRANGERS,), CLIENTS)]),
-            torch.tensor([seed * CLIENTS + c for c in clients]),
-            fed.evaluate(params)[0],
+            candidates,
+            fed.evaluate(now.after)[0],
         )
 
 
-def _row(tables: Sequence[_Table], name: str, method: str) -> tuple[dict[str, object], Figure]:
+def _row(tables: Sequence[_Scores], name: str, method: str) -> tuple[dict[str, object], Figure]:
     def told(scores: Sequence[Tensor], others: bool = False) -> ScoredCandidates:
-        """Each client's own images beside strangers, or beside the other clients' images."""
-        parts = []
-        for one, each in zip(tables, scores, strict=True):
-            for k, own in enumerate(each):
-                rest = (one.owners != k) & (one.owners < CLIENTS) if others else one.owners == CLIENTS
-                parts.append((own[one.owners == k], own[rest], one.clients[k]))
-        return pooled(parts)
+        return pooled(
+            part for one, each in zip(tables, scores, strict=True) for part in one.candidates.told(each, others)
+        )
 
     rng = partial(generator, "FedMIA's table", name, method)
     sums = [one.standard[method].sum(0) for one in tables]
@@ -157,14 +140,12 @@ def _row(tables: Sequence[_Table], name: str, method: str) -> tuple[dict[str, ob
     # what is published adds up the probabilities of fedmia's scores
     published = told([(torch.special.ndtr(each) if method == "fedmia" else each).sum(0) for each in plain])
     last = told([one.standard[method][-1] for one in tables])
-    auc, hits = found.auc(rng("auc")), found.true_positives(RATE, rng("hits"))
-    record: dict[str, object] = {
-        "row": name, "score": method, "n": len(found.members), "negatives": len(found.others), "auc": numbers(auc),
-        "tpr_at_1_percent": numbers(hits), "tpr_at_0.1_percent": numbers(found.true_positives(RATE / 10, rng("rare"))),
+    record, auc, hits = rates(found, rng)
+    more = {
         "auc_of_last_round": numbers(last.auc(rng("last"))),
         "auc_against_other_clients": numbers(told(sums, others=True).auc(rng("others"))),
         "auc_as_published": numbers(published.auc(rng("published"))),
         "tpr_at_1_percent_as_published": numbers(published.true_positives(RATE, rng("published hits"))),
-    }  # fmt: skip
-    note = f"{auc.low:.3f} to {auc.high:.3f}, n = {len(found.members)}; TPR at 1 % FPR {hits.value:.2f}"
-    return record, Figure(f"FedMIA's table, {name}: {method}", auc.value, "AUC", note=note)
+    }
+    shown = figure(f"FedMIA's table, {name}: {method}", record, auc, hits)
+    return {"row": name, "score": method, **record, **more}, shown

@@ -1,20 +1,15 @@
 """Whom a client's data holds: scores accumulated over rounds, of those that were in a batch and of all that the client holds."""
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Observation, Wave
-from fedgauge.attacks.membership.likelihood import RestOfBatch
-from fedgauge.attacks.membership.scores import SCORES, Scoring, against_null, calibrated
+from fedgauge.attacks.membership.scores import SCORES, against_null, calibrated
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import Table
 from fedgauge.client.data.images import batch_of
@@ -22,14 +17,8 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, concatenate
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.benchmarks.membership.single_updates import (
-    RATE,
-    SHOWN,
-    HeldGradients,
-    numbers,
-    pooled,
-    tables_of_rows,
-)
+from fedgauge.simulations.benchmarks.membership.single_updates import SHOWN, tables_of_rows
+from fedgauge.simulations.benchmarks.membership.tables import RATE, Told, in_processes, numbers, pooled, scoring
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 from fedgauge.simulations.run.honest_rounds import honest_rounds
 
@@ -37,7 +26,7 @@ ROWS = ("none", "noise .1", "DP-SGD 1")
 SEEDS = (0, 1)
 ROUNDS = (1, 4, 16)  # of training, all of them attacked
 STRANGERS = 250  # test images
-HELD = 50  # images of each client's shard, whether or not a batch had them
+OF_SHARD = 50  # images of each client's shard, whether or not a batch had them
 LISTED = ("highest", "sum", "highest ratio", "mixture")  # among the figures; the rows have all
 
 
@@ -70,11 +59,7 @@ def over_rounds(
     """AUC and true positives at 1 % false positives after some rounds, by score and by how rounds are accumulated."""
     tables = tables_of_rows()
     work = [(tables[name], seed, tuple(rounds)) for name in rows for seed in seeds]
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        told = []
-        for found in pool.map(_measured, *zip(*work, strict=True)):
-            told.append(found)
-            progress(len(told), len(work))
+    told = in_processes(_measured, work, progress)
     records: list[dict[str, object]] = []
     figures: list[Figure] = []
     for i, name in enumerate(rows):
@@ -88,7 +73,7 @@ def over_rounds(
     settings = dict(
         sweep="simulations/defenses.toml: network, data, chains; batches of 4 of about 875 images that a client holds",
         seeds=list(seeds), clients=4, rounds=f"the first {max(rounds)} of training from the untrained network, all attacked",
-        positives=f"in a batch: of any of the rounds so far; held: {HELD} of all that the client holds",
+        positives=f"in a batch: of any of the rounds so far; held: {OF_SHARD} of all that the client holds",
         negatives=f"{STRANGERS} test images (nobody's)",
         null="half of the 500 auxiliary images: scores are standardised by those of the same label, client and round",
         calibrated="a log-ratio less the log of the null's mean ratio of its label, where that is above 0; chosen among several "
@@ -135,23 +120,21 @@ def _measured(tables: Table, seed: int, rounds: Sequence[int]) -> _Told:
         assert known.auxiliary is not None
         null, public = (Batch(*(t[i::2] for t in known.auxiliary)) for i in range(2))
         shards = [fed.shards.indices[c] for c in clients]
-        some = [s[torch.randperm(len(s), generator=generator(seed, "held", c))[:HELD]] for c, s in enumerate(shards)]
+        some = [
+            s[torch.randperm(len(s), generator=generator(seed, "held", c))[:OF_SHARD]] for c, s in enumerate(shards)
+        ]
         drawn = {n: [_drawn(fed, c, n) for c in clients] for n in rounds}
         rows = torch.cat([*some, *drawn[max(rounds)]]).unique()
         strangers = batch_of(data.x_test, data.y_test, torch.arange(STRANGERS))
         everybody = concatenate([batch_of(data.x, data.y, rows), strangers, null])
         labels = everybody.y[: -len(null.y)]
-        _, buffers = fed.initial()
         share = fed.shards.batch_size / (sum(map(len, shards)) / len(shards))
         raw: dict[str, list[Tensor]] = {name: [] for name in SHOWN}
         scores: dict[tuple[str, str, int], Tensor] = {}
         for now in honest_rounds(fed, max(rounds)):
-            updates = [fed.client_update(now.params, buffers, c, now.round) for c in clients]
-            wave = Wave.stack([Observation(now.round, c, now.params, u) for c, u in zip(clients, updates, strict=True)])
-            rest = RestOfBatch.of_population(HeldGradients(known, now.params, public))
-            scoring = Scoring(HeldGradients(known, now.params, everybody), wave, rest)
+            scored = scoring(known, now, everybody, public)
             for name in SHOWN:
-                raw[name].append(SCORES[name](scoring))
+                raw[name].append(SCORES[name](scored))
                 if now.round in rounds:
                     found = accumulated(name, torch.stack(raw[name]), labels, null.y, share)
                     scores |= {(name, how, now.round): t for how, t in found.items()}
@@ -202,13 +185,13 @@ def _record(told: Sequence[_Told], name: str, score: str, how: str, count: int) 
     return record
 
 
-def _apart(one: _Told, scores: Tensor, mine: Tensor, client: int) -> tuple[Tensor, Tensor, Tensor]:
+def _apart(one: _Told, scores: Tensor, mine: Tensor, client: int) -> Told:
     """Scores (N,) of these candidates and of strangers of their labels, with the client's number."""
     others = one.strangers[torch.isin(one.labels[one.strangers], one.labels[mine])]
     return scores[mine], scores[others], one.clients[client]
 
 
-def _rates(parts: Sequence[tuple[Tensor, Tensor, Tensor]], *names: str | int) -> dict[str, object]:
+def _rates(parts: Sequence[Told], *names: str | int) -> dict[str, object]:
     found, rng = pooled(parts), partial(generator, "membership over rounds", *names)
     auc, hits = found.auc(rng("auc")), found.true_positives(RATE, rng("hits"))
     counts: dict[str, object] = {"n": len(found.members), "negatives": len(found.others)}

@@ -1,11 +1,8 @@
 """Who was in the batch: membership from single updates on rows of the sweep, untrained and trained, beside what reads nothing."""
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +13,7 @@ from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.limit import area, detectability, power
-from fedgauge.attacks.membership.roc import Estimate, ScoredCandidates
+from fedgauge.attacks.membership.roc import ScoredCandidates
 from fedgauge.attacks.membership.scores import SCORES, Scoring, beside_null
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import Table
@@ -25,6 +22,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, concatenate
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.benchmarks.membership.tables import RATE, Told, in_processes, numbers, pooled, rates
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 from fedgauge.simulations.experiments.sweep_file import Sweep
 from fedgauge.simulations.run.honest_rounds import honest_rounds
@@ -50,11 +48,10 @@ UPDATES = 20  # of each seed and stage
 MEMBERS = 512  # of each seed and stage, so that fewer updates of large batches are taken, but of each client one
 ROUNDS = (1, 40)  # attacked, as in the sweep: the untrained network and the last round's
 OFFSET = 1000  # rounds whose batches are drawn for the updates, so that training does not use up the seeds
-RATE = 0.01
 SHOWN = ("likelihood_ratio", "matched_filter")
 METHODS = (*SHOWN, "gradient_difference", "loss", "label_frequency")
 STRANGERS = 600  # test images
-HELD = 40  # images of each client's shard that are scored beside its batches
+OF_SHARD = 40  # images of each client's shard that are scored beside its batches
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,18 +75,6 @@ class _Scored:
     mu: Tensor | None
 
 
-class HeldGradients(CandidateGradients):
-    """Gradients that are formed once, where several scores read them."""
-
-    @cached_property
-    def _held(self) -> tuple[Tensor, ...]:
-        return tuple(super().rows())
-
-    def rows(self) -> Iterator[Tensor]:
-        """As of candidates whose gradients are formed anew each time."""
-        return iter(self._held)
-
-
 def tables_of_rows() -> dict[str, Table]:
     """The scenario of each row of the ready-made sweep, and of those with larger batches."""
     sweep = Sweep.load(Path(fedgauge.simulations.__path__[0]) / "defenses.toml")
@@ -111,11 +96,7 @@ def single_updates(
     figures: list[Figure] = []
     records: list[dict[str, object]] = []
     work = [(tables[name], seed, updates, tuple(rounds)) for name in rows for seed in seeds]
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        scored = []
-        for found in pool.map(_measured, *zip(*work, strict=True)):
-            scored.append(found)
-            progress(len(scored), len(work))
+    scored = in_processes(_measured, work, progress)
     for i, name in enumerate(rows):
         for stage in rounds:
             some, more = _row(name, stage, [found[stage] for found in scored[i * len(seeds) : (i + 1) * len(seeds)]])
@@ -150,7 +131,7 @@ def _scored(fed: Federation, params: Params, updates: int, seed: int) -> _Scored
         client, round = groups[i % len(groups)][0], OFFSET + i
         seen.append(Observation(1, client, params, fed.client_update(params, buffers, client, round)))
         truth.append(fed.rows_at(client, round))
-        held.append(fed.shards.indices[client][:HELD])
+        held.append(fed.shards.indices[client][:OF_SHARD])
     known, data = public_knowledge(fed), fed.shards.dataset
     rows = torch.cat([*truth, *held]).unique()
     strangers = batch_of(data.x_test, data.y_test, torch.arange(STRANGERS))
@@ -185,11 +166,9 @@ def _row(name: str, stage: int, scored: Sequence[_Scored]) -> tuple[list[Figure]
     for method in METHODS:
         found = _gathered(scored, method, "strangers")
         rng = partial(generator, "membership", name, stage, method)
-        auc, hits = found.auc(rng("auc")), found.true_positives(RATE, rng("hits"))
+        told, auc, hits = rates(found, rng)
         record: dict[str, object] = {
-            "row": name, "round": stage, "score": method, "n": len(found.members), "negatives": len(found.others),
-            "auc": numbers(auc), "tpr_at_1_percent": numbers(hits),
-            "tpr_at_0.1_percent": numbers(found.true_positives(RATE / 10, rng("rare"))),
+            "row": name, "round": stage, "score": method, **told,
             "auc_against_own_shard": numbers(_gathered(scored, method, "shards").auc(rng("shards"))),
             "auc_shuffled": numbers(_gathered(scored, method, "shuffled").auc(rng("shuffled"))),
             "auc_untrained_on": numbers(_gathered(scored, method, "nobody").auc(rng("nobody"))),
@@ -203,11 +182,6 @@ def _row(name: str, stage: int, scored: Sequence[_Scored]) -> tuple[list[Figure]
             note = f"{hits.low:.2f} to {hits.high:.2f}" if hits.low is not None else ""
             figures.append(Figure(f"{where}: {method}", hits.value, "TPR at 1 % FPR", note=note))
     return figures, records
-
-
-def numbers(estimate: Estimate) -> list[float | None]:
-    """Value, low and high of an estimate, rounded."""
-    return [None if v is None else round(v, 4) for v in (estimate.value, estimate.low, estimate.high)]
 
 
 def _limit(scored: Sequence[_Scored]) -> dict[str, float] | None:
@@ -228,7 +202,7 @@ def _gathered(scored: Sequence[_Scored], method: str, against: str) -> ScoredCan
         against: strangers; shards; shuffled (the members of another update stand for the members); nobody (strangers
             stand for the members).
     """
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    parts: list[Told] = []
     for one in scored:
         for k, mine in enumerate(one.members):
             row, other = one.scores[method][k], one.members[k - 1]
@@ -241,15 +215,3 @@ def _gathered(scored: Sequence[_Scored], method: str, against: str) -> ScoredCan
             others = pool[torch.isin(one.labels[pool], one.labels[mine])]
             parts.append((row[mine], row[others], one.clients[k]))
     return pooled(parts)
-
-
-def pooled(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> ScoredCandidates:
-    """Scores of members and of others from several updates, each with its client's number."""
-    counts = [(len(a), len(b)) for a, b, _ in parts]
-    clients = torch.stack([c for _, _, c in parts])
-    return ScoredCandidates(
-        torch.cat([a for a, _, _ in parts]),
-        clients.repeat_interleave(torch.tensor([a for a, _ in counts])),
-        torch.cat([b for _, b, _ in parts]),
-        clients.repeat_interleave(torch.tensor([b for _, b in counts])),
-    )

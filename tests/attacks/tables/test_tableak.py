@@ -16,7 +16,7 @@ from fedgauge.attacks.modality.rows import RowModality
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.tables.relaxation import relaxed_rows
 from fedgauge.attacks.tables.tableak import aligned, confidence, tableak
-from fedgauge.client.data.tables import Table
+from fedgauge.client.data.tables import Tabular
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.columns import Column, Columns
 from fedgauge.client.rng import generator
@@ -88,7 +88,7 @@ def audited(fed: Federation, wave: Wave, attack: Any, budget: Budget, **known: A
 
 def share_right(fed: Federation, found: Reconstruction, client: int) -> float:
     data = fed.shards.dataset
-    assert isinstance(data, Table) and found.x is not None
+    assert isinstance(data, Tabular) and found.x is not None
     modality, truth = RowModality(data), fed.shards.batch_at(client, 1).x
     cells = next(m for m in modality.metrics(data.x) if m.name == "cells")
     return float(cells(truth, found.x[modality.pairing(truth, found.x)]).mean())
