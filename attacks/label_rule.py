@@ -23,6 +23,7 @@ PER_IMAGE = 2  # of them from one auxiliary image on average: more of few images
 FEWEST = 24
 COMPARED = 16  # held-out updates on which the published method's labels are compared
 NUMBERS = 2**25  # entries of all their rows together: 256 MB
+MOST_NUMBERS = 2**27  # of the fewest updates' rows: a wider classifier has no rule
 RIDGES = tuple(10.0**e for e in range(-6, 4))  # of the mean squared length of a row
 VERSION = 2  # of the cached rules; to be changed when they are fitted in another way
 
@@ -93,13 +94,17 @@ def label_rule(
     published: Callable[[Update], Tensor],
     cache: TensorCache | None = None,
 ) -> LabelRule | None:
-    """The rule for a threat model and weights; None if there are too few auxiliary images, or its updates are drawn alone.
+    """The rule for a threat model and weights.
+
+    None if there are too few auxiliary images, if its updates are drawn alone, or if the classifier is too wide.
 
     Args:
         published: the labels (B,) that the method to be compared with restores from an update.
     """
     images = known.auxiliary
     if images is None or len(images.y) < 2 * known.batch_size or known.chain.one_at_a_time:
+        return None
+    if FEWEST * rows(params).numel() > MOST_NUMBERS:
         return None
     model = (str(known.model), known.model.training, params, dict(known.model.named_buffers()))
     threat = (known.chain, known.batch_size, known.mean, known.std, known.loss)
@@ -164,10 +169,8 @@ def _fitted(seen: Tensor, truth: Tensor, apart: Tensor, real: Tensor) -> dict[st
     middle = (seen / size).mean(0)
     x = (seen / size - middle).flatten(0, 1)
     usual = truth.double().mean(0)
-    gram, pull = x.T @ x, x.T @ (truth - usual).flatten()
-    unit = gram.diagonal().mean().clamp_min(1e-300) * torch.eye(len(gram), dtype=gram.dtype)
     beside, wanted = apart / size - middle, real - usual
-    tried = [torch.linalg.solve(gram + ridge * unit, pull) for ridge in RIDGES]
+    tried = _by_ridge(x, (truth - usual).flatten())
     weights = min(tried, key=lambda w: float((beside @ w - wanted).square().mean().nan_to_num(math.inf)))
     scores, counts = beside @ weights + usual, real.double()
     slope = ((scores - scores.mean()) * (counts - counts.mean())).mean() / counts.var(correction=0)
@@ -177,6 +180,16 @@ def _fitted(seen: Tensor, truth: Tensor, apart: Tensor, real: Tensor) -> dict[st
     variances = [(off[real == k].sum() + 4 * common) / ((real == k).sum() + 4) for k in range(int(real[0].sum()) + 1)]
     return {"size": size, "middle": middle, "usual": usual, "weights": weights, "start": start, "slope": slope,
             "variances": torch.stack(variances)}  # fmt: skip
+
+
+def _by_ridge(x: Tensor, wanted: Tensor) -> list[Tensor]:
+    """For each of RIDGES the weights (D,) of rows x (n, D), from the smaller of x^T x and x x^T, whose side is sqrt(n D) at most."""
+    wide = x.shape[1] > x.shape[0]
+    gram = x @ x.T if wide else x.T @ x
+    unit = x.square().sum().div(x.shape[1]).clamp_min(1e-300) * torch.eye(len(gram), dtype=gram.dtype)
+    if wide:
+        return [x.T @ torch.linalg.solve(gram + ridge * unit, wanted) for ridge in RIDGES]
+    return [torch.linalg.solve(gram + ridge * unit, x.T @ wanted) for ridge in RIDGES]
 
 
 def _counts(y: Tensor, classes: int) -> Tensor:

@@ -110,6 +110,8 @@ def cosine_matrix(n: int) -> Tensor:
 
 def check_disjoint(shards: Shards) -> None:
     """ValueError if an auxiliary image belongs to a client too: an attack would be graded on images that it was given."""
+    if not torch.isin(torch.cat(list(shards.indices)), shards.auxiliary).any():
+        return  # at once, as a tester's ledger may number its clients up to 2^21
     for client, mine in enumerate(shards.indices):
         if both := int(torch.isin(mine, shards.auxiliary).sum()):
             raise ValueError(

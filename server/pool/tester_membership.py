@@ -76,11 +76,13 @@ def with_examples(fed: Federation, found: Found) -> Federation:
         x_test=data.x_test[tested],
         y_test=data.y_test[tested],
     )
-    none = torch.zeros(0, dtype=torch.int64)
-    held = [
-        torch.cat([none, *(rows for (_, c), rows in drawn.items() if c == client)]).unique()
-        for client in range(max(fed.protocol.clients, *(client + 1 for _, client in drawn)))
-    ]
+    own: dict[int, list[Tensor]] = {}
+    for (_, client), rows in drawn.items():
+        own.setdefault(client, []).append(rows)
+    # most are nobody's: a ledger from elsewhere may number its clients up to 2^21
+    held = [torch.zeros(0, dtype=torch.int64)] * max(fed.protocol.clients, *(client + 1 for client in own))
+    for client, parts in own.items():
+        held[client] = torch.cat(parts).unique()
     auxiliary = torch.arange(len(firsts), len(firsts) + len(kept))
     shards = _HandedIn(joined, tuple(held), auxiliary, fed.shards.batch_size, fed.shards.seed, drawn=drawn)
     return fed.having(shards=shards)

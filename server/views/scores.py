@@ -21,6 +21,7 @@ from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.roles import is_attack
 
+LARGEST = 1e100  # of a value: sums of squares of larger ones may be no numbers
 Mask = NDArray[np.bool_]
 Number = TypeVar("Number", np.int64, np.float64)
 
@@ -28,6 +29,8 @@ Number = TypeVar("Number", np.int64, np.float64)
 @dataclass(frozen=True, eq=False)
 class Scores:
     """All score rows of a ledger as columns of length N; a value is NaN where there was nothing to grade.
+
+    So is one that no view could compute with: beyond LARGEST, and no exact hit. A ledger from elsewhere may hold any number.
 
     Args:
         attack, metric, status: indices into attacks, metrics and statuses, which are in alphabetical order.
@@ -81,7 +84,7 @@ class Scores:
             "metric": metric.after(self.metric),
             "status": status.after(self.status),
         }
-        values = _after(self.value, value)
+        values = _usable(_after(self.value, value), columns["metric"], metric.sorted)
         order = np.lexsort([columns[name] for name in ("metric", "example", "attack", "client", "round")])
         for name in columns:  # one at a time: two copies of all columns of a large run would not fit
             columns[name] = columns[name][order]
@@ -186,6 +189,16 @@ def _after(known: NDArray[Number], more: "array[int] | array[float]") -> NDArray
     """A column with further values; not copied where there were none before."""
     fresh = np.frombuffer(more, more.typecode).astype(known.dtype, copy=False) if len(more) else known[:0]
     return np.concatenate([known, fresh]) if len(known) else fresh
+
+
+def _usable(values: Floats, metric: Ints, names: tuple[str, ...]) -> Floats:
+    """The values, NaN for what is beyond LARGEST; an infinite one stays where the metric's mean caps it."""
+    far = np.abs(values) > LARGEST
+    if not far.any():
+        return values
+    capped = np.array([name in MEASURED and MEASURED[name].cap is not None for name in names], dtype=bool)[metric]
+    usable: Floats = np.where(far & ~(capped & (values == np.inf)), nan, values)
+    return usable
 
 
 class _Names:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedgauge.attacks import label_rule as rules
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.label_rule import likeliest_counts
@@ -121,6 +122,24 @@ def test_few_images_are_not_simulated_again_and_again(own_cache: Path, monkeypat
     monkeypatch.setattr(Simulator, "updates", counted)
     restore(seen.of([0]), replace(known, auxiliary=Batch(known.auxiliary.x[:64], known.auxiliary.y[:64])))
     assert sum(simulated) <= 2 * 64 / 4
+
+
+def test_a_wide_classifiers_rule_is_that_of_the_normal_equations() -> None:
+    rng = generator(0)
+    x, wanted = (torch.randn(size, dtype=torch.float64, generator=rng) for size in ((12, 30), (12,)))
+    gram = x.T @ x
+    unit = gram.diagonal().mean() * torch.eye(30, dtype=torch.float64)
+    for ridge, found in zip(rules.RIDGES, rules._by_ridge(x, wanted), strict=True):
+        assert torch.allclose(found, torch.linalg.solve(gram + ridge * unit, x.T @ wanted), rtol=1e-6, atol=1e-9)
+
+
+def test_a_models_width_takes_no_memory_by_its_square() -> None:
+    """A matrix of 300,000 x 300,000 would take 720 GB; a classifier whose rows alone would take gigabytes has no rule."""
+    found = rules._by_ridge(torch.ones(4, 300_000, dtype=torch.float64), torch.ones(4, dtype=torch.float64))
+    assert all(weights.shape == (300_000,) for weights in found)
+    seen, known, _ = observed("noise")
+    wide = torch.zeros(1).expand(100, 10**6)
+    assert rules.label_rule(known, seen.params, lambda update: wide, lambda update: wide) is None
 
 
 def test_a_class_without_images_is_counted_by_the_other_classes_map() -> None:
