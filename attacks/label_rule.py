@@ -183,7 +183,7 @@ def _fitted(seen: Tensor, truth: Tensor, apart: Tensor, real: Tensor) -> dict[st
 
 
 def _by_ridge(x: Tensor, wanted: Tensor) -> list[Tensor]:
-    """For each of RIDGES the weights (D,) of rows x (n, D), from the smaller of x^T x and x x^T, whose side is sqrt(n D) at most."""
+    """For each of RIDGES the weights (D,) of rows x (n, D), by the smaller of x^T x and x x^T: its side is sqrt(n D) at most."""
     wide = x.shape[1] > x.shape[0]
     gram = x @ x.T if wide else x.T @ x
     unit = x.square().sum().div(x.shape[1]).clamp_min(1e-300) * torch.eye(len(gram), dtype=gram.dtype)

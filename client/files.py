@@ -5,7 +5,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import IO
@@ -35,6 +35,12 @@ def replacing(path: Path, durable: bool = False) -> Iterator[IO[bytes]]:
             yield file
     finally:
         os.close(folder)
+
+
+def writing(path: Path) -> AbstractContextManager[IO[bytes]]:
+    """A file that a user names for a result: `replacing`, or what is there if it is no file, such as /dev/stdout or a pipe."""
+    # to replace a device by a file would destroy it for everybody
+    return replacing(path) if path.is_file() or not path.exists() else path.open("wb")
 
 
 @contextmanager

@@ -353,10 +353,10 @@ class PairwiseMasking(SecureSum):
         disclosed = self._usable(answers, confirmed, lambda m, answer: _disclosed_shares(answer, request))
         vectors = {number[m]: vector for m, vector in masked.items()}
         total = self.unmask(vectors, request, keys, session, {number[m]: shares for m, shares in disclosed.items()})
-        if not len(masked) <= int(total[-1]) <= len(masked) * self.most_examples:
-            raise ValueError(f"{len(masked)} clients cannot have {int(total[-1])} examples: one of them lied")
-        mean, examples = self.mean(total)
-        return SecureSumResult(mean, examples, tuple(masked))
+        examples, most = int(total[-1]), len(masked) * self.most_examples
+        if not len(masked) <= examples <= most or int(total[:-1].max(initial=0)) > examples * self._levels:
+            raise ValueError(f"{len(masked)} clients cannot have this sum, of {examples} examples: one of them lied")
+        return SecureSumResult(*self.mean(total), tuple(masked))
 
     def unmask(
         self,

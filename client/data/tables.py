@@ -16,7 +16,7 @@ from torch import Tensor
 from fedgauge.client.data import census as made_up
 from fedgauge.client.data.corpora import MOST_CLASSES, held_out, numbers
 from fedgauge.client.data.images import Dataset
-from fedgauge.client.files import MOST_TABLE, open_data
+from fedgauge.client.files import MOST_ARCHIVE, MOST_TABLE, open_data
 from fedgauge.client.local_data import data_folder
 from fedgauge.client.models.columns import MISSING, Column, Columns
 
@@ -24,6 +24,7 @@ OneHot = Literal["plain", "scaled"]
 Missing = Literal["keep", "drop"]
 Cells = Mapping[str, np.ndarray]  # by column: float64 (NaN: missing), or texts as objects (None: missing)
 EMPTY = ("", "?", "NA", "N/A", "NaN", "nan", "null", "NULL")  # how files write a missing cell
+MOST_CELLS = MOST_TABLE // 2  # of a file, as many as the largest text could hold
 MOST_CATEGORIES = 1000
 FREE_TEXT = 0.5  # of a column's cells: with more different texts than that it has no categories
 FEW = 50  # different texts that are categories in any case
@@ -201,12 +202,12 @@ def _read_lines(path: Path, names: Sequence[str], delimiter: str) -> Cells:
 
 
 def _read(path: Path, categorical: Sequence[str]) -> Cells:
-    from pyarrow import csv, parquet
+    from pyarrow import csv
 
     try:
         with open_data(path, MOST_TABLE) as file:
             found = (
-                parquet.read_table(file)
+                _parquet(file)
                 if path.suffix.lower() in (".parquet", ".pq")
                 else csv.read_csv(file, convert_options=_nulls())
             )
@@ -222,6 +223,31 @@ def _read(path: Path, categorical: Sequence[str]) -> Cells:
     if not len(found):
         raise ValueError(f"{path} has no rows")
     return {name: _cells(name, found[name], name in categorical, path) for name in found.column_names}
+
+
+def _parquet(file: Any) -> Any:
+    """The table in a Parquet file, of which a few bytes may stand for any size; nested columns are not read, and empty.
+
+    Raises:
+        ValueError: it has more than MOST_CELLS cells, or more than MOST_ARCHIVE bytes.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    schema = parquet.read_schema(file)
+    if len(set(schema.names)) < len(schema.names):
+        return schema.empty_table()
+    flat = [field.name for field in schema if not pyarrow.types.is_nested(field.type)]
+    opened = parquet.ParquetFile(file, read_dictionary=flat)  # each different text is kept once
+    batches, rows, size = [], 0, 0
+    for batch in opened.iter_batches(1 << 14, columns=flat):
+        rows, size = rows + len(batch), size + batch.nbytes
+        if rows * len(schema) > MOST_CELLS or size > MOST_ARCHIVE:
+            raise ValueError(f"no table has more than {MOST_CELLS} cells or {MOST_ARCHIVE} bytes")
+        batches.append(batch)
+    read = pyarrow.Table.from_batches(batches) if batches else schema.empty_table()
+    columns = [read[name] if name in flat else pyarrow.nulls(rows, schema.field(name).type) for name in schema.names]
+    return pyarrow.table(columns, schema.names)
 
 
 def _nulls() -> Any:
@@ -244,11 +270,27 @@ def _cells(name: str, column: Any, categorical: bool, path: Path) -> np.ndarray:
             )
         return values
     if number or types.is_boolean(kind) or types.is_string(kind) or types.is_large_string(kind):
-        texts = [None if v is None or str(v).strip() in EMPTY else str(v).strip() for v in column.to_pylist()]
-        return np.array(texts, object)
+        return np.array(_texts(column), object)
     if types.is_null(kind):
         return np.full(len(column), None, object)
     return np.array([_Neither(str(kind))] * len(column), object)
+
+
+def _texts(column: Any) -> list[str | None]:
+    """A column's cells as texts, None where there is none; of a column that keeps each different text once, so do these."""
+    from pyarrow import types
+
+    def stripped(cells: Any) -> list[str | None]:
+        texts = (None if cell is None else str(cell).strip() for cell in cells.to_pylist())
+        return [None if text in EMPTY else text for text in texts]
+
+    if not types.is_dictionary(column.type):
+        return stripped(column)
+    found: list[str | None] = []
+    for part in column.chunks:
+        words = stripped(part.dictionary)
+        found += [None if place is None else words[place] for place in part.indices.to_pylist()]
+    return found
 
 
 @dataclass(frozen=True)
@@ -369,8 +411,13 @@ def _declared(columns: Mapping[str, Any]) -> Columns:
 
 
 def _numbered(features: Cells, columns: Columns, path: Path) -> Tensor:
-    """The cells (N, F) of a table; ValueError where one is not of its column."""
+    """The cells (N, F) of a table; ValueError where one is not of its column, or where they are too many once encoded."""
     found = []
+    size = 4 * columns.entries * max((len(cells) for cells in features.values()), default=0)
+    if size > MOST_ARCHIVE:
+        raise ValueError(
+            f"{path}: {columns.entries} entries a row make {size} bytes, above {MOST_ARCHIVE}: leave columns or rows out"
+        )
     for column in columns:
         cells = features[column.name]
         absent, own = _absent(cells), cells.dtype == np.float64

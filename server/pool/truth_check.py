@@ -1,5 +1,6 @@
 """Whether the truth that a tester hands in gives the updates on the tape: it grades nothing and chooses nothing."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -28,7 +29,10 @@ IN_ORDER, ANY_ORDER = 0.8, 0.5  # the least cosine of a truth that is right
 def chosen(found: Found) -> list[tuple[int, int]]:
     """Which updates to check: some of every round."""
     there = sorted(key for key, batch in found.items() if batch is not None and len(batch.y))
-    place = {key: sum(other[0] == key[0] and other < key for other in there) for key in there}
+    place, before = dict[tuple[int, int], int](), Counter[int]()
+    for key in there:
+        place[key] = before[key[0]]
+        before[key[0]] += 1
     return sorted(there, key=lambda key: (place[key], key))[:MOST_UPDATES]
 
 

@@ -168,6 +168,9 @@ class UpdateValidator(Strategy):
             notes += found
             passed = [pair for i, pair in enumerate(passed) if i not in left_out]
             rejected |= {p.client: p for p in left_out.values()}
+            if result.arrays is not None:  # what a round that was undone brought is nobody's measure
+                norms = [round_checks.norm(reply.update) for reply, _ in passed]
+                self.usual_norm = max(self.usual_norm, round_checks.usual_norm(norms))
             notes += [f"round {server_round}: {share}" for share in self._large_shares(passed)]
         finally:  # whatever the wrapped strategy raises, the replies are recorded
             refused = (*rejected.values(), *self._missing(received))
@@ -358,9 +361,6 @@ class UpdateValidator(Strategy):
                 outsized -= {i}
                 reasons[i] = f"its update's norm is {n:.3g}, above [validator] max_norm = {limit:g} ({words})"
         kept = [pair for i, pair in enumerate(passed) if i not in reasons]
-        self.usual_norm = max(
-            self.usual_norm, round_checks.usual_norm([n for i, n in enumerate(norms) if i not in reasons])
-        )
         refused = {i: Participation(replies[i].client, "rejected", reason) for i, reason in reasons.items()}
         return kept, {p.client: p for p in refused.values()}, [refused[i] for i in refused if i in outsized]
 

@@ -7,9 +7,9 @@ import json
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import quote
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.components import SpecError
-from fedgauge.client.files import replacing
+from fedgauge.client.files import writing
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.gallery import Card, Gallery
@@ -71,7 +71,7 @@ def write_csv(run: Run, out: TextIO) -> None:
 
 def save_csv(run: Run, path: Path) -> None:
     """Write a CSV file."""
-    with _open_for_writing(path) as file:
+    with writing(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", newline="")
         write_csv(run, text)
         text.detach()  # otherwise the wrapper would close the file before it is in place
@@ -87,7 +87,7 @@ def write_parquet(run: Run, path: Path | None = None) -> Path:
     schema = pyarrow.schema(list(zip(COLUMNS, kinds, strict=True)))
     own = run.folder / "scores.parquet"
     with (
-        run_files.replacing(own) if path is None else _open_for_writing(path) as file,
+        run_files.replacing(own) if path is None else writing(path) as file,
         pyarrow.parquet.ParquetWriter(file, schema) as writer,
     ):
         for some in _batches(rows(run)):
@@ -108,11 +108,6 @@ def _batches(found: Iterable[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]
             batch, letters = [], 0
     if batch:
         yield batch
-
-
-def _open_for_writing(path: Path) -> AbstractContextManager[IO[bytes]]:
-    # write into /dev/stdout and a shell's >(...), as replacing them by a file would destroy them
-    return replacing(path) if path.is_file() or not path.exists() else path.open("wb")
 
 
 # -------------------------------------------------------------------------------------------------------- TensorBoard

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from fedgauge.client.files import writing
 from fedgauge.server.store.run_files import printable
-from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.assurance.gate import GateResult, Outcome
 from fedgauge.simulations.run.environment import package
 from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE
@@ -61,7 +61,8 @@ def write_junit(results: Sequence[GateResult], of: str, path: Path) -> None:
             ElementTree.SubElement(case, "failure" if result.outcome == "failed" else "error", message=words)
     suites = ElementTree.Element("testsuites")
     suites.append(suite)
-    write_bytes(path, ElementTree.tostring(suites, encoding="utf-8", xml_declaration=True))
+    with writing(path) as file:
+        file.write(ElementTree.tostring(suites, encoding="utf-8", xml_declaration=True))
 
 
 def write_sarif(results: Sequence[GateResult], of: Path, path: Path) -> None:
@@ -88,4 +89,5 @@ def write_sarif(results: Sequence[GateResult], of: Path, path: Path) -> None:
     tool = {"driver": {"name": "fedgauge", "version": package("fedgauge") or "unknown", "rules": rules}}
     log = {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0"}
     content = json.dumps({**log, "runs": [{"tool": tool, "results": found}]}, indent=1, allow_nan=False)
-    write_bytes(path, content.encode())
+    with writing(path) as file:
+        file.write(content.encode())

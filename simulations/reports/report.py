@@ -12,11 +12,11 @@ from markupsafe import Markup
 from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.components import SpecError
+from fedgauge.client.files import writing
 from fedgauge.server.dashboard import DRAWING, STATIC
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views import overview
 from fedgauge.server.views.assurance.coverage import MAPS_TO, TEXTS, coverage
 from fedgauge.server.views.clients import clients
@@ -70,7 +70,8 @@ def _write(path: Path, template: str, content: Mapping[str, Any], in_run: bool =
     style = Markup((STATIC / "style.css").read_text())
     figures = Markup("\n".join((STATIC / name).read_text() for name in DRAWING))
     page = _template(template).render(**content, style=style, figures=figures, plotly=Markup(get_plotlyjs()))
-    (run_files.write if in_run else write_bytes)(path, page.encode(errors="replace"))
+    with run_files.replacing(path) if in_run else writing(path) as file:
+        file.write(page.encode(errors="replace"))
     return path
 
 

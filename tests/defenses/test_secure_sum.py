@@ -5,7 +5,7 @@ import random
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -830,6 +830,22 @@ def test_an_answer_that_is_none_is_as_one_that_did_not_come(step: str, answer: R
     found = group.sum(tamper=spoil)
     inside = [m for m in held if m != 12 or step in ("confirm", "unmask")]
     assert (unmasked(group, found) == plain_sum(FIVE, held, inside)).all()
+
+
+@pytest.mark.parametrize("terms", [FIVE, PairwiseMasking(group=5, clip=1.0, threshold=3, colluders=0, bits=8)])
+@pytest.mark.parametrize("far", [2**31, 2**30, -(2**29)])
+def test_no_vector_moves_a_mean_beyond_the_clip(terms: PairwiseMasking, far: int) -> None:
+    """One entry of one client's masked vector, changed: the mean's would be billions of times the clip."""
+
+    def spoil(now: str, answers: dict[int, Record]) -> dict[int, Record]:
+        if now == "mask":
+            masked = cast(NDArray[Any], answers[12]["masked"]).copy()
+            masked[:1] += masked.dtype.type(far % 2**32 if masked.dtype == "<u4" else far * 2**32 % 2**64)
+            answers[12] = {"masked": masked}
+        return answers
+
+    with pytest.raises(ValueError, match="5 clients cannot have this sum, of [0-9]+ examples: one of them lied"):
+        Group(terms, updates(size=2)).sum(tamper=spoil)
 
 
 def test_wrong_shares_spoil_no_sum_unnoticed() -> None:

@@ -166,6 +166,35 @@ def test_a_training_that_was_interrupted_judges_norms_as_if_it_had_not_been(tmp_
     assert refused(run) == refused(whole)
 
 
+class AloneAtFirst(Poisoned):
+    """Only the hostile client answers in the first round."""
+
+    def _answer(self, message: Message) -> Message:
+        reply, client = super()._answer(message), self.clients[message.metadata.dst_node_id]
+        config = message.content.config_records.get("config")
+        return absent(reply) if config and config["server-round"] == 1 and client != HOSTILE else reply
+
+
+def test_what_an_undone_round_brought_is_no_measure_for_later_ones(tmp_path: Path) -> None:
+    """Nor in a run that is started again after it: an update of 1e20 would make one of 1e10 usual."""
+    scenario = Scenario.from_tables(TABLES)
+    runs = {name: create_run(scenario, tmp_path / name) for name in ("alone", "hostile", "killed")}
+    federate(runs["alone"], AloneAtFirst(scenario.protocol, {1: absent, 2: absent}))
+    federate(runs["hostile"], AloneAtFirst(scenario.protocol, {1: filled(1e20), 2: filled(1e10)}))
+
+    def killed(reply: Message) -> Message:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        federate(runs["killed"], AloneAtFirst(scenario.protocol, {1: filled(1e20), 2: killed}))
+    kept = Checkpoint.read(runs["killed"].folder)
+    assert kept is not None and (kept.round, kept.usual_norm) == (1, 0.0)
+    federate(runs["killed"], AloneAtFirst(scenario.protocol, {2: filled(1e10)}))
+    for run in (runs["hostile"], runs["killed"]):
+        assert "out of all proportion" in refused(run)[2, HOSTILE]
+        assert identical(model(run), model(runs["alone"]))
+
+
 def test_what_went_wrong_and_a_bound_that_would_prevent_it_are_shown(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", {2: filled(1e20)}, rounds=2)
     reading = Reading(run)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.files import read_file
 from fedgauge.server.store.run_files import printable
 from fedgauge.simulations.experiments.kept_digest import figures_digest
@@ -26,16 +26,19 @@ def read_figures(path: Path) -> dict[str, Any]:
     """
     try:
         kept: dict[str, Any] = json.loads(read_file(path, LARGEST_FILE))
-        digest, _, _ = (kept[key] for key in ("digest", "computed", "name"))
+        digest, own = kept["digest"], figures_digest(kept)
+        coerce(kept["name"], str, "name")
+        for key, value in coerce(kept["computed"], dict, "computed").items():
+            coerce(value, str, key)
         _computed_with(kept)
         figures_of(kept)
     except FileNotFoundError:
         raise SpecError(f"there is no file {path}: write one with: fedgauge reproduce suite --output {path}") from None
     except KeyError as error:
         raise SpecError(f"{path} lacks {error}: write it again with: fedgauge reproduce NAME --output FILE") from error
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, SpecError) as error:
         raise SpecError(f"{path} is no file of figures ({str(error):.200})") from error
-    if digest != figures_digest(kept):
+    if digest != own:
         raise SpecError(f"{path} was altered: its figures are not those that its digest is of; ask for the original")
     return kept
 
@@ -74,7 +77,7 @@ def comparison(found: Mapping[Key, Mapping[str, ComparedFigure]], files: Mapping
     """A line for each cell, attack and metric, a column for each file; below, with which versions each was computed."""
     names = list(files)
     below = "\n".join(printable(f"{name}: {_computed_with(kept)}") for name, kept in files.items())
-    table = Table("cell", "attack", "metric", *(printable(name) for name in names), "floor", caption=below)
+    table = Table("cell", "attack", "metric", *(Text(printable(name)) for name in names), "floor", caption=Text(below))
     for (cell, attack, metric), rows in found.items():
         floor = next((row.floor for row in rows.values() if row.floor is not None), None)
         values = [_figure(rows.get(name)) for name in names]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve

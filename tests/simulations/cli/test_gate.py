@@ -1,6 +1,7 @@
 """The gate: what lies beyond a threshold fails, and what was not measured never passes."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,27 @@ def test_the_files_say_what_the_lines_say(attacked: Run, tmp_path: Path) -> None
     assert kinds == [("psnr", "fail", "error"), ("membership", "open", "none"), ("worst.psnr", "pass", "none")]
     assert [rule["id"] for rule in told["tool"]["driver"]["rules"]] == ["psnr", "membership", "worst.psnr"]
     assert told["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"].endswith(attacked.name)
+
+
+@pytest.mark.parametrize("option", ["--junit", "--sarif"])
+def test_a_file_replaces_a_link_and_no_pipe_or_device(attacked: Run, tmp_path: Path, option: str) -> None:
+    """As root, to replace /dev/null or /dev/stdout by a file would harm everybody."""
+    chosen = [str(attacked.folder), "--fail-above", "worst.psnr=60", option]
+    assert gate(*chosen, str(tmp_path / "plain")) == 0
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    assert gate(*chosen, str(tmp_path / "link")) == 0
+    assert (tmp_path / "theirs").read_text() == "theirs" and not (tmp_path / "link").is_symlink()
+    (tmp_path / "device").symlink_to("/dev/null")
+    assert gate(*chosen, str(tmp_path / "device")) == 0
+    assert (tmp_path / "device").is_symlink() and (tmp_path / "device").is_char_device()
+    reads, writes = os.pipe()
+    try:
+        assert gate(*chosen, f"/dev/fd/{writes}") == 0
+        assert os.read(reads, 1 << 16) == (tmp_path / "plain").read_bytes()
+    finally:
+        os.close(reads), os.close(writes)
+    assert gate(*chosen, str(tmp_path)) == 2, "a folder"
 
 
 def test_membership_is_compared_by_its_area(tmp_path: Path) -> None:

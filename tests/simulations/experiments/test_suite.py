@@ -173,6 +173,10 @@ def changed(path: Path, folder: Path, change: Any, hashed: bool) -> Path:
         (lambda c: c.pop("version"), True, "of version 1: they do not compare"),
         (lambda c: c.pop("digest"), False, "lacks 'digest'"),
         (lambda c: c.update(rows=[{"cell": 1}]), True, "is no file of figures"),
+        (lambda c: c.update(computed=7), True, "is no file of figures (computed"),
+        (lambda c: c.update(computed={"a": ["x"]}), True, "is no file of figures (a must"),
+        (lambda c: c.update(name=[{}]), True, "is no file of figures (name"),
+        (lambda c: c.update(seconds=1e400), True, "is no file of figures"),
     ],
 )
 def test_what_does_not_compare_is_refused(
@@ -181,6 +185,15 @@ def test_what_does_not_compare_is_refused(
     path = changed(kept[1], tmp_path, change, hashed)
     assert main(["compare", str(kept[0]), str(path)]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_words_of_a_file_are_no_markup(
+    kept: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = changed(kept[1], tmp_path, lambda c: c["environment"]["packages"].update(torch="[/x]\x1b[31m"), hashed=True)
+    assert main(["compare", str(kept[0]), str(path.rename(tmp_path / "[/b].json"))]) == 0
+    shown = capsys.readouterr().out
+    assert "torch [/x] [31m" in shown and "\x1b" not in shown
 
 
 def test_altered_figures_are_not_continued(

@@ -1,0 +1,70 @@
+"""Files of tables that somebody else made: small ones that stand for endless cells, pipes, and devices."""
+
+import tracemalloc
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from fedgauge.client.data import tables
+from fedgauge.client.data.tables import adult, german_credit, table
+from tests.security.test_data_files import ENDLESS
+
+ROWS = 20_000
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+@pytest.mark.parametrize("name", ["own.csv", "own.parquet", "german.data", "adult.data"])
+def test_no_table_is_read_from_what_has_no_end(tmp_path: Path, name: str, kind: str) -> None:
+    ENDLESS[kind](tmp_path / name)
+    with pytest.raises(ValueError, match="is no file|has 1099511627776 bytes, and no such file has more than"):
+        if name.startswith("own"):
+            table(tmp_path / name, "label")
+        else:
+            (adult if name == "adult.data" else german_credit)(path=tmp_path)
+
+
+def test_a_text_that_stands_in_every_row_is_kept_once(tmp_path: Path) -> None:
+    """A file of kilobytes of which each row's text alone would be 64 KB."""
+    long = "x" * (1 << 16) + " "
+    columns = {"a": list(range(ROWS)), "b": [long, "y"] * (ROWS // 2), "label": ["u", "v"] * (ROWS // 2)}
+    pyarrow.parquet.write_table(
+        pyarrow.table({k: pyarrow.array(v) for k, v in columns.items()}), tmp_path / "t.parquet"
+    )
+    assert (tmp_path / "t.parquet").stat().st_size < 1 << 20
+    before, counted = pyarrow.default_memory_pool(), pyarrow.proxy_memory_pool(pyarrow.default_memory_pool())
+    pyarrow.set_memory_pool(counted)
+    tracemalloc.start()
+    try:
+        found = table(tmp_path / "t.parquet", "label")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        pyarrow.set_memory_pool(before)
+    assert len(found.x) + len(found.x_test) == ROWS
+    assert found.columns[1].categories == (long.strip(), "y")
+    assert counted.max_memory() < 64 << 20 and peak < 64 << 20
+
+
+def test_a_file_of_more_cells_or_bytes_than_any_table_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of equal numbers takes no room in a file: a few bytes stand for billions of rows."""
+    made = pyarrow.table({"a": [1.0, 2.0] * 50, "label": ["u", "v"] * 50})
+    pyarrow.parquet.write_table(made, tmp_path / "t.parquet")
+    assert len(table(tmp_path / "t.parquet", "label").x) == 80
+    for name in ("MOST_CELLS", "MOST_ARCHIVE"):
+        with monkeypatch.context() as patch:
+            patch.setattr(tables, name, 199)
+            with pytest.raises(ValueError, match="no table has more than|leave columns or rows out"):
+                table(tmp_path / "t.parquet", "label")
+
+
+def test_a_nested_column_is_not_unpacked(tmp_path: Path) -> None:
+    nested = pyarrow.array([[0] * 100_000] * 100)
+    made = pyarrow.table({"a": [1.0, 2.0] * 50, "deep": nested, "label": ["u", "v"] * 50})
+    pyarrow.parquet.write_table(made, tmp_path / "t.parquet")
+    with pytest.raises(ValueError, match=r"column 'deep' holds list<.*drop = \[\"deep\"\]"):
+        table(tmp_path / "t.parquet", "label")
+    assert [c.name for c in table(tmp_path / "t.parquet", "label", drop=["deep"]).columns] == ["a"]
