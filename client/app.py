@@ -208,7 +208,8 @@ def _answer_with_update(message: Message, context: Context, own: DeployedClient,
     batch = own.owner.batch(rows)
     drawn = DrawnBatch(context.run_id, tuple(rows), digest_of(batch))
     state.keep_drawn(round, drawn)  # recorded first: this round is never computed again
-    facts = {"run": context.run_id, "round": round, "entries": sum(p.numel() for p in params.values())}
+    entries = sum(p.numel() for p in params.values())
+    facts = {"run": context.run_id, "round": round, "entries": entries, "terms": own.terms}
     if suspicious := _suspicious(own, params, buffers, round, rows, context.run_id, state):
         state.note("withheld", **facts, cause=suspicious)
         return withheld(message)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -126,6 +127,11 @@ class DeployedClient(Federation):
         """The sum in which alone the owner lets updates leave."""
         table = self.owner.secure_sum
         return None if table is None else build_secure_sum(table)
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What the epsilon of an update depends on, as JSON: by its owner's file, and how many records the client holds."""
+        return {**self.owner.terms, "records": len(self.shards.indices[self.owner.client])}
 
     def draw(self, round: int) -> list[int]:
         """The rows of the training images that a round trains on."""

@@ -1,5 +1,6 @@
 """The owner's file: the data, chain, grading and guard of a deployed client."""
 
+import json
 import tomllib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -231,6 +232,13 @@ class OwnerConfig:
             grading=_options(GradingPolicy, tables.get("grading", {}), "[grading]"),
             guard=_options(GuardPolicy, tables["guard"], "[guard]") if "guard" in tables else None,
         )
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What the epsilon of an update depends on in this file, as JSON; secret: whether the draw of its examples amplifies it."""
+        chain = json.loads(json.dumps(self.chain, default=str))
+        # of shared data the server chooses how much is this client's, which in another run may have been one batch
+        return {"chain": chain, "batch_size": self.batch_size, "secret": self.sampling == "secret" and self.whole}
 
     @cached_property
     def dataset(self) -> Dataset:

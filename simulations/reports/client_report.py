@@ -1,11 +1,12 @@
 """A client's own report, which needs no server: its rounds, answers, withheld updates, and its worst leak."""
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +19,14 @@ from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder, DamagedState
 from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
 from fedgauge.client.files import read_file
-from fedgauge.defenses.accounting import PrivacyStatement, privacy_statement
+from fedgauge.defenses.accounting import (
+    DELTA,
+    Accountant,
+    NoGuarantee,
+    PrivacyStatement,
+    UnknownGuarantee,
+    privacy_statement,
+)
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.roles import is_attack
 
@@ -78,17 +86,18 @@ def read(path: Path) -> ClientReport:
     owner = OwnerConfig.load(path)
     rounds: dict[tuple[int, int], ClientRound] = {}
     reasons: Counter[str] = Counter()
-    sizes: list[int] = []  # entries of each update that was made
+    made: dict[str, list[int]] = {}  # by the terms that were noted of it, the entries of each update that was made
     for event in _events(ClientFolder(owner.state).log):
         if event["event"] in ("sent", "withheld"):  # silence about an update that was made follows from it
-            sizes.append(event.get("entries", owner.max_parameters))
+            terms = json.dumps(event["terms"], sort_keys=True) if "terms" in event else ""
+            made.setdefault(terms, []).append(event.get("entries", owner.max_parameters))
         if "round" in event:
             at = rounds.setdefault((event["run"], event["round"]), ClientRound(event["run"], event["round"]))
             _note(at, event)
         if event["event"] in ("withheld", "refused", "failed"):
             cause = event.get("cause") or event.get("reason")
             reasons[f"{event['event']}: {cause}"] += 1
-    return ClientReport(owner, [rounds[key] for key in sorted(rounds)], reasons, _privacy(owner, sizes))
+    return ClientReport(owner, [rounds[key] for key in sorted(rounds)], reasons, _privacy(owner, made))
 
 
 def _note(at: ClientRound, event: Mapping[str, Any]) -> None:
@@ -125,6 +134,8 @@ def _check(event: Any) -> None:
         coerce(event["round"], int, "round")
         if coerce(event.get("entries", 1), int, "entries") < 1:
             raise ValueError(f"entries is {event['entries']}")
+    if "terms" in event:
+        _check_terms(coerce(event["terms"], dict, "terms"))
     if event["event"] == "graded":
         coerce(event.get("round"), int, "round")
         if not isinstance(event.get("refused"), list | dict):
@@ -135,23 +146,76 @@ def _check(event: Any) -> None:
                     raise ValueError(f"{key} holds other things than numbers")
 
 
-def _privacy(owner: OwnerConfig, sizes: Sequence[int]) -> PrivacyStatement | None:
-    """What was spent, by the chain that the client really applies.
+def _check_terms(terms: Mapping[str, Any]) -> None:
+    if terms.keys() != {"chain", "batch_size", "secret", "records"}:
+        raise ValueError("terms are others")
+    for link in coerce(terms["chain"], list, "chain"):
+        coerce(link, dict, "chain")
+    coerce(terms["secret"], bool, "secret")
+    if min(coerce(terms[key], int, key) for key in ("batch_size", "records")) < 1:
+        raise ValueError("terms without examples")
+
+
+def _privacy(owner: OwnerConfig, made: Mapping[str, Sequence[int]]) -> PrivacyStatement | None:
+    """What was spent, by the chain that the client really applied to each update.
 
     Args:
-        sizes: of each update that was made, its entries: the server may have named other networks than the last one.
+        made: by its terms (empty: an older fedgauge noted none), the entries of each update that was made: the server may have
+            named other networks than the last one.
     """
     protocol = ClientFolder(owner.state).protocol()
     if protocol is None:
         return None
     try:
         # what was spent does not depend on who is a canary, of which the owner may think otherwise by now
-        own = DeployedClient.of(replace(owner, canary=False), replace(ServerTerms.parse(protocol), canaries=0))
+        asked = replace(ServerTerms.parse(protocol), canaries=0)
+        own = DeployedClient.of(replace(owner, canary=False), asked)
     except (RequestRefused, DamagedState) as error:
         raise SpecError(f"{owner.state}: the last protocol cannot be used: {error}") from error
-    # of shared data the server chooses how much is this client's, which in another run may have been one batch
-    secret = owner.sampling == "secret" and owner.whole
-    return privacy_statement(own, {owner.client: len(sizes)}, secret=secret, entries=max(sizes, default=None))
+    today, by_terms = json.dumps(own.terms, sort_keys=True), defaultdict[str, list[int]](list)
+    for terms, sizes in made.items():
+        by_terms[terms or today] += sizes
+    if by_terms.keys() <= {today}:
+        sizes, secret = by_terms[today], bool(own.terms["secret"])
+        return privacy_statement(own, {owner.client: len(sizes)}, secret=secret, entries=max(sizes, default=None))
+    return _added(owner, asked, by_terms, len(made.get("", ())))
+
+
+def _added(
+    owner: OwnerConfig, asked: ServerTerms, by_terms: Mapping[str, Sequence[int]], unknown: int
+) -> PrivacyStatement:
+    """What was spent under several versions of the owner's file: the epsilons of each, at its part of delta, add up.
+
+    Args:
+        unknown: of how many updates no terms were noted.
+    """
+    part, every, record, client = DELTA / len(by_terms), sum(map(len, by_terms.values())), 0.0, 0.0
+    for text, sizes in by_terms.items():
+        terms = json.loads(text)
+        then = replace(
+            owner, canary=False, guard=None, chain=tuple(terms["chain"]), batch_size=terms["batch_size"]
+        )  # a guard of today says nothing of it
+        where = f"of {len(sizes)} of {every} updates, which were made under another version of this file"
+        try:
+            own = DeployedClient.of(then, asked)
+            spent = Accountant.of(own, part, terms["secret"], max(sizes)).spent(len(sizes), terms["records"])
+        except NoGuarantee as why:
+            state: Literal["none", "unknown"] = "unknown" if isinstance(why, UnknownGuarantee) else "none"
+            return PrivacyStatement(None, None, DELTA, f"{where}: {why}", state)
+        except (RequestRefused, SpecError) as why:
+            words = f"no epsilon is known {where}, as its chain is refused today: {why}"
+            return PrivacyStatement(None, None, DELTA, words, "unknown")
+        record, client = record + spent.record, client + spent.client
+    if math.inf in (record, client):
+        words = "no epsilon: the noise of some was next to nothing beside what the clip let an update move"
+        return PrivacyStatement(None, None, DELTA, words, "none")
+    words = (
+        f"epsilon {record:.3g} for one record replaced, {client:.3g} for all of a client's data (delta {DELTA:g}; {every} rounds "
+        f"under {len(by_terms)} versions of this file, of which each is accounted by its own chain, and all are added)"
+    )
+    if unknown:
+        words += f"; {unknown} of them, of which an older fedgauge noted no chain, count as made under today's"
+    return PrivacyStatement(record, client, DELTA, words, "holds")
 
 
 def show(report: ClientReport, console: Console) -> None:
@@ -193,7 +257,7 @@ def show(report: ClientReport, console: Console) -> None:
             f"what the server calls the baseline {name} has {value:.2f} dB (round {at.round}): it may call any reconstruction so"
         )
     if report.privacy is not None:
-        say(f"differential privacy, by this file's chain: {report.privacy.words}.{_not_covered(report.rounds)}")
+        say(f"differential privacy, by the chain of each update: {report.privacy.words}.{_not_covered(report.rounds)}")
 
 
 def _not_covered(rounds: Sequence[ClientRound]) -> str:

@@ -19,9 +19,11 @@ from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError
+from fedgauge.server.views.scores import LARGEST, Scores
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports.export import rows
 from fedgauge.simulations.reports.report import write_report
+from tests.security.tampering import READERS
 from tests.server.dashboard.pages import Http
 from tests.small_runs import scenario, taped
 
@@ -180,3 +182,31 @@ def test_a_ledger_may_have_updates_of_groups_whose_clients_all_miss_the_round(tm
     write_report(run)
     assert 0 in {row[2] for row in rows(run)}
     assert main(["audit", "--force", "--log", "quiet", str(run.folder)]) in (0, 1, 2)
+
+
+# ------------------------------------------------------------------------------------------------------- extreme scores
+
+
+@pytest.mark.parametrize("value", ["1.7e308", "-1.7e308", "9e999", "-9e999", "1.7e308 * (1 - 2 * (example % 2))"])
+def test_no_score_makes_a_view_overflow(attacked_run: Run, tmp_path: Path, value: str) -> None:
+    """Warnings are errors here: of a number too large, of infinity minus infinity."""
+    run = Run(Path(shutil.copytree(attacked_run.folder, tmp_path / "run")))
+    db = sqlite3.connect(run.folder / "ledger.sqlite")
+    db.execute(f"UPDATE scores SET value = {value}")
+    db.commit()
+    db.close()
+    (tmp_path / "good").symlink_to(run.folder)
+    for name in ("list", "overview", "clients", "compare", "gate"):
+        READERS[name](run.folder)
+
+
+def test_of_infinite_values_only_an_exact_hit_is_one() -> None:
+    values = (2.0, LARGEST, -LARGEST, 2 * LARGEST, float("inf"), float("-inf"))
+    read = Scores.empty().extended(
+        (1, 0, "dlg", example, metric, "converged", value)
+        for metric in ("psnr", "mse")
+        for example, value in enumerate(values)
+    )
+    known = [repr(v) for v in read.of_metric("psnr").value.tolist()]
+    assert known == ["2.0", "1e+100", "-1e+100", "nan", "inf", "nan"]
+    assert [repr(v) for v in read.of_metric("mse").value.tolist()] == [*known[:4], "nan", "nan"]

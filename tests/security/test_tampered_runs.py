@@ -1,7 +1,7 @@
 """Runs that somebody changed who knows what they mean: every reader answers or refuses in a sentence, in bounded time and memory.
 
 FEDGAUGE_FUZZ sets how many are tried, new ones each time, or those of FEDGAUGE_FUZZ_SEED, and FEDGAUGE_FUZZ_KINDS of which kinds;
-tests/security/tampering.py makes them. With `pytest -s` it is said what was tried, and how long it took.
+tests/security/tampered_files.py makes them. With `pytest -s` it is said what was tried, and how long it took.
 """
 
 import json
@@ -57,8 +57,10 @@ batch_size = 2
 use = "local_sgd"
 rate = 0.1
 """
+TERMS = {"chain": [{"use": "clip", "max_norm": 1.0}], "batch_size": 2, "secret": False, "records": 9}
 EVENTS: list[dict[str, Any]] = [
     {"time": 1.0, "event": "sent", "run": 1, "round": 1, "norm": 0.5},
+    {"time": 1.5, "event": "sent", "run": 1, "round": 2, "entries": 9, "terms": TERMS},
     {
         "time": 2.0,
         "event": "graded",

@@ -8,11 +8,15 @@ import pytest
 import tomli_w
 
 from fedgauge.attacks.plan import describe
+from fedgauge.client.app import app
+from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.state_folder import ClientFolder, DrawnBatch
 from fedgauge.client.protocol import Protocol
-from fedgauge.defenses.accounting import Accountant, mechanism
+from fedgauge.defenses.accounting import Accountant, PrivacySpent, mechanism
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports.client_report import read
+from fedgauge.simulations.run.in_memory import flower
+from tests.client.deployment.test_app_deployment import ask, context
 
 CHAIN = [
     {"use": "clip", "max_norm": 1.0, "each": True},
@@ -144,6 +148,68 @@ def test_privacy_counts_the_largest_update_whatever_network_the_server_named_las
     state.note("withheld", run=2, round=2, cause="by an older version, which noted no size")
     found = read(path).privacy
     assert found is not None and found.record is not None and found.record > spent(2**28)
+
+
+def noisy(sigma: float) -> list[dict[str, Any]]:
+    return [CHAIN[0], {"use": "gaussian", "sigma": sigma}, CHAIN[2]]
+
+
+def answered(path: Path, round: int) -> None:
+    """The owner's client sends an update."""
+    agreed = Protocol.from_tables(SERVERS)
+    with flower():
+        assert not app(ask(round, agreed), context(path, agreed)).has_error()
+
+
+def test_each_update_is_accounted_by_the_chain_that_it_passed(tmp_path: Path, make_federation: Any) -> None:
+    """An owner who asks for more noise later does not make earlier updates more private."""
+    path, _ = write(tmp_path, chain=noisy(0.5))
+    answered(path, 1)
+    write(tmp_path, chain=noisy(4.0))
+    answered(path, 2)
+
+    def spent(sigma: float, delta: float) -> PrivacySpent:
+        return Accountant.of(make_federation(**{**SERVERS, "chain": noisy(sigma)}), delta, secret=False).spent(1, 2)
+
+    found, each = read(path).privacy, [spent(sigma, 5e-6) for sigma in (0.5, 4.0)]
+    assert found is not None and found.state == "holds" and found.delta == 1e-5
+    assert found.record == pytest.approx(sum(s.record for s in each))
+    assert found.client == pytest.approx(sum(s.client for s in each)) and found.client > spent(0.5, 1e-5).client
+    assert "(delta 1e-05; 2 rounds under 2 versions of this file, of which each is accounted" in found.words
+    ClientFolder(tmp_path / "state").note("sent", run=1, round=3, examples=2, entries=ENTRIES)
+    older = read(path).privacy
+    assert older is not None and older.client is not None and older.client > found.client
+    assert "1 of them, of which an older fedgauge noted no chain, count as made under today's" in older.words
+
+
+def test_an_update_without_noise_has_no_epsilon_whatever_the_file_says_today(tmp_path: Path) -> None:
+    path, state = write(tmp_path, chain=[CHAIN[2]])
+    answered(path, 1)
+    write(tmp_path)
+    answered(path, 2)
+    found = read(path).privacy
+    assert found is not None and (found.record, found.client, found.state) == (None, None, "none")
+    assert found.words.startswith(
+        "of 1 of 2 updates, which were made under another version of this file: the chain adds no"
+    )
+    terms = {"chain": [{"use": "gone:link"}], "batch_size": 2, "secret": False, "records": 2}
+    state.log.unlink()
+    state.note("sent", run=1, round=1, examples=2, entries=ENTRIES, terms=terms)
+    gone = read(path).privacy
+    assert gone is not None and gone.record is None and "as its chain is refused today" in gone.words
+
+
+@pytest.mark.parametrize(
+    "terms", [7, {}, {"chain": [7], "batch_size": 2, "secret": True, "records": 2},
+              {"chain": [], "batch_size": 0, "secret": True, "records": 2},
+              {"chain": [], "batch_size": 2, "secret": 1, "records": 2}]
+)  # fmt: skip
+def test_terms_that_no_client_notes_are_a_damaged_log(tmp_path: Path, terms: Any) -> None:
+    path, state = write(tmp_path)
+    lived(state)
+    state.note("sent", run=1, round=4, examples=2, entries=ENTRIES, terms=terms)
+    with pytest.raises(SpecError, match="is damaged"):
+        read(path)
 
 
 @pytest.mark.parametrize("before", [True, False])
