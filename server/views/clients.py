@@ -1,6 +1,6 @@
 """The clients' view: who leaks most, in which round, and which labels attacks restored of each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,12 +9,14 @@ from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.pictures import reconstruction
 from fedgauge.server.views import formatting
 from fedgauge.server.views.gallery import Gallery
-from fedgauge.server.views.intervals import Floats
+from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, is_baseline, planned_attacks
 from fedgauge.server.views.scores import Scores, capped
 from fedgauge.server.views.success import count_ungraded
 from fedgauge.server.views.verdict import class_shares, restored_labels
+
+MOST_CELLS, MOST_ROUNDS = 50_000, 500  # of a heat map
 
 
 def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]:
@@ -25,22 +27,37 @@ def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]
     """
     rows = _graded(reading.scores, metric, attack)
     ids = sorted({client for client, _ in reading.participation})
+    table = sorted(_table(reading, metric, attack, ids), key=lambda row: _by_leak(row, metric))
     rounds = np.unique(rows.round).tolist()
+    shown, some = heat_map([row["client"] for row in table], rounds)
     return {
         "metric": formatting.metric_facts(metric),
         "ungraded": count_ungraded(reading.scores),
         "attack": attack or "",
         "attacks": [a for a in reading.order if is_attack(a)],
         "metrics": [formatting.metric_facts(m) for m in reading.metrics],
-        "rounds": rounds,
-        "clients": ids,
+        "rounds": some,
+        "clients": shown,
+        "left_out": {"clients": len(ids) - len(shown), "rounds": len(rounds) - len(some)},
         "z": [
             [formatting.rounded(formatting.plotted_value(metric, v)) for v in row]
-            for row in _worst(rows, ids, rounds, metric).tolist()
+            for row in _cells(_worst(rows, shown, metric), shown, some).tolist()
         ],
         "floor": _floor(reading, metric, ids),
-        "table": sorted(_table(reading, metric, attack, ids), key=lambda row: _by_leak(row, metric)),
+        "table": table,
     }
+
+
+def heat_map(clients: Sequence[int], rounds: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The clients and rounds of a heat map: MOST_CELLS at most, as a ledger may name any number of both.
+
+    Args:
+        clients: who leaks most comes first, and is shown.
+        rounds: in order; of more than MOST_ROUNDS as many are shown, evenly spread.
+    """
+    places = np.linspace(0, len(rounds) - 1, min(len(rounds), MOST_ROUNDS)).round().astype(int)
+    some = [rounds[place] for place in places]
+    return sorted(clients[: MOST_CELLS // max(1, len(some))]), some
 
 
 def _floor(reading: Reading, metric: str, ids: list[int]) -> dict[str, Any] | None:
@@ -51,10 +68,9 @@ def _floor(reading: Reading, metric: str, ids: list[int]) -> dict[str, Any] | No
         return {"value": formatting.rounded(labels.guess), "name": guess} if labels else None
     found: list[tuple[float, str]] = []
     for name in filter(is_baseline, reading.order):
-        rows = _graded(reading.scores, metric, name)
-        if len(rows):
-            worst = capped(metric, _worst(rows, ids, np.unique(rows.round).tolist(), metric))
-            found.append((float(np.nanmean(worst)), name))
+        worst = _worst(_graded(reading.scores, metric, name), ids, metric)
+        if len(worst):
+            found.append((float(capped(metric, worst.value).mean()), name))
     if not found:
         return None
     value, name = max(found) if MEASURED[metric].higher_is_better else min(found)
@@ -68,13 +84,28 @@ def _graded(scores: Scores, metric: str, attack: str | None) -> Scores:
     return rows.where(chosen[rows.attack] & own[rows.metric] & ~np.isnan(rows.value))
 
 
-def _worst(rows: Scores, ids: list[int], rounds: list[int], metric: str) -> Floats:
-    """(clients, rounds): the value that leaks most; NaN if there is none."""
-    sign = MEASURED[metric].sign
-    rows = rows.where(np.isin(rows.client, ids) & np.isin(rows.round, rounds))  # somebody else's ledger may lack some
+def _worst(rows: Scores, ids: list[int], metric: str) -> Scores:
+    """Of each of these clients in each round the row that leaks most."""
+    rows = rows.where(np.isin(rows.client, ids))  # somebody else's ledger may lack some
+    keys = rows.batch_keys()
+    order = np.lexsort((MEASURED[metric].sign * rows.value, keys))
+    last = np.append(np.diff(keys[order]) != 0, True) if len(rows) else np.zeros(0, bool)
+    return rows.where(order[last])
+
+
+def _cells(worst: Scores, ids: list[int], rounds: list[int]) -> Floats:
+    """(clients, rounds): the values of these rows; NaN where there is none."""
+    worst = worst.where(np.isin(worst.round, rounds))
     z = np.full((len(ids), len(rounds)), np.nan)
-    np.fmax.at(z, (np.searchsorted(ids, rows.client), np.searchsorted(rounds, rows.round)), sign * rows.value)
-    return sign * z
+    z[np.searchsorted(ids, worst.client), np.searchsorted(rounds, worst.round)] = worst.value
+    return z
+
+
+def _places(rows: Scores) -> dict[int, Ints]:
+    """By client, where its rows are."""
+    order = np.argsort(rows.client, kind="stable")
+    ids, first = np.unique(rows.client[order], return_index=True)
+    return dict(zip(ids.tolist(), np.split(order, first[1:]), strict=False))  # of no row there is one empty part
 
 
 def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) -> list[dict[str, Any]]:
@@ -88,9 +119,10 @@ def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) ->
             hits.strongest("identified"),
             labels.strongest("label_accuracy"),
         )
-    lines = []
+    lines, none = [], np.zeros(0, np.int64)
+    parts = [(part.value, _places(part)) for part in (rows, hits, labels)]
     for client in ids:
-        values, identified, restored = (k.value[k.client == client] for k in (rows, hits, labels))
+        values, identified, restored = (value[places.get(client, none)] for value, places in parts)
         place = int(np.argmax(MEASURED[metric].sign * values)) if len(values) else None
         worst = None if place is None else values[place]
         replies = {s: reading.participation[client, s] for s in ("accepted", "rejected", "missing")}
@@ -100,7 +132,7 @@ def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) ->
                 "n": len(values),
                 "mean": formatting.rounded(capped(metric, values).mean()) if len(values) else None,
                 "worst": formatting.rounded(worst),
-                "round": None if place is None else int(rows.round[rows.client == client][place]),
+                "round": None if place is None else int(rows.round[parts[0][1][client][place]]),
                 "exact": MEASURED[metric].cap is not None and formatting.is_exact(worst),
                 "identified": {"count": int(np.count_nonzero(identified)), "n": len(identified)}
                 if len(identified)

@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import struct
 import tomllib
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,12 @@ from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError
+from fedgauge.server.views.clients import clients
+from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import LARGEST, Scores
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports.export import rows
+from fedgauge.simulations.reports.figures.clients import clients_figure, worst_case_by_client
 from fedgauge.simulations.reports.report import write_report
 from tests.security.tampering import READERS
 from tests.server.dashboard.pages import Http
@@ -210,3 +214,37 @@ def test_of_infinite_values_only_an_exact_hit_is_one() -> None:
     known = [repr(v) for v in read.of_metric("psnr").value.tolist()]
     assert known == ["2.0", "1e+100", "-1e+100", "nan", "inf", "nan"]
     assert [repr(v) for v in read.of_metric("mse").value.tolist()] == [*known[:4], "nan", "nan"]
+
+
+MANY = 4000  # clients, and rounds: a table of all would have 16 million cells
+
+
+def test_no_heat_map_has_as_many_cells_as_a_ledgers_clients_times_its_rounds(attacked_run: Run, tmp_path: Path) -> None:
+    run = Run(Path(shutil.copytree(attacked_run.folder, tmp_path / "run")))
+    db = sqlite3.connect(run.folder / "ledger.sqlite")
+    numbers = f"WITH RECURSIVE n(i) AS (SELECT 3 UNION ALL SELECT i + 1 FROM n WHERE i < {MANY})"
+    names = [row[1] for row in db.execute("PRAGMA table_info(observations)")]
+    own = ", ".join("n.i" if name == "client" else name for name in names)
+    db.execute(f"INSERT INTO observations {numbers} SELECT {own} FROM observations, n WHERE round = 2 AND client = 0")
+    db.execute(
+        f"INSERT INTO scores {numbers} SELECT job_id, attack, client, n.i, metric, n.i, n.i / 100.0, status, seconds"
+        " FROM scores, n WHERE round = 1 AND client = 0 AND example = 0"
+    )
+    db.commit()
+    db.close()
+    reading = Reading(run)
+    tracemalloc.start()
+    try:
+        with reading.now():
+            found = clients(reading, "psnr", None)
+            drawn = clients_figure(worst_case_by_client(reading.scores))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        reading.close()
+    shown = len(found["clients"]), len(found["rounds"])
+    assert shown == (len(found["z"]), len(found["z"][0])) == (100, 500)
+    assert found["left_out"] == {"clients": MANY + 1 - 100, "rounds": MANY - 500}
+    assert len(found["table"]) == MANY + 1 and found["table"][0]["client"] in found["clients"]
+    assert found["rounds"][0] == 1 and found["rounds"][-1] == MANY
+    assert drawn is not None and peak < 100 << 20

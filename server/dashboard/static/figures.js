@@ -200,7 +200,7 @@ function heatFigure(clients, open) {
   return figure("Worst leak by client and round", heatMeaning(clients), drawing, height);
 }
 
-function heatMeaning({ table: [most], metric, floor }) {
+function heatMeaning({ table: [most], metric, floor, left_out: left }) {
   const worst = most ? raw(most.worst, most.exact) : null;
   const guess = floor && `The best guess that does not read the update (${floor.name}) reaches ${inMetric(metric, floor.value)} in a cell on average.`;
   const beyond = !floor || (metric.higher_is_better ? worst > floor.value : worst < floor.value);
@@ -209,6 +209,8 @@ function heatMeaning({ table: [most], metric, floor }) {
     + `${metric.cap === null ? "" : " or more"}.`;
   return [
     found && `${found}${beyond ? "" : ", no more than a guess"}.`, guess, scale, "A cross means that nothing was graded there.",
+    left.clients > 0 && `${many(left.clients, "client")} that leak less are left out.`,
+    left.rounds > 0 && `Rounds are shown evenly spread, and ${left.rounds} between them are left out.`,
   ].filter(Boolean).join(" ");
 }
 

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 from numpy.typing import NDArray
 
+from fedgauge.server.views.clients import heat_map
 from fedgauge.server.views.scores import Scores, capped
 from fedgauge.simulations.reports.figures.style import INK, MUTED, new_axes
 
@@ -28,10 +29,11 @@ def worst_case_by_client(scores: Scores) -> dict[tuple[int, int], float]:
 
 
 def clients_figure(worst: Mapping[tuple[int, int], float], label: str = "worst PSNR (dB)") -> Figure:
-    clients, rounds = (sorted({key[i] for key in worst}) for i in (0, 1))
-    table = np.full((len(clients), len(rounds)), np.nan)
-    for (client, round), value in worst.items():
-        table[clients.index(client), rounds.index(round)] = value
+    most: dict[int, float] = {}
+    for (client, _), value in worst.items():
+        most[client] = float(np.fmax(most.get(client, -np.inf), value))
+    clients, rounds = heat_map(sorted(most, key=lambda c: (-most[c], c)), sorted({round for _, round in worst}))
+    table = np.array([[worst.get((client, round), np.nan) for round in rounds] for client in clients])
     figure, axes = new_axes(height=min(6.0, max(1.75, 0.8 + 0.17 * len(clients))))
     axes.grid(False)
     axes.set_facecolor("white")
