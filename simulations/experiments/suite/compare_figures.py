@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from fedgauge.client.components import SpecError, coerce
@@ -77,7 +77,9 @@ def comparison(found: Mapping[Key, Mapping[str, ComparedFigure]], files: Mapping
     """A line for each cell, attack and metric, a column for each file; below, with which versions each was computed."""
     names = list(files)
     below = "\n".join(printable(f"{name}: {_computed_with(kept)}") for name, kept in files.items())
-    table = Table("cell", "attack", "metric", *(Text(printable(name)) for name in names), "floor", caption=Text(below))
+    table = Table(
+        "cell", "attack", "metric", *(Column(Text(printable(name))) for name in names), "floor", caption=Text(below)
+    )
     for (cell, attack, metric), rows in found.items():
         floor = next((row.floor for row in rows.values() if row.floor is not None), None)
         values = [_figure(rows.get(name)) for name in names]
