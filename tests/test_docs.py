@@ -641,5 +641,5 @@ def test_each_promise_of_security_names_the_test_that_holds_it() -> None:
     _, held, _ = re.split("## What holds[^\n]*|## What does not hold", text_of("SECURITY.md"))
     promises = re.split(r"\n- ", held)[1:]
     named = {promise[:60]: re.findall(r"tests/[\w/]+\.py", promise) for promise in promises}
-    assert len(named) > 40 and [promise for promise, tests in named.items() if not tests] == []
+    assert len(named) > 30 and [promise for promise, tests in named.items() if not tests] == []
     assert [test for tests in named.values() for test in tests if not (ROOT / test).is_file()] == []
