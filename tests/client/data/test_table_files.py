@@ -9,13 +9,13 @@ import pyarrow.parquet
 import pytest
 
 from fedgauge.client.data import tables
-from fedgauge.client.data.tables import Table, adult, german_credit, table
+from fedgauge.client.data.tables import Tabular, adult, german_credit, table
 from tests.security.test_data_files import ENDLESS
 
 ROWS = 4_000
 
 
-READERS: dict[str, Callable[[Path], Table]] = {
+READERS: dict[str, Callable[[Path], Tabular]] = {
     "own.csv": lambda path: table(path, "label"),
     "own.parquet": lambda path: table(path, "label"),
     "german.data": lambda path: german_credit(path=path.parent),

@@ -191,6 +191,7 @@ def test_words_of_a_file_are_no_markup(
     kept: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = changed(kept[1], tmp_path, lambda c: c["environment"]["packages"].update(torch="[/x]\x1b[31m"), hashed=True)
+    (tmp_path / "[").mkdir()
     assert main(["compare", str(kept[0]), str(path.rename(tmp_path / "[/b].json"))]) == 0
     shown = capsys.readouterr().out
     assert "torch [/x] [31m" in shown and "\x1b" not in shown
