@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations, islice, product
 from typing import Literal
 
@@ -47,6 +48,7 @@ CHUNK = 256  # words tried at once
 SENTENCES = 256  # sentences whose inputs are computed at once
 SAMPLE = 1024  # words by which the dictionary is whitened
 _PARTIAL = "spans a part of its inputs only: there are more tokens than rows of LoRA's factors"
+SAME_INPUT = 1e-5  # relative difference up to which a word's inputs in two positions are one
 SETS = 8  # sets of sentences that are tried where more sentences came near than the batch has
 
 
@@ -58,7 +60,8 @@ class dager(Attack):
         maps: the maps whose gradients span the inputs: query, as published, or all three of the attention. A decoder's query has
             no gradient from the first token; that of an encoder's last block has one from the first token only.
         margin: dimensions that must be left outside the span; a span that LoRA's factor A shows must leave one.
-        each: words kept for one position at most, as a multiple of the batch size.
+        each: words kept for one position at most, as a multiple of the batch size; of the batch's words, where the first block
+            tells no positions.
         starts: sentences from which an encoder's search begins; prefixes that a decoder's search keeps.
     """
 
@@ -118,6 +121,7 @@ class _SpanReader:
     judging: int = 1  # that block
     judged: int = 0  # positions whose inputs there count, from the first on
     words: list[list[int]] = field(default_factory=list)  # by position, the nearest first
+    placed: bool = True  # whether a word's input in the first block depends on its position
 
     def __post_init__(self) -> None:
         self.reason = self.verifier.reason or self._take_spans()
@@ -201,9 +205,9 @@ class _SpanReader:
 
     def _candidates(self, limit: float) -> list[list[int]]:
         """The nearest words of each position within a limit, up to the first position that has none."""
-        most = self.attack.each * self.size
+        most = self.attack.each * self.size * (1 if self.placed else self.length)
         candidates = []
-        for near in self._near:
+        for near in self._near if self.placed else self._near[:1] * self.length:
             close = [word for distance, word in sorted(near)[:most] if distance <= limit]
             if not close:
                 break
@@ -330,6 +334,8 @@ def _try_vocabulary(readers: Sequence[_SpanReader], model: LanguageModel) -> Non
     if not open_:
         return
     vectors = _Dictionary(open_[0], model)
+    for reader in open_:
+        reader.placed = vectors.placed
     _complete_spans([r for r in open_ if isinstance(r.inputs, PartialSpan)], vectors)
     whole = [r for r in open_ if not isinstance(r.inputs, PartialSpan)]
     for words, inputs in vectors if whole else ():
@@ -337,17 +343,26 @@ def _try_vocabulary(readers: Sequence[_SpanReader], model: LanguageModel) -> Non
             reader.try_words(words, inputs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Dictionary:
-    """The first block's inputs (C, L, width) for the vocabulary in all positions, chunk by chunk."""
+    """The first block's inputs (C, L, width) for the vocabulary in all positions, or (C, 1, width) in any, chunk by chunk."""
 
     reader: _SpanReader
     model: LanguageModel
 
+    @cached_property
+    def placed(self) -> bool:
+        """Whether they depend on the position: not where attention alone turns queries and keys, as in Llama."""
+        inputs = self._in_places(self.words[:1], self.reader.length)
+        return bool((inputs - inputs[:, :1]).abs().max() > SAME_INPUT * inputs.abs().max())
+
     def of(self, words: Tensor) -> Tensor:
         """Those of words (C,)."""
+        return self._in_places(words, self.reader.length if self.placed else 1)
+
+    def _in_places(self, words: Tensor, places: int) -> Tensor:
         part = module_of_weight(self.model, self.model.parts.layers[0].query.weight)
-        x = words[:, None].expand(-1, self.reader.length).contiguous()
+        x = words[:, None].expand(-1, places).contiguous()
         return layer_inputs(self.model, self.reader.verifier.params, part, x)
 
     @property
@@ -367,7 +382,7 @@ def _complete_spans(readers: Sequence[_SpanReader], dictionary: _Dictionary) -> 
     words, start = dictionary.words, dictionary.model.start
     order = torch.randperm(len(words), generator=torch.Generator().manual_seed(0))
     whitening = whitening_of(dictionary.of(words[order[:SAMPLE]]))
-    first = [dictionary.of(torch.tensor([word]))[0, place] for place, word in enumerate(start)]
+    first = [dictionary.of(torch.tensor([word]))[0, place * dictionary.placed] for place, word in enumerate(start)]
     nearest = [NearestVectors(r.inputs) for r in readers if isinstance(r.inputs, PartialSpan)]
     for _, inputs in dictionary:
         for some in nearest:

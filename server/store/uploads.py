@@ -1,5 +1,6 @@
 """Uploads of a user's own app as its model names them: parameters, buffers beside them, layers that were not sent."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -12,6 +13,10 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.update import Params
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
+
+# peft's names: an adapter's own name inside a model, which its saved arrays leave out, and a copy of a module that is trained whole
+_FACTOR = re.compile(r"\b(lora_[AB])\.(?:[^.]+\.)?weight$")
+_TRAINED = re.compile(r"\.modules_to_save\.[^.]+\.")
 
 
 class UploadMismatch(ValueError):
@@ -87,7 +92,7 @@ def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
         return dict(zip(sorted(arrays, key=int), fits[0], strict=True))
     known = _names(model)
     outer = {name.partition(".")[0] for name in known}
-    names = {name: name for name in arrays}
+    names = {name: _without_adapter(name) if name not in known else name for name in arrays}
     while not known.issuperset(names.values()):
         inside = {k: f"{part}.{name}" for part in outer if len(outer) == 1 for k, name in names.items()}
         if inside and known.issuperset(inside.values()):
@@ -96,6 +101,11 @@ def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
             return {name: name for name in arrays}
         names = {k: name.partition(".")[2] for k, name in names.items()}  # the app wraps it, as torch.compile does
     return names
+
+
+def _without_adapter(name: str) -> str:
+    """An array's name as fedgauge.client.models.adapters has it: the adapter is called default."""
+    return _FACTOR.sub(r"\1.default.weight", _TRAINED.sub(".", name))
 
 
 def _names(model: nn.Module) -> set[str]:

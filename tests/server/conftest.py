@@ -9,12 +9,20 @@ with warnings.catch_warnings():  # typer asks click for names that Click 9 will 
     import flwr.serverapp
 
 import json
+import os
 import random
+import shutil
+import subprocess
+import tempfile
+import time
+import tomllib
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -32,6 +40,10 @@ from fedgauge.server.store.tape import Tape
 from fedgauge.server.strategy.curious_strategy import UpdateRecorder
 from fedgauge.server.strategy.reply_checks import AcceptedReply
 from fedgauge.server.strategy.validator import RoundReplies
+from fedgauge.simulations.run import processes
+from fedgauge.simulations.run.launch import child_environment
+
+FOREIGN = Path(__file__).resolve().parents[1] / "foreign"
 
 Tables = dict[str, Any]
 Tamper = Callable[[int, list[Message]], list[Message]]  # (round, replies) -> the replies that arrive
@@ -156,6 +168,45 @@ def record_rounds(run: Run, ledger: Ledger, scenario: Scenario, federation: Fede
         tap(RoundReplies(round, params, buffers, tuple(accepted), ()))
 
 
+def run_under_flower(folder: Path, app: str, config: Mapping[str, Any], seconds: float = 240) -> None:
+    """An app of tests/foreign on two simulated nodes, as `flwr run` runs it; it must complete."""
+    scratch, mark = folder / "flower", uuid.uuid4().hex
+    scratch.mkdir()
+    shutil.copytree(FOREIGN, scratch / "app", ignore=shutil.ignore_patterns("__pycache__"))
+    project = tomllib.loads((FOREIGN / "pyproject.toml").read_text())
+    parts = {f"{kind}app": f"{app}.{kind}_app:app" for kind in ("server", "client")}
+    project["tool"]["flwr"]["app"] |= {"components": parts, "config": dict(config)}
+    (scratch / "app" / "pyproject.toml").write_text(tomli_w.dumps(project))
+    # where torchvision's wheel is not torch's: a node's process imports the app first
+    (scratch / "app" / app / "__init__.py").write_text("import fedgauge.client\n")
+    port = processes.free_port()
+    (scratch / "home").mkdir()
+    links = {"default": "here", "here": {"address": f"127.0.0.1:{port}", "insecure": True}}
+    (scratch / "home" / "config.toml").write_text(tomli_w.dumps({"superlink": links}))
+    short = Path(tempfile.mkdtemp(prefix="fl-"))  # Ray's sockets live below it
+    env = child_environment(short, mark) | {"FLWR_HOME": str(scratch / "home"), "FEDGAUGE_ALLOW": app}
+    env["PYTHONPATH"] = os.pathsep.join([str(FOREIGN.parents[1]), env.get("PYTHONPATH", "")])
+    superlink = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--port", str(port)]
+    process = processes.start(superlink, folder / "superlink.log", env)
+    try:
+        deadline = time.monotonic() + 90
+        while not processes.listens(port):
+            assert process.poll() is None and time.monotonic() < deadline, "the SuperLink did not start"
+            time.sleep(0.1)
+        federation = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=1 init-args-log-to-driver=false"
+        command = ["flwr", "run", str(scratch / "app"), "here", "--stream", "--federation-config", federation]
+        told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
+        listing = subprocess.run(
+            ["flwr", "ls", "here", "--format", "json"], env=env, capture_output=True, text=True, timeout=60
+        )
+        status = json.loads(listing.stdout)["runs"][0]["status"]
+        assert status == "finished:completed", told.stdout[-3000:] + (folder / "superlink.log").read_text()[-3000:]
+    finally:
+        processes.end(process)
+        processes.sweep(mark)
+        shutil.rmtree(short, ignore_errors=True)
+
+
 class Kit:
     """What the tests of this folder share."""
 
@@ -165,6 +216,7 @@ class Kit:
     tables = staticmethod(tables)
     make_run = staticmethod(make_run)
     record_rounds = staticmethod(record_rounds)
+    run_under_flower = staticmethod(run_under_flower)
 
     @staticmethod
     def scenario(**changes: Any) -> Scenario:

@@ -201,6 +201,29 @@ def test_decoders_give_their_sentences_though_their_heads_are_frozen(spoken: Tex
         assert all(f.reason.startswith("certified") for f in found)
 
 
+def llama(data: Text) -> LanguageModel:
+    """A tiny Llama: its first block's inputs do not depend on the position, as attention alone turns queries and keys."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=data.tokenizer.size, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=None, eos_token_id=3,
+        attn_implementation="eager",
+    )  # fmt: skip
+    return LanguageModel(LlamaForCausalLM(config), "next_token", data.tokenizer).eval()
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_words_find_their_places_where_the_first_block_tells_none(spoken: Text, rounds: int) -> None:
+    truth = [b for b in batches(spoken, 6, 1) if inputs_of(b) > 6][:2]
+    model = lora(llama(spoken), 16, ["q_proj", "v_proj"])
+    assert isinstance(model, LanguageModel)
+    found = attacked(model, spoken, truth, rounds)
+    assert exact(found, truth) == [True, True]
+    assert all(f.reason.startswith("certified") for f in found)
+
+
 def test_factors_elsewhere_than_in_the_first_attention_are_no_span(classified: Text) -> None:
     truth = batches(classified, 1, 1)
     (found,) = attacked(bert(classified, 4, ["intermediate.dense"]), classified, truth, 2)

@@ -69,6 +69,30 @@ def test_an_apps_network_of_hugging_face_has_its_own_names(make_federation: Make
     assert all(torch.equal(seen.params[k], p) for k, p in fed.model.named_parameters())
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers by a deprecated name
+@pytest.mark.parametrize("adapter", ["default", "mine"])
+def test_adapters_have_the_names_that_peft_gives_them(make_federation: Make, adapter: str) -> None:
+    """As saved, the adapter's own name is left out; among the parameters it stands, and copies of modules beside the originals."""
+    peft = pytest.importorskip("peft", reason="the extra [adapters] is not installed")
+    lora = {"use": "lora", "rank": 4, "train": ["classifier"]}
+    fed = make_federation(data={"use": "phrases"}, model={"use": "tiny_bert", "adapter": [lora]}, clients=1)
+    base = make_federation(data={"use": "phrases"}, model={"use": "tiny_bert"}, clients=1).model.net
+    options = {"target_modules": ["query", "value"], "modules_to_save": ["classifier"], "task_type": "SEQ_CLS"}
+    theirs = peft.get_peft_model(base, peft.LoraConfig(r=4, **options), adapter_name=adapter)
+    saved = peft.get_peft_model_state_dict(theirs, adapter_name=adapter)
+    trained = {name: p.detach() for name, p in theirs.named_parameters() if p.requires_grad}
+    names = [name for name, _ in fed.model.named_parameters()]
+    for sent in (saved, trained, {str(i): t for i, t in enumerate(saved.values())}):
+        seen = as_the_model_has_it(uploaded(sent), fed)
+        assert list(seen.params) == list(seen.update) == names
+        assert {k.partition("encoder.")[2] for k in names if "lora_A" in k} == {
+            k.replace(adapter, "default").partition("encoder.")[2] for k in trained if "lora_A" in k
+        }
+        first = next(k for k in trained if "lora_A" in k)
+        ours = next(k for k in names if "lora_A" in k)
+        assert torch.equal(seen.params[ours], trained[first])
+
+
 def test_frozen_layers_need_not_be_uploaded(make_federation: Make) -> None:
     chain = [{"use": "freeze", "layers": ["hidden"]}, {"use": "local_sgd", "rate": 0.1}]
     plain = make_federation(model={"use": "mlp", "hidden": [8]})

@@ -1,14 +1,7 @@
 """Somebody else's Flower app, weights in and weights out, with three lines of fedgauge's in its server."""
 
-import json
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +16,6 @@ from fedgauge.client.components import allowing
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.run import processes
-from fedgauge.simulations.run.launch import child_environment
 
 APP = Path(__file__).resolve().parents[2] / "foreign"
 CONFIG = {"num-server-rounds": 2, "local-epochs": 1, "learning-rate": 0.1, "batch-size": 8, "examples": 64}
@@ -124,37 +115,9 @@ def test_its_clients_digits_are_read_off_their_weights(kit: Any, app: Any, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
-def test_the_app_runs_under_flower_itself(tmp_path: Path) -> None:
-    folder, scratch, mark = write_audit(tmp_path, clients=2), tmp_path / "flower", uuid.uuid4().hex
-    scratch.mkdir()
-    shutil.copytree(APP, scratch / "app", ignore=shutil.ignore_patterns("__pycache__"))
-    port = processes.free_port()
-    (scratch / "home").mkdir()
-    links = {"default": "here", "here": {"address": f"127.0.0.1:{port}", "insecure": True}}
-    (scratch / "home" / "config.toml").write_text(tomli_w.dumps({"superlink": links}))
-    short = Path(tempfile.mkdtemp(prefix="fl-"))  # Ray's sockets live below it
-    root = str(APP.parents[1])
-    env = child_environment(short, mark) | {"FLWR_HOME": str(scratch / "home"), "FEDGAUGE_ALLOW": "quickstart"}
-    env["PYTHONPATH"] = os.pathsep.join([root, env.get("PYTHONPATH", "")])
-    superlink = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--port", str(port)]
-    process = processes.start(superlink, tmp_path / "superlink.log", env)
-    try:
-        wait(lambda: processes.listens(port), 90, process)
-        federation = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=1 init-args-log-to-driver=false"
-        config = f'record-to="{folder}" examples=1'
-        command = ["flwr", "run", str(scratch / "app"), "here", "--stream", "--run-config", config]
-        told = subprocess.run(
-            [*command, "--federation-config", federation], env=env, capture_output=True, text=True, timeout=240
-        )
-        listing = subprocess.run(
-            ["flwr", "ls", "here", "--format", "json"], env=env, capture_output=True, text=True, timeout=60
-        )
-        status = json.loads(listing.stdout)["runs"][0]["status"]
-        assert status == "finished:completed", told.stdout[-3000:] + (tmp_path / "superlink.log").read_text()[-3000:]
-    finally:
-        processes.end(process)
-        processes.sweep(mark)
-        shutil.rmtree(short, ignore_errors=True)
+def test_the_app_runs_under_flower_itself(kit: Any, tmp_path: Path) -> None:
+    folder = write_audit(tmp_path, clients=2)
+    kit.run_under_flower(tmp_path, "quickstart", {**CONFIG, "record-to": str(folder), "examples": 1})
     with Run.open(folder).ledger() as ledger:
         rows = ledger.observations()
         assert ledger.meta()["state"] == "trained" and [row["round"] for row in ledger.rounds()] == [1, 2]
@@ -163,10 +126,3 @@ def test_the_app_runs_under_flower_itself(tmp_path: Path) -> None:
             (r, c, "accepted") for r in (1, 2) for c in (0, 1)
         ]
         assert all(o["digest"] for o in rows)
-
-
-def wait(ready: Callable[[], bool], seconds: float, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert process.poll() is None and time.monotonic() < deadline, "the SuperLink did not start"
-        time.sleep(0.1)
