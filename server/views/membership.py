@@ -253,16 +253,22 @@ def members_sentences(told: Sequence[ToldMembers], ledger: Ledger) -> list[str]:
     """What is known of membership: a sentence for each question that was tested, and why nobody tested who was in a batch."""
     sentences = [t.sentence for t in told]
     if not any(t.metric == MEMBER for t in told):
-        sentences.append(f"Who was in a batch was not tested: {_why_not(ledger)}.")
+        sentences.append(f"{QUESTIONS[MEMBER]} was not tested: {why_not_tested(ledger, MEMBER)}.")
     return sentences
 
 
-def _why_not(ledger: Ledger) -> str:
+def tests_of(ledger: Ledger, question: str) -> list[str]:
+    """A question's planned tests: those that remember a client's rounds tell whom its data holds, others who was in a batch."""
+    tests = [(name, planned) for name, planned in ledger.planned().items() if planned.tells_members and is_attack(name)]
+    return [name for name, planned in tests if planned.is_stateful == (question == HELD)]
+
+
+def why_not_tested(ledger: Ledger, question: str) -> str:
+    """Why a run's tests say nothing of a question, or how to test it."""
     if not ledger.attacks():
         return "no attack was planned"
-    tests = [(name, planned) for name, planned in ledger.planned().items() if planned.tells_members and is_attack(name)]
-    of_batch = [name for name, planned in tests if not planned.is_stateful]
-    if not of_batch:
-        return f"test it with: fedgauge audit RUN --attack membership{' --truth FOLDER' if ledger.deployed else ''}"
-    reasons = [row["reason"] for row in ledger.reasons("done") if row["attack"] in of_batch]
+    if not (own := tests_of(ledger, question)):
+        use = "membership_over_rounds" if question == HELD else "membership"
+        return f"test it with: fedgauge audit RUN --attack {use}{' --truth FOLDER' if ledger.deployed else ''}"
+    reasons = [row["reason"] for row in ledger.reasons("done") if row["attack"] in own]
     return reasons[0] if reasons else "no test has been done yet"

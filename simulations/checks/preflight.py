@@ -296,7 +296,8 @@ class _Probe:
             return PreflightFinding("note", f"labels cannot be restored: {error}")
         right = [label_accuracy(b.y, y) for b, y in zip(self.batches, restored, strict=True)]
         share = sum(right) / len(right)
-        self.measured["label_accuracy"] = Measurement(share, f"read off the updates of {len(right)} stand-ins")
+        where = f"read off the updates of {len(right)} stand-ins at the untrained weights"
+        self.measured["label_accuracy"] = Measurement(share, where, estimated=True)
         chance = 1 / self.fed.shards.dataset.classes
         words = f"labels: {percent(share)} of the stand-ins' are read off the classifier's gradient (chance: {percent(chance)})"
         return PreflightFinding("leaks" if share > 0.9 else "weak" if share > 3 * chance else "note", words)
@@ -339,7 +340,8 @@ class _Probe:
         limit = -10 * math.log10(mse)
         reached = self.measured.get("psnr", Measurement(None, "")).value
         words = "the limit of one round, an estimate for Gaussian images, or what is reached without any search, if that is more"
-        self.measured["psnr"] = Measurement(min(PSNR_CAP, limit if reached is None else max(limit, reached)), words)
+        value = min(PSNR_CAP, limit if reached is None else max(limit, reached))
+        self.measured["psnr"] = Measurement(value, words, estimated=True)
         words = (
             f"limit of one round, an estimate for Gaussian images: {decibel(limit)} dB as the PSNR of the mean error; "
             f"guessing the mean image of each class gets {decibel(floor)} dB"
@@ -365,8 +367,11 @@ class _Probe:
             return PreflightFinding("unknown", f"who was in a batch: {error}")
         times = max(1.0, self.fed.protocol.rounds * shards.batch_size / min(map(len, shards.indices)))
         once, often = (percent(power(0.01, math.sqrt(n) * mu)) for n in (1, times))
-        told = "the area under the ROC curve of whoever knows the rest of the batch, after all rounds, for the median stand-in"
-        self.measured[MEMBER] = Measurement(area(math.sqrt(times) * mu), told)
+        told = (
+            "the area under the ROC curve of whoever knows the rest of the batch, after all rounds, for the median stand-in at the "
+            "untrained weights, so that half of them are told better"
+        )
+        self.measured[MEMBER] = Measurement(area(math.sqrt(times) * mu), told, estimated=True)
         words = (
             f"who was in a batch: whoever knows the rest of it tells half of the members with a probability of {once} or more at "
             f"1 % false positives, {often} after all rounds"

@@ -94,13 +94,8 @@ NOTHING: Interval = (None, None, None)
 
 
 def mean_of(scores: Scores, metric: str) -> Interval:
-    """A metric's mean as a run has it, with its interval clustered by update, within what the metric can be."""
-    for leak in leakage_of_all(scores, metric):
-        low, high, most = leak.low, leak.high, MEASURED[metric].ceiling
-        if low is not None and high is not None and (MEASURED[metric].unit == "%" or metric in MEMBERSHIP):
-            low, high = max(low, 0.0), min(high, most)
-        return leak.mean, low, high
-    return NOTHING
+    """A metric's mean as a run has it, with its interval clustered by update."""
+    return next(((leak.mean, leak.low, leak.high) for leak in leakage_of_all(scores, metric)), NOTHING)
 
 
 def _rate(hits: Mask) -> Interval:

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fedgauge.server.views.membership import QUESTIONS, told_members
+from fedgauge.attacks.membership.measured import HELD, MEMBER
+from fedgauge.server.views.membership import QUESTIONS, tests_of, told_members, why_not_tested
 from fedgauge.server.views.privacy import canaries, privacy
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, planned_attacks
@@ -62,14 +63,13 @@ def _reconstruction(reading: Reading) -> Iterator[TestedClass]:
 
 def _membership(reading: Reading) -> Iterator[TestedClass]:
     told = {found.metric: found for found in told_members(reading.scores)}
-    by = _names(reading, members=True)
-    for metric, question in QUESTIONS.items():
-        if metric not in told:
-            if metric == "membership":
-                why = verdict_of(reading).sentences[-1]
-                yield TestedClass(question, (), f"not tested: {why}", _OF_MEMBERS)
-            continue
-        yield TestedClass(question, by, told[metric].sentence, _OF_MEMBERS)
+    for metric in (MEMBER, HELD):  # anybody's batch is the first question again, asked of a whole round
+        by = tuple(n for n in _names(reading, members=True) if n in tests_of(reading.ledger, metric))
+        if metric in told:
+            yield TestedClass(QUESTIONS[metric], by, told[metric].sentence, _OF_MEMBERS)
+        else:
+            why = f"not tested: {why_not_tested(reading.ledger, metric)}"
+            yield TestedClass(QUESTIONS[metric], (), why, _OF_MEMBERS)
 
 
 _OF_MEMBERS = ("membership inference", "membership inference", "AITG-MOD-04, membership inference")

@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
+from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.components import SpecError
 from fedgauge.server.views.formatting import in_unit, interval_label, number, plotted_value
 from fedgauge.server.views.leakage import Leak
-from fedgauge.server.views.membership import QUESTIONS, membership_table
+from fedgauge.server.views.membership import QUESTIONS, membership_table, why_not_tested
 from fedgauge.server.views.outcomes import failure
 from fedgauge.server.views.privacy import privacy
 from fedgauge.server.views.reading import Reading
@@ -23,6 +24,10 @@ from fedgauge.server.views.verdict import computed_otherwise
 Outcome = Literal["passed", "failed", "not measured"]
 EPSILON = "epsilon"  # of one record, the largest of any client
 WORST = "worst."  # prefix: of the example that leaks most
+NO_PROOF = (
+    "an estimate within the threshold proves nothing: measure it with fedgauge run, then fedgauge gate, or accept it with "
+    "--accept-estimates"
+)
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,13 @@ class Measurement:
         value: None if there is none.
         words: how it was measured, or why it was not.
         conclusive: whether a value within the threshold says that there is no more; why it does not stands in words.
+        estimated: it rests on assumptions that an attacker may pass, so it is conclusive for those alone who accept estimates.
     """
 
     value: float | None
     words: str
     conclusive: bool = True
+    estimated: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,13 +111,24 @@ def check_thresholds(thresholds: Sequence[Threshold], modality: type[Modality]) 
             )
 
 
-def judged(thresholds: Iterable[Threshold], measured: Mapping[str, Measurement], otherwise: str) -> list[GateResult]:
+def judged(
+    thresholds: Iterable[Threshold], measured: Mapping[str, Measurement], otherwise: str, estimates: bool = False
+) -> list[GateResult]:
     """Each threshold with its measurement.
 
     Args:
         otherwise: why a metric that is not among `measured` was not measured.
+        estimates: an estimate within its threshold passes, as somebody accepts it; the words say so.
     """
-    return [GateResult(t, measured.get(t.metric, Measurement(None, otherwise))) for t in thresholds]
+    found = [(t, measured.get(t.metric, Measurement(None, otherwise))) for t in thresholds]
+    return [GateResult(t, _as_proof(m, estimates) if m.estimated else m) for t, m in found]
+
+
+def _as_proof(found: Measurement, accepted: bool) -> Measurement:
+    """What an estimate proves: nothing, unless somebody accepts it."""
+    if accepted:
+        return replace(found, words=f"{found.words}; accepted, though an estimate is no bound")
+    return replace(found, words=f"{found.words}; {NO_PROOF}", conclusive=False)
 
 
 def gate_of_run(reading: Reading, thresholds: Sequence[Threshold]) -> list[GateResult]:
@@ -138,19 +156,18 @@ def _measured(reading: Reading, metric: str) -> Measurement:
     if metric in QUESTIONS:
         return _area(reading, metric)
     name = metric.removeprefix(WORST)
-    leak = best_of(reading.pooled(name).values(), "attack") if name in reading.metrics else None
-    if leak is None or leak.mean is None:
-        return Measurement(None, f"no attack of this run has a value of {name}")
+    leaks = [k for k in reading.pooled(name).values() if is_attack(k.attack)] if name in reading.metrics else []
+    leak = best_of(leaks, "attack")
     # of any attack: what nobody graded may have leaked more than what was graded
-    unseen = sum(k.ungraded for k in reading.pooled(name).values() if is_attack(k.attack))
+    unseen = sum(k.ungraded for k in leaks)
+    missing = f"{_lost(leaks)}{_hidden(unseen)}"
+    if leak is None or leak.mean is None:
+        return Measurement(None, f"no attack of this run has a value of {name}{missing}")
     if metric.startswith(WORST):
-        best = max(
-            (k for k in reading.pooled(name).values() if k.best is not None and is_attack(k.attack)),
-            key=lambda k: MEASURED[name].sign * (k.best or 0.0),
-        )
-        words = f"the worst of {best.n} examples, by {best.attack}{_hidden(unseen)}"
+        best = max((k for k in leaks if k.best is not None), key=lambda k: MEASURED[name].sign * (k.best or 0.0))
+        words = f"the worst of {best.n} examples, by {best.attack}{missing}"
         return Measurement(plotted_value(name, best.best), words, not unseen)
-    return Measurement(leak.mean, f"{_words(leak)}{_hidden(unseen)}", not unseen)
+    return Measurement(leak.mean, f"{_words(leak)}{missing}", not unseen)
 
 
 def _words(leak: Leak) -> str:
@@ -160,6 +177,16 @@ def _words(leak: Leak) -> str:
     return f"the mean of {leak.n} by {leak.attack}{within}"
 
 
+def _lost(leaks: Iterable[Leak]) -> str:
+    """How many rows have no value, which no mean counts, and why; empty if each has one."""
+    of_each = [
+        f"{sum(k.failed.values())} of {k.n + sum(k.failed.values())} by {k.attack} ({', '.join(k.failed)})"
+        for k in leaks
+        if k.failed
+    ]
+    return f"; without a value: {', '.join(of_each)}" if of_each else ""
+
+
 def _hidden(unseen: int) -> str:
     return f"; {unseen} reconstructions were not graded" if unseen else ""
 
@@ -167,11 +194,13 @@ def _hidden(unseen: int) -> str:
 def _area(reading: Reading, question: str) -> Measurement:
     rows = membership_table(reading.scores, reading.order)
     own = [row for row in rows if row.question == QUESTIONS[question] and row.kind == "attack"]
+    lost = _lost(k for k in reading.pooled(MEMBER).values() if is_attack(k.attack)) if MEMBER in reading.metrics else ""
     if not own:
-        return Measurement(None, "no test of this run asked it: fedgauge audit RUN --attack membership")
+        return Measurement(None, f"it was not tested: {why_not_tested(reading.ledger, question)}{lost}")
     best = max(own, key=lambda row: row.area)
     within = "" if best.low is None else f" (95 % interval {number(best.low)} to {number(best.high)})"
-    return Measurement(best.area, f"the area under the ROC curve of {best.name} over {best.n} members{within}")
+    words = f"the area under the ROC curve of {best.name} over {best.n} members{within}{lost}"
+    return Measurement(best.area, words)
 
 
 def _doubts(reading: Reading) -> str:

@@ -2,17 +2,24 @@
 
 import json
 import os
+import re
+import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.assurance.gate import GateResult, Measurement, Threshold, gate_of_run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.assurance.coverage import coverage
+from fedgauge.server.views.assurance.gate import GateResult, Measurement, Threshold, gate_of_run, judged
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.simulations.checks.preflight import preflight as examine
 from fedgauge.simulations.cli.main import main
 from tests.simulations.cli.conftest import TABLES, scenario_file, taped_run
 
@@ -90,6 +97,32 @@ def test_what_nobody_graded_of_another_attack_lets_nothing_pass(
         (after,) = gate_of_run(reading, [Threshold(metric, 1000.0, True)])
     assert (before.outcome, after.outcome) == ("passed", "not measured")
     assert "4 reconstructions were not graded" in str(after)
+
+
+def lose(run: Run, *, all_of_them: bool, attack: str = "analytic") -> None:
+    """Take the values from an attack's rows, as if it had diverged."""
+    with run.ledger() as ledger:
+        of_it = "attack = ? AND client = 0" if not all_of_them else "attack = ?"
+        ledger._db.execute(f"UPDATE scores SET value = NULL, status = 'diverged' WHERE {of_it}", (attack,))
+
+
+def test_rows_without_a_value_are_counted_beside_what_was_measured(
+    attacked: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lose(attacked, all_of_them=False)
+    assert gate(str(attacked.folder), "--fail-above", "psnr=60", "--fail-above", "worst.psnr=1000") == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "the mean of 2 by analytic" in first and "the worst of 2 examples, by analytic" in second
+    assert all("without a value: 2 of 4 by analytic (diverged)" in line for line in (first, second))
+
+
+def test_a_metric_of_which_every_row_lacks_a_value_does_not_pass(
+    attacked: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lose(attacked, all_of_them=True)
+    assert gate(str(attacked.folder), "--fail-above", "psnr=60") == 3
+    out = capsys.readouterr().out
+    assert "no attack of this run has a value of psnr; without a value: 4 of 4 by analytic (diverged)" in out
 
 
 def test_a_failed_replay_check_lets_nothing_pass(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +206,16 @@ def test_membership_is_compared_by_its_area(tmp_path: Path) -> None:
     with read_once(run) as reading:
         (result,) = gate_of_run(reading, [Threshold("membership", 0.7)])
         areas = [row.area for row in membership_table(reading.scores, reading.order) if row.kind == "attack"]
+        (held,) = gate_of_run(reading, [Threshold("held_membership", 0.7)])
+        tested = {row.question: row for row in coverage(reading)}
     assert result.measurement.value == max(areas) > 0.7 and result.outcome == "failed"
+    assert held.outcome == "not measured" and "fedgauge audit RUN --attack membership_over_rounds" in str(held)
+    assert tested["Who was in a batch"].by == ("membership",)
+    assert tested["Whom a client's data holds"].found.startswith("not tested: test it with: fedgauge audit RUN")
+    lose(run, all_of_them=True, attack="membership")
+    with read_once(run) as reading:
+        (result,) = gate_of_run(reading, [Threshold("membership", 1.0)])
+    assert result.outcome == "not measured" and "by membership (diverged)" in str(result)
 
 
 # --------------------------------------------------------------------------------------------------- before training
@@ -189,23 +231,76 @@ def test_a_bare_chain_fails_before_training(tmp_path: Path, capsys: pytest.Captu
     assert "failed: fails if psnr above 20" in out and "failed: fails if membership above 0.7" in out
 
 
+def test_the_gate_stands_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preflight(tmp_path, "--fail-above", "membership=.7", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [row["outcome"] for row in found["gate"]] == ["failed"] and found["measured"]["membership"]["value"] == 1
+
+
 def test_without_noise_no_estimate_lets_a_scenario_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Analytic inversion does not apply to a convolution, but a search may succeed."""
-    assert preflight(tmp_path, "--fail-above", "psnr=20", model={"use": "lenet"}) == 3
+    assert preflight(tmp_path, "--fail-above", "psnr=20", "--accept-estimates", model={"use": "lenet"}) == 3
     assert "not measured: fails if psnr above 20" in capsys.readouterr().out
 
 
-def test_much_noise_holds_and_json_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chain = [
-        {"use": "clip", "max_norm": 1.0, "each": True},
-        {"use": "gaussian", "sigma": 5.0},
-        {"use": "local_sgd", "rate": 0.1},
-    ]
-    chosen = ["--fail-above", "psnr=20", "--fail-above", "membership=.7", "--json"]
-    assert preflight(tmp_path, *chosen, chain=chain) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["outcome"] for row in found["gate"]] == ["passed", "passed"]
-    assert found["measured"]["membership"]["value"] < 0.7
+NOISE = [
+    {"use": "clip", "max_norm": 1.0, "each": True},
+    {"use": "gaussian", "sigma": 5.0},
+    {"use": "local_sgd", "rate": 0.1},
+]
+
+
+def test_an_estimate_alone_lets_nothing_pass_unless_it_is_accepted() -> None:
+    measured = examine(Scenario.from_tables({**TABLES, "chain": NOISE})).measured
+    chosen = [Threshold("psnr", 20.0), Threshold("membership", 0.7), Threshold("label_accuracy", 1.0)]
+    alone, accepted = (judged(chosen, measured, "", estimates) for estimates in (False, True))
+    assert [result.outcome for result in alone] == ["not measured"] * 3
+    assert all("or accept it with --accept-estimates" in str(result) for result in alone)
+    assert [result.outcome for result in accepted] == ["passed"] * 3
+    assert all("accepted, though an estimate is no bound" in str(result) for result in accepted)
+    assert [r.outcome for r in judged([Threshold("psnr", 1.0)], measured, "", True)] == ["failed"]
+
+
+def test_an_epsilon_before_training_is_no_estimate(tmp_path: Path) -> None:
+    assert (
+        judged([Threshold("epsilon", 9.0)], {"epsilon": Measurement(8.0, "of a guarantee")}, "")[0].outcome == "passed"
+    )
+
+
+def workflow() -> list[dict[str, Any]]:
+    """The steps of the page's workflow."""
+    page = (Path(__file__).parents[3] / "docs/guides/gate.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    steps: list[dict[str, Any]] = yaml.safe_load(block)
+    return steps
+
+
+def script() -> str:
+    return "".join(step.get("run", "") for step in workflow())
+
+
+def test_the_workflow_is_yaml_with_a_script_that_bash_reads() -> None:
+    for step in workflow():
+        assert step.keys() <= {"name", "run", "if", "uses", "with"} and ("run" in step) != ("uses" in step)
+    subprocess.run(["bash", "-n"], input=script(), text=True, check=True)
+
+
+@pytest.mark.full
+def test_the_commands_of_the_workflow_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In order, in one folder, on a scenario whose noise hides everything."""
+    monkeypatch.chdir(tmp_path)
+    scenario_file(tmp_path, chain=NOISE, attack=[{"use": "analytic"}, {"use": "membership"}]).rename("scenario.toml")
+    commands = [shlex.split(line, comments=True) for line in script().splitlines()]
+    ours = [words[1:] for words in commands if words[0] == "fedgauge"]
+    assert [words[0] for words in ours] == ["preflight", "run", "gate"]
+    for words in ours:
+        of = str(sorted(Path("runs").iterdir())[-1]) if words[0] == "gate" else words[1]
+        assert main([words[0], of, *words[2:]]) == 0, capsys.readouterr()
+    (uploaded,) = (step["with"]["path"].split() for step in workflow() if "uses" in step)
+    files = {path.name for pattern in uploaded for path in tmp_path.glob(pattern)}
+    assert files == {"preflight.xml", "gate.xml", "gate.sarif"}
 
 
 def test_a_preflight_with_a_mistaken_gate_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,6 +212,10 @@ def test_what_was_not_tested_is_said(attacked: Run) -> None:
     }
     assert rows[0].maps_to[0] == "data reconstruction" and rows[0].tested
     assert all(row.found.startswith("not tested") for row in rows if not row.tested)
+    assert all(row.found.count("not tested") == 1 for row in rows if not row.tested)
+    asked = {row.question: row.found for row in rows if row.maps_to[0] == "membership inference"}
+    assert asked.keys() == {"Who was in a batch", "Whom a client's data holds"}
+    assert asked["Whom a client's data holds"].endswith("fedgauge audit RUN --attack membership_over_rounds")
 
 
 def test_the_report_maps_and_never_says_that_anything_complies(recorded: Run) -> None:
