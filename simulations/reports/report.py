@@ -69,10 +69,15 @@ def _write(path: Path, template: str, content: Mapping[str, Any], in_run: bool =
     # the report is drawn by the live page's scripts and style
     style = Markup((STATIC / "style.css").read_text())
     figures = Markup("\n".join((STATIC / name).read_text() for name in DRAWING))
-    page = _template(template).render(**content, style=style, figures=figures, plotly=Markup(get_plotlyjs()))
+    page = fill_template(template, {**content, "style": style, "figures": figures, "plotly": Markup(get_plotlyjs())})
     with run_files.replacing(path) if in_run else writing(path) as file:
         file.write(page.encode(errors="replace"))
     return path
+
+
+def fill_template(name: str, content: Mapping[str, Any]) -> str:
+    """A template of this folder with these values, each escaped and without control codes."""
+    return _template(name).render(**content)
 
 
 def _template(name: str) -> jinja2.Template:

@@ -1,10 +1,8 @@
 """Figures for papers: each plot of a run as PNG and SVG, one column wide, the same bytes for the same ledger."""
 
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import matplotlib
+from typing import Literal
 
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
@@ -14,9 +12,11 @@ from fedgauge.simulations.reports.figures.clients import clients_figure, worst_c
 from fedgauge.simulations.reports.figures.data import RunResults
 from fedgauge.simulations.reports.figures.gallery import gallery_figure
 from fedgauge.simulations.reports.figures.leakage import leakage_figure
-from fedgauge.simulations.reports.figures.style import STYLE, PaperFigure
+from fedgauge.simulations.reports.figures.style import PaperFigure, own_style
 from fedgauge.simulations.reports.figures.success import success_figure
 from fedgauge.simulations.reports.figures.tradeoff import tradeoff_figures
+
+KINDS: tuple[Literal["png", "svg"], ...] = ("png", "svg")
 
 
 def write_figures(runs: Sequence[Run], folder: Path) -> tuple[list[Path], list[str]]:
@@ -30,9 +30,7 @@ def write_figures(runs: Sequence[Run], folder: Path) -> tuple[list[Path], list[s
         [folder] if len(all_results) == 1 else [folder / name for name in distinct(s.run.name for s in all_results)]
     )
     paths, missing = [], []
-    with matplotlib.rc_context():  # restores the caller's settings at its end
-        matplotlib.rcdefaults()  # a user's own style would change the bytes
-        matplotlib.rcParams.update(STYLE)
+    with own_style():
         for results, run_folder in zip(all_results, run_folders, strict=True):
             if not len(results.scores):
                 missing.append(f"{results.run.name}: no attack has a score yet, so there is nothing to draw")
@@ -49,14 +47,9 @@ def write_figures(runs: Sequence[Run], folder: Path) -> tuple[list[Path], list[s
 
 def _save(figure: PaperFigure, folder: Path) -> list[Path]:
     paths = []
-    # no date and no program, so that equal ledgers give equal bytes
-    metadata = {"Title": figure.name, "Description": figure.about}
-    for kind, quiet in (("png", {"Software": None}), ("svg", {"Date": None})):
-        data = io.BytesIO()
-        figure.figure.savefig(data, format=kind, metadata={**metadata, **quiet})
-        figure.figure.set_layout_engine("none")  # layout is half of the work, so do it once
+    for kind in KINDS:
         paths.append(folder / f"{figure.name}.{kind}")
-        write_bytes(paths[-1], data.getvalue())
+        write_bytes(paths[-1], figure.rendered(kind))
     return paths
 
 

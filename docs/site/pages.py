@@ -1,0 +1,78 @@
+"""Which files are pages of the site, for MkDocs: the pages of docs/ and of the root, each where it lies in the repository.
+
+So every link between them works in the site as it does in the repository, and no page is copied.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from posixpath import normpath
+from tempfile import TemporaryDirectory
+
+import nbformat
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from nbclient import NotebookClient
+from nbconvert import MarkdownExporter
+
+ROOT = Path(__file__).resolve().parents[2]
+OTHERS = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "simulations/**/*.md")
+LINK = re.compile(r"\[(?P<words>[^\]]*)\]\((?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
+
+
+def pages() -> list[str]:
+    """Every page of the site, as a path in the repository."""
+    found = [path for pattern in ("docs/**/*.md", "docs/**/*.ipynb", *OTHERS) for path in ROOT.glob(pattern)]
+    return sorted(path.relative_to(ROOT).as_posix() for path in found if ".ipynb_checkpoints" not in path.parts)
+
+
+def linked(page: str) -> Iterator[tuple[re.Match[str], Path]]:
+    """The links of a page, with the paths in the repository that they lead to."""
+    for link in LINK.finditer((ROOT / page).read_text()):
+        yield link, ROOT / normpath(PurePosixPath(page).parent / link["target"])
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """The pages, what they show and link to, and the theme's own files, in place of the files of docs/ alone."""
+    chosen = {*pages(), *config.extra_css}
+    chosen |= {path.relative_to(ROOT).as_posix() for page in pages() for _, path in linked(page) if path.is_file()}
+    kept = [file for file in files if not (file.abs_src_path or "").startswith(f"{ROOT}/docs/")]
+    for name in sorted(chosen):
+        if name.endswith(".ipynb"):
+            kept += notebook(config, name)
+        else:
+            kept.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    return Files(kept)
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links to folders, which a site cannot show, become their words; a bar in a table's code needs no backslash here."""
+    place = PurePosixPath(page.file.src_uri).parent
+
+    def kept(link: re.Match[str]) -> str:
+        return link["words"] if (ROOT / normpath(place / link["target"])).is_dir() else link[0]
+
+    def unescaped(row: re.Match[str]) -> str:
+        return re.sub(r"`[^`]+`", lambda code: code[0].replace(r"\|", "|"), row[0])
+
+    return re.sub(r"^\|.*$", unescaped, LINK.sub(kept, markdown), flags=re.MULTILINE)
+
+
+def notebook(config: MkDocsConfig, name: str) -> list[File]:
+    """A notebook as a page, with the pictures of its outputs beside it; executed first, unless `extra` says otherwise."""
+    notes = nbformat.read(ROOT / name, as_version=4)
+    if config.extra.get("execute_notebooks", True):
+        execute(notes)
+    text, resources = MarkdownExporter().from_notebook_node(
+        notes, {"output_files_dir": f"{PurePosixPath(name).stem}-outputs"}
+    )
+    folder = PurePosixPath(name).parent
+    pictures = [File.generated(config, str(folder / k), content=v) for k, v in resources["outputs"].items()]
+    return [File.generated(config, name.removesuffix(".ipynb") + ".md", content=text), *pictures]
+
+
+def execute(notes: nbformat.NotebookNode) -> None:
+    """Fill in a notebook's outputs, in a folder of its own."""
+    with TemporaryDirectory() as folder:
+        NotebookClient(notes, timeout=600, resources={"metadata": {"path": folder}}).execute()

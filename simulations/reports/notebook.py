@@ -1,0 +1,71 @@
+"""A run's objects in a notebook: after `%load_ext fedgauge.simulations.reports.notebook` each shows itself.
+
+A `Run` shows its verdict and figures, `figures(run)` each figure, `Report(run)` the whole report. All of them are what reports and
+figures for papers show; nothing is drawn a second time.
+"""
+
+import base64
+import html
+from dataclasses import dataclass
+from typing import Any
+
+from fedgauge.server.store.ledger_connection import reads_again
+from fedgauge.server.store.run import Run
+from fedgauge.server.views.formatting import scenario_line
+from fedgauge.server.views.notices import notices
+from fedgauge.server.views.reading import read_once
+from fedgauge.server.views.verdict import verdict_of
+from fedgauge.simulations.reports.figures.data import RunResults
+from fedgauge.simulations.reports.figures.style import PaperFigure, own_style
+from fedgauge.simulations.reports.figures.write import run_figures
+from fedgauge.simulations.reports.report import fill_template, write_report
+
+HEIGHT = 800  # pixels of a report's frame
+
+
+def figures(run: Run) -> dict[str, PaperFigure]:
+    """Every figure of a run by its name, such as leakage-psnr or gallery; each shows itself."""
+    with own_style():
+        return {figure.name: figure for figure in run_figures(RunResults.read(run))}
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run's report, written anew, in a frame that may neither ask a network for anything nor touch the notebook."""
+
+    run: Run
+
+    def _repr_html_(self) -> str:
+        page = write_report(self.run).read_text()
+        frame = f'sandbox="allow-scripts" style="width: 100%; height: {HEIGHT}px; border: 0"'
+        return f'<iframe {frame} srcdoc="{html.escape(page)}"></iframe>'
+
+
+def run_html(run: Run) -> str:
+    """A run's verdict, what a reader must know first, the curve over rounds, and the gallery."""
+    content = _content(run)
+    drawn = figures(run)
+    main = f"leakage-{content.pop('metric')}"
+    shown = [drawn[name] for name in (main, "gallery") if name in drawn]
+    pictures = [
+        {"name": figure.name, "width": size["width"], "data": base64.b64encode(data).decode()}
+        for figure, (data, size) in ((figure, figure._repr_png_()) for figure in shown)
+    ]
+    return fill_template("notebook.html", {**content, "pictures": pictures})
+
+
+@reads_again
+def _content(run: Run) -> dict[str, Any]:
+    with read_once(run) as reading:
+        return {
+            "name": run.name,
+            "facts": scenario_line(reading.tables),
+            "verdict": verdict_of(reading),
+            "notices": notices(reading),
+            "metric": reading.scores.measure.metric,
+        }
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Let every Run show itself; IPython calls this for `%load_ext`."""
+    shell.display_formatter.formatters["text/html"].for_type(Run, run_html)
