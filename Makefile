@@ -6,7 +6,7 @@ STAMP := .venv/installed
 WORKERS := $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
-.PHONY: install demo test test-full test-all lint bench pictures docs clean
+.PHONY: install demo test test-full test-all lint bench pictures docs site clean
 
 install: $(STAMP)
 
@@ -43,8 +43,14 @@ docs: install
 	$(BIN)/python -m fedgauge.simulations.cli.list_components --write docs/components.md
 	$(BIN)/python -m fedgauge.simulations.cli.list_keys --write docs/scenario-keys.md
 	$(BIN)/python -m fedgauge.simulations.cli.list_signatures --write docs/adding-components.md
+	$(BIN)/python -m fedgauge.simulations.cli.list_options --write docs/reference/command-options.md
+	$(BIN)/python -m fedgauge.simulations.cli.list_ledger --write docs/reference/ledger.md
 	$(BIN)/python -m fedgauge.simulations.reports.kept_figures docs/papers/[a-z]*.md
 
+# the documentation as a site in site/, with its notebooks executed; a broken link or anchor ends it
+site: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,9 @@
 So every link between them works in the site as it does in the repository, and no page is copied.
 """
 
+import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from posixpath import normpath
@@ -15,6 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from nbclient import NotebookClient
 from nbconvert import MarkdownExporter
+from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "simulations/**/*.md")
@@ -47,11 +50,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links to folders, which a site cannot show, become their words; a bar in a table's code needs no backslash here."""
+    """A page as MkDocs reads it.
+
+    Links to folders, which a site cannot show, become their words; those to notebooks lead to their pages; a bar in a
+    table's code needs no backslash.
+    """
     place = PurePosixPath(page.file.src_uri).parent
 
     def kept(link: re.Match[str]) -> str:
-        return link["words"] if (ROOT / normpath(place / link["target"])).is_dir() else link[0]
+        if (ROOT / normpath(place / link["target"])).is_dir():
+            return link["words"]
+        return re.sub(r"\.ipynb(?=[#)])", ".md", link[0])
 
     def unescaped(row: re.Match[str]) -> str:
         return re.sub(r"`[^`]+`", lambda code: code[0].replace(r"\|", "|"), row[0])
@@ -73,6 +82,11 @@ def notebook(config: MkDocsConfig, name: str) -> list[File]:
 
 
 def execute(notes: nbformat.NotebookNode) -> None:
-    """Fill in a notebook's outputs, in a folder of its own."""
-    with TemporaryDirectory() as folder:
-        NotebookClient(notes, timeout=600, resources={"metadata": {"path": folder}}).execute()
+    """Fill in a notebook's outputs, in a folder of its own, by the Python and the programs of this environment."""
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    # a widget for progress is missed on standard error, with paths of this machine
+    own = {"PATH": programs, "PYTHONWARNINGS": "ignore:IProgress not found"}
+    with TemporaryDirectory() as folder, TemporaryDirectory() as sockets:  # files of this user; a port is anybody's
+        private = Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
+        place = {"metadata": {"path": folder}}
+        NotebookClient(notes, timeout=900, resources=place, config=private).execute(env={**os.environ, **own})

@@ -81,22 +81,26 @@ def intercept(
     with TemporaryDirectory(prefix="fedgauge-") as folder, one_thread(), flower():
         spent = _measure(repeat, Path(folder), progress)
     figures = [
-        Figure(f"{small.name}: tap", 1e3 * median(s.recorder_wall for s in spent[small]), "ms a round", at_most=50.0),
-        Figure(f"{small.name}: tap, CPU", 1e3 * median(s.recorder_cpu for s in spent[small]), "ms a round"),
+        Figure(
+            f"{small.name}: recording", 1e3 * median(s.recorder_wall for s in spent[small]), "ms a round", at_most=50.0
+        ),
+        Figure(f"{small.name}: recording, CPU", 1e3 * median(s.recorder_cpu for s in spent[small]), "ms a round"),
     ]
     for case in large:
         s = spent[case]
         cpu, wall = (median(v) for v in zip(*[(o.cpu, o.wall) for o in s], strict=True))
         part = 100 * median(o.recorder_cpu for o in s) / cpu
         figures += [
-            Figure(f"{case.name}: tap / round", part, "% of CPU seconds", at_most=5.0 if case is EPOCH else None),
-            Figure(f"{case.name}: tap / round", 100 * median(o.recorder_wall for o in s) / wall, "% of wall seconds"),
-            Figure(f"{case.name}: round without tap", cpu, "CPU seconds"),
+            Figure(f"{case.name}: recording / round", part, "% of CPU seconds", at_most=5.0 if case is EPOCH else None),
+            Figure(
+                f"{case.name}: recording / round", 100 * median(o.recorder_wall for o in s) / wall, "% of wall seconds"
+            ),
+            Figure(f"{case.name}: round without recording", cpu, "CPU seconds"),
         ]
     settings = dict(
         data="mnist5k", strategy="FedAvg", threads=1, seed=0, rounds=rounds, large_rounds=large_rounds,
-        round="messages, every client's local training, door, FedAvg; without transport, start-up and evaluation",
-        tap="one safetensors file a client and one of the weights, digests, one SQLite transaction; the disk's page cache",
+        round="messages, every client's local training, validator, FedAvg; without transport, start-up and evaluation",
+        recording="one safetensors file a client and one of the weights, digests, one SQLite transaction; the disk's page cache",
     )  # fmt: skip
     return BenchmarkReport(tuple(figures), settings)
 

@@ -57,9 +57,9 @@ def memory(progress: Progress, clients: int = 100, rounds: int = 3, iterations: 
         progress(1, 2)
         attacked = in_a_process(audit, run)
         progress(2, 2)
-        figures = _complete(run) + _figures("strategy and tap", trained, run) + _figures("audit", attacked, run)
+        figures = _complete(run) + _figures("strategy and recorder", trained, run) + _figures("audit", attacked, run)
     return BenchmarkReport(
-        tuple(figures), _settings(clients, rounds, iterations, "in memory; real client app, door, tap")
+        tuple(figures), _settings(clients, rounds, iterations, "in memory; real client app, validator, recorder")
     )
 
 

@@ -73,7 +73,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "metric": "see [measurement](../measurement.md#metrics)",
         "round": "",
         "value": "infinite: an exact hit; empty: there was nothing to grade",
-        "status": "how it ended: `converged`, `out_of_budget`, `diverged`, `not_applicable`, or `failed`; `not_graded`: nobody could",
+        "status": "how it ended: `converged`, `out_of_budget`, `diverged`, `not_applicable`, or `failed`",
         "seconds": "that the job took, shared among the examples",
     },
     "numerics": {
@@ -99,7 +99,9 @@ def table(name: str) -> str:
         columns = db.execute("SELECT name, type FROM pragma_table_info(?) ORDER BY cid", (name,)).fetchall()
     finally:
         db.close()
-    return HEADER + "".join(f"| `{column}` | {kind} | {escaped(MEANINGS[name][column])} |\n" for column, kind in columns)
+    return HEADER + "".join(
+        f"| `{column}` | {kind} | {escaped(MEANINGS[name][column])} |\n" for column, kind in columns
+    )
 
 
 def fill(page: str) -> str:

@@ -34,7 +34,9 @@ def _row(action: argparse.Action) -> str:
     value = action.metavar or choices or action.dest.upper()
     words = " ".join(filter(None, (", ".join(action.option_strings), str(value) if action.nargs != 0 else "")))
     needed = " Needed." if action.required and action.option_strings else ""
-    return f"| {escaped(f'`{words}`')} | {escaped(' '.join((action.help or '').replace('%%', '%').split()))}{needed} |\n"
+    return (
+        f"| {escaped(f'`{words}`')} | {escaped(' '.join((action.help or '').replace('%%', '%').split()))}{needed} |\n"
+    )
 
 
 def fill(page: str) -> str:

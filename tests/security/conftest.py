@@ -1,4 +1,4 @@
-"""What hostile input is tried on: a door with one honest client beside, and how much is tried."""
+"""What hostile input is tried on: a validator with one honest client beside, and how much is tried."""
 
 import os
 import warnings
@@ -21,7 +21,7 @@ from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower
 
 assert flwr.serverapp  # the import is the point
-EXAMPLES = int(os.environ.get("FEDGAUGE_FUZZ", "300"))  # at each door
+EXAMPLES = int(os.environ.get("FEDGAUGE_FUZZ", "300"))  # at each place
 settings.register_profile(
     "fuzz",
     max_examples=EXAMPLES,
@@ -43,7 +43,7 @@ class Nodes(MemoryGrid):
 
 
 class Doorway:
-    """A door that has asked two clients: 0 is honest, 1 is not."""
+    """A validator that has asked two clients: 0 is honest, 1 is not."""
 
     PARAMS = {"weight": torch.linspace(-1, 1, 6).reshape(2, 3), "bias": torch.tensor([0.5, -0.5])}
     UPDATE = {k: 0.1 * torch.ones_like(t) for k, t in PARAMS.items()}

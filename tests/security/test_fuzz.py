@@ -1,6 +1,6 @@
 """Anything at all at the three doors (updates, scenarios, files): accepted or refused in words, and nothing else affected.
 
-FEDGAUGE_FUZZ sets how many inputs are tried at each door.
+FEDGAUGE_FUZZ sets how many inputs are tried at each place.
 """
 
 import io
@@ -297,7 +297,7 @@ def read_all(path: Path) -> None:
 
 
 def test_the_fuzz_reaches_what_it_is_meant_for(doorway: Any) -> None:
-    """A door that refused everything would pass all of the above."""
+    """A validator that refused everything would pass all of the above."""
     at = doorway()
     content = RecordDict({"update": ArrayRecord(GOOD), "metrics": MetricRecord({"num-examples": 2})})
     at.answer(at.honest(), at.reply(1, content))

@@ -156,16 +156,16 @@ def make_run(folder: Path, scenario: Scenario, rounds: int = 1, tape: bool = Tru
 
 
 def record_rounds(run: Run, ledger: Ledger, scenario: Scenario, federation: Federation, rounds: int) -> None:
-    """Each round's updates from the federation's first weights, through the server's own tap."""
+    """Each round's updates from the federation's first weights, through the server's own recorder."""
     params, buffers = federation.initial()
-    tap = UpdateRecorder(ledger, run.tape(), scenario.plan, scenario.tape.keep)
+    recorder = UpdateRecorder(ledger, run.tape(), scenario.plan, scenario.tape.keep)
     size = federation.shards.batch_size
     for round in range(1, rounds + 1):
         accepted = [
             AcceptedReply(c, federation.client_update(params, buffers, c, round), size, {})
             for c in range(scenario.protocol.clients)
         ]
-        tap(RoundReplies(round, params, buffers, tuple(accepted), ()))
+        recorder(RoundReplies(round, params, buffers, tuple(accepted), ()))
 
 
 def run_under_flower(folder: Path, app: str, config: Mapping[str, Any], seconds: float = 240) -> None:

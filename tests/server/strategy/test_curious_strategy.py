@@ -1,4 +1,4 @@
-"""Curiosity taps: what the door accepted is written down, as much of it as [tape] keep says."""
+"""Curiosity records: what the validator accepted is written down, as much of it as [tape] keep says."""
 
 import math
 from pathlib import Path
@@ -29,16 +29,16 @@ def intake(round: int, clients: tuple[int, ...] = (0, 1, 2)) -> RoundReplies:
 
 
 class Tapped:
-    """A tap on a fresh ledger and tape, after some rounds of three clients."""
+    """A recorder on a fresh ledger and tape, after some rounds of three clients."""
 
     def __init__(self, folder: Path, plan: AttackPlan | None, keep: Any, rounds: tuple[int, ...] = (1, 2, 3)) -> None:
         self.ledger = Ledger(folder / "ledger.sqlite", create=True)
         self.tape = Tape(folder / "tape")
         if plan is not None:
             self.ledger.add_attacks(plan, {p.name: "card" for p in plan.attacks})
-        self.tap = UpdateRecorder(self.ledger, self.tape, plan, keep)
+        self.recorder = UpdateRecorder(self.ledger, self.tape, plan, keep)
         for round in rounds:
-            self.tap(intake(round))
+            self.recorder(intake(round))
         self.files = sorted(p.name.removesuffix(".safetensors") for p in (folder / "tape").glob("*"))
 
     def kept(self) -> dict[int, list[int]]:
@@ -107,8 +107,8 @@ def test_every_client_has_a_row_with_what_became_of_it(kit: Any, tmp_path: Path)
 
 def test_what_interception_costs_is_measured_each_round(kit: Any, tmp_path: Path) -> None:
     at = Tapped(tmp_path, plan_of(kit), "all")
-    assert sorted(at.tap.seconds) == [1, 2, 3]
-    assert all(0 < s < math.inf for s in at.tap.seconds.values())
+    assert sorted(at.recorder.seconds) == [1, 2, 3]
+    assert all(0 < s < math.inf for s in at.recorder.seconds.values())
 
 
 def test_the_ledgers_digest_finds_a_changed_update_and_changed_weights(kit: Any, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_ledgers_digest_finds_a_changed_update_and_changed_weights(kit: Any,
 
 def test_a_round_in_which_all_failed_leaves_rows_and_no_files(kit: Any, tmp_path: Path) -> None:
     at = Tapped(tmp_path, plan_of(kit), "all", rounds=())
-    at.tap(intake(1, clients=()))
+    at.recorder(intake(1, clients=()))
     assert [o["status"] for o in at.ledger.observations()] == ["rejected", "missing"]
     assert not (tmp_path / "tape").exists()
 
@@ -136,10 +136,10 @@ def test_a_tap_that_dies_between_tape_and_ledger_leaves_nothing_half_known(kit: 
     at = Tapped(tmp_path, plan_of(kit), "all", rounds=(1,))
     at.ledger.close()
     with pytest.raises(Exception, match="closed"):
-        at.tap(intake(2))
+        at.recorder(intake(2))
     with Ledger(tmp_path / "ledger.sqlite") as again:
         assert {o["round"] for o in again.observations()} == {1}
         assert {round for round, _, _ in jobs(again)} == {1}
-        tap = UpdateRecorder(again, at.tape, at.tap.plan)
-        tap(intake(2))  # the same round again overwrites what was left
+        recorder = UpdateRecorder(again, at.tape, at.recorder.plan)
+        recorder(intake(2))  # the same round again overwrites what was left
         assert {round for round, _, _ in jobs(again)} == {1, 2}

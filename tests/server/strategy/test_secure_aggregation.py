@@ -183,12 +183,14 @@ def test_a_curious_server_tapes_one_update_for_each_group(kit: Any, tmp_path: Pa
     params = {k: t for k, t in THETA.items() if k != "n"}
     with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
         ledger.add_attacks(scenario.plan, {p.name: "" for p in scenario.plan.attacks})
-        tap = UpdateRecorder(ledger, Tape(tmp_path / "tape"), scenario.plan)
-        inner = CuriousStrategy(InOrder(), tap, clients=dict(grid.nodes), replies="weights")
+        recorder = UpdateRecorder(ledger, Tape(tmp_path / "tape"), scenario.plan)
+        inner = CuriousStrategy(InOrder(), recorder, clients=dict(grid.nodes), replies="weights")
         SecureSumStrategy(inner, terms).start(grid, ArrayRecord(params), 1)
         rows = ledger.observations()
         taped = {
-            o["client"]: tap.tape.read(1, o["client"], o["digest"]).update for o in rows if o["status"] == "accepted"
+            o["client"]: recorder.tape.read(1, o["client"], o["digest"]).update
+            for o in rows
+            if o["status"] == "accepted"
         }
     assert sorted(taped) == [0, 4], "groups of four and three"
     for first, members in ((0, (0, 2, 3)), (4, (4, 5, 6))):
@@ -499,10 +501,10 @@ def test_a_run_under_a_secure_sum_is_replayed_attacked_and_shown(kit: Any, tmp_p
     federation = Federation(scenario.protocol)
     with run.ledger() as ledger:
         ledger.add_attacks(scenario.plan, {p.name: knowledge_card(federation, p) for p in scenario.plan.attacks})
-        tap = UpdateRecorder(ledger, run.tape(), scenario.plan)
+        recorder = UpdateRecorder(ledger, run.tape(), scenario.plan)
         network = kit.grid(scenario)
         validator = CuriousStrategy(
-            FedAvg(1.0, 0.0, 1, 0, 1), tap, {}, 1, dict(network.nodes), protocol=scenario.protocol
+            FedAvg(1.0, 0.0, 1, 0, 1), recorder, {}, 1, dict(network.nodes), protocol=scenario.protocol
         )
         validator.start(network, ArrayRecord(federation.initial()[0]), 1)
     serve(run, LocalExecutor(), scenario)

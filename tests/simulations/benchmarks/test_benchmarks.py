@@ -176,16 +176,16 @@ def test_quality_on_local_images(local_data: Path, steps: Steps) -> None:
 # ------------------------------------------------------------------------------------------------------- intercept
 
 
-def test_intercept_measures_the_tap_beside_its_round(steps: Steps) -> None:
+def test_intercept_measures_the_recorder_beside_its_round(steps: Steps) -> None:
     narrow = {"use": "mlp", "hidden": [4]}
     small, large = InterceptCase("small", 2, narrow, 1, 1), InterceptCase("large", 3, narrow, 2, 2)
     figures = by_name(intercept(steps, small=small, large=(large,), rounds=2, large_rounds=1))
     assert figures.keys() == {
-        "small: tap [ms a round]",
-        "small: tap, CPU [ms a round]",
-        "large: tap / round [% of CPU seconds]",
-        "large: tap / round [% of wall seconds]",
-        "large: round without tap [CPU seconds]",
+        "small: recording [ms a round]",
+        "small: recording, CPU [ms a round]",
+        "large: recording / round [% of CPU seconds]",
+        "large: recording / round [% of wall seconds]",
+        "large: round without recording [CPU seconds]",
     }
     assert all(f.value is not None and f.value > 0 for f in figures.values())
     assert steps.complete()
@@ -231,7 +231,7 @@ def test_a_process_that_keeps_its_rounds_is_caught(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_memory_runs_training_and_audit_as_processes(steps: Steps) -> None:
     figures = by_name(memory(steps, clients=2, rounds=2, iterations=1))
-    _promises_of_memory(figures, "strategy and tap")
+    _promises_of_memory(figures, "strategy and recorder")
     assert steps.complete()
 
 

@@ -1,0 +1,77 @@
+"""What a notebook shows of a run: its verdict and figures as the report has them, and nobody's words as markup."""
+
+import html
+import io
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from fedgauge.server.store.ledger_types import ROUND_NOTE
+from fedgauge.server.store.run import Run
+from fedgauge.server.views.reading import read_once
+from fedgauge.server.views.verdict import verdict_of
+from fedgauge.simulations.reports.figures.write import write_figures
+from fedgauge.simulations.reports.notebook import Report, figures, load_ipython_extension
+from tests.simulations.reports.report_pages import HOSTILE, Page, pixels
+from tests.small_runs import scenario
+
+
+def shown(value: object) -> Any:
+    """What IPython would show, by its kind, once the extension is loaded."""
+    formatters = pytest.importorskip("IPython.core.formatters", reason="needs ipykernel, of the extra dev")
+    shell = SimpleNamespace(display_formatter=formatters.DisplayFormatter())
+    load_ipython_extension(shell)
+    return shell.display_formatter.format(value)
+
+
+def test_a_run_shows_its_verdict_its_curve_and_its_gallery(attacked: Run, tmp_path: Path) -> None:
+    data, _ = shown(attacked)
+    page = Page(data["text/html"])
+    with read_once(attacked) as reading:
+        for sentence in verdict_of(reading).sentences:
+            assert " ".join(sentence.split()) in page.words
+    assert page.scripts == [] and len(page.links) == 2
+    write_figures([attacked], tmp_path)
+    for source, name in zip(page.links, ("leakage-psnr", "gallery"), strict=True):
+        assert (pixels(source) == pixels_of((tmp_path / f"{name}.png").read_bytes())).all(), "the paper's own figure"
+
+
+def pixels_of(data: bytes) -> Any:
+    import numpy as np
+
+    return np.asarray(Image.open(io.BytesIO(data)))
+
+
+def test_a_figure_shows_itself_with_the_bytes_that_are_written(attacked: Run, tmp_path: Path) -> None:
+    drawn = figures(attacked)
+    paths, _ = write_figures([attacked], tmp_path)
+    assert {path.stem for path in paths} == drawn.keys()
+    data, metadata = shown(drawn["success"])
+    assert data["image/png"] == (tmp_path / "success.png").read_bytes()
+    assert 300 < metadata["image/png"]["width"] < 700
+
+
+def test_a_report_is_shown_whole_and_shut_in(copied: Run) -> None:
+    data, _ = shown(Report(copied))
+    frame = re.fullmatch(
+        r'<iframe sandbox="allow-scripts" style="[^"]*" srcdoc="([^"<]*)"></iframe>', data["text/html"]
+    )
+    assert frame is not None
+    assert html.unescape(frame[1]) == (copied.folder / "report.html").read_text()
+
+
+def test_what_others_wrote_is_text_not_markup(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "a<i>run", scenario())
+    with run.ledger() as ledger:
+        ledger.set_meta(replay="mismatch", replay_detail=HOSTILE, **{f"{ROUND_NOTE}1": HOSTILE})
+        ledger.record_round(1, 0.5, 1.0, 1.0, 0.0, {HOSTILE: {HOSTILE: None}})
+    data, _ = shown(run)
+    page = Page(data["text/html"])
+    assert page.scripts == [] and page.links == [] and "<b>" not in page.html and "<i>" not in page.html
+    assert page.words.count(HOSTILE) >= 2 and "a<i>run" in page.words
+    assert json.dumps(page.html).count("\\u001b") == 0

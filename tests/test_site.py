@@ -1,0 +1,156 @@
+"""The documentation as a site: strict, offline, every page in its navigation, every link and anchor inside it alive."""
+
+import importlib.util
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ASSETS = {
+    ("link", "href"),
+    ("script", "src"),
+    ("img", "src"),
+    ("img", "srcset"),
+    ("source", "srcset"),
+    ("source", "src"),
+}
+ASSETS |= {
+    ("iframe", "src"),
+    ("object", "data"),
+    ("embed", "src"),
+    ("video", "src"),
+    ("audio", "src"),
+    ("image", "href"),
+}
+KEPT_LINKS = {"canonical", "next", "prev", "alternate"}  # of <link>: they load nothing
+
+
+@dataclass
+class Page(HTMLParser):
+    """What a browser would load, where a reader can go, and where links may lead."""
+
+    assets: list[str] = field(default_factory=list)
+    links: list[str] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+    paragraphs: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._within = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.ids |= {given[name] for name in ("id", "name") if name in given}
+        loaded = not KEPT_LINKS & set(given.get("rel", "").split())
+        self.assets += [v for k, v in given.items() if (tag, k) in ASSETS and loaded]
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if tag == "p":
+            self.paragraphs.append("")
+            self._within = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self._within = self._within and tag != "p"
+
+    def handle_data(self, data: str) -> None:
+        if self._within:
+            self.paragraphs[-1] += data
+
+
+def page_of(html: str) -> Page:
+    page = Page()
+    page.feed(html)
+    return page
+
+
+def elsewhere(address: str) -> bool:
+    parts = urlsplit(address)
+    return bool(parts.netloc) or parts.scheme not in ("", "data")
+
+
+@pytest.fixture(scope="module")
+def hook() -> ModuleType:
+    """docs/site/pages.py, which chooses the pages and runs the notebooks."""
+    pytest.importorskip("nbconvert", reason="needs the extra docs")
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "docs/site/pages.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Page]]:
+    """The site's pages by their files, built as `make site` builds it, but with the notebooks as they are."""
+    pytest.importorskip("material", reason="needs the extra docs")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    folder = tmp_path_factory.mktemp("site")
+    config: Any = load_config(
+        str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(folder), extra={"execute_notebooks": False}
+    )
+    build(config)  # a warning ends it: a broken link or anchor, a page outside the navigation
+    yield {path: page_of(path.read_text()) for path in folder.rglob("*.html")}
+    logging.getLogger("mkdocs").handlers.clear()
+
+
+def test_every_page_of_the_repository_is_one_of_the_site(site: dict[Path, Page], hook: ModuleType) -> None:
+    (folder,) = {path.parent for path in site if path.name == "404.html"}
+    pages = hook.pages()
+    assert {"README.md", "docs/scenarios.md", "docs/notebooks/attack-a-model.ipynb"} <= set(pages)
+    for name in pages:
+        written = (folder / name).with_suffix(".html")
+        assert (written.with_name("index.html") if written.name == "README.html" else written) in site, name
+
+
+def test_a_reader_needs_no_network(site: dict[Path, Page]) -> None:
+    for path, page in site.items():
+        assert page.assets, path
+        assert [asset for asset in page.assets if elsewhere(asset)] == [], path
+        for asset in page.assets:
+            if not asset.startswith("data:"):
+                assert (path.parent / unquote(urlsplit(asset).path)).exists() or path.name == "404.html", asset
+    (folder,) = {path.parent for path in site if path.name == "404.html"}
+    fetched = [css for css in folder.rglob("*.css") if "url(http" in css.read_text() or "@import" in css.read_text()]
+    assert fetched == []
+
+
+def test_every_link_of_the_built_pages_leads_to_a_page_and_a_place_on_it(site: dict[Path, Page]) -> None:
+    followed = 0
+    for path, page in site.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if elsewhere(link) or path.name == "404.html":
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            assert target.exists(), f"{path.name}: {link}"
+            if parts.fragment and target in site:
+                assert unquote(parts.fragment) in site[target].ids, f"{path.name}: {link}"
+            followed += 1
+    assert followed > 1000
+
+
+def test_markdown_that_two_programs_read_otherwise_is_not_there(site: dict[Path, Page]) -> None:
+    """A list right below a line of text is one on other sites, and here a paragraph; so is a bar behind a backslash."""
+    for path, page in site.items():
+        odd = [words for words in page.paragraphs if "\n- " in words or "\n1. " in words or "\n| " in words]
+        assert odd == [], path
+        assert "\\|" not in path.read_text().split("<article")[-1], path
+
+
+def test_the_checks_see_what_they_look_for() -> None:
+    page = page_of(
+        '<link rel="stylesheet" href="//fonts.x/a.css"><img src="https://x/y.png"><p>a\n- b</p>\n- c<a href="#z">'
+    )
+    assert [elsewhere(asset) for asset in page.assets] == [True, True]
+    assert page.links == ["#z"] and page.paragraphs == ["a\n- b"]
+    assert not elsewhere("data:image/png;base64,AA") and not elsewhere("../a.html")
