@@ -224,6 +224,16 @@ def _schema(migrations: tuple[str, ...]) -> frozenset[tuple[str | None, ...]]:
         db.close()
 
 
+def columns_of(table: str) -> list[tuple[str, str]]:
+    """Name and type of each column of a table of the newest schema, in order."""
+    db = sqlite3.connect(":memory:")
+    try:
+        db.executescript(";".join(MIGRATIONS))
+        return db.execute("SELECT name, type FROM pragma_table_info(?) ORDER BY cid", (table,)).fetchall()
+    finally:
+        db.close()
+
+
 def _objects(db: sqlite3.Connection, most: int) -> frozenset[tuple[str | None, ...]]:
     """Type, name, table and definition of at most so many objects of a database; SQLite keeps a definition's own spaces."""
     rows = db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master").fetchmany(most)

@@ -3,11 +3,10 @@
 python -m fedgauge.simulations.cli.list_ledger --write docs/reference/ledger.md
 """
 
-import sqlite3
 import sys
 from collections.abc import Mapping, Sequence
 
-from fedgauge.server.store.ledger_connection import MIGRATIONS
+from fedgauge.server.store.ledger_connection import MIGRATIONS, columns_of
 from fedgauge.simulations.cli.generated_blocks import fill_blocks, write_page
 from fedgauge.simulations.cli.list_components import escaped
 
@@ -92,16 +91,8 @@ def table(name: str) -> str:
     """The columns of a table of the newest schema; KeyError if one has no meaning here."""
     if name == "version":
         return f"The newest version of the schema is {len(MIGRATIONS)} (`PRAGMA user_version`).\n"
-    db = sqlite3.connect(":memory:")
-    try:
-        for script in MIGRATIONS:
-            db.executescript(script)
-        columns = db.execute("SELECT name, type FROM pragma_table_info(?) ORDER BY cid", (name,)).fetchall()
-    finally:
-        db.close()
-    return HEADER + "".join(
-        f"| `{column}` | {kind} | {escaped(MEANINGS[name][column])} |\n" for column, kind in columns
-    )
+    rows = (f"| `{column}` | {kind} | {escaped(MEANINGS[name][column])} |\n" for column, kind in columns_of(name))
+    return HEADER + "".join(rows)
 
 
 def fill(page: str) -> str:
