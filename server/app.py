@@ -98,6 +98,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         options=replace(scenario.validator, max_examples=scenario.validator.max_examples or claimed),
         usable=ModelCheck(fed),
         guards=_guard_check(fed, ledger.deployed),
+        groups=scenario.protocol.groups if together else None,
     )
     strategy.usual_norm = start.usual_norm if start else 0.0
     if malicious is not None:

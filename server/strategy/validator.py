@@ -38,6 +38,7 @@ from fedgauge.server.strategy.strategy_state import StateSnapshot
 
 WEIGHT = "num-examples"
 OUT = "out of all proportion"
+MOST_NAMED = 10  # of a group's clients, in a sentence
 CLIENT_ABSENT = "it was not connected when the round began"
 
 
@@ -81,6 +82,7 @@ class UpdateValidator(Strategy):
         options: bounds on a reply.
         usable: why the model cannot be trained with some weights and buffers; empty if it can.
         guards: what honest clients' guards would make of the next weights; None: they are not asked.
+        groups: of a round, whose updates come together as the reply of one of them; default: those of the protocol's sum.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class UpdateValidator(Strategy):
         options: ValidatorOptions | None = None,
         usable: Callable[[Params, Mapping[str, Tensor]], str] = lambda params, buffers: "",
         guards: GuardCheck | None = None,
+        groups: Callable[[int], Sequence[Sequence[int]]] | None = None,
     ) -> None:
         self.inner = inner
         self.options = options or ValidatorOptions()
@@ -111,6 +114,8 @@ class UpdateValidator(Strategy):
         self.clients = dict(clients or {})
         self.replies = replies
         self.protocol = protocol
+        summed = protocol is not None and protocol.secure_sum is not None
+        self.groups = protocol.groups if groups is None and protocol is not None and summed else groups
         self._params: Params = {}
         self._sent: dict[int, Params] = {}  # by client, if the wrapped strategy sends it other weights
         self._asked: set[int] = set()  # node ids
@@ -160,14 +165,18 @@ class UpdateValidator(Strategy):
             sent = self._sent_to_groups(self.protocol, server_round, [reply.client for reply, _ in passed])
             passed, alone = self._summed(self.protocol, server_round, passed)
             rejected |= alone
+        else:  # of a deployment's sum each reply is the mean of several already
+            rejected = {client: self._as_group(server_round, p) for client, p in rejected.items()}
         passed, unlike, outsized = self._alike(passed)
-        rejected |= unlike
-        notes = [f"round {server_round}: client {p.client}: {p.reason}" for p in outsized]
+        rejected |= {client: self._as_group(server_round, p) for client, p in unlike.items()}
+        notes = [f"round {server_round}: client {p.client}: {rejected[p.client].reason}" for p in outsized]
         try:
             result, left_out, found = self._aggregated(server_round, passed, received)
             notes += found
             passed = [pair for i, pair in enumerate(passed) if i not in left_out]
-            rejected |= {p.client: p for p in left_out.values()}
+            rejected |= {p.client: self._as_group(server_round, p) for p in left_out.values()}
+            named = [(p.client, self._group_words(server_round, p.client)) for p in left_out.values()]
+            notes += [f"round {server_round}: client {client}: {words}" for client, words in named if words]
             if result.arrays is not None:  # what a round that was undone brought is nobody's measure
                 norms = [round_checks.norm(reply.update) for reply, _ in passed]
                 self.usual_norm = max(self.usual_norm, round_checks.usual_norm(norms))
@@ -414,6 +423,18 @@ class UpdateValidator(Strategy):
             elif present:
                 merged.append(self._merged(*zip(*present, strict=True)))
         return sorted(merged, key=lambda pair: pair[0].client), alone
+
+    def _group_words(self, round: int, client: int) -> str:
+        """That a reply is of several clients; empty if it is of one."""
+        group = next((g for g in self.groups(round) if client in g), ()) if self.groups is not None else ()
+        others = len(group) - MOST_NAMED
+        named = ", ".join(map(str, group[:MOST_NAMED])) + (f" and {others} more" if others > 0 else "")
+        return f"it is the mean of clients {named}, not one client's update" if len(group) > 1 else ""
+
+    def _as_group(self, round: int, rejected: Participation) -> Participation:
+        """A rejection that blames no single client for the sum of several."""
+        words = self._group_words(round, rejected.client)
+        return replace(rejected, reason=f"{words}: {rejected.reason}") if words else rejected
 
     def _merged(self, replies: Sequence[AcceptedReply], messages: Sequence[Message]) -> tuple[AcceptedReply, Message]:
         """The mean of a group's updates, weighted by examples, as its first client's message; other metrics are dropped."""

@@ -17,7 +17,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.app import federate
 from fedgauge.server.store.checkpoint import Checkpoint
-from fedgauge.server.store.ledger_types import DEPLOYMENT, ROUND_NOTE, STARTED, USUAL_NORM
+from fedgauge.server.store.ledger_types import DEPLOYMENT, ROUND_NOTE, STARTED, USUAL_NORM, Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import read_tensors
@@ -26,6 +26,7 @@ from fedgauge.server.strategy.aggregation import Aggregation
 from fedgauge.server.strategy.model_check import ModelCheck
 from fedgauge.server.strategy.reply_checks import AcceptedReply, ReplyRejected, tensors_of
 from fedgauge.server.strategy.strategy_state import StateSnapshot, not_finite
+from fedgauge.server.strategy.validator import UpdateValidator
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.reading import Reading
 from fedgauge.simulations.reports.report import write_report
@@ -193,6 +194,28 @@ def test_what_an_undone_round_brought_is_no_measure_for_later_ones(tmp_path: Pat
     for run in (runs["hostile"], runs["killed"]):
         assert "out of all proportion" in refused(run)[2, HOSTILE]
         assert identical(model(run), model(runs["alone"]))
+
+
+def test_who_spoils_a_secure_sum_gets_no_other_member_blamed(tmp_path: Path) -> None:
+    """The server sees sums alone, each under its first member's number."""
+    tables = TABLES | {"secure_sum": {"group": 2, "threshold": 2}}
+    scenario = Scenario.from_tables(tables)
+    run = create_run(scenario, tmp_path / "run")
+    federate(run, Poisoned(scenario.protocol, {2: filled(1e20)}))
+    (where, reason), *more = refused(run).items()
+    assert where == (2, HOSTILE - 1) and not more
+    assert reason.startswith(f"it is the mean of clients {HOSTILE - 1}, {HOSTILE}, not one client's update: ")
+    with run.ledger() as ledger:
+        assert f"it is the mean of clients {HOSTILE - 1}, {HOSTILE}" in ledger.meta()[f"{ROUND_NOTE}2"]
+
+
+def test_of_a_deployments_sum_no_single_member_is_blamed() -> None:
+    validator = UpdateValidator(
+        FedAvg(min_available_nodes=1), clients={1: 0}, groups=lambda round: [[0, 3, 4], [1, 2]], strict=True
+    )
+    found = validator._as_group(1, Participation(0, "rejected", "its update's norm is 9"))
+    assert found.reason == "it is the mean of clients 0, 3, 4, not one client's update: its update's norm is 9"
+    assert validator._as_group(1, Participation(7, "rejected", "why")).reason == "why"
 
 
 def test_what_went_wrong_and_a_bound_that_would_prevent_it_are_shown(tmp_path: Path) -> None:
