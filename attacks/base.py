@@ -12,8 +12,8 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.in_loops import in_loops
-from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
 from fedgauge.client.chain import Chain
+from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.models.columns import Columns
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn

@@ -434,3 +434,28 @@ def spell(hint: Any) -> str:
         Path: "a path",
     }
     return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+# ------------------------------------------------------------------------------------------------- checks of settings
+
+
+def check_at_least(settings: object, least: int, *names: str) -> None:
+    """ValueError unless settings, by the names of their fields, are at least this; None passes."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"{name} must {f'be at least {least}' if least else 'not be negative'}, got {value}")
+
+
+def check_above_zero(settings: object, *names: str) -> None:
+    """ValueError unless settings are above 0; None passes."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be above 0, got {value}")
+
+
+def check_part(settings: object, name: str) -> None:
+    """ValueError unless a setting is above 0 and at most 1."""
+    if not 0 < getattr(settings, name) <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(settings, name)}")

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
+from fedgauge.client.components import check_above_zero
 from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import Link, UpdateDistribution
 from fedgauge.client.update import Batch, Params, Update, UpdateFn, norm
@@ -55,8 +56,7 @@ class LocalTraining(local_sgd):
             raise ValueError("nesterov needs a momentum above 0")
         if self.accumulate < 1 or self.step_size < 1:
             raise ValueError(f"accumulate and step_size must be at least 1, got {self.accumulate} and {self.step_size}")
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ValueError(f"max_norm must be above 0, got {self.max_norm}")
+        check_above_zero(self, "max_norm")
 
     @property
     def plain(self) -> bool:

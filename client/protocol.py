@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.collusion import check_threshold
-from fedgauge.client.components import SpecError, Table, call, check_arguments, coerce
+from fedgauge.client.components import SpecError, Table, call, check_arguments, check_at_least, coerce
 from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.rng import generator
@@ -90,16 +90,14 @@ class CanaryOptions:
     examples: int = 0
 
     def __post_init__(self) -> None:
-        if self.examples < 0:
-            raise ValueError(f"examples must be at least 0, got {self.examples}")
+        check_at_least(self, 0, "examples")
         if self.clients * self.examples > MOST_CANARIES:
             raise ValueError(
                 f"clients times examples must be at most {MOST_CANARIES}, got {self.clients * self.examples}"
             )
         if self.clients < 2 and not self.examples:
             raise ValueError(f"clients must be at least 2, as one canary has no spread, got {self.clients}")
-        if self.clients < 1:
-            raise ValueError(f"clients must be at least 1, got {self.clients}")
+        check_at_least(self, 1, "clients")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.transforms import Link, UpdateDistribution
 from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
 
@@ -189,14 +190,9 @@ class local_sgd(Link):
     proximal_mu: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.rate > 0:
-            raise ValueError(f"rate must be above 0, got {self.rate}")
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
-        if not self.proximal_mu >= 0:
-            raise ValueError(f"proximal_mu must not be negative, got {self.proximal_mu}")
+        check_above_zero(self, "rate")
+        check_at_least(self, 1, "steps", "batch_size")
+        check_at_least(self, 0, "proximal_mu")
 
     @property
     def plain(self) -> bool:

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Generator
 
+from fedgauge.client.components import check_above_zero
 from fedgauge.client.transforms import UpdateTransform
 from fedgauge.client.update import Update, at_least_single, norm
 
@@ -27,8 +28,7 @@ class clip(UpdateTransform):
     bounds: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.max_norm > 0:
-            raise ValueError(f"max_norm must be above 0, got {self.max_norm}")
+        check_above_zero(self, "max_norm")
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         size = norm(update)

@@ -6,6 +6,7 @@ from typing import ClassVar
 from torch import Generator
 
 from fedgauge.client.chain import Chain
+from fedgauge.client.components import check_at_least
 from fedgauge.client.transforms import Link, UpdateDistribution, per_example
 from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn
 from fedgauge.defenses.clip import clip
@@ -31,10 +32,8 @@ class dp_sgd(Link):
     bounds: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.noise_multiplier >= 0:
-            raise ValueError(f"noise_multiplier must not be negative, got {self.noise_multiplier}")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        check_at_least(self, 0, "noise_multiplier")
+        check_at_least(self, 1, "batch_size")
         clip(self.max_norm)  # checks the norm
 
     @property

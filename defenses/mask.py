@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from fedgauge.client.components import check_part
 from fedgauge.client.rng import seed_of
 from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
@@ -22,8 +23,7 @@ class mask(UpdateTransform):
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.keep <= 1:
-            raise ValueError(f"keep must be above 0 and at most 1, got {self.keep}")
+        check_part(self, "keep")
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {k: torch.where(self._draw(k, t, rng) < self.keep, t, torch.zeros_like(t)) for k, t in update.items()}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
+from fedgauge.client.components import check_at_least
 from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform, transformed
 from fedgauge.client.update import Update, UpdateFn
 from fedgauge.defenses.discrete_draws import STEPS, RandomBits, Whole, laplace_draws, normal_draws
@@ -62,8 +63,7 @@ class gaussian(_Noise):
     sigma: float
 
     def __post_init__(self) -> None:
-        if not self.sigma >= 0:
-            raise ValueError(f"sigma must not be negative, got {self.sigma}")
+        check_at_least(self, 0, "sigma")
 
     @property
     def alone(self) -> UpdateDistribution:
@@ -87,8 +87,7 @@ class laplace(_Noise):
     scale: float
 
     def __post_init__(self) -> None:
-        if not self.scale >= 0:
-            raise ValueError(f"scale must not be negative, got {self.scale}")
+        check_at_least(self, 0, "scale")
 
     @property
     def alone(self) -> UpdateDistribution:

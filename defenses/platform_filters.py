@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+from fedgauge.client.components import check_part
 from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform, transformed
 from fedgauge.client.update import Update
 from fedgauge.defenses.noise import gaussian
@@ -78,8 +79,7 @@ class svt_privacy(UpdateTransform):
     steps: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction}")
+        check_part(self, "fraction")
         if not (self.epsilon > 0 and self.noise_var > 0):
             raise ValueError(f"epsilon and noise_var must be above 0, got {self.epsilon} and {self.noise_var}")
         _check_filter(self.gamma, self.steps)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
+from fedgauge.client.components import check_part
 from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
 
@@ -16,8 +17,7 @@ class prune(UpdateTransform):
     keep: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.keep <= 1:
-            raise ValueError(f"keep must be above 0 and at most 1, got {self.keep}")
+        check_part(self, "keep")
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {k: self._prune(t) for k, t in update.items()}

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgauge.client.collusion import Tolerance, check_threshold, tolerance
+from fedgauge.client.components import check_at_least
 from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum, Train, Value, Vector
 from fedgauge.defenses.shared_secrets import (
     SECRET,
@@ -133,8 +134,7 @@ class PairwiseMasking(SecureSum):
             raise ValueError(f"clip must be above 0 and finite, got {self.clip}")
         if not 2 <= self.bits <= 32:
             raise ValueError(f"bits must be in 2..32, got {self.bits}")
-        if self.most_examples < 1:
-            raise ValueError(f"most_examples must be at least 1, got {self.most_examples}")
+        check_at_least(self, 1, "most_examples")
         if self._largest >= 2**64:
             raise ValueError(
                 f"{self.group} clients x {self.most_examples} examples x {self.bits} bits do not fit in 64 bits: lower one"

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import Generator
 
+from fedgauge.client.components import check_above_zero
 from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
 
@@ -15,8 +16,7 @@ class sign(UpdateTransform):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ValueError(f"scale must be above 0, got {self.scale}")
+        check_above_zero(self, "scale")
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {k: self.scale * t.sign() for k, t in update.items()}

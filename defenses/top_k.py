@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
+from fedgauge.client.components import check_part
 from fedgauge.client.transforms import Link, StatefulTransform, UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
 
@@ -24,8 +25,7 @@ class top_k(StatefulTransform):
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.keep <= 1:
-            raise ValueError(f"keep must be above 0 and at most 1, got {self.keep}")
+        check_part(self, "keep")
 
     def initial(self, update: Update) -> Update:
         return {k: torch.zeros_like(t) for k, t in update.items()} if self.error_feedback else {}

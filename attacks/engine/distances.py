@@ -101,9 +101,7 @@ class gaussian_likelihood(InnerProductDistance):
     sigma: float
     shrink: float = 1.0
 
-    @property
-    def density(self) -> bool:
-        return True
+    density = True
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         return _difference(_total(products), self.shrink) / (2 * self.sigma**2)
@@ -125,9 +123,7 @@ class rounding_likelihood(Distance):
 
     levels: int
 
-    @property
-    def density(self) -> bool:
-        return True
+    density = True
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         return torch.stack([self._one(seen[k], t) for k, t in expected.items()]).sum()
@@ -157,38 +153,49 @@ class laplace_likelihood(Distance):
     scale: float
     shrink: float = 1.0
 
-    @property
-    def density(self) -> bool:
-        return True
+    density = True
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         return _magnitudes(seen, _grown(expected, self.shrink)) / self.scale
 
 
 @dataclass(frozen=True)
-class visible(Distance):
-    """Another distance over the entries that are not exactly zero in the observed update: for pruning and for unknown masks."""
+class _OverOther(Distance):
+    """Another distance over a part of an update."""
 
     inner: Distance
 
     @property
     def density(self) -> bool:
         return self.inner.density
+
+
+@dataclass(frozen=True)
+class _OverProducts(InnerProductDistance):
+    """The same of a distance of inner products."""
+
+    inner: InnerProductDistance
+    names: tuple[str, ...]
+    joint: ClassVar[bool] = False
+
+    @property
+    def density(self) -> bool:
+        return self.inner.density
+
+
+@dataclass(frozen=True)
+class visible(_OverOther):
+    """Another distance over the entries that are not exactly zero in the observed update: for pruning and for unknown masks."""
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         return self.inner(seen, {k: torch.where(seen[k] != 0, t, torch.zeros_like(t)) for k, t in expected.items()})
 
 
 @dataclass(frozen=True)
-class largest(Distance):
+class largest(_OverOther):
     """Another distance over a share of each tensor's entries: those that are largest in the observed update."""
 
-    inner: Distance
     keep: float
-
-    @property
-    def density(self) -> bool:
-        return self.inner.density
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         kept = {k: self._kept(seen[k]) for k in expected}
@@ -201,15 +208,10 @@ class largest(Distance):
 
 
 @dataclass(frozen=True)
-class without(Distance):
+class without(_OverOther):
     """Another distance without some tensors: the attack on Soteria leaves out the defended layer's weight."""
 
-    inner: Distance
     names: tuple[str, ...]
-
-    @property
-    def density(self) -> bool:
-        return self.inner.density
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         left = [k for k in expected if k not in self.names]
@@ -217,35 +219,19 @@ class without(Distance):
 
 
 @dataclass(frozen=True)
-class without_products(InnerProductDistance):
+class without_products(_OverProducts):
     """`without` for an InnerProductDistance, which it stays."""
-
-    inner: InnerProductDistance
-    names: tuple[str, ...]
-    joint: ClassVar[bool] = False
-
-    @property
-    def density(self) -> bool:
-        return self.inner.density
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         return self.inner.of({k: p for k, p in products.items() if k not in self.names})
 
 
 @dataclass(frozen=True)
-class visible_columns(InnerProductDistance):
+class visible_columns(_OverProducts):
     """Another distance without the weight columns that are zero in the observed update: their layer's input was pruned.
 
     The engine computes its products from the remaining columns.
     """
-
-    inner: InnerProductDistance
-    names: tuple[str, ...]
-    joint: ClassVar[bool] = False
-
-    @property
-    def density(self) -> bool:
-        return self.inner.density
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         return self.inner.of(products)

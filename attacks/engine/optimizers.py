@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
+from fedgauge.client.components import check_above_zero, check_at_least
 
 Evaluate = Callable[
     [Tensor, Tensor], tuple[Tensor, Tensor]

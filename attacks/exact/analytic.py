@@ -22,9 +22,7 @@ from fedgauge.client.update import Params, Update
 class analytic(Attack):
     """Exact inversion of a network that begins with fully connected layers, for updates of one example."""
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
+    on_cpu = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

@@ -269,9 +269,7 @@ class spear(Attack):
     budget's iterations count sets of neurons, in thousands.
     """
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
+    on_cpu = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -356,9 +354,7 @@ class spear_plus_plus(Attack):
     that explain the update best, and nothing is proven. The budget's iterations count rounds of 4 B starts.
     """
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
+    on_cpu = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

@@ -16,8 +16,7 @@ from fedgauge.attacks.learned.generators import GeneratorTraining, ImageGenerato
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
-from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
-from fedgauge.client.components import Table
+from fedgauge.client.components import Table, check_above_zero, check_at_least
 from fedgauge.client.update import Params
 
 TOGETHER = 16  # problems at once, each with its own generator

@@ -14,7 +14,7 @@ from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.generative.gi_gip import GeneratorSearch
 from fedgauge.attacks.learned.generators import Decoder, ImageGenerator
 from fedgauge.attacks.matching.problems import Problems
-from fedgauge.attacks.setting_checks import check_above_zero
+from fedgauge.client.components import check_above_zero
 
 LAYERS = 3  # latents and the decoder's two inner layers
 

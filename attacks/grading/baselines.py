@@ -20,9 +20,7 @@ class mean_image(Attack):
 
     is_random: ClassVar[bool] = False
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
+    on_cpu = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -39,9 +37,7 @@ class class_mean_image(Attack):
 
     is_random: ClassVar[bool] = False
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
+    on_cpu = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -59,9 +55,7 @@ class class_mean_image(Attack):
 class random_image(Attack):
     """Guess random auxiliary images for every update."""
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
+    on_cpu = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -76,9 +70,7 @@ class random_image(Attack):
 class random_words(Attack):
     """Guess words at the auxiliary text's frequencies, with the lengths that are known or else the auxiliary text's."""
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
+    on_cpu = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -111,9 +103,7 @@ class mode_row(Attack):
 
     is_random: ClassVar[bool] = False
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
+    on_cpu = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -133,9 +123,7 @@ class mode_row(Attack):
 class random_row(Attack):
     """Guess each cell at the auxiliary rows' frequencies, independently of the others."""
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
+    on_cpu = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
+from fedgauge.client.components import check_at_least
 from fedgauge.client.data.images import Shards
 from fedgauge.client.update import Batch
 
@@ -36,14 +37,12 @@ class Auxiliary:
     transform: Literal["dct", "pixel"] = "dct"
 
     def __post_init__(self) -> None:
-        if self.size is not None and self.size < 1:
-            raise ValueError(f"size must be at least 1, got {self.size}")
+        check_at_least(self, 1, "size")
         if not 0 <= self.beta <= 1:
             raise ValueError(f"beta must lie in 0..1, got {self.beta}")
         if self.beta and not self.classes:
             raise ValueError("beta is the share of images of other classes, so it needs classes; set classes too")
-        if self.pseudo < 0:
-            raise ValueError(f"pseudo must not be negative, got {self.pseudo}")
+        check_at_least(self, 0, "pseudo")
 
     def of(self, images: Batch, classes: int, rng: Generator) -> Batch:
         """The attacker's images (n, C, H, W) and labels, from all reserved ones; ValueError if those are too few."""

@@ -30,7 +30,7 @@ from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned.refinement import refine
 from fedgauge.attacks.learned.ridge import inverter_answer, ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
-from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
+from fedgauge.client.components import check_above_zero, check_at_least, check_part
 from fedgauge.client.pairing import assigned
 from fedgauge.client.rng import generator, seed_of
 
@@ -78,12 +78,9 @@ class learning_to_invert(StatefulAttack):
         check_above_zero(self, "rate")
         if self.architecture not in (kinds := ("published", "refined")):
             raise ValueError(f"architecture must be one of {', '.join(kinds)}, got {self.architecture!r}")
-        if not 0 < self.again <= 1:
-            raise ValueError(f"again must be above 0 and at most 1, got {self.again}")
+        check_part(self, "again")
 
-    @property
-    def trains_first(self) -> bool:
-        return True
+    trains_first = True
 
     def initial(self) -> ClientState:
         return {"inverter": NOTHING.clone()}

@@ -15,7 +15,7 @@ from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures
-from fedgauge.attacks.setting_checks import check_at_least
+from fedgauge.client.components import check_at_least
 from fedgauge.client.rng import generator
 
 BONDS = (0.0, 1.0, 10.0)

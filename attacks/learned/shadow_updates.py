@@ -14,6 +14,7 @@ from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.feature_hashing import Sketch, check_memory
+from fedgauge.client.components import check_at_least
 from fedgauge.client.models.vision import last_linear, layer_parameters
 from fedgauge.client.pairing import assigned
 from fedgauge.client.rng import generator
@@ -129,8 +130,7 @@ class ShadowTrainer:
     cache: TensorCache = field(default_factory=TensorCache.own)
 
     def __post_init__(self) -> None:
-        if self.passes < 1:
-            raise ValueError(f"passes must be at least 1, got {self.passes}")
+        check_at_least(self, 1, "passes")
         object.__setattr__(self, "cache", replace(self.cache, device=self.device))
         given, size = self.known.labels, self.known.batch_size
         if given is not None and given.shape[1] != size:

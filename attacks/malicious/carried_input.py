@@ -5,21 +5,29 @@ and two architectures, the image beside the features and reversible blocks.
 """
 
 import copy
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable, nothing_decoded, on_grid, snap_to_grid
+from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.malicious.decoding import (
+    ClassifierInputs,
+    Decoder,
+    Reader,
+    Unreadable,
+    check_readable,
+    on_grid,
+    snap_to_grid,
+)
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
 from fedgauge.client.components import Table
 from fedgauge.client.models.vision import Shape, last_linear
-from fedgauge.client.update import Batch, Params, Update, relative_error
+from fedgauge.client.update import Batch, Params, relative_error
 
 PROVEN = 1e-4  # relative error of the images' update, below which they are the client's
 REACH = 2.0  # largest input of a sigmoid or tanh: beyond it, rounding of the output weighs more
@@ -229,25 +237,16 @@ def _backward(activation: nn.Module, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class read_carried(Attack):
+class read_carried(Decoder):
     """Reads images off the classifier's inputs: one example, or a batch where the classifier was sent as zeros.
 
     For examples that share a label it reads the mean of their inputs, which is none of them even where it reproduces the update.
     Images whose label is unique count as proven if they are on the 8-bit grid, or if all images together give the update.
     """
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        try:
-            _check(known, wave.params)
-        except ValueError as error:
-            return not_applicable(wave, str(error))
-        return [_carried(wave.alone(k), wave.params, known) for k in range(len(wave))]
+    def reader(self, wave: Wave, known: Knowledge) -> Reader:
+        _check(known, wave.params)
+        return partial(_carried, known)
 
 
 def _check(known: Knowledge, params: Params) -> None:
@@ -267,15 +266,12 @@ def _taps(name: str, conv: nn.Conv2d, params: Params, colours: int) -> tuple[Ten
     return gain, params[f"{name}.bias"][:colours].double()
 
 
-def _carried(update: Update, params: Params, known: Knowledge) -> Reconstruction:
-    started = time.perf_counter()
-    try:
-        decoded = ClassifierInputs.from_update(update, params, known)
-    except ValueError as error:
-        return nothing_decoded(str(error), started)
+def _carried(known: Knowledge, alone: Wave) -> Reconstruction:
+    update, params = alone.alone(0), alone.params
+    decoded = ClassifierInputs.from_update(update, params, known)
     inputs, y = _image(decoded.inputs, params, known).view(-1, *known.shape), decoded.y
     if not bool(torch.isfinite(inputs).all()):
-        return nothing_decoded("the classifier's inputs hold no finite image", started)
+        raise Unreadable("the classifier's inputs hold no finite image")
     x = known.pixels(inputs)
     exact, off = on_grid(x), float("nan")
     x = torch.where(exact[:, None, None, None], snap_to_grid(x), x.float()).clamp(0, 1)
@@ -283,7 +279,7 @@ def _carried(update: Update, params: Params, known: Knowledge) -> Reconstruction
         off = relative_error(known.forward(params, Batch(x, y), None), update)
     proven = int((decoded.single & (exact | (off < PROVEN))).sum())
     words = f"{proven} of {known.batch_size} images proven exact (on the 8-bit grid, or by reproducing the update)"
-    return Reconstruction(x, y, 1 - proven / known.batch_size, 1, time.perf_counter() - started, "converged", words)
+    return Reconstruction(x, y, 1 - proven / known.batch_size, 1, 0.0, "converged", words)
 
 
 def _image(inputs: Tensor, params: Params, known: Knowledge) -> Tensor:

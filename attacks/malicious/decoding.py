@@ -10,14 +10,16 @@ are independent as long as a class is absent (if a weighted sum of them is zero,
 """
 
 import time
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fedgauge.attacks import labels as labelling
-from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.malicious.server_attack import fill_with_mean, why_not_one_gradient
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.update import Params, Update
@@ -31,6 +33,41 @@ def input_to_pixels(known: Knowledge) -> tuple[Tensor, Tensor]:
     """scale and offset, each (pixels,) float64, of pixels = scale * input + offset."""
     offset = known.pixels(torch.zeros(known.shape, dtype=torch.float64))
     return (known.pixels(torch.ones_like(offset)) - offset).flatten(), offset.flatten()
+
+
+class Unreadable(ValueError):
+    """An update reveals nothing; the message says why."""
+
+
+Reader = Callable[[Wave], Reconstruction]  # reads the only observation of a wave, or raises Unreadable
+
+
+class Decoder(Attack):
+    """Reads each observation by itself, off the gradients of what a malicious server sent."""
+
+    on_cpu = True
+
+    @abstractmethod
+    def reader(self, wave: Wave, known: Knowledge) -> Reader:
+        """How an observation of the wave is read; ValueError where none can be."""
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        try:
+            read = self.reader(wave, known)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
+        return [_timed(read, wave.of([k])) for k in range(len(wave))]
+
+
+def _timed(read: Reader, alone: Wave) -> Reconstruction:
+    started = time.perf_counter()
+    try:
+        found = read(alone)
+    except Unreadable as error:
+        (found,) = not_applicable(alone, str(error))
+    return replace(found, seconds=time.perf_counter() - started)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +84,11 @@ class LayerRows:
 
     @classmethod
     def of(cls, update: Update, layer: str) -> "LayerRows":
-        """The rows in an update."""
-        return cls(layer, *(-update[f"{layer}.{part}"].double() for part in ("weight", "bias")))
+        """The rows in an update; Unreadable where nothing can be read from them."""
+        rows = cls(layer, *(-update[f"{layer}.{part}"].double() for part in ("weight", "bias")))
+        if rows.reason:
+            raise Unreadable(rows.reason)
+        return rows
 
     @property
     def reason(self) -> str:
@@ -92,11 +132,9 @@ class ClassifierInputs:
 
     @classmethod
     def from_update(cls, update: Update, params: Params, known: Knowledge) -> "ClassifierInputs":
-        """Read off one update; ValueError says why nothing can be read."""
+        """Read off one update, unless that is Unreadable."""
         layer = last_linear(known.model)
         rows = LayerRows.of(update, layer)
-        if rows.reason:
-            raise ValueError(rows.reason)
         weight, bias = rows.weight, rows.bias
         if known.batch_size == 1:
             inverse, y = bias[None] / bias.square().sum(), bias.argmin()[None]
@@ -115,9 +153,9 @@ def _counts(shares: Tensor, known: Knowledge) -> Tensor:
     counts = known.batch_size * shares
     k = counts.round().long()
     if float((counts - k).abs().max()) > COUNTED or bool((k < 0).any()) or int(k.sum()) != known.batch_size:
-        raise ValueError("the classifier's bias gradient gives no whole numbers of examples: a defense has altered it")
+        raise Unreadable("the classifier's bias gradient gives no whole numbers of examples: a defense has altered it")
     if int((k > 0).sum()) == known.classes:
-        raise ValueError(f"all {known.classes} classes are in the batch: their mean inputs cannot be separated")
+        raise Unreadable(f"all {known.classes} classes are in the batch: their mean inputs cannot be separated")
     return k
 
 
@@ -151,14 +189,7 @@ def snap_to_grid(x: Tensor) -> Tensor:
     return (255 * x.double()).round().float() / 255
 
 
-def nothing_decoded(reason: str, started: float) -> Reconstruction:
-    """The result where an update reveals nothing."""
-    return Reconstruction(None, None, float("nan"), 1, time.perf_counter() - started, "not_applicable", reason)
-
-
-def decoded(
-    x: Tensor, exact: int, wave: Wave, known: Knowledge, started: float, note: str = "on the 8-bit grid"
-) -> Reconstruction:
+def decoded(x: Tensor, exact: int, wave: Wave, known: Knowledge, note: str = "on the 8-bit grid") -> Reconstruction:
     """The result for images (n, C, H, W) of one observation, proven ones first, filled up to a batch, with restored labels."""
     size = known.batch_size
     x = fill_with_mean(x.float().clamp(0, 1), size, known)
@@ -167,4 +198,10 @@ def decoded(
     except ValueError:  # the images count without labels, too
         y = None
     words = f"{min(exact, size)} of {size} images proven exact ({note})"
-    return Reconstruction(x, y, 1 - min(exact, size) / size, 1, time.perf_counter() - started, "converged", words)
+    return Reconstruction(x, y, 1 - min(exact, size) / size, 1, 0.0, "converged", words)
+
+
+def read_images(x: Tensor, wave: Wave, known: Knowledge) -> Reconstruction:
+    """The result for images (n, C, H, W) as they were read, those on the 8-bit grid, which are proven, first."""
+    exact = on_grid(x)
+    return decoded(torch.cat([snap_to_grid(x[exact]), x[~exact]]), int(exact.sum()), wave, known)

@@ -68,9 +68,7 @@ class feature_fishing(ServerAttack):
 
     target: int
 
-    @property
-    def is_stateful(self) -> bool:
-        return True
+    is_stateful = True
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         row = _checked(self.target, known)

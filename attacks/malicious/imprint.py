@@ -11,25 +11,18 @@ bin with probability (1 - 1/K)^(N-1).
 """
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.decoding import (
-    LayerRows,
-    decoded,
-    input_to_pixels,
-    nothing_decoded,
-    on_grid,
-    snap_to_grid,
-)
+from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.malicious.decoding import Decoder, LayerRows, Reader, input_to_pixels, read_images
 from fedgauge.attacks.malicious.server_attack import ServerAttack
-from fedgauge.client.components import Table
+from fedgauge.client.components import Table, check_above_zero, check_at_least
 from fedgauge.client.models.vision import Shape
 from fedgauge.client.update import Params
 
@@ -93,10 +86,8 @@ class imprint(ServerAttack):
     strength: float = 1e-2
 
     def __post_init__(self) -> None:
-        if self.bins < 1:
-            raise ValueError(f"bins must be at least 1, got {self.bins}")
-        if not self.strength > 0:
-            raise ValueError(f"strength must be above 0, got {self.strength}")
+        check_at_least(self, 1, "bins")
+        check_above_zero(self, "strength")
 
     @property
     def architecture(self) -> Table:
@@ -163,33 +154,17 @@ def _quantiles(values: Tensor, levels: Tensor, width: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class read_imprint(Attack):
+class read_imprint(Decoder):
     """Reads the images of an imprinted batch: each bin's image, or the mean of several weighted by their error signals.
 
     Clients may take several local steps, and the batch may be that of a secure sum.
     """
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        try:
-            prefix, _ = _block(known.model)
-        except ValueError as error:
-            return not_applicable(wave, str(error))
-        return [read_bins(wave.of([k]), known, f"{prefix}query") for k in range(len(wave))]
+    def reader(self, wave: Wave, known: Knowledge) -> Reader:
+        prefix, _ = _block(known.model)
+        return partial(read_bins, known, f"{prefix}query")
 
 
-def read_bins(wave: Wave, known: Knowledge, layer: str) -> Reconstruction:
+def read_bins(known: Knowledge, layer: str, alone: Wave) -> Reconstruction:
     """The images of one observation, each from the difference of two rows of a layer that reads images."""
-    started = time.perf_counter()
-    rows = LayerRows.of(wave.alone(0), layer)
-    if reason := rows.reason:
-        return nothing_decoded(reason, started)
-    x = rows.differences().images(known)
-    exact = on_grid(x)
-    x = torch.cat([snap_to_grid(x[exact]), x[~exact]])  # in each group the strongest first
-    return decoded(x, int(exact.sum()), wave, known, started)
+    return read_images(LayerRows.of(alone.alone(0), layer).differences().images(known), alone, known)

@@ -9,20 +9,20 @@ The paper scales what it reads, as the sum of biases hides a client's error sign
 constant, whose columns are the client's own bias gradient, so that images are exact.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.malicious.carried_input import check_images
-from fedgauge.attacks.malicious.decoding import LayerRows, decoded, nothing_decoded, on_grid, snap_to_grid
+from fedgauge.attacks.malicious.decoding import Decoder, LayerRows, Reader, read_images
 from fedgauge.attacks.malicious.imprint import sorting_query
 from fedgauge.attacks.malicious.server_attack import ServerAttack
-from fedgauge.client.components import Table
+from fedgauge.client.components import Table, check_above_zero
 from fedgauge.client.models.vision import Shape
 from fedgauge.client.update import Params
 
@@ -90,8 +90,7 @@ class loki(ServerAttack):
     def __post_init__(self) -> None:
         if self.members < 1 or self.bins < 1:
             raise ValueError(f"members and bins must be at least 1, got {self.members} and {self.bins}")
-        if not self.strength > 0:
-            raise ValueError(f"strength must be above 0, got {self.strength}")
+        check_above_zero(self, "strength")
         if not 0 <= self.place < self.members:
             raise ValueError(f"place must lie in 0..{self.members - 1}, got {self.place}: raise members")
 
@@ -130,34 +129,20 @@ class loki(ServerAttack):
 
 
 @dataclass(frozen=True)
-class read_kernels(Attack):
+class read_kernels(Decoder):
     """Reads the images of each client of a secure sum from its own columns: each bin's image, or the mean of several.
 
     Clients may take several local steps, and one update is a sum of one.
     """
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        try:
-            prefix, front = _front(known.model)
-        except ValueError as error:
-            return not_applicable(wave, str(error))
-        return [_read(wave.of([k]), known, f"{prefix}query", front.members) for k in range(len(wave))]
+    def reader(self, wave: Wave, known: Knowledge) -> Reader:
+        prefix, front = _front(known.model)
+        return partial(_read, known, f"{prefix}query", front.members)
 
 
-def _read(wave: Wave, known: Knowledge, layer: str, members: int) -> Reconstruction:
-    started = time.perf_counter()
-    rows = LayerRows.of(wave.alone(0), layer)
-    if reason := rows.reason:
-        return nothing_decoded(reason, started)
-    x = torch.cat([part.differences().images(known) for part in _of_clients(rows, known, members)])
-    exact = on_grid(x)
-    return decoded(torch.cat([snap_to_grid(x[exact]), x[~exact]]), int(exact.sum()), wave, known, started)
+def _read(known: Knowledge, layer: str, members: int, alone: Wave) -> Reconstruction:
+    rows = _of_clients(LayerRows.of(alone.alone(0), layer), known, members)
+    return read_images(torch.cat([part.differences().images(known) for part in rows]), alone, known)
 
 
 def _of_clients(rows: LayerRows, known: Knowledge, members: int) -> list[LayerRows]:

@@ -11,9 +11,9 @@ convolution strides, of the mean patch that an average pool behind it leaves, or
 that is wide enough then loses nothing, and a narrow one loses what varies least; activations are kept where they are nearly linear.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +21,12 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable, nothing_decoded
+from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.malicious.decoding import ClassifierInputs, Decoder, Reader, check_readable
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
-from fedgauge.attacks.setting_checks import check_at_least
+from fedgauge.client.components import check_at_least
 from fedgauge.client.models.vision import last_linear
-from fedgauge.client.update import Batch, Params, Update, relative_error
+from fedgauge.client.update import Batch, Params, relative_error
 
 TOGETHER = 256  # images in one forward pass
 FITTED = 512  # public images from which the components are taken
@@ -216,7 +216,7 @@ def _shift(behind: Sequence[nn.Module]) -> float:
 
 
 @dataclass(frozen=True)
-class read_features(Attack):
+class read_features(Decoder):
     """Reads images by the best linear estimate from the classifier's inputs: one example, or a batch at a classifier of zeros.
 
     For examples that share a label it gives their mean. Nothing is proven exact.
@@ -230,31 +230,19 @@ class read_features(Attack):
     def __post_init__(self) -> None:
         check_at_least(self, 0, "ridge")
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        try:
-            public = public_images(known)
-            check_readable(known, wave.params)
-        except ValueError as error:
-            return not_applicable(wave, str(error))
+    def reader(self, wave: Wave, known: Knowledge) -> Reader:
+        public = public_images(known)
+        check_readable(known, wave.params)
         with torch.no_grad():
             fit = LinearEstimate.fitted(
                 layer_input(known, wave.params, last_linear(known.model), public).flatten(1), public, self.ridge
             )
-        return [_read(wave.alone(k), wave.params, known, fit) for k in range(len(wave))]
+        return partial(_read, known, fit)
 
 
-def _read(update: Update, params: Params, known: Knowledge, fit: LinearEstimate) -> Reconstruction:
-    started = time.perf_counter()
-    try:
-        decoded = ClassifierInputs.from_update(update, params, known)
-    except ValueError as error:
-        return nothing_decoded(str(error), started)
+def _read(known: Knowledge, fit: LinearEstimate, alone: Wave) -> Reconstruction:
+    update, params = alone.alone(0), alone.params
+    decoded = ClassifierInputs.from_update(update, params, known)
     noise = known.chain.update_distribution
     variance = 0.0 if noise is None else noise.sigma**2 + 2 * noise.scale**2
     on_inputs = variance * decoded.gain.square()
@@ -262,4 +250,4 @@ def _read(update: Update, params: Params, known: Knowledge, fit: LinearEstimate)
         on_inputs = on_inputs / (1 - known.classes * on_inputs).clamp(min=TINY)
     x = fit(decoded.inputs, on_inputs).clamp(0, 1).float().view(-1, *known.shape)
     off = relative_error(known.forward(params, Batch(x, decoded.y), None), update)
-    return Reconstruction(x, decoded.y, off, 1, time.perf_counter() - started, "converged", "")
+    return Reconstruction(x, decoded.y, off, 1, 0.0, "converged", "")

@@ -10,17 +10,17 @@ estimate by public images, of the whole image or of each part of it from the fea
 """
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.decoding import LayerRows, decoded, nothing_decoded
+from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.malicious.decoding import Decoder, LayerRows, Reader, decoded
 from fedgauge.attacks.malicious.imprint import quantile_levels, read_bins
 from fedgauge.attacks.malicious.optimised_features import (
     TINY,
@@ -30,6 +30,7 @@ from fedgauge.attacks.malicious.optimised_features import (
     public_images,
 )
 from fedgauge.attacks.malicious.server_attack import ServerAttack
+from fedgauge.client.components import check_above_zero
 from fedgauge.client.update import Params
 
 RIDGES = (1e-2, 1e-4, 1e-6, 1e-8)  # as parts of the features' mean variance
@@ -76,8 +77,7 @@ class scale_mia(ServerAttack):
     strength: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.strength > 0:
-            raise ValueError(f"strength must be above 0, got {self.strength}")
+        check_above_zero(self, "strength")
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         head = _Head.of(known.model)
@@ -106,34 +106,21 @@ class scale_mia(ServerAttack):
 
 
 @dataclass(frozen=True)
-class read_latents(Attack):
+class read_latents(Decoder):
     """Reads the features of each image that is alone in its bin, and estimates the image by public images.
 
     Of several images in one bin it gives the mean. Nothing is proven exact, unless the features are the image itself.
     """
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        try:
-            head = _Head.of(known.model)
-            if head.alone:
-                return [read_bins(wave.of([k]), known, head.first) for k in range(len(wave))]
-            decoder = _Decoder.fitted(wave.params, known, head.first)
-        except ValueError as error:
-            return not_applicable(wave, str(error))
-        return [_read(wave.of([k]), known, head.first, decoder) for k in range(len(wave))]
+    def reader(self, wave: Wave, known: Knowledge) -> Reader:
+        head = _Head.of(known.model)
+        if head.alone:
+            return partial(read_bins, known, head.first)
+        return partial(_read, known, head.first, _Decoder.fitted(wave.params, known, head.first))
 
 
-def _read(wave: Wave, known: Knowledge, layer: str, decoder: "_Decoder") -> Reconstruction:
-    started = time.perf_counter()
-    rows = LayerRows.of(wave.alone(0), layer)
-    if reason := rows.reason:
-        return nothing_decoded(reason, started)
+def _read(known: Knowledge, layer: str, decoder: "_Decoder", alone: Wave) -> Reconstruction:
+    rows = LayerRows.of(alone.alone(0), layer)
     bins = rows.differences()
     strongest = bins.bias.abs().argsort(descending=True)[: known.batch_size]
     bias = bins.bias[strongest]
@@ -142,7 +129,7 @@ def _read(wave: Wave, known: Knowledge, layer: str, decoder: "_Decoder") -> Reco
     # the largest of as many squares of noise: what is below is not taken for an image
     largest = 2 * math.log(len(rows.bias) / RARE) * variance
     x = decoder(bins.weight[strongest] / bias[:, None], variance / (bias.square() - largest).clamp(min=TINY * variance))
-    return decoded(x, 0, wave, known, started, "estimates by public images")
+    return decoded(x, 0, alone, known, "estimates by public images")
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,20 +5,21 @@ behind it is off for most images. Where it is on for only one image of the batch
 gradient is the image.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Generator, Tensor, nn
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.exact.unmixing import FirstLayer
 from fedgauge.attacks.malicious.decoding import (
+    Decoder,
     LayerRows,
+    Reader,
     decoded,
     input_to_pixels,
-    nothing_decoded,
     on_grid,
     snap_to_grid,
 )
@@ -89,7 +90,7 @@ def activated_alone(on: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class read_rows(Attack):
+class read_rows(Decoder):
     """Reads images that are alone in a row of the first fully connected layer, with trap weights or, rarely, without.
 
     An image on the 8-bit grid is alone in its row. Agreement of several rows proves nothing: in an untrained network two images
@@ -97,32 +98,18 @@ class read_rows(Attack):
     rows agree come after the proven ones.
     """
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        try:
-            layer = _layer(known.model)
-        except ValueError as error:
-            return not_applicable(wave, str(error))
-        return [_read(wave.of([k]), known, layer) for k in range(len(wave))]
+    def reader(self, wave: Wave, known: Knowledge) -> Reader:
+        return partial(_read, known, _layer(known.model))
 
 
-def _read(wave: Wave, known: Knowledge, layer: str) -> Reconstruction:
-    started = time.perf_counter()
-    rows = LayerRows.of(wave.alone(0), layer)
-    if reason := rows.reason:
-        return nothing_decoded(reason, started)
-    x = rows.images(known)
+def _read(known: Knowledge, layer: str, alone: Wave) -> Reconstruction:
+    x = LayerRows.of(alone.alone(0), layer).images(known)
     exact = on_grid(x)
     proven = torch.unique(snap_to_grid(x[exact]), dim=0)
     others, agreed = _agreed(x[~exact])
     places = max(0, known.batch_size - len(proven))
     note = f"on the 8-bit grid; several rows agree on {min(agreed, places)} more"
-    return decoded(torch.cat([proven, others[:places]]), len(proven), wave, known, started, note)
+    return decoded(torch.cat([proven, others[:places]]), len(proven), alone, known, note)
 
 
 def _agreed(x: Tensor) -> tuple[Tensor, int]:

@@ -50,9 +50,7 @@ class GradientMatching(Attack):
     def label_source(self) -> Literal["restored", "optimised"]:
         return self.objective.labels
 
-    @property
-    def needs_derivative(self) -> bool:
-        return True
+    needs_derivative = True
 
     @property
     def trains_first(self) -> bool:

@@ -12,7 +12,7 @@ from fedgauge.attacks.engine.distances import Distance
 from fedgauge.attacks.engine.scheduler import Variables
 from fedgauge.attacks.matching import local_steps
 from fedgauge.attacks.matching.priors import Prior
-from fedgauge.attacks.setting_checks import check_at_least
+from fedgauge.client.components import check_at_least
 from fedgauge.client.rng import generator
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import is_per_example

@@ -12,8 +12,7 @@ from torch.func import functional_call
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.gaussian_prior import GaussianPrior, class_means, deviations
 from fedgauge.attacks.learned.generators import GeneratorTraining, check, generator_of
-from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
-from fedgauge.client.components import ComponentKind
+from fedgauge.client.components import ComponentKind, check_above_zero, check_at_least
 from fedgauge.client.training import without_running_stats
 from fedgauge.client.update import Params
 

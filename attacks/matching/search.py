@@ -14,7 +14,7 @@ from fedgauge.attacks.engine.optimizers import adam, per_iteration_count
 from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, OptimizerState, Variables, advance
 from fedgauge.attacks.engine.trace import Tracer
 from fedgauge.attacks.matching.problems import Problems
-from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
+from fedgauge.client.components import check_above_zero, check_at_least, check_part
 
 Step = Callable[[Variables, Tensor, Tensor | float, Tensor | None], tuple[Tensor, Variables]]
 Starts = Callable[[Tensor, Tensor], Variables]  # observations (N,), numbers of their draws (N,) -> fresh starts
@@ -99,8 +99,7 @@ class AdamSearch(adam, Search):
         check_at_least(self, 0, "group", "radius", "flat")
         check_above_zero(self, "reach")
         check_at_least(self, 1, "samples")
-        if not 0 < self.anneal <= 1:
-            raise ValueError(f"anneal must be above 0 and at most 1, got {self.anneal}")
+        check_part(self, "anneal")
 
     @property
     def coupling(self) -> float:

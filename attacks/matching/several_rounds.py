@@ -29,7 +29,7 @@ from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.recipes import CUTS
 from fedgauge.attacks.matching.ways import way_of
-from fedgauge.attacks.setting_checks import check_at_least
+from fedgauge.client.components import check_at_least
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch, Params, Update
 

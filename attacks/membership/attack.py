@@ -12,7 +12,7 @@ from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.measured import LABELS_ALONE
 from fedgauge.attacks.membership.scores import SCORES, Scoring, beside_null, classes_of
-from fedgauge.attacks.setting_checks import check_at_least
+from fedgauge.client.components import check_at_least
 from fedgauge.client.update import Batch, concatenate
 
 
@@ -50,9 +50,7 @@ class membership(Attack):
         check_at_least(self, 1, "strangers")
         check_at_least(self, 0, "held")
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
+    on_cpu = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

@@ -17,8 +17,8 @@ from fedgauge.attacks.matching.gradient_matching import EveryRestart, GradientMa
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.problems import SearchFails
 from fedgauge.attacks.matching.search import AdamSearch
-from fedgauge.attacks.setting_checks import check_above_zero
 from fedgauge.attacks.tables.relaxation import relaxed_rows
+from fedgauge.client.components import check_above_zero
 from fedgauge.client.models.columns import Columns
 from fedgauge.client.pairing import assigned
 
@@ -47,9 +47,7 @@ class tableak(Attack):
     def __post_init__(self) -> None:
         check_above_zero(self, "rate")
 
-    @property
-    def needs_derivative(self) -> bool:
-        return True
+    needs_derivative = True
 
     def traced(self, snapshots: int) -> "Attack":
         raise ValueError(

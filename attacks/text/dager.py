@@ -22,7 +22,6 @@ from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.setting_checks import check_at_least
 from fedgauge.attacks.text.adapter_spans import (
     NEAR,
     BlockSpan,
@@ -38,6 +37,7 @@ from fedgauge.attacks.text.last_words import complete_sentences
 from fedgauge.attacks.text.layer_inputs import layer_inputs, module_of_weight
 from fedgauge.attacks.text.sentence_assembly import Ids, SentenceAssembly
 from fedgauge.attacks.text.spans import Span
+from fedgauge.client.components import check_at_least
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.language_parts import BlockParts, Projection
 from fedgauge.client.models.tokenizer import framed

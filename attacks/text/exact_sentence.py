@@ -30,9 +30,7 @@ NO_ORDER = (
 class exact(Attack):
     """Words, length, order and label of one sentence per update, with a proof where the chain allows one."""
 
-    @property
-    def on_cpu(self) -> bool:
-        return True
+    on_cpu = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

@@ -22,9 +22,9 @@ from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.learning_to_invert import Trainer
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
-from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
 from fedgauge.attacks.text.certificate import NEEDS_LANGUAGE_MODEL
 from fedgauge.attacks.text.learning_to_invert_text import NEVER, TrainingRecord, likeliest
+from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import Update
@@ -57,9 +57,7 @@ class learned_rows(Attack):
         check_at_least(self, 1, "hidden", "batch", "patience", "every")
         check_above_zero(self, "rate")
 
-    @property
-    def trains_first(self) -> bool:
-        return True
+    trains_first = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

@@ -24,8 +24,8 @@ from fedgauge.attacks.learned.learning_to_invert import (
     steps_per_epoch,
 )
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
-from fedgauge.attacks.setting_checks import check_above_zero, check_at_least
 from fedgauge.attacks.text.certificate import NEEDS_LANGUAGE_MODEL
+from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.pairing import assigned
@@ -71,9 +71,7 @@ class learning_to_invert_text(Attack):
         if self.alone and not self.pseudo:
             raise ValueError("alone = true trains on made-up sentences, and pseudo = 0 makes none: set pseudo above 0")
 
-    @property
-    def trains_first(self) -> bool:
-        return True
+    trains_first = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

@@ -15,12 +15,12 @@ from torch import Tensor
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.setting_checks import check_at_least
 from fedgauge.attacks.text.certificate import why_not_applicable
 from fedgauge.attacks.text.distance import TOGETHER, Kind, Matcher, SentenceGuess
 from fedgauge.attacks.text.language_prior import AUXILIARY, LanguageModelTraining, LanguagePrior, load_prior
 from fedgauge.attacks.text.moves import on_all_positions, propose, shuffles
 from fedgauge.attacks.text.sentence_layout import SentenceLayout
+from fedgauge.client.components import check_at_least
 from fedgauge.client.models.language import LanguageModel
 
 Discrete = Literal["alternating", "end", "none"]

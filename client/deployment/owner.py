@@ -18,7 +18,9 @@ from fedgauge.client.components import (
     allowing,
     build,
     call,
+    check_above_zero,
     check_arguments,
+    check_at_least,
     coerce,
     with_absolute_paths,
 )
@@ -92,12 +94,9 @@ class GuardPolicy:
     examples: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ValueError(f"max_norm must be above 0, got {self.max_norm}")
-        if self.iterations < 1:
-            raise ValueError(f"iterations must be at least 1, got {self.iterations}")
-        if not self.seconds > 0:
-            raise ValueError(f"seconds must be above 0, got {self.seconds}")
+        check_above_zero(self, "max_norm")
+        check_at_least(self, 1, "iterations")
+        check_above_zero(self, "seconds")
 
     def inspection_policy(self, private: bool) -> InspectionPolicy:
         """What to do about the weights that the server sends.

@@ -23,7 +23,16 @@ from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan
 from fedgauge.client import toml_text
-from fedgauge.client.components import SpecError, Table, call, check_arguments, coerce, with_absolute_paths
+from fedgauge.client.components import (
+    SpecError,
+    Table,
+    call,
+    check_above_zero,
+    check_arguments,
+    check_at_least,
+    coerce,
+    with_absolute_paths,
+)
 from fedgauge.client.federation import DATASET, Federation
 from fedgauge.client.files import read_file
 from fedgauge.client.inspection.policy import fingerprint
@@ -66,8 +75,7 @@ class AuditOptions:
     effort: Effort | None = None
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"workers must be at least 1, got {self.workers}")
+        check_at_least(self, 1, "workers")
 
     def devices_here(self) -> list[torch.device]:
         """The devices of this machine that attacks run on; SpecError if torch cannot use one of them."""
@@ -90,8 +98,7 @@ class TapeOptions:
     retention_days: float | None = None
 
     def __post_init__(self) -> None:
-        if self.retention_days is not None and not self.retention_days >= 0:
-            raise ValueError(f"retention_days must be at least 0, got {self.retention_days}")
+        check_at_least(self, 0, "retention_days")
 
 
 @dataclass(frozen=True)
@@ -109,10 +116,8 @@ class ValidatorOptions:
     max_examples: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ValueError(f"max_norm must be above 0, got {self.max_norm}")
-        if self.max_examples is not None and self.max_examples < 1:
-            raise ValueError(f"max_examples must be at least 1, got {self.max_examples}")
+        check_above_zero(self, "max_norm")
+        check_at_least(self, 1, "max_examples")
 
 
 @dataclass(frozen=True)
@@ -128,10 +133,8 @@ class SimulationOptions:
     round_timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        if self.parallel_clients < 1:
-            raise ValueError(f"parallel_clients must be at least 1, got {self.parallel_clients}")
-        if not self.round_timeout > 0:
-            raise ValueError(f"round_timeout must be above 0, got {self.round_timeout}")
+        check_at_least(self, 1, "parallel_clients")
+        check_above_zero(self, "round_timeout")
 
 
 @dataclass(frozen=True)
@@ -353,6 +356,17 @@ def _check_secure_sum(protocol: Protocol, strategy: Table, plan: AttackPlan) -> 
     if plan.clients is not None and (drawn or not set(plan.clients) <= set(first)):
         allowed = "leave it out, as each round draws new groups" if drawn else f"choose from {first}"
         raise SpecError(f"[audit]: under [secure_sum], clients are groups, each named by its first client: {allowed}")
+
+
+def component_of(text: str, option: str) -> dict[str, Any]:
+    """A component and its settings from what an option says: "dlg iterations=300"."""
+    use, *settings = text.split() or [""]
+    if not use:
+        raise SpecError(f"{option} is empty: name a component, with its settings, such as {option} 'NAME KEY=VALUE'")
+    table: dict[str, Any] = {"use": use}
+    for setting in settings:
+        apply_setting(table, setting)
+    return table
 
 
 def apply_setting(tables: dict[str, Any], setting: str) -> None:

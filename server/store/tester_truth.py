@@ -19,7 +19,7 @@ from fedgauge.client.files import read_file
 from fedgauge.client.local_data import read_npz
 from fedgauge.client.update import Batch
 from fedgauge.server.store.run_files import MOST_TEXT
-from fedgauge.server.store.scenario import apply_setting
+from fedgauge.server.store.scenario import component_of
 from fedgauge.server.store.tape import most_bytes, tensors_of
 
 _NAME = re.compile(r"(client|node)-(-?\d+)(?:-round-(\d+))?\.(npz|safetensors)")
@@ -62,10 +62,7 @@ class TesterTruth:
                 f"--truth: {what}, and it names no dataset: expected a folder with a file for each client, {LAYOUT}; or "
                 "'NAME KEY=VALUE ...' of a dataset (fedgauge list dataset) with --truth-rows"
             )
-        table: dict[str, Any] = {"use": name}
-        for setting in settings:
-            apply_setting(table, setting)
-        located = with_absolute_paths(table, DATASET, Path.cwd())
+        located = with_absolute_paths(component_of(text, "--truth"), DATASET, Path.cwd())
         return cls(None, located, rows.absolute() if rows is not None else None).check()
 
     def to_json(self) -> str:

@@ -12,8 +12,7 @@ from torch import Tensor
 from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.attacks.modality.base import Mark, Modality
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.client.components import SpecError
-from fedgauge.client.data.images import Shards
+from fedgauge.client.data.images import Dataset, Shards
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.pictures import SMALL, png, reconstruction
 from fedgauge.server.views import formatting
@@ -131,20 +130,13 @@ class Gallery:
     @cached_property
     def shards(self) -> Shards | None:
         """The private data; None if it is not on this machine, as in every deployment."""
-        if self.reading.ledger.deployed:
-            return None
-        try:
-            return self.reading.scenario.federation.shards
-        except SpecError:
-            return None
+        scenario = None if self.reading.ledger.deployed else self.reading.built
+        return None if scenario is None else scenario.federation.shards
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
         """The names of the classes; empty if they have none, or the data set is not on this machine."""
-        try:
-            return self.reading.scenario.federation.shards.dataset.names
-        except SpecError:
-            return ()
+        return () if self._dataset is None else self._dataset.names
 
     def label_name(self, label: int) -> str:
         """A label as text: its class's name, or its number."""
@@ -158,10 +150,11 @@ class Gallery:
     @cached_property
     def modality(self) -> Modality | None:
         """The kind of the private data, or in a deployment of the public data; None if neither is on this machine."""
-        try:
-            return modality_of(self.reading.scenario.federation.shards.dataset)
-        except SpecError:
-            return None
+        return None if self._dataset is None else modality_of(self._dataset)
+
+    @property
+    def _dataset(self) -> Dataset | None:
+        return None if self.reading.built is None else self.reading.built.federation.shards.dataset
 
     @cached_property
     def scores(self) -> Scores:
@@ -272,10 +265,7 @@ class Gallery:
     @property
     def _shape(self) -> tuple[int, ...]:
         """Of the images; in a deployment that of the public ones, which the scenario names."""
-        try:
-            return self.reading.scenario.federation.shards.dataset.shape
-        except SpecError:  # a notice says so
-            return 3, SMALL, SMALL
+        return (3, SMALL, SMALL) if self._dataset is None else self._dataset.shape
 
     @property
     def page_size(self) -> int:

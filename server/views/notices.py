@@ -8,7 +8,7 @@ from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.modality.image_metrics import LPIPS_PIXELS
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger_types import EMPTY, MORE_NOTED, ROUND_NOTE, USUAL_NORM, json_table
+from fedgauge.server.store.ledger_types import EMPTY, MORE_NOTED, ROUND_NOTE, USUAL_NORM
 from fedgauge.server.views.outcomes import failure
 from fedgauge.server.views.participation import app_clients, other_sizes
 from fedgauge.server.views.reading import Reading
@@ -47,10 +47,8 @@ def _training_notices(reading: Reading) -> Iterator[Notice]:
 
 def _diverged(reading: Reading) -> Iterator[Notice]:
     """What a user's own app returned that was no number."""
-    for number in sorted(reading.rounds):
-        returned = json_table(reading.rounds[number]["metrics"] or "{}", reading.ledger.path, "metrics")
-        tables = {who: own for who, own in returned.items() if isinstance(own, dict)}
-        named = [f"{who}: {name}" for who, own in tables.items() for name, value in own.items() if value is None]
+    for number, told in reading.returned:
+        named = [name for name, value in told.items() if value is None]
         if named:
             more = f" and {len(named) - MOST_ROUNDS} more" if len(named) > MOST_ROUNDS else ""
             words = shortened(", ".join(named[:MOST_ROUNDS]))

@@ -9,9 +9,7 @@ from typing import Any, TypeGuard
 from fedgauge.attacks.limits import known_noise
 from fedgauge.attacks.modality.registry import MEASURED, modality_of
 from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND, ERROR_LIMITS, describe
-from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
-from fedgauge.server.store.ledger_types import json_table
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views import formatting, server_attacks
 from fedgauge.server.views.formatting import decibel, metric_facts, percent, rounded
@@ -95,14 +93,10 @@ def training(reading: Reading) -> dict[str, Any]:
 
 def app_rounds(reading: Reading) -> list[dict[str, Any]]:
     """What a user's own app returned in each round, None for what was not finite; empty for other runs."""
-    rows = []
-    for number in sorted(reading.rounds):
-        returned = json_table(reading.rounds[number]["metrics"] or "{}", reading.ledger.path, "metrics")
-        tables = {who: own for who, own in returned.items() if isinstance(own, dict)}
-        flat = {f"{who}: {name}": value for who, own in tables.items() for name, value in own.items()}
-        rows.append(
-            {"round": number, "metrics": {k: rounded(v) for k, v in flat.items() if v is None or _is_number(v)}}
-        )
+    rows = [
+        {"round": number, "metrics": {k: rounded(v) for k, v in told.items() if v is None or _is_number(v)}}
+        for number, told in reading.returned
+    ]
     return rows if any(row["metrics"] for row in rows) else []
 
 
@@ -134,14 +128,10 @@ def progress(reading: Reading) -> dict[str, Any]:
 
 def jobs_to_come(reading: Reading) -> int:
     """The jobs that the remaining rounds will add if every client takes part; none if the run is not training."""
-    if reading.state != "training":
+    scenario = reading.built if reading.state == "training" else None
+    if scenario is None or not scenario.audit.curious:
         return 0
-    try:
-        scenario = reading.scenario
-    except SpecError:
-        return 0
-    planned = reading.tables["rounds"]
-    return jobs_of_remaining_rounds(scenario, reading.newest, planned) if scenario.audit.curious else 0
+    return jobs_of_remaining_rounds(scenario, reading.newest, reading.tables["rounds"])
 
 
 def jobs_of_remaining_rounds(scenario: Scenario, done: int, rounds: int | None = None) -> int:
@@ -158,9 +148,7 @@ def jobs_of_remaining_rounds(scenario: Scenario, done: int, rounds: int | None =
 
 def server_attack_effects(reading: Reading) -> dict[str, str]:
     """What a malicious server sent and recovered, who noticed, and what it cost; empty if it is honest."""
-    try:
-        scenario = reading.scenario
-    except SpecError:  # a notice says so
+    if (scenario := reading.built) is None:
         return {}
     return server_attacks.server_attack_effects(scenario, reading.scores, reading.ledger)
 
@@ -333,10 +321,9 @@ def limit(reading: Reading) -> dict[str, Any]:
 
 def _without_limit(reading: Reading) -> str:
     """Why a plan has no limit."""
-    try:
-        chain, dataset = reading.scenario.federation.chain, reading.scenario.federation.shards.dataset
-    except SpecError:
+    if (scenario := reading.built) is None:
         return "unknown"
+    chain, dataset = scenario.federation.chain, scenario.federation.shards.dataset
     bare = chain.update_distribution is not None and not chain.update_distribution.noisy
     if modality_of(dataset).limits and known_noise(chain) is not None:
         return "pending"

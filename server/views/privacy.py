@@ -212,11 +212,9 @@ def canaries(reading: Reading) -> dict[str, Any]:
 
 
 def _canaries(reading: Reading) -> dict[str, Any]:
-    try:
-        scenario = reading.scenario
-        delta = scenario.privacy.delta
-    except SpecError:
+    if (scenario := reading.built) is None:
         return {"kind": "directions", "words": "", "rows": []}
+    delta = scenario.privacy.delta
     shown: Sequence[CanaryEstimate] | Sequence[CanaryBound]
     if scenario.protocol.canary_examples:
         shown = canary_bounds(reading.scores, scenario.protocol.coins, delta, partial(_accounted_record, reading))

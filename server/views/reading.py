@@ -20,7 +20,7 @@ from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerChanged, LedgerError, reads_again
-from fedgauge.server.store.ledger_types import EMPTY, Progress
+from fedgauge.server.store.ledger_types import EMPTY, Progress, json_table
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tester_truth import TesterTruth
@@ -231,6 +231,14 @@ class Reading(LedgerReading):
         return self.view(("truth", round, client), read)
 
     @property
+    def returned(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """What a user's own app returned in each round: the number, and "who: metric" with its value."""
+        for number in sorted(self.rounds):
+            told = json_table(self.rounds[number]["metrics"] or "{}", self.ledger.path, "metrics")
+            tables = {who: own for who, own in told.items() if isinstance(own, dict)}
+            yield number, {f"{who}: {name}": value for who, own in tables.items() for name, value in own.items()}
+
+    @property
     def metrics(self) -> list[str]:
         """The metrics to show; always the main one, so that failures show even if there is nothing else."""
         measure = self.scores.measure.metric
@@ -274,6 +282,14 @@ class Reading(LedgerReading):
         if isinstance(self._scenario, str):
             raise SpecError(self._scenario)
         return self._scenario
+
+    @property
+    def built(self) -> Scenario | None:
+        """The scenario, built with its data; None if this machine cannot build it, as a notice says."""
+        try:
+            return self.scenario
+        except SpecError:
+            return None
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.base import MainMetric
-from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.views.formatting import in_unit, status_words
@@ -186,11 +185,9 @@ def class_shares(reading: Reading) -> tuple[float, ...]:
     """How often each class occurs in a run's data; if that is unknown two equal classes, of which a guess restores most."""
 
     def shares() -> tuple[float, ...]:
-        try:
-            dataset = reading.scenario.federation.shards.dataset
-        except SpecError:  # a notice says so
+        if (scenario := reading.built) is None:
             return UNKNOWN
-        counts = np.bincount(dataset.labels.numpy())
+        counts = np.bincount(scenario.federation.shards.dataset.labels.numpy())
         return tuple((counts[counts > 0] / counts.sum()).tolist())
 
     return reading.keep("shares", shares)

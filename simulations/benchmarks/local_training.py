@@ -3,7 +3,7 @@
 `training`: optimizers, on Flower's quickstart network beside LeNet, one image an update. `proximal`: FedProx, LeNet, four images.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import mean
 
@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Budget
+from fedgauge.attacks.base import Budget, Reconstruction
 from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import chain
-from fedgauge.client.data.images import batch_of, cifar10
+from fedgauge.client.data.images import Dataset, batch_of, cifar10
 from fedgauge.client.local_training import local_training
 from fedgauge.client.models.vision import lenet
 from fedgauge.client.pairing import match
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch, Transform
 from fedgauge.simulations.benchmarks.observed_updates import known_of, observed, singles, untrained
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 
@@ -63,10 +64,7 @@ def training(progress: Progress, images: int = 16, iterations: int = 1000) -> Be
         for net, make in nets.items():
             model = untrained(make, SEED)
             for name, (own, assumed) in TRAININGS.items():
-                known = known_of(model, chain(assumed), data)
-                wave = observed(known, truth, own(gradient(model, normalise=data.normalise)))
-                streams = [partial(generator, SEED, "training", k) for k in range(images)]
-                found = inverting_gradients(TV).reconstruct(wave, known, Budget(iterations), streams)
+                found = _inverted(model, data, truth, own, assumed, iterations, "training")
                 values = [float(psnr(batch.x, r.x)) for batch, r in zip(truth, found, strict=True) if r.x is not None]
                 note = (
                     f"n = {len(values)}, best {max(values):.1f}, worst {min(values):.1f}" if values else found[0].reason
@@ -81,6 +79,22 @@ def training(progress: Progress, images: int = 16, iterations: int = 1000) -> Be
     return BenchmarkReport(tuple(figures), settings)
 
 
+def _inverted(
+    model: nn.Module,
+    data: Dataset,
+    truth: Sequence[Batch],
+    own: Transform,
+    assumed: Transform,
+    iterations: int,
+    of: str,
+) -> list[Reconstruction]:
+    """What comes back of clients that train as `own` says, to a server that takes them to train as `assumed`."""
+    known = known_of(model, chain(assumed), data, len(truth[0].y))
+    wave = observed(known, truth, own(gradient(model, normalise=data.normalise)))
+    streams = [partial(generator, SEED, of, k) for k in range(len(truth))]
+    return inverting_gradients(TV).reconstruct(wave, known, Budget(iterations), streams)
+
+
 def proximal(progress: Progress, batches: int = 8, iterations: int = 500) -> BenchmarkReport:
     """PSNR of Inverting Gradients by FedProx's weight, at equal local steps: LeNet, four images an update."""
     data, size, steps, weights = cifar10(), 4, 4, (0.0, 0.01, 0.1, 1.0)
@@ -91,10 +105,7 @@ def proximal(progress: Progress, batches: int = 8, iterations: int = 500) -> Ben
     with one_thread():
         for mu in weights:
             own = local_sgd(0.1, steps, proximal_mu=mu)
-            known = known_of(model, chain(own), data, size)
-            wave = observed(known, truth, own(gradient(model, normalise=data.normalise)))
-            streams = [partial(generator, SEED, "proximal", k) for k in range(batches)]
-            guesses = inverting_gradients(TV).reconstruct(wave, known, Budget(iterations), streams)
+            guesses = _inverted(model, data, truth, own, own, iterations, "proximal")
             values = [
                 float(v)
                 for batch, r in zip(truth, guesses, strict=True)

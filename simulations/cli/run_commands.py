@@ -20,7 +20,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.scenario import Scenario, apply_setting, with_canaries
+from fedgauge.server.store.scenario import Scenario, component_of, with_canaries
 from fedgauge.server.store.tester_truth import TesterTruth
 from fedgauge.server.views.participation import app_clients, other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
@@ -261,15 +261,7 @@ def _why_empty(ledger: Ledger, scenario: Scenario) -> str:
 
 def _extra_plan(options: argparse.Namespace, scenario: Scenario) -> AttackPlan:
     """The plan of --attack 'dlg iterations=300 name=longer': components by name, with their settings."""
-    tables = []
-    for text in options.attack:
-        name, *settings = text.split() or [""]
-        if not name:
-            raise SpecError("--attack is empty: name an attack, such as --attack 'dlg iterations=300'")
-        table: dict[str, object] = {"use": name}
-        for setting in settings:
-            apply_setting(table, setting)
-        tables.append(table)
+    tables = [component_of(text, "--attack") for text in options.attack]
     chosen = {"rounds": options.rounds, "clients": options.clients}
     given = {"seed": scenario.plan.seed, "wave": scenario.plan.wave}
     plan = {k: v if v is not None else getattr(scenario.plan, k) for k, v in chosen.items()}

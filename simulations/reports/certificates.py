@@ -9,6 +9,7 @@ from fedgauge.attacks.limits import reconstruction_robustness
 from fedgauge.client.chain import Chain
 from fedgauge.defenses import accounting
 from fedgauge.server.views.intervals import Rate
+from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_baseline
 
 
@@ -23,6 +24,14 @@ class GaussianMechanism:
 
     multiplier: float
     releases: int
+
+
+def mechanism_of(reading: Reading) -> GaussianMechanism | None:
+    """That of a run's chain; None if there is none, or its data is not on this machine."""
+    if (scenario := reading.built) is None:
+        return None
+    shards, federation = scenario.federation.shards, scenario.federation
+    return gaussian_mechanism(federation.chain, shards.batch_size, federation.model, shards.dataset.fitted)
 
 
 def gaussian_mechanism(

@@ -11,7 +11,6 @@ from markupsafe import Markup
 
 from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
-from fedgauge.client.components import SpecError
 from fedgauge.client.files import writing
 from fedgauge.server.dashboard import DRAWING, STATIC
 from fedgauge.server.store import run_files
@@ -33,7 +32,7 @@ from fedgauge.server.views.strength import RoundLeak, round_table
 from fedgauge.server.views.success import THRESHOLDS, success_curve
 from fedgauge.server.views.verdict import a_or_an, verdict_of
 from fedgauge.simulations.reports.audit_record import NAME, record_of, write_record
-from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
+from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, mechanism_of
 from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
 
 WORST = 3  # examples on the first screen
@@ -216,16 +215,9 @@ class Certificate:
 
 
 def _certificate(reading: Reading, curve: Mapping[str, Sequence[Rate]]) -> Certificate | None:
-    try:
-        federation = reading.scenario.federation
-    except SpecError:  # its data is not on this machine; a notice says so
+    if (mechanism := mechanism_of(reading)) is None:
         return None
-    mechanism = gaussian_mechanism(
-        federation.chain, federation.shards.batch_size, federation.model, federation.shards.dataset.fitted
-    )
-    if mechanism is None:
-        return None
-    rounds = federation.protocol.rounds
+    rounds = reading.scenario.protocol.rounds
     once, always = (certified(curve, mechanism, n) for n in (1, rounds))
     if once is None or always is None:
         return None

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from fedgauge.attacks.plan import modalities_of
 from fedgauge.client.components import SpecError, Table
-from fedgauge.server.store.scenario import apply_setting
+from fedgauge.server.store.scenario import component_of
 from fedgauge.simulations.experiments.paper_tables import AttackSpec, PaperTable, Setting, check_link
 
 NOT_SUBMITTED = ("iterations", "restarts", "seconds", "labels", "lengths", "metrics", "auxiliary")  # the cell decides
@@ -46,12 +46,7 @@ def with_submissions(paper_table: PaperTable, attacks: Sequence[str], defenses: 
 
 def component(text: str, option: str) -> Table:
     """A component and its settings from text: 'mine:sharper rate=0.1'."""
-    use, *settings = text.split() or [""]
-    if not use:
-        raise SpecError(f"{option} is empty: name a component, such as {option} 'mine:sharper rate=0.1'")
-    table: dict[str, object] = {"use": use}
-    for setting in settings:
-        apply_setting(table, setting)
+    table = component_of(text, option)
     if wrong := [key for key in table if key in NOT_SUBMITTED]:
         raise SpecError(f"{option}: {wrong[0]} is the same for every attack of a cell; leave it out")
     return table

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fedgauge.attacks.modality.registry import MEASURED
-from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.compare import tradeoff
@@ -19,7 +18,7 @@ from fedgauge.server.views.roles import Role, attack_order, is_attack, is_baseli
 from fedgauge.server.views.scores import Scores, known_metrics
 from fedgauge.server.views.strength import Tradeoff
 from fedgauge.server.views.success import success_curve
-from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
+from fedgauge.simulations.reports.certificates import certified, mechanism_of
 from fedgauge.simulations.reports.figures.style import LineStyle, line_styles
 from fedgauge.simulations.reports.sampling import sample_examples
 
@@ -51,7 +50,7 @@ class RunResults:
             gallery, scores = Gallery(reading), reading.scores
             order = attack_order(reading.ledger, {*scores.attacks, *(row["name"] for row in reading.attacks)})
             curve = success_curve(scores, reading.ledger, reading.sizes)
-            mechanism = _mechanism(reading)
+            mechanism = mechanism_of(reading)
             return cls(
                 run=run,
                 scores=scores,
@@ -72,17 +71,6 @@ class RunResults:
     def attacks(self) -> list[str]:
         """The real attacks, in the plan's order."""
         return [a for a in self.order if is_attack(a)]
-
-
-def _mechanism(reading: Reading) -> GaussianMechanism | None:
-    """The Gaussian mechanism of the run's chain; None if its data is not on this machine."""
-    try:
-        federation = reading.scenario.federation
-    except SpecError:
-        return None
-    return gaussian_mechanism(
-        federation.chain, federation.shards.batch_size, federation.model, federation.shards.dataset.fitted
-    )
 
 
 def _sampled_cards(gallery: Gallery) -> list[Card]:

@@ -105,7 +105,7 @@ def test_an_attack_that_ends_python_fails_and_ends_nothing(
     words = " ".join(capsys.readouterr().out.split())
     assert "every attack failed: guess (4 x): RuntimeError: the attack called sys.exit(0) instead of returning" in words
     assert main(["audit", str(run.folder), "--attack", " "]) == 2
-    assert "--attack is empty: name an attack" in capsys.readouterr().err
+    assert "--attack is empty: name a component" in capsys.readouterr().err
 
 
 def test_what_failed_is_tried_again_and_ends_as_if_it_had_never_failed(
