@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.malicious.decoding import (
     ClassifierInputs,
-    Decoder,
+    ClosedForm,
     Reader,
     Unreadable,
     check_readable,
@@ -237,7 +237,7 @@ def _backward(activation: nn.Module, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class read_carried(Decoder):
+class read_carried(ClosedForm):
     """Reads images off the classifier's inputs: one example, or a batch where the classifier was sent as zeros.
 
     For examples that share a label it reads the mean of their inputs, which is none of them even where it reproduces the update.

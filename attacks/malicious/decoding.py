@@ -42,7 +42,7 @@ class Unreadable(ValueError):
 Reader = Callable[[Wave], Reconstruction]  # reads the only observation of a wave, or raises Unreadable
 
 
-class Decoder(Attack):
+class ClosedForm(Attack):
     """Reads each observation by itself, off the gradients of what a malicious server sent."""
 
     on_cpu = True

@@ -20,7 +20,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
-from fedgauge.attacks.malicious.decoding import Decoder, LayerRows, Reader, input_to_pixels, read_images
+from fedgauge.attacks.malicious.decoding import ClosedForm, LayerRows, Reader, input_to_pixels, read_images
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.client.components import Table, check_above_zero, check_at_least
 from fedgauge.client.models.vision import Shape
@@ -154,7 +154,7 @@ def _quantiles(values: Tensor, levels: Tensor, width: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class read_imprint(Decoder):
+class read_imprint(ClosedForm):
     """Reads the images of an imprinted batch: each bin's image, or the mean of several weighted by their error signals.
 
     Clients may take several local steps, and the batch may be that of a secure sum.

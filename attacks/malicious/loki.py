@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.malicious.carried_input import check_images
-from fedgauge.attacks.malicious.decoding import Decoder, LayerRows, Reader, read_images
+from fedgauge.attacks.malicious.decoding import ClosedForm, LayerRows, Reader, read_images
 from fedgauge.attacks.malicious.imprint import sorting_query
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.client.components import Table, check_above_zero
@@ -129,7 +129,7 @@ class loki(ServerAttack):
 
 
 @dataclass(frozen=True)
-class read_kernels(Decoder):
+class read_kernels(ClosedForm):
     """Reads the images of each client of a secure sum from its own columns: each bin's image, or the mean of several.
 
     Clients may take several local steps, and one update is a sum of one.

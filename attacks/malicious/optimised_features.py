@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
-from fedgauge.attacks.malicious.decoding import ClassifierInputs, Decoder, Reader, check_readable
+from fedgauge.attacks.malicious.decoding import ClassifierInputs, ClosedForm, Reader, check_readable
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
 from fedgauge.client.components import check_at_least
 from fedgauge.client.models.vision import last_linear
@@ -216,7 +216,7 @@ def _shift(behind: Sequence[nn.Module]) -> float:
 
 
 @dataclass(frozen=True)
-class read_features(Decoder):
+class read_features(ClosedForm):
     """Reads images by the best linear estimate from the classifier's inputs: one example, or a batch at a classifier of zeros.
 
     For examples that share a label it gives their mean. Nothing is proven exact.

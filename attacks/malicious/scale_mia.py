@@ -20,7 +20,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
-from fedgauge.attacks.malicious.decoding import Decoder, LayerRows, Reader, decoded
+from fedgauge.attacks.malicious.decoding import ClosedForm, LayerRows, Reader, decoded
 from fedgauge.attacks.malicious.imprint import quantile_levels, read_bins
 from fedgauge.attacks.malicious.optimised_features import (
     TINY,
@@ -106,7 +106,7 @@ class scale_mia(ServerAttack):
 
 
 @dataclass(frozen=True)
-class read_latents(Decoder):
+class read_latents(ClosedForm):
     """Reads the features of each image that is alone in its bin, and estimates the image by public images.
 
     Of several images in one bin it gives the mean. Nothing is proven exact, unless the features are the image itself.

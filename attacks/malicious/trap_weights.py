@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.exact.unmixing import FirstLayer
 from fedgauge.attacks.malicious.decoding import (
-    Decoder,
+    ClosedForm,
     LayerRows,
     Reader,
     decoded,
@@ -90,7 +90,7 @@ def activated_alone(on: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class read_rows(Decoder):
+class read_rows(ClosedForm):
     """Reads images that are alone in a row of the first fully connected layer, with trap weights or, rarely, without.
 
     An image on the 8-bit grid is alone in its row. Agreement of several rows proves nothing: in an untrained network two images

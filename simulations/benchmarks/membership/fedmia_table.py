@@ -49,7 +49,7 @@ SCORED, STRANGERS, PUBLIC = 30, 250, 500  # images of each client's, test images
 
 
 @dataclass(frozen=True, eq=False)
-class _Scores:
+class _Standardised:
     """Scores (T, K, N) of one row and seed in the attacked rounds, by method.
 
     Args:
@@ -98,7 +98,7 @@ def fedmia_table(
     return BenchmarkReport(tuple(figures), settings, tuple(records))
 
 
-def _measured(name: str, seed: int, rounds: Sequence[int]) -> _Scores:
+def _measured(name: str, seed: int, rounds: Sequence[int]) -> _Standardised:
     """One row and seed."""
     with one_thread():
         data = {"use": "cifar10", "batch_size": SHARD, "auxiliary": len(cifar10().y) - CLIENTS * SHARD}
@@ -119,7 +119,7 @@ def _measured(name: str, seed: int, rounds: Sequence[int]) -> _Scores:
                     own, others = found[:, : len(labels)], found[:, len(labels) :]
                     plain[method].append(own)
                     standard[method].append(against_null(own, labels, others, null.y))
-        return _Scores(
+        return _Standardised(
             {method: torch.stack(each) for method, each in standard.items()},
             {method: torch.stack(each) for method, each in plain.items()},
             candidates,
@@ -127,7 +127,7 @@ def _measured(name: str, seed: int, rounds: Sequence[int]) -> _Scores:
         )
 
 
-def _row(tables: Sequence[_Scores], name: str, method: str) -> tuple[dict[str, object], Figure]:
+def _row(tables: Sequence[_Standardised], name: str, method: str) -> tuple[dict[str, object], Figure]:
     def told(scores: Sequence[Tensor], others: bool = False) -> ScoredCandidates:
         return pooled(
             part for one, each in zip(tables, scores, strict=True) for part in one.candidates.told(each, others)
