@@ -37,7 +37,8 @@ def add_to(commands: Commands) -> None:
         "--output", "-o", type=Path, metavar="FILE", help="keep the figures too, and continue what it holds"
     )
     several = commands.add(compare, with_run=False)
-    several.add_argument("files", type=Path, nargs="+", metavar="FILE", help="what fedgauge reproduce --output wrote")
+    text = "what fedgauge reproduce --output wrote; or suite_small: the figures that fedgauge keeps of it"
+    several.add_argument("files", type=Path, nargs="+", metavar="FILE", help=text)
     measured = commands.add(bench, with_run=False)
     measured.add_argument("names", nargs="*", metavar="NAME", help="engine, quality, labels, ...; default: all")
     measured.add_argument("--json", action="store_true", help="one object per line instead of tables")

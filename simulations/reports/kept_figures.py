@@ -1,7 +1,7 @@
 """The kept figures of papers' tables, as the pages of docs/papers show them.
 
-`python -m fedgauge.simulations.reports.kept_figures PAGE...` writes the tables between the marks of each page:
-`<!-- figures: SHEET ... -->` and `<!-- end -->`.
+`python -m fedgauge.simulations.reports.kept_figures PAGE...` writes what stands between the marks of each page and `<!-- end -->`:
+a table for `<!-- figures: SHEET ... -->`, and for `<!-- computed: SHEET ... -->` when, where and with what each was computed.
 """
 
 import json
@@ -9,17 +9,18 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 PAPERS = Path(__file__).parents[1] / "papers"
-MARKED = re.compile(r"<!-- figures: ([\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
+MARKED = re.compile(r"<!-- (figures|computed): ([\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
+VERSIONS = ("fedgauge", "torch", "transformers")  # that a page names; the kept file has all
 HEADS = ("setting", "attack", "metric", "reference", "here", "95 % interval", "n", "baseline", "budget", "remarks")
 OPTIONAL = ("reference", "baseline", "remarks")  # left out where no row has any
 
 
 def table(names: Sequence[str]) -> str:
     """A Markdown table of all rows that were kept under these names."""
-    files = [next(PAPERS.glob(f"*/results/{name}.json")) for name in names]
-    lines = [_cells(row) for file in files for row in json.loads(file.read_text())["rows"]]
+    lines = [_cells(row) for name in names for row in _kept(name)["rows"]]
     shown = [
         i for i, head in enumerate(HEADS) if head not in OPTIONAL or any(line[i] not in ("", "-") for line in lines)
     ]
@@ -27,9 +28,31 @@ def table(names: Sequence[str]) -> str:
     return "\n".join(f"| {' | '.join(row[i] for i in shown)} |" for row in rows)
 
 
+def computed(names: Sequence[str]) -> str:
+    """A line for each file: its version, seed, date, machine, versions and duration."""
+    return "\n".join(f"- {_computed(_kept(name))}" for name in names)
+
+
+def _computed(kept: dict[str, Any]) -> str:
+    made = kept["environment"]
+    versions = ", ".join(f"{name} {made['packages'][name]}" for name in VERSIONS)
+    return (
+        f"`{kept['name']}`, version {kept['version']}, seed {kept['seed']}: {kept['date']}, {made['cores']} x {made['processor']}, "
+        f"Python {made['python']}, {versions}, commit {made['commit'][:8]}; {kept['seconds'] / 60:.0f} minutes"
+    )
+
+
+def _kept(name: str) -> dict[str, Any]:
+    kept: dict[str, Any] = json.loads(next(PAPERS.glob(f"*/results/{name}.json")).read_text())
+    return kept
+
+
 def fill(page: str) -> str:
-    """A page with the table of each mark written anew."""
-    return MARKED.sub(lambda mark: f"<!-- figures: {mark[1]} -->\n{table(mark[1].split())}\n<!-- end -->", page)
+    """A page with what belongs to each mark written anew."""
+    written = {"figures": table, "computed": computed}
+    return MARKED.sub(
+        lambda mark: f"<!-- {mark[1]}: {mark[2]} -->\n{written[mark[1]](mark[2].split())}\n<!-- end -->", page
+    )
 
 
 def _cells(row: dict[str, object]) -> list[str]:

@@ -168,12 +168,14 @@ def record_rounds(run: Run, ledger: Ledger, scenario: Scenario, federation: Fede
         recorder(RoundReplies(round, params, buffers, tuple(accepted), ()))
 
 
-def run_under_flower(folder: Path, app: str, config: Mapping[str, Any], seconds: float = 240) -> None:
-    """An app of tests/foreign on two simulated nodes, as `flwr run` runs it; it must complete."""
+def run_under_flower(
+    folder: Path, app: str, config: Mapping[str, Any], seconds: float = 240, source: Path = FOREIGN
+) -> None:
+    """An app of tests/foreign, or of another folder, on two simulated nodes, as `flwr run` runs it; it must complete."""
     scratch, mark = folder / "flower", uuid.uuid4().hex
     scratch.mkdir()
-    shutil.copytree(FOREIGN, scratch / "app", ignore=shutil.ignore_patterns("__pycache__"))
-    project = tomllib.loads((FOREIGN / "pyproject.toml").read_text())
+    shutil.copytree(source, scratch / "app", ignore=shutil.ignore_patterns("__pycache__"))
+    project = tomllib.loads((source / "pyproject.toml").read_text())
     parts = {f"{kind}app": f"{app}.{kind}_app:app" for kind in ("server", "client")}
     project["tool"]["flwr"]["app"] |= {"components": parts, "config": dict(config)}
     (scratch / "app" / "pyproject.toml").write_text(tomli_w.dumps(project))

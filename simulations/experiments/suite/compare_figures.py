@@ -13,17 +13,21 @@ from fedgauge.client.files import read_file
 from fedgauge.server.store.run_files import printable
 from fedgauge.simulations.experiments.kept_digest import figures_digest
 from fedgauge.simulations.experiments.measures import ComparedFigure
+from fedgauge.simulations.experiments.paper_table_files import PAPERS
 from fedgauge.simulations.experiments.reproduce_output import LARGEST_FILE, figures_of
 
 Key = tuple[str, str, str]  # cell, attack, metric
 
 
 def read_figures(path: Path) -> dict[str, Any]:
-    """A file of figures.
+    """A file of figures, or those that fedgauge keeps, by the name of their table.
 
     Raises:
         SpecError: it is none, an older fedgauge wrote it, or its figures are not those that its digest is of.
     """
+    ours = {kept.stem: kept for kept in PAPERS.glob("*/results/*.json")}
+    if not path.exists():
+        path = ours.get(str(path), path)
     try:
         kept: dict[str, Any] = json.loads(read_file(path, LARGEST_FILE))
         digest, own = kept["digest"], figures_digest(kept)

@@ -11,7 +11,7 @@ from fedgauge.attacks.modality.registry import MODALITIES
 from fedgauge.attacks.plan import modalities_of
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.experiments.kept_digest import figures_digest
+from fedgauge.simulations.experiments.kept_digest import computed, figures_digest
 from fedgauge.simulations.experiments.paper_table_files import load, restrict
 from fedgauge.simulations.experiments.run_attack import check_attacks
 from fedgauge.simulations.experiments.setups import build_setup
@@ -145,6 +145,19 @@ def test_a_submission_stands_beside_what_both_computed(
     assert main(["compare", *map(str, kept)]) == 0
     out = capsys.readouterr().out
     assert "mine" in out and "suite_small, version 2, seed 0" in out
+
+
+def test_the_kept_figures_are_of_todays_suite_and_compare_with_whoever_computes_it(
+    kept: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, table = read_figures(Path("suite_small")), load("suite_small")
+    assert (ours["version"], ours["seed"]) == (table.version, table.seed)
+    assert ours["computed"] == computed(table)
+    assert {(row["cell"], row["attack"]) for row in ours["rows"]} == {
+        (cell.name, attack.name) for cell in table.cells for attack in cell.attacks
+    }
+    assert main(["compare", "suite_small", str(kept[0])]) == 2, "idlg of fewer images and iterations"
+    assert "was computed otherwise than in suite_small" in capsys.readouterr().err
 
 
 def test_a_submission_may_be_computed_alone() -> None:
