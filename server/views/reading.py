@@ -312,8 +312,8 @@ def most_examples(tables: Mapping[str, Any]) -> int:
 def run_summary(run: Run) -> dict[str, Any]:
     """A run in one line, without reading all its scores; LedgerError if it cannot be read."""
     run.check(whole=False)
-    tables = tables_of(run)
     with run.ledger(readonly=True) as ledger:
+        tables = tables_of(run)
         progress, last = ledger.progress(), ledger.last_round()
         rounds = ledger.rounds_since(last)
         best = ledger.best_so_far()

@@ -1,19 +1,19 @@
 """`fedgauge runs`, `stop` and `prune`: list runs, end one, delete what is old."""
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
 
 from rich.table import Table
 
-from fedgauge.attacks.plan import describe
-from fedgauge.server.store.ledger_connection import LedgerError, reads_again
+from fedgauge.attacks.modality.base import MainMetric
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.store.run_files import printable, staying
 from fedgauge.server.views.formatting import in_unit
-from fedgauge.server.views.reading import state_of, tables_of
-from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.reading import run_summary, tables_of
 from fedgauge.simulations.cli.finding_runs import all_runs, cells, find_run
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, days
 from fedgauge.simulations.cli.run_summary import next_step, wide_console
@@ -50,19 +50,14 @@ def runs(options: argparse.Namespace) -> int:
     return 0
 
 
-@reads_again
 def _columns(run: Run) -> list[str]:
     """State, rounds, chain, attacks by name, how many are done, and the best value that an attack reached."""
-    run.check(whole=False)
-    with run.ledger(readonly=True) as ledger:
-        progress, rounds = ledger.progress(), ledger.rounds()
-        main, best = ledger.modality.main, ledger.best_so_far()
-        trained = f"{rounds[-1]['round'] if rounds else 0}/{ledger.meta().get('rounds', '?')}"
-        chain = " > ".join(map(describe, tables_of(run)["chain"]))
-        attacks = ", ".join(row["name"] for row in ledger.attacks() if is_attack(row["name"]))
-        done = f"{progress.done}/{progress.total}" + (f", {progress.failed} failed" if progress.failed else "")
-        reached = "" if best is None else f"{main.name} {in_unit(best, main)}"
-        return [state_of(run, ledger), trained, chain, attacks, done, reached]
+    told = run_summary(run)
+    jobs, main, best = told["progress"], MainMetric(**told["measure"]), math.inf if told["exact"] else told["best"]
+    done = f"{jobs['done']}/{jobs['total']}" + (f", {jobs['failed']} failed" if jobs["failed"] else "")
+    reached = "" if best is None else f"{main.name} {in_unit(best, main)}"
+    trained, attacks = f"{told['round']}/{told['rounds']}", ", ".join(told["attacks"])
+    return [told["state"], trained, told["chain"], attacks, done, reached]
 
 
 def stop(options: argparse.Namespace) -> int:
