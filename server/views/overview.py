@@ -143,7 +143,9 @@ def jobs_of_remaining_rounds(scenario: Scenario, done: int, rounds: int | None =
     plan, protocol = scenario.plan, scenario.protocol
     seen = range(max(1, int(protocol.clients * scenario.strategy.get("fraction_train", 1.0))))
     to_come = range(done + 1, (rounds or protocol.rounds) + 1)
-    return sum(len(plan.targets(r, seen, planned)) for r in to_come for planned in plan.attacks)
+    alike = {plan.attacks_round(r): r for r in to_come}  # nothing else of a round decides: there may be a million
+    times = Counter(map(plan.attacks_round, to_come))
+    return sum(n * len(plan.targets(alike[kind], seen, p)) for kind, n in times.items() for p in plan.attacks)
 
 
 def server_attack_effects(reading: Reading) -> dict[str, str]:

@@ -176,9 +176,13 @@ class AloneAtFirst(Poisoned):
         return absent(reply) if config and config["server-round"] == 1 and client != HOSTILE else reply
 
 
-def test_what_an_undone_round_brought_is_no_measure_for_later_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "use",
+    ["FedAdam", *(pytest.param(u, marks=pytest.mark.full) for u in ("FedAvg", "FedAvgM", "FedYogi", "FedAdagrad"))],
+)
+def test_what_an_undone_round_brought_is_no_measure_for_later_ones(tmp_path: Path, use: str) -> None:
     """Nor in a run that is started again after it: an update of 1e20 would make one of 1e10 usual."""
-    scenario = Scenario.from_tables(TABLES)
+    scenario = Scenario.from_tables(TABLES | {"strategy": {"use": use, **STRATEGIES[use]}})
     runs = {name: create_run(scenario, tmp_path / name) for name in ("alone", "hostile", "killed")}
     federate(runs["alone"], AloneAtFirst(scenario.protocol, {1: absent, 2: absent}))
     federate(runs["hostile"], AloneAtFirst(scenario.protocol, {1: filled(1e20), 2: filled(1e10)}))

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare, differences
 from fedgauge.server.views.intervals import guessed_labels
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.overview import progress
+from fedgauge.server.views.overview import jobs_of_remaining_rounds, progress
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_baseline
 from fedgauge.server.views.scores import Scores
@@ -345,3 +346,19 @@ def test_differences_name_each_setting_by_its_place() -> None:
     rows, same = differences([one, other])
     assert rows == [{"key": "chain.0.max_norm", "values": ["1.0", "2.0"]}, {"key": "data.alpha", "values": ["–", "1"]}]
     assert same == 4
+
+
+@pytest.mark.parametrize("audit", [{}, {"every": 3}, {"rounds": [2, 5, 6], "clients": [1, 2]}], ids=str)
+def test_the_jobs_of_the_rounds_to_come_are_those_of_each(
+    make_scenario: Callable[..., Scenario], monkeypatch: pytest.MonkeyPatch, audit: dict[str, Any]
+) -> None:
+    """And are counted at once, however many rounds there are."""
+    chosen = make_scenario(rounds=9, audit={"executor": "local", **audit})
+    plan, seen = chosen.plan, range(chosen.protocol.clients)
+    each = sum(len(plan.targets(r, seen, planned)) for r in range(3, 10) for planned in plan.attacks)
+    asked: list[int] = []
+    real = type(plan).targets
+    monkeypatch.setattr(type(plan), "targets", lambda *of: asked.append(1) or real(*of))
+    assert jobs_of_remaining_rounds(chosen, 2) == each > 0
+    assert jobs_of_remaining_rounds(chosen, 9) == 0
+    assert jobs_of_remaining_rounds(chosen, 2, 2000) >= each and len(asked) <= 4 * len(plan.attacks)

@@ -394,6 +394,7 @@ DAMAGES: dict[str, tuple[Callable[[Run], object], str]] = {
     "no facts": (lambda run: (run.folder / "checkpoint.json").write_bytes(b'{"version": 1}'), "checkpoint.json is damaged"),
     "a list": (lambda run: (run.folder / "checkpoint.json").write_bytes(b"[]"), "checkpoint.json is damaged"),
     "deep": (lambda run: (run.folder / "checkpoint.json").write_bytes(b"[" * 100_000), "checkpoint.json is damaged"),
+    "a thousand million rounds": (lambda run: claim(run, round=10**9), "expected a round up to 1000000, got 1000000000"),
     "newer": (lambda run: (run.folder / "checkpoint.json").write_bytes(b'{"version": 2}'), "has version 2"),
     "a flipped bit": (
         lambda run: spoil(run.folder / "checkpoint-00002.safetensors"),
@@ -401,6 +402,11 @@ DAMAGES: dict[str, tuple[Callable[[Run], object], str]] = {
     ),
     "no tensors": (lambda run: (run.folder / "checkpoint-00002.safetensors").unlink(), "checkpoint-00002.safetensors is missing"),
 }  # fmt: skip
+
+
+def claim(run: Run, **facts: Any) -> None:
+    path = run.folder / "checkpoint.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
 
 
 def spoil(path: Path) -> None:
