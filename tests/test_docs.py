@@ -677,3 +677,37 @@ def test_each_promise_of_security_names_the_test_that_holds_it() -> None:
     named = {promise[:60]: re.findall(r"tests/[\w/]+\.py", promise) for promise in promises}
     assert len(named) > 30 and [promise for promise, tests in named.items() if not tests] == []
     assert [test for tests in named.values() for test in tests if not (ROOT / test).is_file()] == []
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+MODELS = "docs/guides/models.md"
+
+
+def test_what_comes_back_of_each_model_is_what_was_kept() -> None:
+    mlp = "a fully connected network of 2 x 200, CIFAR-10"
+    for start, sheet, cell in (
+        ((mlp, "8 images"), "spear", "relu B=8"),
+        (("the same", "16 images"), "spear_plus_plus", "B=16"),
+    ):
+        (n,) = {found["n"] for found in rows_of(sheet) if (found["cell"], found["attack"]) == (cell, sheet)}
+        assert kept(sheet, cell, "exact", sheet) == 1 and row(MODELS, *start)[0] == f"all of {n} images to 60 dB"
+    lenet = kept("geiping_table1_100_images", "lenet untrained, 100 images", "psnr", "inverting_gradients")
+    assert row(MODELS, "an untrained LeNet, CIFAR-10")[1] == f"{lenet:.1f} dB, mean of 100"
+    resnet = kept("geiping_table1", "resnet20 trained", "psnr", "inverting_gradients")
+    assert row(MODELS, "a trained ResNet-20, CIFAR-10")[1] == f"nothing: {resnet:.1f} dB, mean of 2"
+    cells, rows = (kept("tableak", "Adult B=32", metric, "tableak") for metric in ("cells", "exact_row"))
+    assert row(MODELS, "an MLP, Adult")[1] == f"{cells:.1f} % of the cells, {rows:.1f} % of the rows"
+    words = kept("lti_text", "none", "token_accuracy", "learned_rows")
+    assert row(MODELS, "an untrained three-layer decoder, WikiText-2")[1].startswith(f"{words:.1f} %")
+    one, first = (kept(f"adapters_rank_16_{r}", f"rank 16, B=1, {r}", "exact_sentence") for r in ("later", "first"))
+    assert one == 100 and row(TEXT, "16", "1", "later") == ["40 of 40"]
+    assert row(TEXT, "16", "1", "first") == [f"{first * 40 / 100:.0f} of 40"]
+    assert row(MODELS, "LoRA of rank 16 beside MiniLM-L6, CoLA")[1].startswith("all of 40 exactly")
+    zoo = benchmark("zoo")
+    tried, attacked, declined = (zoo[name, ""] for name in ("networks tried", "attacked", "declined with a sentence"))
+    words = " ".join(text_of(MODELS).split())
+    assert f"[{tried} networks]" in words and f"{attacked} are attacked, and {declined} are declined" in words
+    readme = " ".join(text_of("README.md").split())
+    assert f"| {tried} other networks | {attacked} attacked, {declined} declined" in readme
+    assert f"| {cells:.0f} % of cells;" in readme and f"| {lenet:.0f} dB; a guess" in readme

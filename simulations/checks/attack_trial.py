@@ -26,6 +26,10 @@ ITERATIONS = (
 SHORT = 0.3
 FEW = 64  # auxiliary examples from which an attack learns in a trial
 SECONDS = 10.0  # of a trial, for attacks that watch the clock
+NONE_APPLIES = (
+    "no attack applies to the first round's updates, so nothing would be known of what they leak: let fedgauge choose "
+    "([audit] effort), or name others (fedgauge list attack)"
+)
 MEGABYTE, GIGABYTE = 2**20, 2**30
 
 
@@ -47,11 +51,15 @@ def try_attacks(scenario: Scenario) -> Iterator[CheckResult]:
         return
     trial = StandInTrial.of(scenario)
     costs: dict[str, Cost] = {}
+    results = []
     for attack in planned:
         if reason := untried(attack):
-            yield CheckResult(f"attack {attack.name}", None, False, f"not tried: {reason}")
+            results.append(CheckResult(f"attack {attack.name}", None, False, f"not tried: {reason}"))
         else:
-            yield trial.result(attack, partial(trial.measured, attack, costs))
+            results.append(trial.result(attack, partial(trial.measured, attack, costs)))
+        yield results[-1]
+    if all(result.works is False and not result.needed for result in results):
+        yield CheckResult("the whole plan", False, False, NONE_APPLIES)
     if costs:
         yield attempt("audit, estimated", partial(_estimate, scenario, costs))
 

@@ -82,6 +82,13 @@ def test_what_fails_is_named_and_what_is_not_applicable_is_a_note(own: None) -> 
     assert "it diverges in its first 4 iterations" in found["attack honest"].message
 
 
+def test_a_plan_of_which_nothing_applies_is_noted_before_training() -> None:
+    alone = tried(scenario({"use": "analytic"}))["the whole plan"]
+    assert (alone.works, alone.needed) == (False, False) and "no attack applies" in alone.message
+    assert "the whole plan" not in tried(scenario({"use": "analytic"}, {"use": "membership"})), "one is not tried"
+    assert "the whole plan" not in tried(scenario({"use": "analytic"}, {"use": "inverting_gradients"}))
+
+
 def test_who_was_in_a_batch_is_not_asked_of_a_stand_in() -> None:
     asked = tried(scenario({"use": "membership"}))["attack membership"]
     assert asked.works is None and "it scores candidates" in asked.message

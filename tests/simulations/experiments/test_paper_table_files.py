@@ -84,7 +84,7 @@ def test_sheets_of_lamp_say_what_the_paper_says() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sede": 1}, "the paper table: unknown key 'sede' (it has: title, note, seed, world, axes, cell_name"),
+        ({"sede": 1}, "the paper table: unknown key 'sede' (it has: title, note, seed, version, world, axes, cell_name"),
         ({"cell": {"atack": []}}, "[[cell]] #1: unknown key 'atack' (it has: name, attack, attacks, n"),
         ({"cell": {"attack": []}}, "cell mlp: it has no attack"),
         ({"cell": {"attack": [{**ANALYTIC, "tv": 1.0}]}}, "attack #1: [[attack]] analytic: analytic() has no argument 'tv'"),
