@@ -2,17 +2,20 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from fedgauge.attacks.modality.registry import modality_measured
 from fedgauge.attacks.plan import ERROR_LIMITS
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, is_own, own_line
+from fedgauge.client.federation import TRANSFORM
+from fedgauge.simulations.checks.remedies import remedy, sentence
 from fedgauge.simulations.experiments.canary_world import canary_world
 from fedgauge.simulations.experiments.gaussian_world import bayes_fig4, gaussian_world
 from fedgauge.simulations.experiments.guard_detection import guard_world, patient_world
 from fedgauge.simulations.experiments.measures import DERIVED, AttackOutcome, ComparedFigure, measured, metric_of
 from fedgauge.simulations.experiments.paper_table_files import matches
-from fedgauge.simulations.experiments.paper_tables import AttackSpec, PaperTable, Setting, WorldSpec
+from fedgauge.simulations.experiments.paper_tables import TABLE_ATTACK, AttackSpec, PaperTable, Setting, WorldSpec
 from fedgauge.simulations.experiments.run_attack import check_attacks, estimate_seconds, run_attack
 from fedgauge.simulations.experiments.setups import Setup, build_setup
 
@@ -91,9 +94,13 @@ def reproduce(
     cells = [cell for cell in paper_table.cells if cell.name in to_do]
     for i, cell in enumerate(cells, 1):
         report(f"preparing {cell.name}, {i} of {len(cells)} cells")
-        setups[cell.name] = build_setup(cell, paper_table.seed)
+        with _told(f"cell {cell.name}", all(is_own(link, TRANSFORM) for link in cell.chain)):
+            setups[cell.name] = build_setup(cell, paper_table.seed)
         check_attacks(cell, setups[cell.name])
-    expected = [estimate_seconds(spec, setups[cell.name], cell.wave) for cell, spec in jobs]
+    expected = []
+    for cell, spec in jobs:
+        with _told(f"cell {cell.name}, attack {spec.name}", spec.is_limit or is_own(spec.table, TABLE_ATTACK)):
+            expected.append(estimate_seconds(spec, setups[cell.name], cell.wave))
     outcomes: dict[str, dict[str, AttackOutcome]] = {}
     for i, (cell, spec) in enumerate(jobs):
         job, setup = f"{i + 1} of {len(jobs)}: {cell.name}, {spec.name}", setups[cell.name]
@@ -102,8 +109,23 @@ def reproduce(
         on_progress = _progress_callback(report, job, len(setup.observations), sum(expected[i + 1 :]))
         for needed in cell.attacks:  # what it is compared with was perhaps done in an earlier call
             if needed.name in (spec.name, spec.against) and needed.name not in cell_outcomes:
-                cell_outcomes[needed.name] = run_attack(needed, setup, cell.wave, on_progress)
+                own = needed.is_limit or is_own(needed.table, TABLE_ATTACK)
+                with _told(f"cell {cell.name}, attack {needed.name}", own):
+                    cell_outcomes[needed.name] = run_attack(needed, setup, cell.wave, on_progress)
         yield compared_figures(cell, spec, cell_outcomes[spec.name], cell_outcomes, setup.note)
+
+
+@contextmanager
+def _told(where: str, own: bool) -> Iterator[None]:
+    """Make one sentence of what somebody's own attack or defense raises; fedgauge's own errors stay as they are."""
+    try:
+        yield
+    except SpecError:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        if own and not own_line(error):
+            raise
+        raise SpecError("; ".join(filter(None, (f"{where}: {sentence(error)}", remedy(error, ""))))) from error
 
 
 def _progress_callback(report: ReportProgress, job: str, updates: int, later: float) -> Callable[[int], None]:

@@ -132,7 +132,20 @@ def build_setup(cell: Setting, seed: int) -> Setup:
     auditor = TableAuditor(fed, seed, metrics=frozenset({*reported, modality_of(dataset).main.metric}))
     # every client has equally many images
     turns = max(c for c in range(1, max(cell.clients, 1) + 1) if cell.n % c == 0)
-    return Setup(auditor, clients.observed(), note, turns, isolated)
+    observations = clients.observed()
+    _check_form(cell, observations[0])
+    return Setup(auditor, observations, note, turns, isolated)
+
+
+def _check_form(cell: Setting, seen: Observation) -> None:
+    """Refuse a chain whose updates have another form than the weights, as a server would."""
+    for name, t in seen.update.items():
+        shape = tuple(seen.params[name].shape) if name in seen.params else "no such parameter"
+        if tuple(t.shape) != shape:
+            raise SpecError(
+                f"cell {cell.name}: chain: the update of {name!r} has the shape {tuple(t.shape)}, and the model has {shape}: a "
+                "defense must return a tensor of the same shape for each parameter"
+            )
 
 
 def _federation(cell: Setting, shards: Shards, seed: int) -> Federation:

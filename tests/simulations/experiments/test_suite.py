@@ -167,6 +167,67 @@ def test_a_submission_may_be_computed_alone() -> None:
     assert {a.name for cell in beside.cells for a in cell.attacks} == {"mine", "idlg"}
 
 
+OWN = """
+from dataclasses import dataclass
+
+import torch
+
+from fedgauge.attacks.base import Attack, Reconstruction
+from fedgauge.client.transforms import UpdateTransform
+
+
+@dataclass(frozen=True)
+class broken(Attack):
+    def reconstruct(self, wave, known, budget, streams):
+        return [1 / 0 for _ in streams]
+
+
+@dataclass(frozen=True)
+class misshapen(Attack):
+    def reconstruct(self, wave, known, budget, streams):
+        return [Reconstruction(torch.zeros(1, 3), None, 0.0, 0, 0.0, "converged") for _ in streams]
+
+
+@dataclass(frozen=True)
+class halves(UpdateTransform):
+    def apply(self, update, rng):
+        return {name: t[: len(t) // 2] for name, t in update.items()}
+
+
+@dataclass(frozen=True)
+class fails(UpdateTransform):
+    def apply(self, update, rng):
+        return {name: t / {}[name] for name, t in update.items()}
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--cells", "images B=1, prune", "--attack", "own_file:broken"],
+            "attack broken: ZeroDivisionError: division by zero (",
+        ),
+        (
+            ["--cells", "images B=1, prune", "--attack", "own_file:misshapen"],
+            "attack misshapen: ValueError: the attack must return",
+        ),
+        (["--cells", "rows B=1", "--defense", "own_file:halves"], "a defense must return a tensor of the same shape"),
+        (["--cells", "rows B=1", "--defense", "own_file:fails"], "cell rows B=1, fails: KeyError: '1.weight' ("),
+    ],
+)
+def test_what_a_submitted_file_does_wrong_is_one_sentence(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_file.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    chosen = ["--attacks", "broken"] if "--attack" in words else ["--attacks", "spear"]
+    assert main(["reproduce", "suite", "--allow", "own_file", *words, *chosen, "--n", "1", "--budget", "2"]) == 2
+    told = capsys.readouterr().err
+    assert says in told and "Traceback" not in told
+    assert says.endswith("(") is ("own_file.py, line" in told)
+
+
 def changed(path: Path, folder: Path, change: Any, hashed: bool) -> Path:
     content = json.loads(path.read_text())
     change(content)
