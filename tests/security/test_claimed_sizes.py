@@ -216,7 +216,7 @@ def test_of_infinite_values_only_an_exact_hit_is_one() -> None:
     assert [repr(v) for v in read.of_metric("mse").value.tolist()] == [*known[:4], "nan", "nan"]
 
 
-MANY = 4000  # clients, and rounds: a table of all would have 16 million cells
+MANY = 2000  # clients, and rounds: a table of all would have four million cells
 
 
 def test_no_heat_map_has_as_many_cells_as_a_ledgers_clients_times_its_rounds(attacked_run: Run, tmp_path: Path) -> None:
@@ -247,4 +247,4 @@ def test_no_heat_map_has_as_many_cells_as_a_ledgers_clients_times_its_rounds(att
     assert found["left_out"] == {"clients": MANY + 1 - 100, "rounds": MANY - 500}
     assert len(found["table"]) == MANY + 1 and found["table"][0]["client"] in found["clients"]
     assert found["rounds"][0] == 1 and found["rounds"][-1] == MANY
-    assert drawn is not None and peak < 100 << 20
+    assert drawn is not None and peak < 64 << 20
