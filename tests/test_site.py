@@ -78,7 +78,8 @@ def elsewhere(address: str) -> bool:
 @pytest.fixture(scope="module")
 def hook() -> ModuleType:
     """docs/site/pages.py, which chooses the pages and runs the notebooks."""
-    pytest.importorskip("nbconvert", reason="needs the extra docs")
+    for package in ("nbclient", "nbconvert"):
+        pytest.importorskip(package, reason="needs the extra docs")
     spec = importlib.util.spec_from_file_location("site_pages", ROOT / "docs/site/pages.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -87,7 +88,7 @@ def hook() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Page]]:
+def site(tmp_path_factory: pytest.TempPathFactory, hook: ModuleType) -> Iterator[dict[Path, Page]]:
     """The site's pages by their files, built as `make site` builds it, but with the notebooks as they are."""
     pytest.importorskip("material", reason="needs the extra docs")
     from mkdocs.commands.build import build
