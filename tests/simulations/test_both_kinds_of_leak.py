@@ -17,6 +17,7 @@ from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.reports.export import write_csv
 from fedgauge.simulations.reports.figures.write import write_figures
+from fedgauge.simulations.reports.notebook import figures
 from fedgauge.simulations.reports.report import write_report
 
 TESTS = [
@@ -83,5 +84,7 @@ def test_report_export_figures_and_terminal_have_both(
     for metric in ("membership", "membership_at_1_percent", "held_membership", "psnr"):
         assert any(f",{metric}," in line for line in lines), metric
     assert any("membership" in path.name for path in write_figures([run], tmp_path)[0])
+    pictured = "".join(text.get_text() for text in figures(run)["gallery"].figure.texts)
+    assert "idlg" in pictured and "membership" not in pictured, "a test of membership reconstructs nothing"
     print_summary(run, "auto")
     assert "Who was in a batch leaks" in " ".join(capsys.readouterr().out.split())

@@ -19,7 +19,9 @@ def gallery_figure(results: RunResults) -> Figure:
     """True examples above each attack's reconstructions, with the PSNR below."""
     if results.kind == "text":
         return _sentences_figure(results)
-    cards, attacks = results.cards[:EXAMPLES], results.attacks
+    cards = results.cards[:EXAMPLES]
+    shown = {tile.attack for card in cards for tile in card.tiles}
+    attacks = [attack for attack in results.attacks if attack in shown]  # a test of membership shows nothing
     truths = [pixels(card.truth) for card in cards if card.truth is not None]
     tile = WIDTH / EXAMPLES
     height, width, _ = truths[0].shape
