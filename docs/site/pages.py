@@ -85,7 +85,7 @@ def execute(notes: nbformat.NotebookNode) -> None:
     """Fill in a notebook's outputs, in a folder of its own, by the Python and the programs of this environment."""
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     # a widget for progress is missed on standard error, with paths of this machine
-    own = {"PATH": programs, "PYTHONWARNINGS": "ignore:IProgress not found"}
+    own = {"PATH": programs, "PYTHONWARNINGS": "ignore:IProgress not found", "OMP_NUM_THREADS": "1"}
     with TemporaryDirectory() as folder, TemporaryDirectory() as sockets:  # files of this user; a port is anybody's
         private = Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
         place = {"metadata": {"path": folder}}

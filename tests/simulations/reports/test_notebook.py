@@ -29,16 +29,23 @@ def shown(value: object) -> Any:
     return shell.display_formatter.format(value)
 
 
-def test_a_run_shows_its_verdict_its_curve_and_its_gallery(attacked: Run, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def papers(attacked: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The figures of the run as they are written for papers."""
+    folder = tmp_path_factory.mktemp("figures")
+    write_figures([attacked], folder)
+    return folder
+
+
+def test_a_run_shows_its_verdict_its_curve_and_its_gallery(attacked: Run, papers: Path) -> None:
     data, _ = shown(attacked)
     page = Page(data["text/html"])
     with read_once(attacked) as reading:
         for sentence in verdict_of(reading).sentences:
             assert " ".join(sentence.split()) in page.words
     assert page.scripts == [] and len(page.links) == 2
-    write_figures([attacked], tmp_path)
     for source, name in zip(page.links, ("leakage-psnr", "gallery"), strict=True):
-        assert (pixels(source) == pixels_of((tmp_path / f"{name}.png").read_bytes())).all(), "the paper's own figure"
+        assert (pixels(source) == pixels_of((papers / f"{name}.png").read_bytes())).all(), "the paper's own figure"
 
 
 def pixels_of(data: bytes) -> Any:
@@ -47,12 +54,11 @@ def pixels_of(data: bytes) -> Any:
     return np.asarray(Image.open(io.BytesIO(data)))
 
 
-def test_a_figure_shows_itself_with_the_bytes_that_are_written(attacked: Run, tmp_path: Path) -> None:
+def test_a_figure_shows_itself_with_the_bytes_that_are_written(attacked: Run, papers: Path) -> None:
     drawn = figures(attacked)
-    paths, _ = write_figures([attacked], tmp_path)
-    assert {path.stem for path in paths} == drawn.keys()
+    assert {path.stem for path in papers.iterdir()} == drawn.keys()
     data, metadata = shown(drawn["success"])
-    assert data["image/png"] == (tmp_path / "success.png").read_bytes()
+    assert data["image/png"] == (papers / "success.png").read_bytes()
     assert 300 < metadata["image/png"]["width"] < 700
 
 
