@@ -1,6 +1,8 @@
 """The suite: its files hold together, what others submit runs on a cell's terms, and figures compare only if computed alike."""
 
 import json
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,6 +167,25 @@ def test_a_submission_may_be_computed_alone() -> None:
     alone, beside = (restrict(table, None, None, "*", attacks, ["mine"]) for attacks in ("mine", "idlg"))
     assert {a.name for cell in alone.cells for a in cell.attacks} == {"mine"}
     assert {a.name for cell in beside.cells for a in cell.attacks} == {"mine", "idlg"}
+
+
+def test_a_newcomer_finds_the_file_of_the_page_in_the_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The guide's own commands, in cells that take a second, with the mine.py of the page that it names."""
+    docs = Path(__file__).parents[3] / "docs"
+    own = re.findall(r"```python\n# mine.py\n(.*?)```", (docs / "bring-your-own.md").read_text(), re.DOTALL)
+    (tmp_path / "mine.py").write_text("\n".join(own))
+    monkeypatch.chdir(tmp_path)
+    section = (docs / "guides/suite.md").read_text().partition("## Submit")[2]
+    attack, defense, comparison = map(shlex.split, re.findall(r"^fedgauge (.*)$", section, re.MULTILINE))
+    less = ["--n", "1", "--budget", "2"]
+    assert main([*attack, "--cells", "images B=1, prune", "--attacks", "descent", *less]) == 0
+    assert main([*defense, "--cells", "rows B=1", "--attacks", "spear"]) == 0
+    capsys.readouterr()
+    assert main(comparison) == 0
+    out = capsys.readouterr().out
+    assert "descent" in out and "rows B=1, shrink" in out
 
 
 OWN = """
