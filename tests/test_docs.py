@@ -702,6 +702,12 @@ def test_what_comes_back_of_each_model_is_what_was_kept() -> None:
     assert row(MODELS, "an untrained three-layer decoder, WikiText-2")[1].startswith(f"{words:.1f} %")
     one, first = (kept(f"adapters_rank_16_{r}", f"rank 16, B=1, {r}", "exact_sentence") for r in ("later", "first"))
     assert one == 100 and row(TEXT, "16", "1", "later") == ["40 of 40"]
+    wide = kept("adapters_rank_64_later", "rank 64, B=1, later", "exact_sentence")
+    assert wide == 100 and row(TEXT, "64", "1", "later") == ["20 of 20"]
+    four, rouge = (
+        kept("adapters_rank_16_batches_of_4", "rank 16, B=4, later", m) for m in ("exact_sentence", "rouge1")
+    )
+    assert four == 0 and row(TEXT, "16", "4", "later") == [f"0 of 8, ROUGE-1 {rouge:.0f} %"]
     assert row(TEXT, "16", "1", "first") == [f"{first * 40 / 100:.0f} of 40"]
     assert row(MODELS, "LoRA of rank 16 beside MiniLM-L6, CoLA")[1].startswith("all of 40 exactly")
     zoo = benchmark("zoo")
