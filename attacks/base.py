@@ -27,13 +27,21 @@ ClientState = Mapping[
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What the server saw of one client in one round; it has no field for the truth."""
+    """What the server saw of one client in one round; it has no field for the truth.
+
+    Args:
+        buffers: the model's as the server sent them.
+        pull: where SCAFFOLD's control variates moved the client, which the server knows from the earlier rounds; {}: nowhere.
+        returned: the buffers that the client sent back; {}: none.
+    """
 
     round: int
     client: int
     params: Params
     update: Update
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    pull: Update = field(default_factory=dict)
+    returned: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +53,8 @@ class Wave:
     params: Params
     update: Update  # each (K, ...)
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    pull: Update = field(default_factory=dict)  # as the update, or {}
+    returned: Mapping[str, Tensor] = field(default_factory=dict)  # each (K, ...), or {}
 
     @classmethod
     def stack(cls, observations: Sequence[Observation]) -> "Wave":
@@ -53,7 +63,12 @@ class Wave:
         if any(o.round != first.round for o in observations):
             raise ValueError(f"a wave is of one round, got {sorted({o.round for o in observations})}")
         stacked = {k: torch.stack([o.update[k] for o in observations]) for k in first.update}
-        return cls(first.round, tuple(o.client for o in observations), first.params, stacked, first.buffers)
+        pulled = any(o.pull for o in observations)
+        pull = {k: torch.stack([o.pull.get(k, torch.zeros_like(o.update[k])) for o in observations]) for k in stacked}
+        clients = tuple(o.client for o in observations)
+        names = set(first.returned).intersection(*(o.returned for o in observations))
+        returned = {k: torch.stack([o.returned[k] for o in observations]) for k in first.returned if k in names}
+        return cls(first.round, clients, first.params, stacked, first.buffers, pull if pulled else {}, returned)
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -65,15 +80,16 @@ class Wave:
 
     def to(self, device: torch.device) -> "Wave":
         """The wave on a device."""
-        params, update, buffers = (
-            {name: t.to(device) for name, t in part.items()} for part in (self.params, self.update, self.buffers)
-        )
-        return replace(self, params=params, update=update, buffers=buffers)
+        parts = (self.params, self.update, self.buffers, self.pull, self.returned)
+        params, update, buffers, pull, returned = ({name: t.to(device) for name, t in part.items()} for part in parts)
+        return replace(self, params=params, update=update, buffers=buffers, pull=pull, returned=returned)
 
     def of(self, chosen: Sequence[int]) -> "Wave":
         """A wave of only the chosen observations."""
-        update = {name: t[list(chosen)] for name, t in self.update.items()}
-        return replace(self, clients=tuple(self.clients[k] for k in chosen), update=update)
+        parts = (self.update, self.pull, self.returned)
+        update, pull, returned = ({name: t[list(chosen)] for name, t in part.items()} for part in parts)
+        clients = tuple(self.clients[k] for k in chosen)
+        return replace(self, clients=clients, update=update, pull=pull, returned=returned)
 
     def alone(self, k: int) -> Update:
         """The k-th observation's update."""

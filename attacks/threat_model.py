@@ -1,18 +1,23 @@
 """The threat model as data: what an attacker knows of a federation before it sees an update."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedgauge.attacks.base import Knowledge, Sentences
+from fedgauge.attacks.base import Attack, Knowledge, Sentences, Wave
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import Chain
 from fedgauge.client.federation import Federation
+from fedgauge.client.local_training import ControlledSGD, Pull, own_move
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator
+from fedgauge.client.training import local_sgd, without_running_stats
+from fedgauge.client.transforms import is_identity, noise_free
 from fedgauge.client.update import Batch
 
 
@@ -79,6 +84,99 @@ def with_given_truth(
         lengths = [_lengths(batch, known.model.pad, kept) for batch in batches]
         known = replace(known, text=Sentences(torch.stack(lengths)))
     return known
+
+
+def waves_known_alike(model: nn.Module, chain: Chain, batch_size: int, wave: Wave) -> list[Wave]:
+    """The wave in parts whose clients the attacker knows equally much of.
+
+    Each client is alone if SCAFFOLD's control variates are part of the chain, or if it returned its batch's statistics.
+    """
+    local = chain.local
+    pulled = wave.pull and isinstance(local, ControlledSGD) and (local.steps > 1 or _behind(chain))
+    if not pulled and not (wave.returned and tells_statistics(model, chain, batch_size)):
+        return [wave]
+    return [wave.of([k]) for k in range(len(wave))]
+
+
+def as_known(known: Knowledge, wave: Wave) -> tuple[Knowledge, Wave]:
+    """What an attacker makes of what is known of a client beside its update: of SCAFFOLD's pull, and of returned buffers.
+
+    The pull is taken off the update, and steps begin where it moved them; behind a link that changes more than noise does it is
+    part of what a guess computes. The batch's own statistics take the running ones' place: in train mode nothing reads these.
+    """
+    chain, local = known.chain, known.chain.local
+    if wave.returned and tells_statistics(known.model, chain, known.batch_size):
+        wave = replace(wave, buffers={**wave.buffers, **statistics_of_batch(known, wave)}, returned={})
+    if not wave.pull or not isinstance(local, ControlledSGD):
+        return known, wave
+    own, behind = Pull({k: t[0] for k, t in wave.pull.items()}), _behind(chain)
+    if local.steps == 1 and not behind:
+        trained: local_sgd = local_sgd(local.rate, 1, local.batch_size)
+    else:
+        trained = replace(local, pull=own, corrected=not behind)
+    chain = Chain(tuple(trained if link is local else link for link in chain.links))
+    update = wave.update if behind else own_move(wave.update, wave.pull)
+    return replace(known, chain=chain), replace(wave, update=update, pull={})
+
+
+def tells_statistics(model: nn.Module, chain: Chain, batch_size: int) -> bool:
+    """Whether returned buffers tell the statistics of a client's batch: BatchNorm in train mode moves them once for a gradient."""
+    whole = chain.local.gradients(batch_size) == 1 and chain.slice_of(batch_size) == batch_size
+    return whole and bool(_tracking(model, chain))
+
+
+def statistics_of_batch(known: Knowledge, wave: Wave) -> dict[str, Tensor]:
+    """The mean and the variance of one client's batch at every BatchNorm, by the buffers' names (Valadi et al., 2025).
+
+    The running ones move by the layer's momentum towards the batch's mean, and towards its variance with n - 1 in place of n.
+    """
+    counts: dict[str, int] = {}
+
+    def counting(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, inputs: counts.update({name: inputs[0].numel() // inputs[0].shape[1]})
+
+    layers = _tracking(known.model, known.chain)
+    hooks = [layer.register_forward_pre_hook(counting(name)) for name, layer in layers.items()]
+    try:
+        with without_running_stats(known.model), torch.no_grad():
+            like = next(iter(wave.params.values()))
+            functional_call(known.model, wave.params, (like.new_zeros(known.batch_size, *known.shape),))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = {}
+    for name, layer in layers.items():
+        for part, share in (("running_mean", 1.0), ("running_var", 1 - 1 / counts.get(name, 2))):
+            key = f"{name}.{part}" if name else part
+            if key in wave.returned and key in wave.buffers:
+                before, after = wave.buffers[key].double(), wave.returned[key][0].double()
+                found[key] = (share * (before + (after - before) / float(layer.momentum or 1))).to(wave.buffers[key])
+    return found
+
+
+def _tracking(model: nn.Module, chain: Chain) -> dict[str, _BatchNorm]:
+    """BatchNorms in train mode whose running statistics move by a momentum and are returned, by name."""
+    return {
+        name: m
+        for name, m in model.named_modules()
+        if isinstance(m, _BatchNorm) and m.training and m.track_running_stats and m.momentum and not chain.stays(name)
+    }
+
+
+def blurred_pull(known: Knowledge, attack: Attack | None = None) -> str:
+    """Why an attack that reads the update itself cannot work beside a pull that a defense has changed; else empty."""
+    pulled = known.chain.local.beside is not None
+    if not pulled or (attack is not None and (attack.needs_derivative or attack.trains_first)):
+        return ""
+    return (
+        "SCAFFOLD's control variates are in the update, and a defense behind them keeps them from being taken off: attack with "
+        "a search or a learned attack, which compute them, too"
+    )
+
+
+def _behind(chain: Chain) -> bool:
+    """Whether a link behind local training changes the update by more than noise."""
+    return not all(is_identity(noise_free(link)) for link in chain.links[chain.links.index(chain.local) + 1 :])
 
 
 def _lengths(batch: Batch, pad: int, in_order: bool) -> Tensor:

@@ -113,7 +113,7 @@ def train(message: Message, context: Context) -> Message:
     memory = context.state.array_records.get("memory", ArrayRecord()).to_torch_state_dict()
     update = fed.own_update(dict(params), buffers, client, round, memory)
     _remember(context, memory)
-    reply = _reply(message, fed, update, bool(buffers))
+    reply = _reply(message, fed, update, buffers)
     if inspection.words:
         reply.content["guard"] = ConfigRecord(
             {"words": inspection.words, "alarm": inspection.alarm, "suspicion": inspection.suspicion}
@@ -126,7 +126,7 @@ def _remember(context: Context, memory: dict[str, Tensor]) -> None:
         context.state["memory"] = ArrayRecord(_contiguous(memory))
 
 
-def _reply(message: Message, fed: Federation, update: Update, buffers: bool) -> Message:
+def _reply(message: Message, fed: Federation, update: Update, buffers: Mapping[str, Tensor]) -> Message:
     content = RecordDict(
         {
             "update": ArrayRecord(_contiguous(update)),
@@ -134,7 +134,7 @@ def _reply(message: Message, fed: Federation, update: Update, buffers: bool) -> 
         }
     )
     if buffers and fed.sends_buffers:  # BatchNorm's statistics, which the server averages apart from the update
-        content["buffers"] = ArrayRecord(_contiguous(floating_buffers(fed.model)))
+        content["buffers"] = ArrayRecord(_contiguous(fed.returned_buffers(buffers)))
     return Message(content, reply_to=message)
 
 
@@ -214,7 +214,7 @@ def _answer_with_update(message: Message, context: Context, own: DeployedClient,
         state.note("withheld", **facts, cause=suspicious)
         return withheld(message)
     update = own.compute(params, buffers, batch, memory)
-    reply = _reply(message, own, update, bool(buffers))  # before the audit, which uses the same model
+    reply = _reply(message, own, update, buffers)  # before the audit, which uses the same model
     with own.owner.allowing():  # the audit may come from one of the owner's packages
         objection = _objection(own, params, buffers, update, reply, rows)
     if objection:

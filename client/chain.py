@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from torch import Generator
 
+from fedgauge.client.local_training import ControlledSGD
 from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import (
     BatchTransform,
@@ -69,6 +70,15 @@ class Chain:
         return Chain(tuple(part for form in forms for part in (form.links if isinstance(form, Chain) else (form,))))
 
     @property
+    def remembers(self) -> bool:
+        """Whether a client keeps something from round to round."""
+        return any(isinstance(link, Link) and link.remembers for link in self.links)
+
+    def stays(self, name: str) -> bool:
+        """Whether a parameter or buffer of this name never leaves the client."""
+        return any(isinstance(link, Link) and link.stays(name) for link in self.links)
+
+    @property
     def one_at_a_time(self) -> bool:
         """Whether a link takes one update at a time: many clients are then not computed together."""
         return any(part.one_at_a_time for part in _parts(self.links))
@@ -118,11 +128,14 @@ class Chain:
             within: a further transform just inside each link that bounds the update or adds noise.
         """
         links: list[Transform] = []
+        behind: list[Transform] = []
         for i, link in enumerate(self.links):
             if within is not None and any(part.bounds or _noisy(part) for part in _parts([link])):
                 links.append(within)
-            links.append(link.bound(memory, f"{i}.") if isinstance(link, StatefulTransform) else link)
-        return Chain(tuple(links))
+            links.append(link.bound(memory, f"{i}.") if isinstance(link, Link) else link)
+            if isinstance(link, ControlledSGD):
+                behind.append(link.noting(memory, f"{i}."))
+        return Chain((*links, *behind))
 
     def planted(self, direction: Update) -> "Chain":
         """The chain of a canary, which sends its direction (of norm 1) as far as the first link that bounds the update allows."""

@@ -133,17 +133,18 @@ class Federation:
             each = coerce(arguments.pop("each", False), bool, f"{where}: each")
             offered["batch_size"] = self._batch_size_at(i)
             link = build(arguments, where, TRANSFORM, offered, beside=("each",))
-            if each and isinstance(link, BatchTransform | StatefulTransform):
+            if each and (isinstance(link, BatchTransform | StatefulTransform) or getattr(link, "remembers", False)):
                 raise SpecError(
                     f"{where}: each = true acts on each example's gradient, but {table['use']} does not act on gradients"
                 )
-            if isinstance(link, StatefulTransform) and not any(_is_local(t) for t in self.protocol.chain[:i]):
+            remembers = isinstance(link, StatefulTransform) or (isinstance(link, Link) and link.remembers)
+            if remembers and not any(_is_local(t) for t in self.protocol.chain[:i]):
                 raise SpecError(
                     f"{where}: {table['use']} keeps a state of finished updates, so it belongs after local_sgd"
                 )
             if each and any(_is_local(t) for t in self.protocol.chain[:i]):
                 raise SpecError(f"{where}: each = true acts per example, so it belongs before local_sgd")
-            if self.protocol.secure_sum and isinstance(link, StatefulTransform) and link.initial({"": torch.zeros(())}):
+            if self.protocol.secure_sum and isinstance(link, Link) and link.remembers:
                 raise SpecError(
                     f"{where}: {table['use']} keeps a state, and the replay of a [secure_sum] cannot know every client's state: "
                     "remove one of the two"
@@ -160,6 +161,11 @@ class Federation:
             raise SpecError(
                 f"[[chain]]: {named[0]} needs batches of one size, and an epoch's last has {rest} instead of "
                 f"{composed.local.batch_size} examples: choose a batch_size that divides [data] batch_size {self.shards.batch_size}"
+            )
+        if composed.local.remembers and any(composed.stays(name) for name, _ in self.model.named_parameters()):
+            raise SpecError(
+                "[[chain]]: private_layers and scaffold cannot stand together: control variates follow from what clients send, and "
+                "private layers send nothing; use local_sgd"
             )
         self._refuse_batch_statistics(composed)
         self._refuse_untrained(composed)
@@ -395,6 +401,11 @@ class Federation:
         own = dict(self.model.named_buffers())
         for name, value in buffers.items():
             own[name].copy_(value)
+
+    def returned_buffers(self, sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The buffers that a client sends back; of what stays at home those that it was sent."""
+        moved = floating_buffers(self.model)
+        return {k: sent[k] if k in sent and self.chain.stays(k) else t for k, t in moved.items()}
 
     def check(self) -> "Federation":
         """Build every part, so that mistakes are reported before anything starts."""

@@ -1,5 +1,6 @@
-"""Local training as clients of torch do it: optimizers, schedules, epochs with shuffling, accumulation, clipping."""
+"""Local training as clients of torch do it: optimizers, schedules, epochs, accumulation, clipping; SCAFFOLD's control variates."""
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,8 +12,8 @@ from torch import Generator, Tensor
 
 from fedgauge.client.components import check_above_zero
 from fedgauge.client.training import local_sgd
-from fedgauge.client.transforms import Link, UpdateDistribution
-from fedgauge.client.update import Batch, Params, Update, UpdateFn, norm
+from fedgauge.client.transforms import Link, TransformState, UpdateDistribution
+from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn, norm
 
 OptimizerName = Literal["sgd", "adam", "adamw"]
 Schedule = Literal["constant", "step", "cosine"]
@@ -257,3 +258,122 @@ def _simplest(training: LocalTraining, examples: int) -> local_sgd:
     plain = LocalTraining(found.rate, found.steps, found.batch_size, found.proximal_mu, examples=examples)
     same = replace(found, betas=plain.betas, eps=plain.eps, step_size=plain.step_size, gamma=plain.gamma) == plain
     return local_sgd(found.rate, found.steps, found.batch_size, found.proximal_mu) if same and divides else found
+
+
+# ----------------------------------------------------------------------------------------------------- control variates
+
+
+@dataclass(frozen=True, eq=False)
+class Pull:
+    """Where SCAFFOLD's control variates move a client's weights in a round: steps * rate * (c_i - c), by parameter."""
+
+    of: Update
+
+    def __repr__(self) -> str:
+        """By its values, as caches name what they keep by the chain."""
+        found = hashlib.sha256()
+        for name in sorted(self.of):
+            found.update(
+                name.encode() + self.of[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
+        return f"Pull({found.hexdigest()[:16]})"
+
+
+@dataclass(frozen=True)
+class ControlledSGD(local_sgd):
+    """SGD whose steps a control variate corrects; `scaffold` builds it.
+
+    The client's variate c_i is the mean gradient of its last round, and the global one c the mean of all clients' (option II).
+    With every client in every round, and a server that averages, c is the last move of the global weights over
+    -(steps * rate). So the pull of a round is the global weights less the end of the client's own gradients in its last round,
+    and nothing but weights and updates has to travel. It counts the update as it was sent: what a defense made of it.
+
+    Attributes:
+        pull: of this round; None: there is none, as in a client's first round.
+        corrected: the update without the pull, as an attacker takes it who knows it: the sum of the gradients alone.
+    """
+
+    pull: Pull | None = None
+    corrected: bool = False
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    @property
+    def one_gradient(self) -> bool:
+        return self.steps == 1 and (self.pull is None or self.corrected)
+
+    @property
+    def words(self) -> str:
+        return f"{super().words} with SCAFFOLD's control variates"
+
+    def start(self, params: Params, step: int) -> Params:
+        return (
+            params if self.pull is None else {k: p + self.pull.of[k] * (step / self.steps) for k, p in params.items()}
+        )
+
+    @property
+    def beside(self) -> Update | None:
+        return None if self.pull is None or self.corrected else self.pull.of
+
+    def bound(self, memory: TransformState, prefix: str) -> Transform:
+        def wrap(compute: UpdateFn) -> UpdateFn:
+            def train(params: Params, batch: Batch, rng: Generator | None) -> Update:
+                pull = pull_in(memory, prefix, params)
+                return replace(self, pull=Pull(pull) if pull else None)(compute)(params, batch, rng)
+
+            return train
+
+        return wrap
+
+    def noting(self, memory: TransformState, prefix: str) -> Transform:
+        """Behind the whole chain: writes to the memory where the client was, and where its own gradients moved it."""
+
+        def wrap(compute: UpdateFn) -> UpdateFn:
+            def note(params: Params, batch: Batch, rng: Generator | None) -> Update:
+                pull = pull_in(memory, prefix, params)
+                sent = compute(params, batch, rng)
+                own = own_move(sent, pull)
+                memory.update({f"{prefix}at.{k}": p.detach().clone() for k, p in params.items()})
+                # what is not finite must not stay for ever
+                memory.update({f"{prefix}own.{k}": t.detach().nan_to_num(0.0, 0.0, 0.0) for k, t in own.items()})
+                return sent
+
+            return note
+
+        return wrap
+
+
+def own_move(sent: Update, pull: Update) -> Update:
+    """Where a client's own gradients moved it: the update that it sent without the round's pull."""
+    return {k: t - pull[k] for k, t in sent.items()} if pull else sent
+
+
+def pull_after(at: Params, own: Update, params: Params) -> Update:
+    """The pull of a round that begins at params; {} if nothing was before.
+
+    Args:
+        at, own: the weights that the client began its last round with, and its own move from there.
+    """
+    return {k: (p - at[k]) - own[k] for k, p in params.items()} if at else {}
+
+
+def pull_in(memory: TransformState, prefix: str, params: Params) -> Update:
+    """The pull of a round that begins at params, from a client's memory, whose names begin with prefix."""
+    return pull_after(_remembered(memory, prefix + "at."), _remembered(memory, prefix + "own."), params)
+
+
+def _remembered(memory: TransformState, prefix: str) -> Params:
+    return {k.removeprefix(prefix): t for k, t in memory.items() if k.startswith(prefix)}
+
+
+def scaffold(rate: float, steps: int = 1, batch_size: int | None = None) -> local_sgd:
+    """SCAFFOLD's local steps: SGD that corrects each step by control variates (Karimireddy et al., 2020, option II).
+
+    Every client takes part in every round, and the server averages. Each client derives the variates by itself.
+
+    Args:
+        rate, steps, batch_size: as of local_sgd.
+    """
+    return ControlledSGD(rate, steps, batch_size)

@@ -16,7 +16,7 @@ from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.transforms import Link, UpdateDistribution
 from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
 
-LOCAL_TRAININGS = ("local_sgd", "local_training")  # the links that turn gradients into an update, by name
+LOCAL_TRAININGS = ("local_sgd", "local_training", "scaffold")  # the links that turn gradients into an update, by name
 
 
 class StochasticLayer(nn.Module):
@@ -223,6 +223,15 @@ class local_sgd(Link):
         """How far one unit of a constant gradient moves the weights: update ~ -scale * gradient."""
         return self.rate * self.steps
 
+    def start(self, params: Params, step: int) -> Params:
+        """The weights to which a step adds what the gradients have moved so far."""
+        return params
+
+    @property
+    def beside(self) -> Update | None:
+        """What the update has beside the gradients; None: nothing."""
+        return None
+
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """Noise of each step is scaled by the rate; over several steps its sum is nearly normal."""
         if self.steps == 1:
@@ -237,12 +246,14 @@ class local_sgd(Link):
             # accumulates the change itself: theta + change - theta would cost 2.5e-6 of rounding
             change: Update = {}
             for step in range(self.steps):
-                here = {k: (p + change[k]).to(p.dtype) for k, p in params.items()} if change else params
+                start = self.start(params, step)
+                here = {k: (p + change[k]).to(p.dtype) for k, p in start.items()} if change else start
                 g = compute(here, self._slice(batch, step), rng)
                 if self.proximal_mu and change:
                     g = {k: t + self.proximal_mu * change[k] for k, t in g.items()}
                 change = {k: change[k] - self.rate * t if change else -self.rate * t for k, t in g.items()}
-            return change
+            beside = self.beside
+            return change if beside is None else {k: t + beside[k] for k, t in change.items()}
 
         return train
 

@@ -70,6 +70,19 @@ class Link(ABC):
         """The form that a client of a deployment runs; noise that is safe there, and slower, overrides it."""
         return self
 
+    @property
+    def remembers(self) -> bool:
+        """Whether a client keeps something of it from round to round; its later updates cannot be recomputed without that."""
+        return False
+
+    def bound(self, memory: TransformState, prefix: str) -> Transform:
+        """The transform that reads and writes a client's memory, under names that begin with prefix."""
+        return self
+
+    def stays(self, name: str) -> bool:
+        """Whether a parameter or buffer of this name never leaves the client."""
+        return False
+
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """The distribution behind the link, from the one before it; None: not known in closed form."""
         return before if replace(before, hidden=frozenset()) == UpdateDistribution() else None
@@ -180,6 +193,10 @@ class StatefulTransform(Link):
     By itself it acts as in a client's first round; `Chain.with_state` binds it to a client's state.
     """
 
+    @property
+    def remembers(self) -> bool:
+        return bool(self.initial({"": torch.zeros(())}))
+
     @abstractmethod
     def initial(self, update: Update) -> Update:
         """The memory before the first round, for updates of this form."""
@@ -195,8 +212,6 @@ class StatefulTransform(Link):
         return first
 
     def bound(self, memory: TransformState, prefix: str) -> Transform:
-        """The transform that reads and writes a client's memory, under names that begin with prefix."""
-
         def wrap(compute: UpdateFn) -> UpdateFn:
             def defended(params: Params, batch: Batch, rng: Generator | None) -> Update:
                 update = compute(params, batch, rng)

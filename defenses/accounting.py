@@ -29,7 +29,6 @@ from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import (
     BatchTransform,
     Link,
-    StatefulTransform,
     UpdateDistribution,
     is_identity,
     noise_free,
@@ -130,7 +129,7 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
             if _mixed(links):
                 record, uses = client, releases
             kind: Literal["normal", "laplace"] = "normal" if _noise(link).sigma else "laplace"
-            sampled = not any(isinstance(before, StatefulTransform) for before, _ in links[:i])
+            sampled = not any(_remembers(before, local) for before, _ in links[:i])
             step = 1 / STEPS if isinstance(link, discrete_gaussian | discrete_laplace) else 0.0
             return Mechanism(kind, _over(width, record), _over(width, client), uses, releases, sampled, step)
         elif not (isinstance(link, identity | BatchTransform) or _width(link) == 0):
@@ -230,6 +229,11 @@ def _of_steps(local: local_sgd) -> str:
     if local.steps > 1:
         return "several local steps (one example changes the later steps' gradients of all others)"
     return f"{local.words} (which is no bounded multiple of the gradient)"
+
+
+def _remembers(link: Transform, local: Link) -> bool:
+    """Whether a link's state lets earlier examples change the release; SCAFFOLD's follows from what was sent."""
+    return isinstance(link, Link) and link.remembers and link is not local
 
 
 def _no_noise(links: Sequence[tuple[Transform, bool]]) -> NoGuarantee:

@@ -1,4 +1,4 @@
-"""Freezing: some layers are not trained, so their updates are zero and leak nothing."""
+"""Freezing: some layers are not trained, or stay with the client, so their updates are zero and leak nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Generator, nn
 
-from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
-from fedgauge.client.update import Update
+from fedgauge.client.transforms import TransformState, UpdateDistribution, UpdateTransform
+from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn
 
 
 @dataclass(frozen=True)
@@ -47,3 +47,36 @@ class freeze(UpdateTransform):
 
 def _within(name: str, layer: str) -> bool:
     return name == layer or name.startswith(layer + ".")
+
+
+@dataclass(frozen=True)
+class private_layers(freeze):
+    """Layers that never travel: each client trains its own and keeps them from round to round, as FedBN's or FedPer's do.
+
+    The server goes on sending the values that it began with, which are the client's in its first round. An attacker takes them for
+    the client's in later rounds, too. Of a private BatchNorm no running statistics are returned either.
+
+    Args:
+        model, layers: as of freeze.
+    """
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def stays(self, name: str) -> bool:
+        return self.frozen(name)
+
+    def bound(self, memory: TransformState, prefix: str) -> Transform:
+        def wrap(compute: UpdateFn) -> UpdateFn:
+            def at_home(params: Params, batch: Batch, rng: Generator | None) -> Update:
+                own = {k: memory.get(prefix + k, p) for k, p in params.items()}
+                update = compute(own, batch, rng)
+                kept = {prefix + k: own[k] + t.detach() for k, t in update.items() if self.stays(k)}
+                if all(bool(t.isfinite().all()) for t in kept.values()):  # what is not must not stay for ever
+                    memory.update(kept)
+                return self.apply(update, rng)
+
+            return at_home
+
+        return wrap

@@ -18,6 +18,7 @@ from fedgauge.attacks.base import (
     Status,
     Stream,
     Wave,
+    not_applicable,
 )
 from fedgauge.attacks.candidate_bound import candidate_bound
 from fedgauge.attacks.defense_inference.evidence import Inferred
@@ -36,7 +37,15 @@ from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import CANARIES, CANDIDATE_BOUND, MEMBERSHIP_LIMIT, PlannedAttack
-from fedgauge.attacks.threat_model import chosen_auxiliary, needs_truth, public_knowledge, with_given_truth
+from fedgauge.attacks.threat_model import (
+    as_known,
+    blurred_pull,
+    chosen_auxiliary,
+    needs_truth,
+    public_knowledge,
+    waves_known_alike,
+    with_given_truth,
+)
 from fedgauge.client.chain import Chain
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
@@ -174,6 +183,8 @@ class Auditor:
             parts = [wave.of([k for k, m in enumerate(members) if m == size]) for size in sorted(set(members))]
             each = {a.client: a for part in parts for a in self.audit(planned, part, others, truth, memories)}
             return [each[client] for client in wave.clients]
+        if len(parts := self._known_alike(wave)) > 1:
+            return [a for part in parts for a in self.audit(planned, part, others, truth, memories)]
         of_canaries = planned.name == CANARIES and self.federation.protocol.canary_examples > 0
         if planned.name == MEMBERSHIP_LIMIT or planned.tells_members or of_canaries:
             return self._membership(planned, wave, members[0], others or {}, memories or {})
@@ -197,6 +208,10 @@ class Auditor:
             audited.append(AuditResult(client, result, tuple(rows), memory))
         return audited
 
+    def _known_alike(self, wave: Wave) -> list[Wave]:
+        fed = self.federation
+        return waves_known_alike(fed.model, fed.chain, fed.shards.batch_size, wave)
+
     def attack(
         self,
         planned: PlannedAttack,
@@ -219,12 +234,17 @@ class Auditor:
         known = self._knowledge(fed, planned, members, inferred)
         private = [(truth or self._truth)(c, wave.round) for c in wave.clients] if needs_truth(planned) else []
         known = with_given_truth(planned, known, private, self.labels_in_order)
-        fed.load_buffers(wave.buffers)
         if device != CPU:
             known, wave = known.to(device), wave.to(device)
             memories = {client: _on(memory, device) for client, memory in memories.items()}
+        known, wave = as_known(known, wave)
+        fed.load_buffers(wave.buffers)
         streams = [self.stream(planned, wave.round, client) for client in wave.clients]
         started = time.perf_counter()
+        if blurred := blurred_pull(known, attack):
+            return [
+                (result, memories.get(c)) for c, result in zip(wave.clients, not_applicable(wave, blurred), strict=True)
+            ]
         tuned = ""
         if planned.tune == "shadow":
             attack, tuned = self._tuned(attack, planned, known, wave)
@@ -282,7 +302,10 @@ class Auditor:
                 raise ValueError(NO_MEMBERS)
             inferred = self.infer_defense(wave, members) if planned.defense == "inferred" else None
             known = self._knowledge(fed, planned, members, inferred)
+            known, wave = as_known(known, wave)
             fed.load_buffers(wave.buffers)
+            if blurred := blurred_pull(known):
+                raise ValueError(blurred)
             rows, remembered = tell_members(fed, planned, known, wave, {} if planned.is_baseline else same, memories)
         except ValueError as error:
             reason = str(error)
@@ -339,7 +362,8 @@ class Auditor:
         self.federation.load_buffers(wave.buffers)
         started = time.perf_counter()
         rng = generator(self.seed, "limit", planned.name, wave.round)
-        known, error, reason = self.knowledge(planned, members), None, ""
+        known, wave = as_known(self.knowledge(planned, members), wave)
+        error, reason = None, ""
         try:
             if planned.name == CANDIDATE_BOUND:
                 error = candidate_bound(known, wave.params, rng)

@@ -9,8 +9,9 @@ from torch import Generator, nn
 from fedgauge.attacks.limits import limit_method
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import CANARIES, CANDIDATE_BOUND, MEMBERSHIP_LIMIT, PlannedAttack, describe
+from fedgauge.attacks.threat_model import tells_statistics
 from fedgauge.client.data.images import batch_of
-from fedgauge.client.federation import Federation
+from fedgauge.client.federation import Federation, whole_parts
 from fedgauge.client.local_training import LocalTraining
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy
@@ -57,16 +58,36 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         else f"labels {attack.label_source if planned.labels == 'restored' else planned.labels}",
         f"chain {_known_chain(planned, links)}",
         *(["the order of each epoch assumed"] if isinstance(local, LocalTraining) and local.shuffle else []),
+        *(["each client's control variates known from its earlier updates"] if local.remembers else []),
+        *([_private_layers(fed)] if any(fed.chain.stays(k) for k, _ in fed.model.named_parameters()) else []),
         *([NO_DERIVATIVE] if cannot_move(fed, planned) else []),
         *([] if is_cross_entropy(fed.loss) else [f"loss {describe(fed.protocol.loss)} known"]),
         batch,
         ", ".join(filter(None, (modality.condition(planned.lengths), auxiliary))),
-        *([f"BatchNorm in {'train' if fed.model.training else 'eval'} mode, statistics known"] if norms else []),
+        *([_batch_norm(fed)] if norms else []),
         *(["each client's earlier rounds"] if attack.is_stateful else []),
         *(["tuned on shadow updates of auxiliary examples"] if planned.tune == "shadow" else []),
         *([] if planned.tells_members else [str(planned.budget)]),
     ]
     return SEPARATOR.join(parts)
+
+
+def _private_layers(fed: Federation) -> str:
+    names = whole_parts(fed.model, {k for k, _ in fed.model.named_parameters() if fed.chain.stays(k)})
+    return f"layers that stay at the client ({', '.join(names)}) unknown, and taken at the values that the server sends"
+
+
+def _batch_norm(fed: Federation) -> str:
+    if not fed.model.training:
+        return "BatchNorm in eval mode, statistics known"
+    told = (
+        fed.sends_buffers
+        and fed.protocol.secure_sum is None
+        and tells_statistics(fed.model, fed.chain, fed.shards.batch_size)
+    )
+    return "BatchNorm in train mode, the batch's statistics " + (
+        "known from the returned buffers" if told else "unknown"
+    )
 
 
 def cannot_move(fed: Federation, planned: PlannedAttack) -> bool:

@@ -38,6 +38,8 @@ class invert_own(SelfAudit):
     def leak(
         self, own: Federation, params: Params, buffers: Mapping[str, Tensor], update: Update, batch: Batch
     ) -> float:
+        if own.chain.local.remembers:
+            raise ValueError("the attack would need the rounds before, from which scaffold's control variates follow")
         wave = Wave.stack([Observation(1, 0, params, update, buffers)])
         (audited,) = Auditor(own).audit(self._planned, wave, truth=lambda client, round: batch)
         result = audited.reconstruction

@@ -21,6 +21,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedgauge.attacks.base import Observation
+from fedgauge.attacks.grading.rate_and_steps import rate_times_steps
 from fedgauge.attacks.grading.update_measures import (
     MOST,
     Probe,
@@ -49,6 +50,7 @@ SMALL_EPS = 1e-6  # Adam's eps above which its step is no sign
 UNTOLD = "momentum, rate, number of steps, augmentation, dropout, a smoothed or weighted loss and a proximal term"
 UP = "it goes up the loss, by auxiliary examples, where the assumed training goes down: compare the sign of what the app sends"
 MOST_NAMED = 3  # of the layers that are frozen
+FAR_OFF = 1.5  # beyond its interval, where an assumed sum of rates is doubted
 LITTLE = 0.02  # that half precision in the passes, or a little noise, may leave
 
 
@@ -95,6 +97,7 @@ def training_evidence(fed: Federation, seen: Observation, statistics: bool | Non
         if not wrong and down is False:
             wrong = UP
         size = _size(fed, seen, probes) if kind != "undecided" else ""
+        size += _rates(fed, seen) if kind == "sum of gradients" else ""
     except Exception as error:  # a user's network may raise anything; the attacks will meet it, too, and say more
         reason = f"the network cannot be run ({type(error).__name__}: {error})"
         return TrainingEvidence("undecided", None, f"{assumed} and was not checked: {reason}")
@@ -288,6 +291,17 @@ def _read(fed: Federation, seen: Observation, probes: list[Probe]) -> tuple[Kind
         "unexplained",
         "it is no sum of gradients, has no weight decay, and its entries differ in size as after Adam's first steps they do not",
     )
+
+
+def _rates(fed: Federation, seen: Observation) -> str:
+    """What the update says of the sum of its steps' rates, and whether the chain assumes another one."""
+    found, assumed = rate_times_steps(fed, seen), fed.chain.local.scale
+    if found is None:
+        return ""
+    words = f"; the sum of the steps' rates is {found.words} by the classifier's bias"
+    if found.low / FAR_OFF <= assumed <= FAR_OFF * found.high:
+        return words
+    return f"{words}, where the chain assumes {assumed:.2g}: check the rate and the steps"
 
 
 def _size(fed: Federation, seen: Observation, probes: list[Probe]) -> str:

@@ -1,9 +1,10 @@
 """Priors on images: -log p(x) up to a constant, on normalised images x (B, C, H, W) of one observation."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from fedgauge.client.components import ComponentKind, check_above_zero, check_at
 from fedgauge.client.training import without_running_stats
 from fedgauge.client.update import Params
 
+ESTIMATED = 64  # batches of auxiliary images from which BatchNorm's statistics are estimated
 Energy = Callable[[Tensor], Tensor]  # x (B, C, H, W) -> a scalar
 
 
@@ -117,41 +119,76 @@ class magnitude(Prior):
 
 @dataclass(frozen=True)
 class batch_statistics(Prior):
-    """The distance of the batch's statistics at every BatchNorm's input to the running ones (DeepInversion; GradInversion).
+    """The distance of the batch's statistics at every BatchNorm's input to known ones (DeepInversion; GradInversion).
 
-    The sum over layers of |mean - running mean| + |variance - running variance|, with Euclidean norms over the channels; 0
+    The sum over layers of |mean - known mean| + |variance - known variance|, with Euclidean norms over the channels; 0
     for a model without running statistics.
+
+    Args:
+        of: "running": the running statistics, or in train mode those of the client's own batch, as the buffers that it returns
+            tell them (GIA Running); "auxiliary": the mean of those of batches of auxiliary images (GIA Estimate).
     """
 
     weight: float
+    of: Literal["running", "auxiliary"] = "running"
 
     def bind(self, known: Knowledge, params: Params) -> Energy:
         norms = [m for m in known.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         layers = [m for m in norms if m.running_mean is not None]
         if not layers:
             return lambda x: x.new_zeros(())
+        estimated = _estimated(known, params, layers) if self.of == "auxiliary" else None
 
         def energy(x: Tensor) -> Tensor:
             distances: list[Tensor] = []
-
-            def compare(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-                values = inputs[0].transpose(0, 1).flatten(1)
-                mean, variance = module.running_mean, module.running_var
+            for k, (module, values) in enumerate(_inputs(known, params, layers, x)):
+                mean, variance = (module.running_mean, module.running_var) if estimated is None else estimated[k]
                 assert isinstance(mean, Tensor)
                 assert isinstance(variance, Tensor)
                 distances.append((values.mean(1) - mean).square().sum().add(1e-12).sqrt())
                 distances.append((values.var(1, correction=0) - variance).square().sum().add(1e-12).sqrt())
-
-            hooks = [m.register_forward_pre_hook(compare) for m in layers]
-            try:
-                with without_running_stats(known.model):
-                    functional_call(known.model, params, (x,))
-            finally:
-                for hook in hooks:
-                    hook.remove()
             return torch.stack(distances).sum()
 
         return energy
+
+
+def _inputs(known: Knowledge, params: Params, layers: Sequence[nn.Module], x: Tensor) -> list[tuple[nn.Module, Tensor]]:
+    """Each use of these layers on normalised images x, in order, with its input (channels, values)."""
+    found: list[tuple[nn.Module, Tensor]] = []
+
+    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        found.append((module, inputs[0].transpose(0, 1).flatten(1)))
+
+    hooks = [m.register_forward_pre_hook(note) for m in layers]
+    try:
+        with without_running_stats(known.model):
+            functional_call(known.model, params, (x,))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _estimated(known: Knowledge, params: Params, layers: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """The mean, over batches of auxiliary images, of a batch's mean and variance at each use of these layers."""
+    if known.auxiliary is None or len(known.auxiliary.x) < known.batch_size:
+        raise ValueError(
+            f"statistics are estimated on batches of auxiliary images, and the attacker has fewer than {known.batch_size}: raise "
+            '[data] auxiliary, or set of = "running"'
+        )
+    with torch.no_grad():
+        each = [
+            [(v.mean(1), v.var(1, correction=0)) for _, v in _inputs(known, params, layers, known.normalise(some))]
+            for some in known.auxiliary.x.split(known.batch_size)[:ESTIMATED]
+            if len(some) == known.batch_size
+        ]
+    return [(torch.stack(means).mean(0), torch.stack(variances).mean(0)) for means, variances in _by_use(each)]
+
+
+def _by_use(each: list[list[tuple[Tensor, Tensor]]]) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    for use in zip(*each, strict=True):
+        means, variances = zip(*use, strict=True)
+        yield means, variances
 
 
 @dataclass(frozen=True, eq=False)

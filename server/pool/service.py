@@ -15,7 +15,6 @@ from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.replay import ReplayCheck, replay
 from fedgauge.attacks.grading.training_evidence import training_evidence
 from fedgauge.attacks.modality.registry import BASELINES
-from fedgauge.client.transforms import StatefulTransform
 from fedgauge.server.pool.executors import Executor, LocalExecutor, Result, WorkerDied, last_line
 from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices
 from fedgauge.server.pool.worker import Task
@@ -161,7 +160,7 @@ def _check_replay(run: Run, ledger: Ledger, scenario: Scenario, coming: bool) ->
         if not any(o["status"] == "accepted" and o["digest"] for o in ledger.observations()):
             return False
         detail = "the chain is stateful, so only a client's first update can be recomputed, and none is on the tape"
-        if not _is_stateful(scenario):
+        if not scenario.federation.chain.remembers:
             if coming:  # in a later round all clients may get the honest weights
                 return False
             detail = (
@@ -203,7 +202,7 @@ def _replayable(ledger: Ledger, scenario: Scenario) -> tuple[int, int, str] | No
     started: set[int] = set()
     for o in ledger.observations():
         taped = o["status"] == "accepted" and o["digest"] and not _mixed(scenario, o["round"], o["client"])
-        if taped and (o["client"] not in started or not _is_stateful(scenario)):
+        if taped and (o["client"] not in started or not scenario.federation.chain.remembers):
             return o["round"], o["client"], o["digest"]
         if not scenario.protocol.misses(o["client"], o["round"]):  # otherwise the client did not even start
             started.add(o["client"])
@@ -219,10 +218,6 @@ def _mixed(scenario: Scenario, round: int, client: int) -> bool:
         if any(altered) and not (all(altered) and all(attack == own[0] for attack in own)):
             return True
     return False
-
-
-def _is_stateful(scenario: Scenario) -> bool:
-    return any(isinstance(link, StatefulTransform) for link in scenario.federation.chain.links)
 
 
 def _load(run: Run, ledger: Ledger, lease: Lease, scenario: Scenario) -> tuple[Lease, Task] | None:
@@ -254,6 +249,8 @@ def _load(run: Run, ledger: Ledger, lease: Lease, scenario: Scenario) -> tuple[L
         params=as_arrays(seen[0].params),
         buffers=as_arrays(seen[0].buffers),
         updates=tuple(as_arrays(o.update) for o in seen),
+        pulls=tuple(as_arrays(o.pull) for o in seen),
+        returned=tuple(as_arrays(o.returned) for o in seen),
         memories=memories,
         blind=ledger.deployed,
         last=lease.attempt >= ATTEMPTS,

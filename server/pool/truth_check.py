@@ -114,5 +114,7 @@ def _is_noisy(fed: Federation) -> bool:
     chance = (nn.modules.dropout._DropoutNd, StochasticLayer)
     if any(isinstance(m, chance) and m.training and getattr(m, "p", 1) for m in fed.model.modules()):
         return True
+    if fed.chain.local.remembers:
+        return True
     rest = [link for link in fed.chain.links if link is not fed.chain.local]
     return any(isinstance(link, StatefulTransform | BatchTransform) or noise_free(link) != link for link in rest)

@@ -33,6 +33,8 @@ class Task:
     params: dict[str, Any]
     buffers: dict[str, Any]
     updates: tuple[dict[str, Any], ...]
+    pulls: tuple[dict[str, Any], ...] = ()  # of SCAFFOLD's control variates, one for each update
+    returned: tuple[dict[str, Any], ...] = ()  # buffers, one for each update
     memories: dict[int, dict[str, Any]] = field(default_factory=dict)  # by client, for a stateful attack
     blind: bool = False  # in a deployment there is no truth to grade against
     last: bool = False  # earlier attempts ended their workers; there is no other one
@@ -121,9 +123,11 @@ def attack_wave(
     keep_freed_memory()
     compute_on(device, precision, deterministic)
     params, buffers = as_tensors(task.params), as_tensors(task.buffers)
+    none: tuple[dict[str, Any], ...] = ({},) * len(task.clients)
+    parts = (task.clients, task.updates, task.pulls or none, task.returned or none)
     observations = [
-        Observation(task.round, client, params, as_tensors(update), buffers)
-        for client, update in zip(task.clients, task.updates, strict=True)
+        Observation(task.round, client, params, as_tensors(update), buffers, as_tensors(pull), as_tensors(returned))
+        for client, update, pull, returned in zip(*parts, strict=True)
     ]
     planned = PlannedAttack.from_json(task.planned)
     memories = {client: as_tensors(memory) for client, memory in task.memories.items()}

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from fedgauge.client.components import check_arguments
 from fedgauge.client.protocol import MOST_ROUNDS
-from fedgauge.client.transforms import StatefulTransform
 from fedgauge.client.update import Params
 from fedgauge.server.store import run_files, typed_rows
 from fedgauge.server.store.ledger import Ledger
@@ -168,12 +167,10 @@ def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint |
 
 
 def _check(run: Run, ledger: Ledger, scenario: Scenario, done: int, checkpoint: Checkpoint) -> None:
-    if any(
-        isinstance(link, StatefulTransform) and link.initial({"": torch.zeros(())})
-        for link in scenario.federation.chain.links
-    ):
+    if scenario.federation.chain.remembers:
         raise NotResumable(
-            f"{run.folder} cannot be resumed: its chain is stateful (error feedback), and the clients' states are lost"
+            f"{run.folder} cannot be resumed: its chain is stateful (error feedback, or control variates), and the clients' "
+            "states are lost"
         )
     recorded = {row["round"] for row in ledger.rounds()}
     missing = next((round for round in range(done) if round not in recorded), None)

@@ -244,6 +244,7 @@ class Scenario:
         simulation = _options(
             SimulationOptions, _table(tables, "simulation", _names(SimulationOptions)), "[simulation]"
         )
+        _check_control_variates(federation, strategy, tape)
         privacy = _options(PrivacyOptions, _table(tables, "privacy", _names(PrivacyOptions)), "[privacy]")
         if "privacy" in tables:
             _check_guarantee(federation)
@@ -367,6 +368,24 @@ def component_of(text: str, option: str) -> dict[str, Any]:
     for setting in settings:
         apply_setting(table, setting)
     return table
+
+
+def _check_control_variates(federation: Federation, strategy: Table, tape: TapeOptions) -> None:
+    """Refuse settings with which clients' control variates are not SCAFFOLD's, or not known to the server."""
+    if not federation.chain.local.remembers:
+        return
+    name = str(strategy.get("use", "FedAvg")).replace(":", ".").rpartition(".")[2]
+    if name != "FedAvg":
+        raise SpecError(f'[strategy]: scaffold needs the plain average of all clients: use "FedAvg", not {name!r}')
+    if strategy.get("fraction_train", 1.0) != 1.0 or federation.protocol.stragglers.probability:
+        raise SpecError(
+            "[[chain]]: scaffold's clients derive the global control variate from the weights, which they can where each trains in "
+            "every round: leave [strategy] fraction_train and [stragglers] out"
+        )
+    if tape.keep != "all":
+        raise SpecError(
+            "[tape]: a client's control variate follows from all of its earlier updates: leave keep out, or use local_sgd"
+        )
 
 
 def apply_setting(tables: dict[str, Any], setting: str) -> None:

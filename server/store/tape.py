@@ -47,9 +47,12 @@ class Tape:
         named = {_PARAM + k: t for k, t in params.items()} | {_BUFFER + k: t for k, t in buffers.items()}
         return write_tensors(self._round(round) if client is None else self._sent(round, client), named)
 
-    def write_update(self, round: int, client: int, update: Mapping[str, Tensor]) -> str:
-        """Write a client's update; returns its digest."""
-        return write_tensors(self._update(round, client), update)
+    def write_update(
+        self, round: int, client: int, update: Mapping[str, Tensor], returned: Mapping[str, Tensor] | None = None
+    ) -> str:
+        """Write a client's update, and the buffers that it returned; returns its digest."""
+        beside = {_BUFFER + k: t for k, t in (returned or {}).items()}
+        return write_tensors(self._update(round, client), {**update, **beside})
 
     def read(self, round: int, client: int, digest: str | None = None) -> Observation:
         """One observation; TapeError if a file is missing, damaged, or does not match the digest.
@@ -58,12 +61,14 @@ class Tape:
             digest: the ledger's, "<digest of the round's weights>:<digest of the update>"; None checks nothing.
         """
         of_round, _, of_update = (digest or "").rpartition(":")
-        update = read_tensors(self._update(round, client), of_update or None)
+        taped = read_tensors(self._update(round, client), of_update or None)
+        update = {k: t for k, t in taped.items() if not k.startswith(_BUFFER)}
+        returned = {k.removeprefix(_BUFFER): t for k, t in taped.items() if k.startswith(_BUFFER)}
         own = self._sent(round, client)
         sent = read_tensors(own if run_files.look(own) else self._round(round), of_round or None)
         params = {k.removeprefix(_PARAM): t for k, t in sent.items() if k.startswith(_PARAM)}
         buffers = {k.removeprefix(_BUFFER): t for k, t in sent.items() if k.startswith(_BUFFER)}
-        return Observation(round, client, params, update, buffers)
+        return Observation(round, client, params, update, buffers, returned=returned)
 
     def forget(self, round: int, clients: Collection[int]) -> None:
         """Delete the updates of some clients in a round; with the last update, also the round's weights."""

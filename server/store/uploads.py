@@ -10,7 +10,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedgauge.attacks.base import Observation
 from fedgauge.client.federation import Federation
+from fedgauge.client.local_training import ControlledSGD
 from fedgauge.client.update import Params
+from fedgauge.server.store.control_variates import with_known_pull
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 
@@ -26,14 +28,20 @@ class UploadMismatch(ValueError):
 def read_observation(
     run: Run, ledger: Ledger, federation: Federation, round: int, client: int, digest: str
 ) -> Observation:
-    """One observation on the tape, as the run's model has it.
+    """One observation on the tape, as the run's model has it; of a SCAFFOLD client with its control variates' pull.
 
     Raises:
         TapeError: a file is missing, damaged, or does not match the digest.
         UploadMismatch: a user's own app trains another model.
     """
-    seen = run.tape().read(round, client, digest)
-    return as_the_model_has_it(seen, federation) if ledger.foreign else seen
+    tape, foreign = run.tape(), ledger.foreign
+
+    def read(round: int, digest: str) -> Observation:
+        seen = tape.read(round, client, digest)
+        return as_the_model_has_it(seen, federation) if foreign else seen
+
+    seen = read(round, digest)
+    return with_known_pull(seen, ledger, read) if isinstance(federation.chain.local, ControlledSGD) else seen
 
 
 def as_the_model_has_it(seen: Observation, federation: Federation) -> Observation:
@@ -67,6 +75,7 @@ def as_the_model_has_it(seen: Observation, federation: Federation) -> Observatio
         params={k: (sent[k] if k in sent else initial[k]).to(p.dtype) for k, p in own.items()},
         update={k: update[k].to(p.dtype) if k in update else torch.zeros_like(p) for k, p in own.items()},
         buffers={**seen.buffers, **{k: sent[k].to(b.dtype) for k, b in buffers.items() if k in sent}},
+        returned={**seen.returned, **{k: (sent[k] + update[k]).to(b.dtype) for k, b in buffers.items() if k in sent}},
     )
 
 

@@ -125,7 +125,9 @@ class UpdateRecorder:
             if of_sent is None:
                 yield None, reason
                 continue
-            of_update, reason = _attempt(partial(self.tape.write_update, intake.round, a.client, a.update))
+            returned = {} if intake.summed else a.buffers  # of a sum they are several clients'
+            write = partial(self.tape.write_update, intake.round, a.client, a.update, returned)
+            of_update, reason = _attempt(write)
             yield f"{of_sent}:{of_update}" if of_update else None, reason
 
     def _kept(self, intake: RoundReplies) -> set[int]:

@@ -16,7 +16,7 @@ from fedgauge.simulations.benchmarks.intercept import intercept
 from fedgauge.simulations.benchmarks.label_restoration import labels
 from fedgauge.simulations.benchmarks.label_rule import label_rule
 from fedgauge.simulations.benchmarks.learned_inversion import learning
-from fedgauge.simulations.benchmarks.local_training import proximal, training
+from fedgauge.simulations.benchmarks.local_training import modes, proximal, training
 from fedgauge.simulations.benchmarks.many_clients import load
 from fedgauge.simulations.benchmarks.membership import membership
 from fedgauge.simulations.benchmarks.memory_growth import memory, memory_of_flower
@@ -41,6 +41,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "learning": learning,
     "training": training,
     "proximal": proximal,
+    "modes": modes,
     "text": text,
     "membership": membership,
     "success": success,

@@ -1,9 +1,11 @@
 """What clients' own training leaves for Inverting Gradients.
 
-`training`: optimizers, on Flower's quickstart network beside LeNet, one image an update. `proximal`: FedProx, LeNet, four images.
+`training`: optimizers, on Flower's quickstart network beside LeNet, one image an update. `proximal`: FedProx and SCAFFOLD,
+LeNet, four images. `modes`: architecture by BatchNorm's mode, and by what the server knows of a batch's statistics.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from statistics import mean
 
@@ -11,22 +13,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Budget, Reconstruction
+from fedgauge.attacks.base import Budget, Observation, Reconstruction, Wave
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.attacks.modality.image_metrics import psnr
+from fedgauge.attacks.threat_model import as_known, waves_known_alike
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset, batch_of, cifar10
-from fedgauge.client.local_training import local_training
-from fedgauge.client.models.vision import lenet
+from fedgauge.client.local_training import local_training, pull_in, scaffold
+from fedgauge.client.models.vision import convnet, detached_params, floating_buffers, lenet, resnet20
 from fedgauge.client.pairing import match
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
-from fedgauge.client.update import Batch, Transform
+from fedgauge.client.transforms import TransformState
+from fedgauge.client.update import Batch
 from fedgauge.simulations.benchmarks.observed_updates import known_of, observed, singles, untrained
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 
 SEED = 0
 TV = 0.1
+SMOOTH = 0.01  # total variation's weight of the attacks on modes
+SIZE = 4  # of their batches
+STATISTICS = 1e-2  # weight of the statistics' distance
+AUXILIARY = 256
 TRAININGS: Mapping[str, tuple[local_sgd, local_sgd]] = {  # the clients', and what the attacker assumes
     "one step of SGD, momentum .9": (local_training(0.1, 1, momentum=0.9, steps=1),) * 2,
     "one epoch of Adam": (local_training(1e-3, 1, "adam", epochs=1),) * 2,
@@ -64,7 +73,10 @@ def training(progress: Progress, images: int = 16, iterations: int = 1000) -> Be
         for net, make in nets.items():
             model = untrained(make, SEED)
             for name, (own, assumed) in TRAININGS.items():
-                found = _inverted(model, data, truth, own, assumed, iterations, "training")
+                known = known_of(model, chain(assumed), data)
+                wave = observed(known, truth, own(gradient(model, normalise=data.normalise)))
+                streams = [partial(generator, SEED, "training", k) for k in range(images)]
+                found = inverting_gradients(TV).reconstruct(wave, known, Budget(iterations), streams)
                 values = [float(psnr(batch.x, r.x)) for batch, r in zip(truth, found, strict=True) if r.x is not None]
                 note = (
                     f"n = {len(values)}, best {max(values):.1f}, worst {min(values):.1f}" if values else found[0].reason
@@ -79,50 +91,156 @@ def training(progress: Progress, images: int = 16, iterations: int = 1000) -> Be
     return BenchmarkReport(tuple(figures), settings)
 
 
-def _inverted(
-    model: nn.Module,
-    data: Dataset,
-    truth: Sequence[Batch],
-    own: Transform,
-    assumed: Transform,
-    iterations: int,
-    of: str,
-) -> list[Reconstruction]:
-    """What comes back of clients that train as `own` says, to a server that takes them to train as `assumed`."""
-    known = known_of(model, chain(assumed), data, len(truth[0].y))
-    wave = observed(known, truth, own(gradient(model, normalise=data.normalise)))
-    streams = [partial(generator, SEED, of, k) for k in range(len(truth))]
-    return inverting_gradients(TV).reconstruct(wave, known, Budget(iterations), streams)
-
-
 def proximal(progress: Progress, batches: int = 8, iterations: int = 500) -> BenchmarkReport:
-    """PSNR of Inverting Gradients by FedProx's weight, at equal local steps: LeNet, four images an update."""
+    """PSNR of Inverting Gradients on FedProx's and SCAFFOLD's clients, at equal local steps: LeNet, four images an update.
+
+    FedProx's are of one round, by its weight. SCAFFOLD's are of the last of three rounds, as in the first nothing corrects it,
+    and beside them stand FedAvg's of that round.
+    """
     data, size, steps, weights = cifar10(), 4, 4, (0.0, 0.01, 0.1, 1.0)
-    truth = [batch_of(data.x, data.y, torch.arange(k * size, (k + 1) * size)) for k in range(batches)]
-    model = untrained(partial(lenet, data.shape, 10), SEED)
+    trial = _Federation(data, size, batches, iterations)
     figures: list[Figure] = []
-    found: dict[float, float] = {}
+    found: dict[str, float] = {}
+    total = len(weights) + 3
+
+    def measured(name: str, own: local_sgd, rounds: int, assumed: local_sgd | None = None) -> None:
+        values = trial.attacked(own, rounds, assumed)
+        found[name] = mean(values)
+        note = f"n = {len(values)} in {batches} batches, best {max(values):.1f}, worst {min(values):.1f}"
+        figures.append(Figure(f"{name}: mean PSNR", found[name], "dB", note=note))
+        progress(len(figures), total)
+
     with one_thread():
         for mu in weights:
-            own = local_sgd(0.1, steps, proximal_mu=mu)
-            guesses = _inverted(model, data, truth, own, own, iterations, "proximal")
-            values = [
-                float(v)
-                for batch, r in zip(truth, guesses, strict=True)
-                if r.x is not None
-                for v in psnr(batch.x, r.x[match(batch.x, r.x)])
-            ]
-            found[mu] = mean(values)
-            note = f"n = {len(values)} in {batches} batches, best {max(values):.1f}, worst {min(values):.1f}"
-            figures.append(
-                Figure(f"{f'FedProx, mu {mu:g}' if mu else 'FedAvg'}: mean PSNR", found[mu], "dB", note=note)
-            )
-            progress(len(figures), len(weights))
-    most = max(abs(found[mu] - found[0.0]) for mu in weights)
+            measured(f"FedProx, mu {mu:g}" if mu else "FedAvg", local_sgd(0.1, steps, proximal_mu=mu), 1)
+        measured("FedAvg, round 3", local_sgd(0.1, steps), 3)
+        measured("SCAFFOLD, round 3", scaffold(0.1, steps), 3)
+        measured("SCAFFOLD, round 3, taken for FedAvg", scaffold(0.1, steps), 3, local_sgd(0.1, steps))
+    pairs = {f"FedProx, mu {mu:g}": "FedAvg" for mu in weights if mu} | {"SCAFFOLD, round 3": "FedAvg, round 3"}
+    most = max(abs(found[name] - found[plain]) for name, plain in pairs.items())
     figures.append(Figure("largest difference from FedAvg", most, "dB", at_most=1.0))
     settings = dict(
-        dataset=f"{data.name}, first training images", network="LeNet, untrained", seed=SEED, tv=TV, batch_size=size,
-        local_steps=steps, rate=0.1, iterations=iterations,
-        knowledge="honest server, labels restored, normalisation and local training known",
+        dataset=f"{data.name}, first training images, others in each round", network="LeNet, untrained before round 1",
+        seed=SEED, tv=TV, batch_size=size, clients=batches, local_steps=steps, rate=0.1, iterations=iterations,
+        knowledge="honest server, labels restored, normalisation, local training and control variates known",
     )  # fmt: skip
     return BenchmarkReport(tuple(figures), settings)
+
+
+@dataclass(frozen=True)
+class _Federation:
+    """Clients that all take part in every round, a server that averages, and an attack on their last updates."""
+
+    data: Dataset
+    size: int
+    clients: int
+    iterations: int
+
+    def attacked(self, own: local_sgd, rounds: int, assumed: local_sgd | None) -> list[float]:
+        """PSNR of each image of the last round.
+
+        Args:
+            assumed: the local training that the attacker takes for the clients'; default: their own.
+        """
+        model = untrained(partial(lenet, self.data.shape, 10), SEED)
+        compute = gradient(model, normalise=self.data.normalise)
+        params = detached_params(model)
+        memories: list[TransformState] = [{} for _ in range(self.clients)]
+        for round in range(1, rounds + 1):
+            truth = [self._batch(round, k) for k in range(self.clients)]
+            # what the server derives from its own records, a client has in its memory
+            pulls = [pull_in(memory, "0.", params) for memory in memories]
+            sent = [
+                chain(own).with_state(memory)(compute)(params, batch, None)
+                for memory, batch in zip(memories, truth, strict=True)
+            ]
+            seen = [Observation(round, k, params, update, pull=pulls[k]) for k, update in enumerate(sent)]
+            params = {k: p + torch.stack([update[k] for update in sent]).mean(0) for k, p in params.items()}
+        known = known_of(model, chain(assumed or own), self.data, self.size)
+        parts = [as_known(known, wave) for wave in waves_known_alike(model, known.chain, self.size, Wave.stack(seen))]
+        guesses = [
+            guess
+            for known, wave in parts
+            for guess in inverting_gradients(TV).reconstruct(
+                wave, known, Budget(self.iterations), [partial(generator, SEED, "proximal", k) for k in wave.clients]
+            )
+        ]
+        return [
+            float(v)
+            for batch, r in zip(truth, guesses, strict=True)
+            if r.x is not None
+            for v in psnr(batch.x, r.x[match(batch.x, r.x)])
+        ]
+
+    def _batch(self, round: int, client: int) -> Batch:
+        first = ((round - 1) * self.clients + client) * self.size
+        return batch_of(self.data.x, self.data.y, torch.arange(first, first + self.size))
+
+
+# ------------------------------------------------------------------------------------------------ BatchNorm's modes
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A network of a client, and what the server uses beside the update."""
+
+    name: str
+    make: Callable[..., nn.Module]
+    train: bool = False
+    statistics: str | None = None  # with which the guess's are compared
+    returned: bool = False  # whether the client returns its buffers
+
+    @property
+    def attack(self) -> GradientMatching:
+        prior = {"use": "batch_statistics", "weight": STATISTICS, "of": self.statistics}
+        return inverting_gradients(SMOOTH, prior=None if self.statistics is None else prior)
+
+
+ROWS = (
+    _Row("LeNet, no BatchNorm", lenet),
+    _Row("ConvNet of width 8, no BatchNorm", partial(convnet, width=8, norm="none")),
+    _Row("ResNet-20, eval mode", resnet20),
+    _Row("ResNet-20, train mode, statistics returned (GIA Running)", resnet20, True, "running", True),
+    _Row("ResNet-20, train mode, statistics of auxiliary batches (GIA Estimate)", resnet20, True, "auxiliary"),
+    _Row("ResNet-20, train mode, statistics unknown", resnet20, True),
+)
+
+
+def modes(progress: Progress, batches: int = 2, iterations: int = 200) -> BenchmarkReport:
+    """Mean PSNR of Inverting Gradients, four images an update, by architecture, mode and knowledge of the statistics."""
+    data = cifar10()
+    truth = [batch_of(data.x, data.y, torch.arange(k * SIZE, (k + 1) * SIZE)) for k in range(batches)]
+    end = batches * SIZE
+    public = batch_of(data.x, data.y, torch.arange(end, end + AUXILIARY))
+    guess = public.x.mean(0, keepdim=True)
+    floor = [float(v) for batch in truth for v in psnr(batch.x, guess.expand_as(batch.x))]
+    figures = [Figure("the mean of the auxiliary images: mean PSNR", mean(floor), "dB", note=f"n = {len(floor)}")]
+    with one_thread():
+        for row in ROWS:
+            values = [v for k, batch in enumerate(truth) for v in _values(row, data, public, batch, k, iterations)]
+            note = f"n = {len(values)} in {batches} batches, best {max(values):.1f}, worst {min(values):.1f}"
+            figures.append(Figure(f"{row.name}: mean PSNR", mean(values), "dB", note=note))
+            progress(len(figures) - 1, len(ROWS))
+    settings = dict(
+        dataset=f"{data.name}, first training images", networks="untrained", seed=SEED, tv=SMOOTH, statistics=STATISTICS,
+        batch_size=SIZE, iterations=iterations, auxiliary=AUXILIARY, local_steps=1, rate=0.1,
+        knowledge="honest server, labels given, normalisation and local training known",
+    )  # fmt: skip
+    return BenchmarkReport(tuple(figures), settings)
+
+
+def _values(row: _Row, data: Dataset, public: Batch, batch: Batch, k: int, iterations: int) -> list[float]:
+    """PSNR of each image of one client's batch."""
+    model = untrained(partial(row.make, data.shape, data.classes), SEED).train(row.train)
+    params, sent = detached_params(model), floating_buffers(model)
+    own = local_sgd(0.1)
+    update = own(gradient(model, normalise=data.normalise, track=row.train))(params, batch, None)
+    returned = floating_buffers(model) if row.returned else {}
+    known = known_of(model, chain(own), data, SIZE, auxiliary=public, labels=batch.y.sort().values[None])
+    known, wave = as_known(known, Wave.stack([Observation(1, k, params, update, sent, returned=returned)]))
+    for name, buffer in model.named_buffers():
+        if name in wave.buffers:
+            buffer.copy_(wave.buffers[name])
+    found: Reconstruction
+    (found,) = row.attack.reconstruct(wave, known, Budget(iterations), [partial(generator, SEED, "modes", k)])
+    return [] if found.x is None else [float(v) for v in psnr(batch.x, found.x[match(batch.x, found.x)])]

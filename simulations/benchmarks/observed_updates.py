@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedgauge.attacks.base import Knowledge, Observation, Wave
 from fedgauge.client.chain import Chain
@@ -22,9 +22,16 @@ def untrained(make: Callable[[], Network], seed: int = 0) -> Network:
         return make().eval()
 
 
-def known_of(model: nn.Module, links: Chain, data: Dataset, batch_size: int = 1) -> Knowledge:
-    """What the server knows; it has no public examples."""
-    return Knowledge(model, links, data.shape, data.classes, batch_size, data.mean, data.std)
+def known_of(
+    model: nn.Module,
+    links: Chain,
+    data: Dataset,
+    batch_size: int = 1,
+    auxiliary: Batch | None = None,
+    labels: Tensor | None = None,
+) -> Knowledge:
+    """What the server knows; by default it has no public examples, and restores the labels."""
+    return Knowledge(model, links, data.shape, data.classes, batch_size, data.mean, data.std, labels, auxiliary)
 
 
 def singles(batch: Batch) -> list[Batch]:

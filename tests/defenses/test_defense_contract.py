@@ -14,7 +14,7 @@ from fedgauge.client.components import build
 from fedgauge.client.federation import TRANSFORM
 from fedgauge.client.local_training import local_training
 from fedgauge.client.models.vision import detached_params
-from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.training import LOCAL_TRAININGS, gradient, local_sgd
 from fedgauge.client.transforms import (
     Link,
     StatefulTransform,
@@ -36,6 +36,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "gaussian": {"sigma": 0.1},
     "identity": {},
     "laplace": {"scale": 0.1},
+    "private_layers": {"layers": ["scale", "conv"]},
     "prune": {"keep": 0.3},
     "local_dp": {"epsilon": 50.0},
     "percentile_privacy": {"percentile": 30.0},
@@ -109,7 +110,7 @@ ALONE = [name for name in VARIANTS if isinstance(make(name), UpdateTransform)]
 
 
 def test_every_defense_of_the_package_is_held_to_the_contract() -> None:
-    listed, there = set(ARGUMENTS), set(TRANSFORM.names()) - {"local_sgd", "local_training"}
+    listed, there = set(ARGUMENTS), set(TRANSFORM.names()) - set(LOCAL_TRAININGS)
     assert not there - listed, (
         f"new: {sorted(there - listed)}; add to ARGUMENTS, above, what changes a small gradient visibly (to RANDOM, if it "
         "draws), and its row to README's table"

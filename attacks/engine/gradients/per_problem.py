@@ -57,10 +57,12 @@ def local_training_changes(
     """The changes (P, ...) of the weights by local steps on the whole batch; arguments as in `gradients`."""
     examples = Examples(x, y)
     change: Gradients = {}
-    for _ in range(local.steps):
-        step = _gradients(model, params, change, examples, -local.rate, True, loss)
+    for i in range(local.steps):
+        step = _gradients(model, local.start(params, i), change, examples, -local.rate, True, loss)
         kept = 1 - local.rate * local.proximal_mu
         change = {k: plus(t, change.get(k), kept, params[k].shape) for k, t in step.items()}
+    if (beside := local.beside) is not None:
+        return {k: formed(t, params[k].shape) + beside[k] for k, t in change.items()}
     return change if factors else {k: formed(t, params[k].shape) for k, t in change.items()}
 
 

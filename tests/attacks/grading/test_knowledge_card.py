@@ -47,8 +47,8 @@ def planned(use: str, **table: Any) -> PlannedAttack:
             {"model": {"use": "convnet", "width": 1, "mode": "train"}, "data": {"batch_size": 2}},
             {"use": "idlg"},
             "honest server; labels restored; chain known: local_sgd(rate=0.1); 2 examples an update; normalisation "
-            "known, 1000 auxiliary images of the same distribution; BatchNorm in train mode, statistics known; "
-            "500 iterations x 1 restart",
+            "known, 1000 auxiliary images of the same distribution; BatchNorm in train mode, the batch's statistics known from the "
+            "returned buffers; 500 iterations x 1 restart",
         ),
         (
             {},
