@@ -359,6 +359,7 @@ def test_the_kept_results_are_what_their_readme_shows() -> None:
         "learning",
         "training",
         "proximal",
+        "modes",
         "text",
         "zoo",
         "crowd",
