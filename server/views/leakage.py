@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fedgauge.attacks.membership.measured import ANYBODY, HELD, MEMBER
+from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
@@ -26,7 +28,8 @@ class Leak:
             nothing to average, or there are fewer than two clients for an interval.
         median: of uncapped values.
         best: the worst case for the client, uncapped: the value that leaks most.
-        clusters: how many clients were graded; below ten, show it beside the interval.
+        clusters: how many clients were graded (of anybody's batch: rounds, as all clients of one share each stranger's highest
+            score); below ten, show it beside the interval.
     """
 
     attack: str
@@ -42,6 +45,11 @@ class Leak:
     clusters: int
     ungraded: int = 0
 
+    @property
+    def cluster(self) -> str:
+        """What a cluster is."""
+        return "round" if self.metric.startswith(ANYBODY) else "client"
+
 
 def leakage(scores: Scores, metric: str) -> list[Leak]:
     """One Leak for each (round, attack), by round, then one for each attack over all rounds; baselines included.
@@ -56,14 +64,38 @@ def leakage(scores: Scores, metric: str) -> list[Leak]:
 
 def leakage_by_round(scores: Scores, metric: str) -> list[Leak]:
     """One Leak for each (round, attack), by round."""
-    chosen = scores.of_metric(metric)
+    chosen = counted(scores, metric)
     return [_leak(part, metric, int(part.round[0])) for part in _groups(chosen, (chosen.attack, chosen.round))]
 
 
 def leakage_of_all(scores: Scores, metric: str) -> list[Leak]:
     """One Leak for each attack, over all rounds."""
-    chosen = scores.of_metric(metric)
+    chosen = counted_of_all(scores, metric)
     return [_leak(part, metric, None) for part in _groups(chosen, (chosen.attack,))]
+
+
+def counted(scores: Scores, metric: str) -> Scores:
+    """The rows of a metric that any of its means counts, with those that failed; shares of members in [0, 1]."""
+    rows = scores.of_metric(metric)
+    if metric not in MEMBERSHIP:
+        return rows
+    if metric.startswith(HELD):  # a test of single updates says nothing of others in the client's data
+        single = scores.attack[scores.named(MEMBER) & ~np.isnan(scores.value)]
+        rows = rows.where(~np.isin(rows.attack, single))
+    return replace(rows, value=np.clip(rows.value, 0, 1))  # a ledger from elsewhere may hold any number
+
+
+def counted_of_all(scores: Scores, metric: str) -> Scores:
+    """The same over all rounds; tests of whom a client's data holds after its last round alone, as they sum up those before."""
+    rows = counted(scores, metric)
+    if not metric.startswith(HELD):
+        return rows
+    asked = scores.where(scores.named(HELD) & ~np.isnan(scores.value))
+    series, own = np.unique(asked.series_keys(), return_inverse=True)
+    last = np.zeros(len(series), np.int64)
+    np.maximum.at(last, own, asked.round)
+    kept = asked.attempt_keys()[asked.round == last[own]]
+    return rows.where(np.isnan(rows.value) | np.isin(rows.attempt_keys(), kept))
 
 
 def _groups(scores: Scores, keys: Sequence[Ints]) -> Iterator[Scores]:
@@ -76,13 +108,14 @@ def _groups(scores: Scores, keys: Sequence[Ints]) -> Iterator[Scores]:
 
 
 def _leak(part: Scores, metric: str, round: int | None) -> Leak:
-    own = part.metric == (part.metrics.index(metric) if metric in part.metrics else -1)
+    own = part.named(metric)
     averaged = capped(metric, part.value)
     graded = own & np.isfinite(averaged)
     failed = Counter(part.statuses[s] for s in part.status[~graded])
     ungraded = failed.pop(UNGRADED, 0)
-    values, raw, clients = averaged[graded], part.value[graded], part.client[graded]
-    interval = clustered_interval(values, clients, whole=MEASURED[metric].whole)
+    clusters = part.round if metric.startswith(ANYBODY) else part.client
+    values, raw, clusters = averaged[graded], part.value[graded], clusters[graded]
+    interval = clustered_interval(values, clusters, whole=MEASURED[metric].whole)
     some = len(values) > 0
     return Leak(
         attack=part.attacks[part.attack[0]],
@@ -95,7 +128,7 @@ def _leak(part: Scores, metric: str, round: int | None) -> Leak:
         best=float(raw.max() if MEASURED[metric].higher_is_better else raw.min()) if some else None,
         low=interval[0] if interval else None,
         high=interval[1] if interval else None,
-        clusters=int(np.count_nonzero(np.bincount(clients))),
+        clusters=int(np.count_nonzero(np.bincount(clusters))),
         ungraded=ungraded,
     )
 

@@ -13,6 +13,7 @@ from fedgauge.attacks.plan import MEMBERSHIP_LIMIT
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.formatting import percent
 from fedgauge.server.views.intervals import LUCK, Rate, clustered_interval
+from fedgauge.server.views.leakage import as_rate, counted_of_all, leakage_of_all
 from fedgauge.server.views.roles import Role, is_attack, is_limit, role_of
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import PairedDifference, paired, rivals_of, values_of
@@ -97,9 +98,8 @@ def told_members(scores: Scores) -> list[ToldMembers]:
     """The best test of each question that was tested."""
     found = []
     asked = [
-        (metric, rows, [n for n in _names(rows) if is_attack(n)])
-        for metric, rows in _questions(scores)
-        if metric != ANYBODY  # all clients of a round share each stranger's highest score: no interval by client holds
+        (metric, rows := _graded(scores, metric), [n for n in _names(rows) if is_attack(n)])
+        for metric in (MEMBER, HELD)  # of anybody's batch no interval by client holds
     ]
     chances = 2 * sum(len(tests) for _, _, tests in asked)
     for metric, rows, tests in asked:
@@ -107,14 +107,6 @@ def told_members(scores: Scores) -> list[ToldMembers]:
         if told:
             found.append(max(told, key=lambda t: (t.leaks, t.area)))
     return found
-
-
-def _questions(scores: Scores) -> list[tuple[str, Scores]]:
-    """The rows that answer each question."""
-    of_batch = _graded(scores, MEMBER)
-    # a test of single updates says nothing of others in the client's data
-    of_client = _last_of_each_client(_graded(scores, HELD), without=set(_names(of_batch)))
-    return [(MEMBER, of_batch), (ANYBODY, _graded(scores, ANYBODY)), (HELD, of_client)]
 
 
 @dataclass(frozen=True)
@@ -144,25 +136,19 @@ def membership_table(scores: Scores, order: Sequence[str]) -> list[MembershipRow
         order: of the names.
     """
     table = []
-    for metric, rows in _questions(scores):
-        at_rates = {rate: _graded(scores, metric + ending) for ending, rate in RATES.items()}
-        for name in (name for name in order if name in _names(rows)):
-            own = rows.of_attack(name)
-            clusters = own.round if metric == ANYBODY else own.client
-            interval = None if is_limit(name) else clustered_interval(own.value, clusters, whole=1.0)
-            hits = {rate: _rate(at.of_attack(name), own) for rate, at in at_rates.items() if len(at.of_attack(name))}
-            low, high = interval or (None, None)
-            question = QUESTIONS[metric]
-            table.append(
-                MembershipRow(question, name, role_of(name), len(own), float(own.value.mean()), low, high, hits)
-            )
+    for metric, question in QUESTIONS.items():
+        leaks, *told = (
+            {leak.attack: leak for leak in leakage_of_all(scores, m) if leak.n}
+            for m in (metric, *(metric + ending for ending in RATES))
+        )
+        for leak in (leaks[name] for name in order if name in leaks):
+            low, high = (None, None) if is_limit(leak.attack) else (leak.low, leak.high)
+            hits = {
+                r: as_rate(at[leak.attack]) for r, at in zip(RATES.values(), told, strict=True) if leak.attack in at
+            }
+            kind = role_of(leak.attack)
+            table.append(MembershipRow(question, leak.attack, kind, leak.n, leak.mean or 0.0, low, high, hits))
     return table
-
-
-def _rate(hits: Scores, of: Scores) -> Rate:
-    """How many members are told, in the batches that these rows are of."""
-    own = hits.where(np.isin(hits.batch_keys(), of.batch_keys()))
-    return Rate(round(float(own.value.sum())), len(own))
 
 
 def _names(rows: Scores) -> list[str]:
@@ -175,7 +161,6 @@ def _told(metric: str, rows: Scores, at_rate: Scores, attack: str, tests: int) -
     gain = min(filter(None, (paired(rows, attack), chance)), key=lambda g: float(g.differences.mean()))
     difference = gain.interval(tests)
     hits = at_rate.of_attack(attack)
-    hits = hits.where(np.isin(hits.batch_keys(), own.batch_keys()))
     guesses = [values_of(at_rate.of_attack(rival), hits.example_keys()) == 1 for rival in rivals_of(attack)]
     alone = replace(hits, value=np.where(np.any(guesses, axis=0), 0.0, hits.value))
     limits = rows.of_attack(MEMBERSHIP_LIMIT)
@@ -187,7 +172,7 @@ def _told(metric: str, rows: Scores, at_rate: Scores, attack: str, tests: int) -
         interval=clustered_interval(own.value, own.client, whole=1.0),
         floor=float((gain.own - gain.differences).mean()),
         more_than_guessed=difference[0] if difference else None,
-        hits=_rate(hits, own) if len(hits) else None,
+        hits=Rate(round(float(hits.value.sum())), len(hits)) if len(hits) else None,
         hits_by_luck=_luck(alone),
         limit=float(limits.value.mean()) if len(limits) else None,
         tests=tests,
@@ -208,15 +193,6 @@ def _luck(hits: Scores) -> float:
     return min(
         1.0, 2 * min(float(bdtrc(n - 1, len(sizes), p)) if (n := int(those.sum())) else 1.0 for those, p in ways)
     )
-
-
-def _last_of_each_client(rows: Scores, without: set[str]) -> Scores:
-    """Each test's rows after each client's last round, as they sum up the rounds before."""
-    rows = rows.where(~np.isin(rows.attack, [i for i, name in enumerate(rows.attacks) if name in without]))
-    tests, own = np.unique(rows.series_keys(), return_inverse=True)
-    last = np.zeros(len(tests), np.int64)
-    np.maximum.at(last, own, rows.round)
-    return rows.where(rows.round == last[own])
 
 
 def roc_curves(scores: Scores) -> dict[str, list[float | None]]:
@@ -244,9 +220,9 @@ def roc_curves(scores: Scores) -> dict[str, list[float | None]]:
 
 
 def _graded(scores: Scores, metric: str) -> Scores:
-    """The rows of a metric, in [0, 1]: a ledger from elsewhere may hold any number."""
-    rows = scores.where(~np.isnan(scores.value)).of_metric(metric)
-    return replace(rows, value=np.clip(rows.value, 0, 1))
+    """The rows that a metric's mean over all rounds counts."""
+    rows = counted_of_all(scores, metric)
+    return rows.where(~np.isnan(rows.value))
 
 
 def members_sentences(told: Sequence[ToldMembers], ledger: Ledger) -> list[str]:

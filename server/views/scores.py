@@ -99,7 +99,7 @@ class Scores:
         waiting = self.ungraded & (self.example == WHOLE_BATCH)
         if not waiting.any():
             return self
-        attempt = self._pack(self.attack, self.round, self.client)
+        attempt = self.attempt_keys()
         answered = waiting & np.isin(attempt, attempt[~waiting])
         return self.where(~answered) if answered.any() else self
 
@@ -110,6 +110,11 @@ class Scores:
         """The chosen rows."""
         columns = ("round", "client", "attack", "example", "metric", "value", "status")
         return replace(self, **{name: getattr(self, name)[chosen] for name in columns})
+
+    def named(self, metric: str) -> Mask:
+        """(N,) whether a row is of a metric."""
+        own: Mask = self.metric == (self.metrics.index(metric) if metric in self.metrics else -1)
+        return own
 
     def of_metric(self, metric: str) -> "Scores":
         """The rows of a metric, and one row for each observation of which an attack gave nothing that any metric could grade.
@@ -123,13 +128,13 @@ class Scores:
             of_limits = np.isin(self.attack, limits)
             if of_limits.any():
                 return self.where(~of_limits).of_metric(metric)
-        own = self.metric == (self.metrics.index(metric) if metric in self.metrics else -1)
+        own = self.named(metric)
         # an attack on examples does not fail at membership, nor the other way round
         of_members = np.array([name in MEMBERSHIP for name in self.metrics], dtype=bool)[self.metric]
         missing = np.flatnonzero(np.isnan(self.value) & (of_members == (metric in MEMBERSHIP)))
         if not len(missing):
             return self.where(own)
-        attempt = self._pack(self.attack, self.round, self.client)
+        attempt = self.attempt_keys()
         _, first = np.unique(attempt[missing], return_index=True)
         suspects = missing[first]
         graded = np.isin(attempt, attempt[suspects]) & (own | ~np.isnan(self.value))
@@ -167,6 +172,10 @@ class Scores:
     def batch_keys(self) -> Ints:
         """(N,) one number for each (round, client)."""
         return self._pack(self.round, self.client)
+
+    def attempt_keys(self) -> Ints:
+        """(N,) one number for each (attack, round, client)."""
+        return self._pack(self.attack, self.round, self.client)
 
     def series_keys(self) -> Ints:
         """(N,) one number for each (attack, client)."""

@@ -107,8 +107,8 @@ def _shown(value: object) -> object:
 def interval(leak: Leak) -> str:
     """A mean's interval as text, with the number of clusters if it is below ten."""
     if leak.low is None or leak.high is None:
-        return f"no interval from {leak.clusters} client" if leak.clusters == 1 else ""
-    few = f", {leak.clusters} clients" if leak.clusters < 10 else ""
+        return f"no interval from {leak.clusters} {leak.cluster}" if leak.clusters == 1 else ""
+    few = f", {leak.clusters} {leak.cluster}s" if leak.clusters < 10 else ""
     digits = MEASURED[leak.metric].digits
     return f"{number(leak.low, digits)} to {number(leak.high, digits)}{few}"
 

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
-from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.components import SpecError
 from fedgauge.server.views.formatting import in_unit, interval_label, number, plotted_value
 from fedgauge.server.views.leakage import Leak
-from fedgauge.server.views.membership import QUESTIONS, membership_table, why_not_tested
+from fedgauge.server.views.membership import QUESTIONS, why_not_tested
 from fedgauge.server.views.outcomes import failure
 from fedgauge.server.views.privacy import privacy
 from fedgauge.server.views.reading import Reading
@@ -153,8 +152,6 @@ def _measured(reading: Reading, metric: str) -> Measurement:
     if metric == EPSILON:
         spent = privacy(reading)
         return Measurement(spent[EPSILON], spent["words"])
-    if metric in QUESTIONS:
-        return _area(reading, metric)
     name = metric.removeprefix(WORST)
     leaks = [k for k in reading.pooled(name).values() if is_attack(k.attack)] if name in reading.metrics else []
     leak = best_of(leaks, "attack")
@@ -162,6 +159,8 @@ def _measured(reading: Reading, metric: str) -> Measurement:
     unseen = sum(k.ungraded for k in leaks)
     missing = f"{_lost(leaks)}{_hidden(unseen)}"
     if leak is None or leak.mean is None:
+        if metric in QUESTIONS:
+            return Measurement(None, f"it was not tested: {why_not_tested(reading.ledger, metric)}{missing}")
         return Measurement(None, f"no attack of this run has a value of {name}{missing}")
     if metric.startswith(WORST):
         best = max((k for k in leaks if k.best is not None), key=lambda k: MEASURED[name].sign * (k.best or 0.0))
@@ -174,6 +173,8 @@ def _words(leak: Leak) -> str:
     low, high = interval_label(leak)
     measured = MEASURED[leak.metric]
     within = "" if low is None else f" (95 % interval {in_unit(low, measured)} to {in_unit(high, measured)})"
+    if leak.metric in QUESTIONS:
+        return f"the area under the ROC curve of {leak.attack} over {leak.n} members{within}"
     return f"the mean of {leak.n} by {leak.attack}{within}"
 
 
@@ -189,18 +190,6 @@ def _lost(leaks: Iterable[Leak]) -> str:
 
 def _hidden(unseen: int) -> str:
     return f"; {unseen} reconstructions were not graded" if unseen else ""
-
-
-def _area(reading: Reading, question: str) -> Measurement:
-    rows = membership_table(reading.scores, reading.order)
-    own = [row for row in rows if row.question == QUESTIONS[question] and row.kind == "attack"]
-    lost = _lost(k for k in reading.pooled(MEMBER).values() if is_attack(k.attack)) if MEMBER in reading.metrics else ""
-    if not own:
-        return Measurement(None, f"it was not tested: {why_not_tested(reading.ledger, question)}{lost}")
-    best = max(own, key=lambda row: row.area)
-    within = "" if best.low is None else f" (95 % interval {number(best.low)} to {number(best.high)})"
-    words = f"the area under the ROC curve of {best.name} over {best.n} members{within}{lost}"
-    return Measurement(best.area, words)
 
 
 def _doubts(reading: Reading) -> str:

@@ -12,7 +12,8 @@ from fedgauge.attacks.membership.limit import area, power
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
-from fedgauge.server.views.membership import RATES_SHOWN, membership_table, roc_curves, told_members
+from fedgauge.server.views.leakage import leakage, leakage_of_all
+from fedgauge.server.views.membership import QUESTIONS, RATES_SHOWN, membership_table, roc_curves, told_members
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.verdict import Verdict, verdict
 
@@ -136,6 +137,32 @@ def test_over_rounds_the_last_round_counts(tmp_path: Path) -> None:
         (told,) = told_members(Scores.read(ledger))
     assert (told.metric, told.area) == ("held_membership", pytest.approx(0.9))
     assert told.sentence.startswith("Whom a client's data holds leaks")
+
+
+def test_every_place_takes_the_same_mean_of_the_same_rows(tmp_path: Path) -> None:
+    """Pooled over the rounds these rows give 0.7, and strangers that clients share no interval."""
+    cells: Cells = {
+        (round, client, "over"): {"held_membership": [value], "held_membership_at_1_percent": [float(value > 0.8)]}
+        for round, value in ((1, 0.5), (2, 0.9))
+        for client in range(2)
+    }
+    alone = {(r, c, "membership"): {"membership": [0.5], "held_membership": [0.1]} for r in (1, 2) for c in range(2)}
+    anybody = {
+        (1, c, "membership"): {**alone[1, c, "membership"], "anybody_membership": [0.6 + c / 10]} for c in (0, 1)
+    }
+    with written(tmp_path / "l.sqlite", {**cells, **alone, **anybody}, TESTS) as ledger:
+        scores = Scores.read(ledger)
+    table = {(row.question, row.name): row for row in membership_table(scores, ["membership", "over"])}
+    for metric, question in QUESTIONS.items():
+        pooled = {leak.attack: leak for leak in leakage(scores, metric) if leak.round is None}
+        assert {(q, name) for q, name in table if q == question} == {(question, name) for name in pooled}
+        for name, leak in pooled.items():
+            row = table[question, name]
+            assert (row.n, row.area, row.low, row.high) == (leak.n, leak.mean, leak.low, leak.high)
+    assert table[QUESTIONS["held_membership"], "over"].area == pytest.approx(0.9)
+    assert table[QUESTIONS["anybody_membership"], "membership"].low is None, "one round"
+    (hits,) = leakage_of_all(scores, "held_membership_at_1_percent")
+    assert (hits.n, hits.mean) == (2, 1.0)
 
 
 def test_many_clients_are_not_looked_at_one_by_one(tmp_path: Path) -> None:
