@@ -169,8 +169,8 @@ def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint |
 def _check(run: Run, ledger: Ledger, scenario: Scenario, done: int, checkpoint: Checkpoint) -> None:
     if scenario.federation.chain.remembers:
         raise NotResumable(
-            f"{run.folder} cannot be resumed: its chain is stateful (error feedback, or control variates), and the clients' "
-            "states are lost"
+            f"{run.folder} cannot be resumed: its chain is stateful (error feedback, control variates or private layers), and the "
+            "clients' states are lost"
         )
     recorded = {row["round"] for row in ledger.rounds()}
     missing = next((round for round in range(done) if round not in recorded), None)

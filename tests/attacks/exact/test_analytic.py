@@ -50,6 +50,22 @@ def hears(model: nn.Module, batch: Batch) -> bool:
     return bool(reached.abs().max() > 0)
 
 
+@pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 35.0), (torch.float16, 50.0)])
+def test_clients_of_mixed_precision_are_read_to_their_rounding(dtype: torch.dtype, least: float) -> None:
+    """Passes under autocast, and single precision in the attack: what is left is the rounding of half precision."""
+    torch.manual_seed(0)
+    model, batch = mlp(SHAPE, CLASSES, [16]), example(3)
+    params, links = detached_params(model), chain(local_sgd(0.1))
+    with torch.autocast("cpu", dtype=dtype):
+        update = links(gradient(model, normalise=lambda x: (x - MEAN[0]) / STD[0]))(params, batch, None)
+    update = {k: t.float() for k, t in update.items()}
+    known = Knowledge(model, links, SHAPE, CLASSES, 1, MEAN, STD)
+    (found,) = analytic().reconstruct(Wave.stack([Observation(1, 0, params, update)]), known, Budget(1), [])
+    assert found.x is not None and found.y is not None
+    assert least < float(psnr(batch.x, found.x)) < 100
+    assert found.y.tolist() == batch.y.tolist()
+
+
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
 
 
