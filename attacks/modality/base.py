@@ -1,9 +1,9 @@
 """One kind of private data as one value: how it is graded, against which baselines, and how people see it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from fedgauge.attacks.modality.image_metrics import Metric
 from fedgauge.client.data.images import Dataset
 
 Mark = Literal["right", "misplaced", "wrong"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class Measured:
     def sign(self) -> int:
         """The factor that makes the value that leaks most the largest."""
         return 1 if self.higher_is_better else -1
+
+    def leakiest(self, found: Iterable[T], value: Callable[[T], float]) -> T | None:
+        """Of what was found the one whose value leaks most, the first of several; None if nothing was found."""
+        return max(found, key=lambda one: self.sign * value(one), default=None)
 
     @property
     def whole(self) -> float | None:

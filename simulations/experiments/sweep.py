@@ -18,7 +18,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.outcomes import failure
 from fedgauge.simulations.checks.before_training import PATIENCE, try_first
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
-from fedgauge.simulations.experiments.sweep_rows import SweepRow, is_done, matrix, rows, write_rows
+from fedgauge.simulations.experiments.sweep_rows import SweepRow, is_done, matrix, measure_of, rows, write_rows
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE, INTERRUPTED, exit_status
 from fedgauge.simulations.run.launch import OwnProcess, blame
@@ -151,7 +151,8 @@ def run_sweep(path: Path, folder: Path, parallel: int) -> int:
     with Interrupt().caught() as interrupt:
         result = run_cells(sweep, folder, parallel, interrupt, lambda text: console.print(text, highlight=False))
     if result:
-        print("mean PSNR (dB) over all attacked examples; at or below the baseline, an attack recovered nothing")
+        label = measure_of(result).label
+        print(f"mean {label} over all attacked examples; what leaks no more than the baseline recovered nothing")
         Console(markup=False, width=None if sys.stdout.isatty() else 180).print(matrix(result))
     missing = [row for row in result if row.mean is None]
     for row in missing:

@@ -14,12 +14,13 @@ from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.modality.image_metrics import AUGMENTED
 from fedgauge.attacks.modality.images import ImageModality
+from fedgauge.attacks.modality.membership import QUESTIONS
 from fedgauge.attacks.modality.registry import MEASURED, modality_measured
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
-from fedgauge.server.views.membership import ONE_PERCENT
+from fedgauge.server.views.membership import ONE_PERCENT, question_of
 from fedgauge.server.views.privacy import privacy
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.strength import Limits, best_of, error_in_db, final_accuracy, mean_of
@@ -40,7 +41,7 @@ class SweepRow:
         epsilon: for replacing one record, over the rounds that were run, if a guarantee holds.
         n: graded examples; failed: attacked examples without a grade.
         reason: why there is no number, or why some are missing.
-        metric: by which the attacks are compared, or which tells members; an older sweep's rows do not name it.
+        metric: by which the attacks are compared, or the question of membership; an older sweep's rows do not name it.
         told: of a test of membership, the share of members that it tells at 1 % false positives.
     """
 
@@ -101,10 +102,10 @@ def _failed_row(cell: SweepCell, attack: str, reason: str) -> SweepRow:
 
 
 def _row(cell: SweepCell, attack: str, reading: Reading) -> SweepRow:
-    tells_members = reading.ledger.planned()[attack].tells_members
-    metric = MEMBER if tells_members else reading.scores.measure.metric
+    planned = reading.ledger.planned()[attack]
+    metric = question_of(planned) if planned.tells_members else reading.scores.measure.metric
     pooled = reading.pooled(metric)
-    told = reading.pooled(MEMBER + ONE_PERCENT).get(attack) if tells_members else None
+    told = reading.pooled(metric + ONE_PERCENT).get(attack) if planned.tells_members else None
     changed = reading.pooled(metric + AUGMENTED) if metric + AUGMENTED in MEASURED else {}
     leak, errors = pooled.get(attack), reading.pooled("mse")
     limits, reached = Limits.of(errors), error_in_db(errors.get(attack))
@@ -158,32 +159,34 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[str]
     Args:
         promises: of every defense, in the sweep's order.
 
-    The strongest attack has the highest mean over the seeds, against the examples or what the defense made of them. Who was in
-    the batch: of the best test, the area under the ROC curve, and the members told at 1 % false positives. Limit, bound and gap are
-    PSNRs of mean squared errors; the gap is from the limit to the attack of the least error.
+    The strongest attack is, as anywhere, that whose mean leaks most, here over the seeds; what came back best of what a defense
+    made of the examples stands beside it. Membership: of the best test, the area under the ROC curve, and the members told at
+    1 % false positives. Limit, bound and gap are PSNRs of mean squared errors; the gap is from the limit to the attack of the
+    least error.
     """
-    by = _measure(found)
+    by = measure_of(found)
+    asked = {q: words for q, words in QUESTIONS.items() if q == MEMBER or any(r.metric == q for r in found)}
     compared = any(r.gap is not None or r.bound is not None for r in found)  # an older sweep has no such numbers
     lines = [
         f"| defense | what it promises | strongest attack | {by.name}, {by.unit} (interval) | baseline | limit "
-        f"|{' bound | gap |' * compared} in the batch | epsilon | accuracy | cost |",
-        f"|---|---|---|---|---:|---:|{'---:|---:|' * compared}---|---:|---:|---:|",
+        f"|{' bound | gap |' * compared} {' | '.join(asked.values())} | epsilon | accuracy | cost |",
+        f"|---|---|---|---|---:|---:|{'---:|---:|' * compared}{'---|' * len(asked)}---:|---:|---:|",
     ]
     names = list(dict.fromkeys(row.defense for row in found))
     first = _accuracy([row for row in found if row.defense == next(iter(promises or names))])
     for name in names:
         every = [row for row in found if row.defense == name]
-        own = [row for row in every if row.metric != MEMBER]
+        own = [row for row in every if row.metric not in QUESTIONS]
         accuracy = _accuracy(every)
         cost = None if accuracy is None or first is None else 100 * (first - accuracy)
         cells = [
             name,
             promises.get(name, ""),
-            *_strongest(own),
+            *_strongest(own, by),
             _number(_mean([r.baseline for r in own])),
             _number(_mean([r.limit for r in own])),
             *([_number(_mean([r.bound for r in own])), _number(_gap(own))] if compared else []),
-            _in_the_batch([row for row in every if row.metric == MEMBER]),
+            *(_told([row for row in every if row.metric == question]) for question in asked),
             _epsilon([r.epsilon for r in every]),
             "–" if accuracy is None else f"{100 * accuracy:.0f} %",
             "–" if cost is None else str(round(cost)),
@@ -192,45 +195,43 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[str]
     return lines
 
 
-def _measure(found: Sequence[SweepRow]) -> MainMetric:
+def measure_of(found: Sequence[SweepRow]) -> MainMetric:
     """The metric by which a sweep's attacks are compared."""
     return modality_measured([row.metric for row in found]).main
 
 
-def _strongest(own: Sequence[SweepRow]) -> tuple[str, str]:
-    """The strongest attack on one defense, and what it reached as text."""
-
-    def leak(attack: str) -> float | None:
-        means = [_mean([getattr(r, column) for r in own if r.attack == attack]) for column in ("mean", "augmented")]
-        return max((m for m in means if m is not None), default=None)
-
-    leaks = {attack: value for attack in dict.fromkeys(r.attack for r in own) if (value := leak(attack)) is not None}
-    if not leaks:
+def _strongest(own: Sequence[SweepRow], by: MainMetric) -> tuple[str, str]:
+    """The strongest attack on one defense, and what came back as text."""
+    means, augmented = _means(own, "mean"), _means(own, "augmented")
+    best, other = (by.leakiest(found, found.__getitem__) for found in (means, augmented))
+    if best is None:
         return "none gave a number", "–"
-    best = max(leaks, key=lambda attack: leaks[attack])
-    of_best = [r for r in own if r.attack == best]
-    words = _number(_mean([r.mean for r in of_best]))
+    words, of_best = _number(means[best]), [r for r in own if r.attack == best]
     if len(of_best) == 1 and of_best[0].low is not None and of_best[0].high is not None:
         words += f" ({of_best[0].low:.1f} to {of_best[0].high:.1f})"
-    augmented = _mean([r.augmented for r in of_best])
-    return f"`{best}`", words + ("" if augmented is None else f"; {augmented:.1f} to what was trained on")
+    if other is not None:
+        words += f"; {augmented[other]:.1f} to what was trained on" + f", by `{other}`" * (other != best)
+    return f"`{best}`", words
+
+
+def _means(own: Sequence[SweepRow], column: str) -> dict[str, float]:
+    """The mean of a column over the seeds, by attack; attacks without one are left out."""
+    means = {a: _mean([getattr(r, column) for r in own if r.attack == a]) for a in dict.fromkeys(r.attack for r in own)}
+    return {attack: mean for attack, mean in means.items() if mean is not None}
 
 
 def _gap(own: Sequence[SweepRow]) -> float | None:
     """How far the attack of the least error stays below the limit."""
-    gaps = [_mean([r.gap for r in own if r.attack == attack]) for attack in dict.fromkeys(r.attack for r in own)]
-    return min((gap for gap in gaps if gap is not None), default=None)
+    return min(_means(own, "gap").values(), default=None)
 
 
-def _in_the_batch(tests: Sequence[SweepRow]) -> str:
-    """What the best test of membership reached, as text."""
-    areas = {
-        t.attack: area for t in tests if (area := _mean([r.mean for r in tests if r.attack == t.attack])) is not None
-    }
-    if not areas:
+def _told(tests: Sequence[SweepRow]) -> str:
+    """What the best test of one question of membership reached, as text."""
+    areas = _means(tests, "mean")
+    best = MEASURED[MEMBER].leakiest(areas, areas.__getitem__)
+    if best is None:
         return "no test gave a number" if tests else "not tested"
-    best = max(areas, key=lambda attack: areas[attack])
-    told = _mean([r.told for r in tests if r.attack == best])
+    told = _means(tests, "told").get(best)
     return f"{areas[best]:.2f}" + ("" if told is None else f"; {100 * told:.0f} % told")
 
 
@@ -242,7 +243,7 @@ def _accuracy(own: Sequence[SweepRow]) -> float | None:
 def matrix(found: Sequence[SweepRow]) -> Grid:
     """The mean over the seeds for each defense and attack, with the accuracy; a dash if there is no number."""
     attacks = list(dict.fromkeys(row.attack for row in found))
-    tests = {row.attack for row in found if row.metric == MEMBER}
+    tests = {row.attack for row in found if row.metric in QUESTIONS}
     grid = Grid("defense", "accuracy", *attacks, "baseline", "limit", "gap", "epsilon", box=None)
     for defense in dict.fromkeys(row.defense for row in found):
         own = [row for row in found if row.defense == defense]

@@ -106,11 +106,18 @@ def test_every_cell_has_a_number_or_a_reason_and_the_files_say_the_same(
 def test_a_sweep_tests_membership_beside_its_attacks(tmp_path: Path, in_this_process: list[str]) -> None:
     membership = {"use": "membership", "strangers": 120, "held": 0, "defenses": ["none"]}
     scenario = {**TABLES["scenario"], "data": {"use": "mnist5k", "auxiliary": 400}}
-    path = write(tmp_path, seeds=[0], scenario=scenario, attack=[IG, membership])
+    path = write(
+        tmp_path,
+        seeds=[0],
+        scenario=scenario,
+        attack=[IG, membership, {**membership, "use": "membership_over_rounds", "held": 4}],
+    )
     found = {r.attack: r for r in run_cells(Sweep.load(path), tmp_path / "out", 1, Interrupt(), lambda words: None)}
     told = found["membership"]
     assert told.metric == "membership" and told.mean is not None and told.mean > 0.9
     assert told.baseline is not None and 0.2 < told.baseline < 0.8
+    held = found["membership_over_rounds"]
+    assert held.metric == "held_membership" and held.mean is not None, held.reason
     assert told.told is None, "one label of ten is too few strangers for 1 %"
     lines = (tmp_path / "out" / "sweep.md").read_text().splitlines()
     assert "in the batch" in lines[0] and lines[3].split(" | ")[6] == "not tested"

@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.simulations.experiments.sweep_file import Sweep
-from fedgauge.simulations.experiments.sweep_rows import SweepRow, matrix, summary, write_rows
+from fedgauge.simulations.experiments.sweep_rows import SweepRow, _strongest, matrix, summary, write_rows
 
 
 def row(defense: str, attack: str, seed: int, **values: Any) -> SweepRow:
@@ -38,7 +39,7 @@ def test_the_summary_names_the_strongest_attack_and_the_cost_beside_the_first_de
     promises = {"none": "", "blend": "blends", "hopeless": ""}
     assert summary(found, promises)[2:] == [
         "| none |  | `b` | 21.0 (19.5 to 22.5) | 11.0 | – | – | – | not tested | – | 80 % | 0 |",
-        "| blend | blends | `b` | 11.5 (18.0 to 22.0); 30.0 to what was trained on | 11.0 | 24.0 | 27.0 | 1.5 | not tested "
+        "| blend | blends | `a` | 12.0 (18.0 to 22.0); 30.0 to what was trained on, by `b` | 11.0 | 24.0 | 27.0 | 1.5 | not tested "
         "| 5.55 | 50 % | 30 |",
         "| hopeless |  | none gave a number | – | 11.0 | – | – | – | not tested | – | – | – |",
     ]
@@ -69,3 +70,18 @@ def test_membership_stands_beside_the_strongest_attack_and_is_never_it() -> None
     ]
     cells = [list(column.cells) for column in matrix(found).columns]
     assert cells[3] == ["0.98", "–"] and cells[5] == ["11.0", "11.0"], "baselines are of the attacks' metric"
+
+
+def test_the_strongest_attack_is_that_of_the_comparison_whichever_way_a_metric_leaks() -> None:
+    """One rule for every view: the mean that leaks most, here the smallest error."""
+    found = [row("none", "a", 0, mean=0.3, augmented=0.1), row("none", "b", 0, mean=0.2, augmented=0.25)]
+    error = replace(ImageModality.main, higher_is_better=False)
+    assert _strongest(found, error) == ("`b`", "0.2 (18.0 to 22.0); 0.1 to what was trained on, by `a`")
+
+
+def test_whom_a_clients_data_holds_stands_beside_who_was_in_a_batch() -> None:
+    held = {"metric": "held_membership", "baseline": 0.5, "low": None, "high": None}
+    found = [row("none", "a", 0), row("none", "over", 0, mean=0.8, told=0.25, **held)]
+    header, _, line = summary(found, {})
+    assert "| in the batch | in the client's data |" in header
+    assert line == "| none |  | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | not tested | 0.80; 25 % told | – | 80 % | 0 |"
