@@ -10,7 +10,7 @@ from rich.console import Console
 from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.checks.attack_trial import StandInTrial, real, untried
+from fedgauge.simulations.checks.attack_trial import NONE_APPLIES, StandInTrial, real, untried
 from fedgauge.simulations.checks.chain_check import check_links
 from fedgauge.simulations.checks.check_result import CheckResult, attempt
 from fedgauge.simulations.checks.network_check import (
@@ -83,6 +83,7 @@ def warnings_before(scenario: Scenario, patience: float = PATIENCE) -> Iterator[
     trial, began = StandInTrial.of(scenario), time.perf_counter()
     tried = [p for p in real(scenario) if not untried(p)]
     failed: list[CheckResult] = []
+    inapplicable: list[CheckResult] = []
     for planned in tried:
         if time.perf_counter() - began > patience:
             return
@@ -90,6 +91,11 @@ def warnings_before(scenario: Scenario, patience: float = PATIENCE) -> Iterator[
         if found.needed and not found.works:
             failed.append(found)
             yield f"{found.name}: {found.message}"
+        elif not found.works:
+            inapplicable.append(found)
     if failed and len(failed) == len(real(scenario)):
         cause = (causes or failed)[0]
         raise SpecError(f"none of the planned attacks works: {cause.name}: {cause.message}")
+    if inapplicable and len(inapplicable) == len(real(scenario)):
+        yield from (f"{found.name}: {found.message}" for found in inapplicable)
+        yield NONE_APPLIES

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.checks.attack_trial import NONE_APPLIES
 from fedgauge.simulations.checks.before_training import warnings_before
 from fedgauge.simulations.checks.preflight import preflight
 from fedgauge.simulations.checks.scenario_check import check
@@ -111,6 +112,13 @@ def test_what_cannot_be_attacked_or_replayed_as_it_is_is_said_before_training(
 ])  # fmt: skip
 def test_what_has_nothing_wrong_raises_no_alarm(changes: dict[str, Any]) -> None:
     assert list(warnings_before(Scenario.from_tables(TABLES | changes))) == []
+
+
+def test_a_run_says_before_training_that_none_of_its_attacks_applies() -> None:
+    applies_not, alone = warnings_before(Scenario.from_tables(TABLES | {"attack": [{"use": "analytic"}]}))
+    assert applies_not.startswith("attack analytic: not applicable: ") and alone == NONE_APPLIES
+    both = [{"use": "analytic"}, {"use": "inverting_gradients", "iterations": 20}]
+    assert list(warnings_before(Scenario.from_tables(TABLES | {"attack": both}))) == []
 
 
 def test_the_doctor_names_the_same_and_all_of_it() -> None:
