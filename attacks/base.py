@@ -1,5 +1,6 @@
 """The types that every attack shares: what the server observed, knows and may spend, and what it reconstructs."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -285,6 +286,22 @@ class Reconstruction:
             trace = Trace(*(t.to(device) for t in (trace.iteration, trace.objective, trace.x)))
         x, y, confidence = (_moved(t, device) for t in (self.x, self.y, self.confidence))
         return replace(self, x=x, y=y, trace=trace, confidence=confidence)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by their names in its file: what `from_tensors` reads back."""
+        named = {"x": self.x, "y": self.y, "confidence": self.confidence}
+        if (trace := self.trace) is not None:
+            named |= {"trace_iteration": trace.iteration, "trace_objective": trace.objective, "trace_x": trace.x}
+        return {name: t for name, t in named.items() if t is not None}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], status: Status, seconds: float) -> "Reconstruction":
+        """What a file's tensors and a ledger's row say of a reconstruction; its objective and iterations stay in the ledger."""
+        x, y, confidence = (tensors.get(name) for name in ("x", "y", "confidence"))
+        trace = None
+        if "trace_x" in tensors:
+            trace = Trace(tensors["trace_iteration"], tensors["trace_objective"], tensors["trace_x"])
+        return cls(x, y, math.nan, 0, seconds, status, trace=trace, confidence=confidence)
 
 
 def _moved(t: Tensor | None, device: torch.device) -> Tensor | None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from fedgauge.attacks.exact.patch_embedding import embeds_patches
-from fedgauge.attacks.limits import known_noise
+from fedgauge.attacks.limits import noise_is_known
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import ATTACK, MEMBERSHIP
 from fedgauge.client.components import Table
@@ -57,7 +57,7 @@ class _Setting:
     @cached_property
     def noisy(self) -> bool:
         """Whether the chain draws noise of a known density."""
-        return known_noise(self.federation.as_seen(self.federation.chain, self.members)) is not None
+        return noise_is_known(self.federation)
 
     @cached_property
     def stochastic(self) -> bool:

@@ -24,6 +24,7 @@ from torch.func import functional_call, jvp, vmap
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.gaussian_prior import ClassPrior, GaussianPrior, VarianceBlock
 from fedgauge.client.chain import Chain
+from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy, logit_gradient
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import BatchTransform, Link, UpdateDistribution, per_example
@@ -57,6 +58,11 @@ def known_noise(chain: Chain) -> tuple[Chain, UpdateDistribution] | None:
         if so_far is not None and so_far.signed:
             return Chain(chain.links[:i]), so_far
     return chain, whole
+
+
+def noise_is_known(fed: Federation) -> bool:
+    """Whether what the server sees, of one client or of a whole group as a sum, has noise of a known density."""
+    return known_noise(fed.as_seen(fed.chain, len(fed.protocol.groups(1)[0]))) is not None
 
 
 def _chooses(link: object) -> bool:

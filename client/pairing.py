@@ -1,5 +1,7 @@
 """PSNR and pairing, shared by the simulator's grader and by clients that grade at home."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,14 @@ def assigned(costs: Tensor) -> Tensor:
     return torch.from_numpy(linear_sum_assignment(costs.double().cpu().numpy())[1])
 
 
+def one_to_one(fits: Tensor) -> int:
+    """How many rows of fits (n, m), bool, have a column that fits them, each a column of its own."""
+    from scipy.optimize import linear_sum_assignment
+
+    rows, columns = linear_sum_assignment(fits.double().cpu().numpy(), maximize=True)
+    return int(fits[rows, columns].sum())
+
+
 def match(truth: Tensor, guess: Tensor) -> Tensor:
     """Order (B,) that pairs guess[order[i]] with truth[i], one to one, at the least total squared error.
 
@@ -24,6 +34,11 @@ def match(truth: Tensor, guess: Tensor) -> Tensor:
     exact = cost <= 10 ** (-PSNR_CAP / 10)
     cost = torch.where(exact, cost - len(cost) * cost.max(), cost)
     return assigned(cost)
+
+
+def in_db(error: float) -> float:
+    """The PSNR of a mean squared error, at most PSNR_CAP."""
+    return -10 * math.log10(max(error, 10 ** (-PSNR_CAP / 10)))
 
 
 def mse_of(truth: Tensor, guess: Tensor) -> Tensor:

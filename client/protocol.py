@@ -211,6 +211,10 @@ class Protocol:
             order = torch.randperm(self.clients, generator=generator(self.seed, "groups", round)).tolist()
         return sorted(tuple(sorted(order[i : i + size])) for i in range(0, self.clients, size))
 
+    def alike(self, client: int, other: int, round: int) -> bool:
+        """Whether what the server sees of both is of as many clients; only then does one's truth measure guesses at the other's."""
+        return len(self.members(client, round)) == len(self.members(other, round))
+
     def members(self, client: int, round: int) -> tuple[int, ...]:
         """The clients whose updates the server sees together with this one's: those of its group that do not miss the round.
 

@@ -107,7 +107,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     finish: Callable[[], None] | None = None
     if ledger.deployed:
         _note_start(ledger, done, flower_run)
-        grader = ClientGrader(run, ledger, grid, strategy.clients, scenario.simulation.round_timeout)
+        grader = ClientGrader(run, ledger, grid, strategy.clients, scenario.protocol, scenario.simulation.round_timeout)
         late = LateJoiners(grid, scenario.protocol.clients, strategy.clients)
         between, finish = [grader.ask, late.admit], grader.finish
     record = _Record(fed, ledger, strategy, recorder, done, between)

@@ -28,7 +28,7 @@ from fedgauge.attacks.gaussian_prior import ClassPrior, class_priors
 from fedgauge.attacks.grading.canary import CANARY, cosines
 from fedgauge.attacks.grading.membership import tell_members
 from fedgauge.attacks.grading.one_run import EVIDENCE
-from fedgauge.attacks.grading.scores import WHOLE_BATCH, Grader, ScoreRecord, ungraded_rows, wrong_client
+from fedgauge.attacks.grading.scores import WHOLE_BATCH, Grader, ScoreRecord, has_images, ungraded_rows, wrong_client
 from fedgauge.attacks.grading.tuning import Tuning
 from fedgauge.attacks.learned.auxiliary import check_disjoint
 from fedgauge.attacks.limits import bayes_limit
@@ -196,8 +196,8 @@ class Auditor:
         audited = []
         for client, (result, memory) in zip(wave.clients, attacked, strict=True):
             other = None if planned.is_baseline else (others or {}).get(client)
-            if other is not None and len(self.federation.protocol.members(other, wave.round)) != members[0]:
-                other = None  # a secure sum of fewer clients, or of more
+            if other is not None and not self.federation.protocol.alike(client, other, wave.round):
+                other = None
             if self.blind:
                 examples = members[0] * self.federation.shards.batch_size
                 rows = ungraded_rows(
@@ -293,7 +293,7 @@ class Auditor:
     ) -> list[AuditResult]:
         """Scores of candidates, then who was a member; of the limit, how well any test can tell; evidence of canary examples."""
         started, fed = time.perf_counter(), self.federation
-        same = {c: o for c, o in others.items() if len(fed.protocol.members(o, wave.round)) == members}
+        same = {c: o for c, o in others.items() if fed.protocol.alike(c, o, wave.round)}
         rows: Mapping[int, list[ScoreRecord]] = {}
         remembered: Mapping[int, ClientState] = {}
         reason = NOT_FINITE
@@ -404,4 +404,6 @@ def _reconstruct(
     for shape in (tuple(result.x.shape) for result in found if result.x is not None):
         if shape != expected:
             raise ValueError(f"the attack must return the examples of a whole batch, {expected}, and returned {shape}")
+    if known.mean:  # pixels of the truth lie in [0, 1], and a client that grades at home takes no others
+        found = [replace(r, x=r.x.clamp(0, 1)) if r.x is not None and has_images(r.x) else r for r in found]
     return found, after if attack.is_stateful else [None] * len(wave)

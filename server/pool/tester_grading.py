@@ -1,6 +1,5 @@
 """Grading by a tester who owns the data: finished attacks against the truth that he hands in, long after they ended."""
 
-import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,14 +18,13 @@ from fedgauge.attacks.grading.scores import (
     ungraded_rows,
     wrong_client,
 )
-from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.attacks.plan import LIMITS
 from fedgauge.client.components import SpecError
 from fedgauge.client.update import Batch
 from fedgauge.server.pool.tester_membership import Progress, finished_tests, retest
 from fedgauge.server.pool.truth_check import Found, chosen, doubt
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import FinishedJob, Ungraded
+from fedgauge.server.store.ledger_types import FinishedJob, Ungraded, comparable
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError
@@ -63,7 +61,7 @@ def grade(
     grader = Auditor(scenario.federation).grader
     nodes = ledger.nodes()
     with run.lock("audit"):
-        jobs, tests = ledger.ungraded(again=True), finished_tests(ledger, untested)
+        jobs, tests = comparable(ledger.ungraded(again=True), scenario.protocol), finished_tests(ledger, untested)
         found = {
             key: truth.batch(*key, scenario.federation.shards.dataset, nodes)
             for key in dict.fromkeys(_asked(scenario, [*jobs, *tests]))
@@ -162,14 +160,13 @@ def _grade(
     except TapeError:
         tensors, why = {}, None if job.status in EMPTY_HANDED else "the attack left no file"
     own = found[job.round, job.client]
-    result = Reconstruction(tensors.get("x"), tensors.get("y"), math.nan, 0, job.seconds, _status(job.status))
+    result = Reconstruction.from_tensors(tensors, _status(job.status), job.seconds)
     if why != "" or own is None or not len(own.y):
-        against = None if job.attack in BASELINES else job.other
-        rows = ungraded_rows(job.attack, job.round, job.client, result, assumed, against, grader.modality.main.metric)
+        rows = ungraded_rows(job.attack, job.round, job.client, result, assumed, job.other, grader.modality.main.metric)
         ledger.ungrade(job.id, [row for row in rows if row.metric != OBJECTIVE])
         return f"no truth of client {job.client} in round {job.round}" if why == "" else why
     example, rows = paired(grader, job.attack, job.round, job.client, result, own)
-    other = None if job.other is None or job.attack in BASELINES else found[job.round, job.other]
+    other = None if job.other is None else found[job.round, job.other]
     if other is not None and job.other is not None and len(other.y):
         name = wrong_client(job.attack)
         rows += paired(grader, name, job.round, job.other, replace(result, y=None), other)[1]

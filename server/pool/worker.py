@@ -5,9 +5,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fedgauge.attacks.base import Observation, Reconstruction, Wave
+from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.engine.batch_limiter import exhausted, keep_freed_memory
 from fedgauge.attacks.engine.devices import CPU, Numerics, Precision, compute_on, numerics
 from fedgauge.attacks.grading.audit import Auditor
@@ -44,8 +43,7 @@ class Task:
 class TaskResult:
     """A wave's result, by attacked client: score rows, the reconstruction's arrays, and reasons.
 
-    images: x; y if labels were claimed; and if a trace was kept, trace_iteration (T,), trace_objective (T,) and
-        trace_x (T, B, C, H, W) in uint8.
+    images: as `Reconstruction.tensors` names them.
     """
 
     rows: dict[int, list[ScoreRecord]]
@@ -136,19 +134,11 @@ def attack_wave(
         audited = auditor.audit(planned, Wave.stack(observations), task.others, memories=memories)
     except SystemExit as error:
         raise RuntimeError(f"the attack called sys.exit({error.code!r}) instead of returning") from error
-    images = {a.client: as_arrays(_tensors(a.reconstruction)) for a in audited}
+    images = {a.client: as_arrays(a.reconstruction.tensors()) for a in audited}
     reasons = {a.client: a.reconstruction.reason for a in audited if a.reconstruction.reason}
     kept = {a.client: as_arrays(a.memory) for a in audited if a.memory is not None}
     rows = {a.client: list(a.rows) for a in audited}
     return TaskResult(rows, images, reasons, kept, numerics(device, precision, deterministic))
-
-
-def _tensors(reconstruction: Reconstruction) -> dict[str, Tensor]:
-    """A reconstruction's tensors by their names in its file."""
-    tensors = {"x": reconstruction.x, "y": reconstruction.y, "confidence": reconstruction.confidence}
-    if (trace := reconstruction.trace) is not None:
-        tensors |= {"trace_iteration": trace.iteration, "trace_objective": trace.objective, "trace_x": trace.x}
-    return {name: t for name, t in tensors.items() if t is not None}
 
 
 @lru_cache(maxsize=4)

@@ -92,9 +92,10 @@ class LedgerReads(LedgerFile):
         return self._db.execute("SELECT * FROM observations ORDER BY round, client").fetchall()
 
     def attacks(self) -> list[sqlite3.Row]:
-        """The attacks: name, planned, knowledge, seed, flat."""
+        """The attacks: name, planned, knowledge (the whole card), agreed, training, grading (its parts), seed, flat."""
         return self._db.execute(
-            f"SELECT name, planned, {_CARD} knowledge, seed, flat FROM attacks a ORDER BY id"
+            f"SELECT name, planned, {_CARD} knowledge, a.knowledge agreed, training, grading, seed, flat"
+            " FROM attacks a ORDER BY id"
         ).fetchall()
 
     def planned(self) -> dict[str, PlannedAttack]:

@@ -2,13 +2,15 @@
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import SpecError
+from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger_connection import LedgerError
 
 DEPLOYMENT = "deployment"  # the run's mode, if it is not a simulation
@@ -157,6 +159,17 @@ class Ungraded(FinishedJob):
     status: str
     seconds: float
     open: int
+
+
+def comparable(jobs: Iterable[Ungraded], protocol: Protocol) -> list[Ungraded]:
+    """The jobs without another client where there is none to grade by: of a baseline, or of a sum of more clients or of fewer."""
+
+    def fits(job: Ungraded) -> bool:
+        return (
+            job.other is not None and job.attack not in BASELINES and protocol.alike(job.client, job.other, job.round)
+        )
+
+    return [job if fits(job) else replace(job, other=None) for job in jobs]
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def png(x: Tensor, most: int | None = None) -> str:
 
 
 def reconstruction(run: Run, round: int, client: int, attack: str) -> dict[str, Tensor] | str:
-    """An attack's reconstruction of one observation, or why there is none: "missing" or "damaged"."""
+    """An attack's reconstruction in the order of its scores' examples, or why there is none: "missing" or "damaged"."""
     try:
         return _by_example(run.read_reconstruction(round, client, attack))
     except TapeError as error:  # the scores remain; the page says why the image is gone
@@ -47,7 +47,7 @@ def _by_example(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     example = tensors["example"]
     size, some = int(example.max()) + 1, example >= 0
     placed = dict(tensors)
-    for name, axis in (("x", 0), ("y", 0), ("trace_x", 1)):
+    for name, axis in (("x", 0), ("y", 0), ("confidence", 0), ("trace_x", 1)):
         if name in tensors:
             t = tensors[name].movedim(axis, 0)
             full = t.new_zeros((size, *t.shape[1:]))

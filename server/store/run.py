@@ -296,6 +296,9 @@ def _misshapen(tensors: Mapping[str, Tensor]) -> str:
         labels = y.dim() == 2 or (y.dim() == 1 and not y.is_floating_point() and _within(y, 0))
         if not labels or (x is not None and len(y) != len(x)):
             return f"y is {_kind(y)}"
+    sure = tensors.get("confidence")
+    if sure is not None and (x is None or sure.dim() != 2 or len(sure) != len(x) or not sure.is_floating_point()):
+        return f"confidence is {_kind(sure)}"
     if example is not None:
         if x is None or example.shape != x.shape[:1] or example.dtype != torch.int64 or not _within(example, -1):
             return f"example is {_kind(example)}"

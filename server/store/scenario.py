@@ -15,11 +15,10 @@ import torch
 from fedgauge.attacks.effort import Effort, attacks_by_effort
 from fedgauge.attacks.engine.devices import Precision, devices_of
 from fedgauge.attacks.learned import generators
-from fedgauge.attacks.limits import known_noise
+from fedgauge.attacks.limits import noise_is_known
 from fedgauge.attacks.malicious import targeting
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.malicious.targeting import TargetedServerAttack
-from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan
 from fedgauge.client import toml_text
@@ -227,16 +226,10 @@ class Scenario:
         attacks = coerce(tables.get("attack", []), list, "[[attack]]")
         audit = _table(tables, "audit", (*_PLAN, *_names(AuditOptions)))
         options = _options(AuditOptions, {k: v for k, v in audit.items() if k not in _PLAN}, "[audit]")
-        modality = type(modality_of(federation.shards.dataset))
-        plan = AttackPlan.from_tables(
+        plan = plan_of(
             _with_effort([coerce(t, dict, f"[[attack]] #{i}") for i, t in enumerate(attacks, 1)], options, federation),
             {"seed": protocol.seed, **{k: v for k, v in audit.items() if k in _PLAN}},
-            protocol.rounds,
-            protocol.clients,
-            _limits(federation, modality),
-            modality,
-            with_canaries(protocol),
-            noisy=known_noise(federation.chain) is not None,
+            federation,
         )
         _check_secure_sum(protocol, strategy, plan)
         targeting.check_decoders(server_attack, plan.attacks, protocol.secure_sum is not None)
@@ -313,10 +306,16 @@ def _with_effort(tables: list[Table], options: AuditOptions, federation: Federat
     return tables + [t for t in attacks_by_effort(options.effort, federation) if t.get("name", t["use"]) not in named]
 
 
-def _limits(federation: Federation, modality: type[Modality]) -> Sequence[str]:
-    """The limits that run beside the attacks, under a known noise: those of the examples' kind, and of membership."""
-    noise = known_noise(federation.as_seen(federation.chain, len(federation.protocol.groups(1)[0])))
-    return (*modality.limits, MEMBERSHIP_LIMIT) if noise else ()
+def plan_of(tables: Sequence[Table], options: Table, federation: Federation) -> AttackPlan:
+    """The plan of some [[attack]] tables and keys of [audit], with the baselines, limits and canaries of this federation.
+
+    Under a known noise attacks are tuned, and limits run beside them: those of the examples' kind, and of membership.
+    """
+    protocol, modality = federation.protocol, type(modality_of(federation.shards.dataset))
+    noisy, canaries = noise_is_known(federation), _with_canaries(protocol)
+    limits = (*modality.limits, MEMBERSHIP_LIMIT) if noisy else ()
+    sizes = protocol.rounds, protocol.clients
+    return AttackPlan.from_tables(tables, options, *sizes, limits, modality, canaries, noisy)
 
 
 def _absolute_paths(tables: Table) -> Table:
@@ -331,7 +330,7 @@ def _absolute_paths(tables: Table) -> Table:
     return located
 
 
-def with_canaries(protocol: Protocol) -> Table | None:
+def _with_canaries(protocol: Protocol) -> Table | None:
     """What a plan knows of canaries: the updates, by their clients, that they are in; and how many examples, if they are examples.
 
     SpecError where these updates change from round to round.

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord, has_images, wrong_client
 from fedgauge.attacks.modality.registry import BASELINES
+from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import STARTED, UNGRADED, Ungraded, sanitised
+from fedgauge.server.store.ledger_types import STARTED, UNGRADED, Ungraded, comparable, sanitised
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
 
@@ -63,6 +64,7 @@ class ClientGrader:
         ledger: Ledger,
         grid: Grid,
         clients: Mapping[int, int],
+        protocol: Protocol,
         timeout: float,
         grace: float | None = None,
     ) -> None:
@@ -70,6 +72,7 @@ class ClientGrader:
         self.ledger = ledger
         self.grid = grid
         self.clients = clients
+        self.protocol = protocol
         self.timeout = timeout
         self.grace = GRACE if grace is None else grace
         # clients that left a question unanswered: waiting for them in every round would delay all others
@@ -78,7 +81,7 @@ class ClientGrader:
 
     def ask(self) -> None:
         """Ask for the rounds whose attacks have all ended; a client that is not connected is asked again later."""
-        self._grade([job for job in self.ledger.ungraded() if not job.open], final=False)
+        self._grade([job for job in self._ungraded() if not job.open], final=False)
 
     def finish(self) -> None:
         """After the last round: wait for a running attack service, at most `timeout` seconds, and ask for the rest."""
@@ -91,7 +94,10 @@ class ClientGrader:
                 break
             self.ask()
             time.sleep(min(0.5, self.timeout))
-        self._grade(self.ledger.ungraded(), final=True)
+        self._grade(self._ungraded(), final=True)
+
+    def _ungraded(self) -> list[Ungraded]:
+        return comparable(self.ledger.ungraded(), self.protocol)
 
     def _waiting(self) -> int:
         progress = self.ledger.progress()
@@ -151,7 +157,7 @@ class ClientGrader:
 
     def _settle(self, job: Ungraded, size: int, replies: Mapping[int, GradingReply], final: bool) -> None:
         """Write a job's scores once its answers have come, or no more can come."""
-        attack, other = job.attack, _other(job)
+        attack, other = job.attack, job.other
         graders = {job.client: attack} | ({} if other is None else {other: wrong_client(attack)})
         if not final and any(client not in replies for client in graders):
             return
@@ -208,11 +214,6 @@ def ungraded_reasons(rows: Sequence[Any]) -> str:
     return ", ".join(reasons[:2]) + more
 
 
-def _other(job: Ungraded) -> int | None:
-    """The other client whose data a reconstruction is also graded against, as a baseline."""
-    return None if job.attack in BASELINES else job.other
-
-
 def _questions(jobs: Sequence[tuple[Ungraded, Tensor]]) -> dict[int, dict[str, Tensor]]:
     """The questions by client; attacks first, then their baselines, as an owner may answer fewer."""
     questions: dict[int, dict[str, Tensor]] = defaultdict(dict)
@@ -221,7 +222,7 @@ def _questions(jobs: Sequence[tuple[Ungraded, Tensor]]) -> dict[int, dict[str, T
             if (job.attack in BASELINES) == baselines:
                 questions[job.client][job.attack] = x
     for job, x in jobs:
-        if (other := _other(job)) is not None:
+        if (other := job.other) is not None:
             questions[other][wrong_client(job.attack)] = x
     return questions
 

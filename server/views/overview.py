@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeGuard
 
-from fedgauge.attacks.limits import known_noise
+from fedgauge.attacks.limits import noise_is_known
 from fedgauge.attacks.modality.registry import MEASURED, modality_of
 from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND, ERROR_LIMITS, describe
 from fedgauge.server.store import run_files
-from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.expected_jobs import expected_jobs
 from fedgauge.server.views import formatting, server_attacks
 from fedgauge.server.views.formatting import decibel, metric_facts, percent, rounded
 from fedgauge.server.views.intervals import Rate
@@ -131,21 +131,7 @@ def jobs_to_come(reading: Reading) -> int:
     scenario = reading.built if reading.state == "training" else None
     if scenario is None or not scenario.audit.curious:
         return 0
-    return jobs_of_remaining_rounds(scenario, reading.newest, reading.tables["rounds"])
-
-
-def jobs_of_remaining_rounds(scenario: Scenario, done: int, rounds: int | None = None) -> int:
-    """The jobs that the rounds after `done` will add if every client takes part.
-
-    Args:
-        rounds: that the run trains; default: the scenario's.
-    """
-    plan, protocol = scenario.plan, scenario.protocol
-    seen = range(max(1, int(protocol.clients * scenario.strategy.get("fraction_train", 1.0))))
-    to_come = range(done + 1, (rounds or protocol.rounds) + 1)
-    alike = {plan.attacks_round(r): r for r in to_come}  # nothing else of a round decides: there may be a million
-    times = Counter(map(plan.attacks_round, to_come))
-    return sum(n * len(plan.targets(alike[kind], seen, p)) for kind, n in times.items() for p in plan.attacks)
+    return expected_jobs(scenario, reading.newest, reading.tables["rounds"])
 
 
 def server_attack_effects(reading: Reading) -> dict[str, str]:
@@ -325,11 +311,11 @@ def _without_limit(reading: Reading) -> str:
     """Why a plan has no limit."""
     if (scenario := reading.built) is None:
         return "unknown"
-    chain, dataset = scenario.federation.chain, scenario.federation.shards.dataset
-    bare = chain.update_distribution is not None and not chain.update_distribution.noisy
-    if modality_of(dataset).limits and known_noise(chain) is not None:
+    fed = scenario.federation
+    if modality_of(fed.shards.dataset).limits and noise_is_known(fed):
         return "pending"
-    return "none" if bare else "unknown"
+    density = fed.chain.update_distribution
+    return "unknown" if density is None or density.noisy else "none"
 
 
 def _limits_words(limits: Limits) -> str:

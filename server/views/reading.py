@@ -171,7 +171,7 @@ class Reading(LedgerReading):
         touched = super().read()
         if "rounds" in self.meta:  # a user's own app decides by itself how many it trains
             self.tables["rounds"] = int(self.meta["rounds"])
-        self.attacks = [{**row, "parts": row["knowledge"].split(SEPARATOR)} for row in self.ledger.attacks()]
+        self.attacks = [{**row, "parts": _parts(row)} for row in self.ledger.attacks()]
         deployed = self.ledger.deployed
         for o in self.ledger.observations_since(self._seen + 1):
             self._seen = o["round"]
@@ -290,6 +290,11 @@ class Reading(LedgerReading):
             return self.scenario
         except SpecError:
             return None
+
+
+def _parts(row: Mapping[str, Any]) -> list[str]:
+    """An attack's card in parts: what was agreed, then what was found, whose sentences may hold any words."""
+    return [*row["agreed"].split(SEPARATOR), *filter(None, (row["training"], row["grading"]))]
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """What decides between attacks and between runs: the strongest attack, the best guess, the final accuracy, the Pareto front."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from fedgauge.attacks.grading.scores import wrong_client
-from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.attacks.modality.registry import BASELINES, MEASURED
 from fedgauge.attacks.plan import ERROR_LIMITS
+from fedgauge.client.pairing import in_db
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.formatting import rounded
 from fedgauge.server.views.intervals import LUCK, Floats, Ints, Rate, clustered_interval
@@ -27,7 +26,7 @@ def best_of(leaks: Iterable[Leak], role: Role) -> Leak | None:
 
 def error_in_db(leak: Leak | None) -> float | None:
     """A mean squared error as a PSNR, which is below the mean of PSNRs; None if there is none."""
-    return None if leak is None or leak.mean is None else -10 * math.log10(max(leak.mean, 10 ** (-PSNR_CAP / 10)))
+    return None if leak is None or leak.mean is None else in_db(leak.mean)
 
 
 @dataclass(frozen=True)

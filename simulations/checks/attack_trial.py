@@ -15,6 +15,7 @@ from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.images import DECODERS
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
 from fedgauge.client.update import Batch
+from fedgauge.server.store.expected_jobs import expected_updates
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.check_result import CheckFailed, CheckResult, attempt
 from fedgauge.simulations.checks.remedies import remedy, sentence
@@ -173,18 +174,17 @@ class StandInTrial:
 
 def _estimate(scenario: Scenario, costs: dict[str, Cost]) -> str:
     """Time and memory of the whole audit, from the trials of single searches."""
-    plan, protocol, workers = scenario.plan, scenario.protocol, scenario.audit.workers
-    first = next(iter(real(scenario)), None)
-    observed = {
-        round: len(plan.targets(round, [group[0] for group in protocol.groups(round)], first))
-        for round in range(1, protocol.rounds + 1)
-    }
-    updates = sum(observed.values())
-    together = min(plan.wave, max(observed.values(), default=0))
+    plan, workers = scenario.plan, scenario.audit.workers
+    kinds, first = expected_updates(scenario, range(1, scenario.protocol.rounds + 1)), real(scenario)[0].name
+    observed = [(n, by_attack[first]) for n, by_attack in kinds]
+    updates, waves = (
+        sum(n * each for n, each in of) for of in (observed, [(n, -(-c // plan.wave)) for n, c in observed])
+    )
+    together = min(plan.wave, max(count for _, count in observed))
     seconds, most = 0.0, 0
     for planned in real(scenario):
         if planned.name in costs:
-            cost, waves = costs[planned.name], sum(-(-count // plan.wave) for count in observed.values())
+            cost = costs[planned.name]
             whole = updates * cost.seconds
             seconds += whole if planned.budget.seconds is None else min(whole, waves * planned.budget.seconds)
             most = max(most, together * planned.budget.restarts * cost.bytes)

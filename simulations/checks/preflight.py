@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.gaussian_prior import class_means
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.limits import bayes_limit, known_noise
+from fedgauge.attacks.limits import bayes_limit, noise_is_known
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.limit import area, detectability, power
 from fedgauge.attacks.membership.measured import MEMBER
@@ -32,6 +32,7 @@ from fedgauge.client.collusion import tolerance
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.vision import layer_parameters
+from fedgauge.client.pairing import in_db, one_to_one
 from fedgauge.client.rng import generator
 from fedgauge.client.training import evaluated
 from fedgauge.client.transforms import is_identity
@@ -47,8 +48,9 @@ STAND_INS = 8  # clients, with batches of auxiliary images
 STRONG = 8.0  # epsilon of a record, up to which the guarantee means something
 FAINT = 0.05  # true positives at 1 % false positives, up to which membership hardly shows
 TESTED = 512  # auxiliary images on which the mean image is measured
-NO_SEARCH = "without noise of a known density nothing limits a search: measure it with fedgauge run, then fedgauge gate"
-NOT_BEFORE_TRAINING = f"not estimated before training, or not for such a chain; {NO_SEARCH.partition(': ')[2]}"
+MEASURE = "measure it with fedgauge run, then fedgauge gate"
+NO_SEARCH = f"without noise of a known density nothing limits a search: {MEASURE}"
+NOT_BEFORE_TRAINING = f"not estimated before training, or not for such a chain; {MEASURE}"
 Severity = Literal["leaks", "weak", "unknown", "note", "holds"]
 _STYLES: Mapping[Severity, str] = {
     "leaks": "bold red",
@@ -234,7 +236,7 @@ class _Probe:
             weight, bias = (self.wave.update[of][k].double() for of in layer_parameters(name))
             rows = known.pixels((weight / bias[:, None])[bias != 0].view(-1, *known.shape)).flatten(1)
             errors = torch.cdist(batch.x.double().flatten(1), rows).square() / math.prod(known.shape)
-            shares.append(float((errors < 10 ** (-PSNR_CAP / 10)).any(1).double().mean()) if len(rows) else 0.0)
+            shares.append(one_to_one(errors < 10 ** (-PSNR_CAP / 10)) / len(batch.y))
         return sum(shares) / len(shares)
 
     def _trained_on(self) -> list[Batch]:
@@ -325,7 +327,7 @@ class _Probe:
 
     def _limit(self) -> PreflightFinding:
         floor = self._class_mean_image()
-        if known_noise(self.fed.as_seen(self.fed.chain, self.members)) is None:
+        if not noise_is_known(self.fed):
             return PreflightFinding(
                 "weak",
                 "no limit: the chain declares no noise of a known density, so only the cost of a search stops an "
@@ -337,10 +339,10 @@ class _Probe:
             mse = bayes_limit(known, self.params, self.auditor.priors, generator(self.auditor.seed, "preflight"))
         except ValueError as error:
             return PreflightFinding("note", f"no limit: {error}")
-        limit = -10 * math.log10(mse)
+        limit = in_db(mse)
         reached = self.measured.get("psnr", Measurement(None, "")).value
         words = "the limit of one round, an estimate for Gaussian images, or what is reached without any search, if that is more"
-        value = min(PSNR_CAP, limit if reached is None else max(limit, reached))
+        value = limit if reached is None else min(PSNR_CAP, max(limit, reached))
         self.measured["psnr"] = Measurement(value, words, estimated=True)
         words = (
             f"limit of one round, an estimate for Gaussian images: {decibel(limit)} dB as the PSNR of the mean error; "
@@ -384,7 +386,7 @@ class _Probe:
         """The PSNR of the mean squared error of each class's mean auxiliary image, over auxiliary images."""
         some = Batch(*(t[:TESTED] for t in self.auditor.auxiliary))
         error = (class_means(self.auditor.auxiliary, some.y) - some.x).square().mean()
-        return float(-10 * error.clamp_min(10 ** (-PSNR_CAP / 10)).log10())
+        return in_db(float(error))
 
     def _epsilon(self) -> PreflightFinding:
         rounds = {client: self.fed.protocol.rounds for client in range(self.fed.protocol.clients)}

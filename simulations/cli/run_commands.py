@@ -13,14 +13,12 @@ from typing import get_args
 from rich.console import Console
 
 from fedgauge.attacks.base import Status
-from fedgauge.attacks.limits import known_noise
-from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.scenario import Scenario, component_of, with_canaries
+from fedgauge.server.store.scenario import Scenario, component_of, plan_of
 from fedgauge.server.store.tester_truth import TesterTruth
 from fedgauge.server.views.participation import app_clients, other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
@@ -267,10 +265,4 @@ def _extra_plan(options: argparse.Namespace, scenario: Scenario) -> AttackPlan:
     plan = {k: v if v is not None else getattr(scenario.plan, k) for k, v in chosen.items()}
     if plan["rounds"] is None:
         given["every"] = scenario.plan.every
-    limits = scenario.protocol.rounds, scenario.protocol.clients
-    options_ = {**given, **{k: list(v) for k, v in plan.items() if v is not None}}
-    modality = type(modality_of(scenario.federation.shards.dataset))
-    noisy = known_noise(scenario.federation.chain) is not None
-    return AttackPlan.from_tables(
-        tables, options_, *limits, modality=modality, canaries=with_canaries(scenario.protocol), noisy=noisy
-    )
+    return plan_of(tables, {**given, **{k: list(v) for k, v in plan.items() if v is not None}}, scenario.federation)

@@ -10,12 +10,12 @@ import numpy as np
 
 from fedgauge.attacks.grading.scores import attack_of
 from fedgauge.attacks.modality.registry import modality_of
+from fedgauge.server.store.expected_jobs import expected_jobs
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import DeviceUse
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.outcomes import device_shares
-from fedgauge.server.views.overview import jobs_of_remaining_rounds
 from fedgauge.server.views.reading import LedgerReading
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
@@ -212,7 +212,7 @@ class RunProgress(LedgerReading):
         """All jobs that the plan expects, including those of rounds not yet trained, if every client takes part."""
         if not self.coming or not self.scenario.audit.curious:
             return self.progress.total
-        return self.progress.total + jobs_of_remaining_rounds(self.scenario, max(self.round, self._newest))
+        return self.progress.total + expected_jobs(self.scenario, max(self.round, self._newest))
 
     @property
     def _over(self) -> int:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedgauge.attacks.modality.base import MainMetric, Modality
 from fedgauge.attacks.modality.registry import modality_of
+from fedgauge.server.store.pictures import reconstruction
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.tape import TapeError
 from fedgauge.server.views.formatting import in_unit
 from fedgauge.server.views.roles import is_attack
 from fedgauge.simulations.live import thumbnails
@@ -275,10 +275,10 @@ class LiveDisplay(View):
         if self.run_progress.best is None:
             return []
         attack, round, hit = self.run_progress.best
-        try:
-            guess = self.run.read_reconstruction(round, hit.client, attack)["x"][hit.example]
-        except (TapeError, LookupError):  # somebody else's file may hold less than its scores say
+        found = reconstruction(self.run, round, hit.client, attack)
+        if isinstance(found, str) or hit.example >= len(found.get("x", ())):  # somebody else's file may hold less
             return []
+        guess = found["x"][hit.example]
         if self.run_progress.ledger.deployed:
             return [guess]
         return [self.run_progress.scenario.federation.batch_at(hit.client, round).x[hit.example], guess]

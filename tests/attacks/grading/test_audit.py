@@ -305,6 +305,27 @@ def test_pairing_moves_the_labels_with_the_images(
     assert rows_of(outcome.rows, "mean_image", "label_accuracy") == [1.0]
 
 
+def test_pixels_outside_their_range_are_graded_as_a_client_would(
+    make_federation: Make, observe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In [0, 1], where every private pixel lies: at home and here the same scores; what is not finite stays ungraded."""
+    from fedgauge.attacks.grading.baselines import mean_image
+
+    fed = make_federation(data={"batch_size": 1})
+    x = torch.where(fed.batch_at(0, 1).x > 0.5, 3.0, -2.0)
+
+    def graded(x: Tensor) -> tuple[Tensor | None, list[float | None]]:
+        found = [Reconstruction(x, None, 0.0, 1, 0.0, "converged")]
+        monkeypatch.setattr(mean_image, "reconstruct", lambda *_: found)
+        (outcome,) = Auditor(fed).audit(planned("mean_image"), observe(fed, (0,)))
+        return outcome.reconstruction.x, rows_of(outcome.rows, "mean_image", "psnr")
+
+    kept, values = graded(x)
+    assert kept is not None and torch.equal(kept, x.clamp(0, 1))
+    assert values == graded(x.clamp(0, 1))[1] and values[0] is not None and values[0] > 5
+    assert graded(torch.full_like(x, math.inf))[1] == [None]
+
+
 def test_a_failed_attack_is_counted(make_federation: Make, observe: Make) -> None:
     fed = make_federation(data={"batch_size": 2})
     (outcome,) = Auditor(fed).audit(planned("analytic"), observe(fed, (0,)), others={0: 1})

@@ -31,6 +31,7 @@ from fedgauge.client.mods import as_mod
 from fedgauge.client.protocol import Protocol
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.secure_sum import PairwiseMasking, Record, SecureSumResult
+from fedgauge.server.store.scenario import plan_of
 
 pytestmark = pytest.mark.usefixtures("identity")
 
@@ -445,6 +446,10 @@ def test_sums_of_signs_and_of_masked_entries_have_no_closed_form(make_federation
     fed = make_federation(**EIGHT, chain=[SGD, {"use": last, **keep}], secure_sum={"group": 4})
     assert fed.chain.update_distribution is not None
     assert fed.as_seen(fed.chain, 4).update_distribution is None
+    noise = {"use": "gaussian", "sigma": 0.3}
+    noisy = make_federation(**EIGHT, chain=[SGD, noise, {"use": last, **keep}], secure_sum={"group": 4})
+    plan = plan_of([{"use": "inverting_gradients"}], {}, noisy)
+    assert not [p for p in plan.attacks if p.is_limit or p.tune != "off"], "no limit, and nothing to tune to"
 
 
 def test_groups_are_of_consecutive_clients_or_drawn_anew_in_each_round(make_federation: MakeFederation) -> None:

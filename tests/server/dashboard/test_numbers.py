@@ -18,6 +18,7 @@ from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.client.inspection.policy import REASON
 from fedgauge.defenses.accounting import spent
 from fedgauge.server.dashboard.web import make_app
+from fedgauge.server.store.expected_jobs import expected_jobs
 from fedgauge.server.store.ledger_types import DeviceUse, Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
@@ -25,7 +26,7 @@ from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare, differences
 from fedgauge.server.views.intervals import guessed_labels
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.overview import jobs_of_remaining_rounds, progress
+from fedgauge.server.views.overview import progress
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_baseline
 from fedgauge.server.views.scores import Scores
@@ -348,17 +349,37 @@ def test_differences_name_each_setting_by_its_place() -> None:
     assert same == 4
 
 
-@pytest.mark.parametrize("audit", [{}, {"every": 3}, {"rounds": [2, 5, 6], "clients": [1, 2]}], ids=str)
+def test_a_reason_stays_one_part_of_a_card_whatever_its_words(
+    tmp_path: Path, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run]
+) -> None:
+    run = make_taped(tmp_path / "run", make_scenario(rounds=1))
+    with run.ledger() as ledger:
+        ledger.set_grading({"inverting_gradients": "not graded: no; not today"})
+    with closing(Reading(run)) as reading, reading.now():
+        (parts,) = [row["parts"] for row in reading.attacks if row["name"] == "inverting_gradients"]
+    assert len(parts) > 2 and parts[-1] == "not graded: no; not today"
+
+
+@pytest.mark.parametrize(
+    ("audit", "more"),
+    [
+        ({}, {}),
+        ({"every": 3}, {}),
+        ({"rounds": [2, 5, 6], "clients": [1, 2]}, {}),
+        ({}, {"clients": 4, "secure_sum": {"group": 2}}),
+    ],
+    ids=str,
+)
 def test_the_jobs_of_the_rounds_to_come_are_those_of_each(
-    make_scenario: Callable[..., Scenario], monkeypatch: pytest.MonkeyPatch, audit: dict[str, Any]
+    make_scenario: Callable[..., Scenario], monkeypatch: pytest.MonkeyPatch, audit: dict[str, Any], more: dict[str, Any]
 ) -> None:
     """And are counted at once, however many rounds there are."""
-    chosen = make_scenario(rounds=9, audit={"executor": "local", **audit})
-    plan, seen = chosen.plan, range(chosen.protocol.clients)
+    chosen = make_scenario(rounds=9, audit={"executor": "local", **audit}, **more)
+    plan, seen = chosen.plan, [group[0] for group in chosen.protocol.groups(1)]
     each = sum(len(plan.targets(r, seen, planned)) for r in range(3, 10) for planned in plan.attacks)
     asked: list[int] = []
     real = type(plan).targets
     monkeypatch.setattr(type(plan), "targets", lambda *of: asked.append(1) or real(*of))
-    assert jobs_of_remaining_rounds(chosen, 2) == each > 0
-    assert jobs_of_remaining_rounds(chosen, 9) == 0
-    assert jobs_of_remaining_rounds(chosen, 2, 2000) >= each and len(asked) <= 4 * len(plan.attacks)
+    assert expected_jobs(chosen, 2) == each > 0
+    assert expected_jobs(chosen, 9) == 0
+    assert expected_jobs(chosen, 2, 2000) >= each and len(asked) <= 4 * len(plan.attacks)

@@ -114,6 +114,8 @@ def test_the_estimate_is_the_sum_over_updates_limited_by_the_budgets_seconds() -
     told = attack_trial._estimate(planned, costs)
     assert told.startswith("about 3 min of attacks on 12 updates by 2 workers, 12 MB"), "3 updates x 2 MB x 2 workers"
     assert told.endswith("gi_gip not counted")
+    some = scenario({"use": "dlg", "iterations": 10}, strategy={"use": "FedAvg", "fraction_train": 0.4})
+    assert "on 4 updates" in attack_trial._estimate(some, costs), "one of three clients in each of four rounds"
 
 
 def test_sentences_are_tried_too() -> None:

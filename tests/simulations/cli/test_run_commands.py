@@ -2,14 +2,16 @@
 
 import json
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from fedgauge.attacks.plan import AttackPlan
+from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan
 from fedgauge.client.federation import Federation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.cli import run_commands
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.cli.run_summary import next_step
 from fedgauge.simulations.run.create import cards, new_run
@@ -33,6 +35,16 @@ def test_the_audit_goes_on_where_it_stopped_and_adds_attacks(taped: Run, capsys:
     assert "'short'" in capsys.readouterr().err
     assert main(["audit", str(taped.folder), "--attack", "magic"]) == 2
     assert "dlg" in capsys.readouterr().err
+
+
+def test_an_attack_added_later_is_planned_as_the_scenario_plans_it() -> None:
+    """With the limits that a known noise gives, tuned to it, and with the same baselines."""
+    noisy = [{"use": "gaussian", "sigma": 0.1}, *TABLES["chain"]]
+    asked = [{"use": "membership"}, {"use": "inverting_gradients"}]
+    scenario = Scenario.from_tables({**TABLES, "chain": noisy, "attack": asked})
+    options = Namespace(attack=["membership", "inverting_gradients"], rounds=None, clients=None)
+    assert MEMBERSHIP_LIMIT in {planned.name for planned in scenario.plan.attacks}
+    assert run_commands._extra_plan(options, scenario) == scenario.plan
 
 
 def test_a_damaged_tape_file_is_named_and_the_rest_goes_on(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:

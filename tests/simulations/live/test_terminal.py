@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -112,6 +113,17 @@ def test_the_truth_stands_beside_its_reconstruction(looking: RunProgress, attack
                 assert (want.color, want.bgcolor) == (got.color, got.bgcolor)
     said = f"round {round}, client {hit.client}, example 0: {hit.value:.1f} dB"
     assert any(line.plain.endswith(said) or said in line.plain for line in lines)
+
+
+def test_a_file_that_a_tester_graded_is_shown_by_its_examples(looking: RunProgress, attacked: Run) -> None:
+    """Its reconstructions stay in the attack's order, and it names the example of each."""
+    assert looking.best is not None
+    attack, round, hit = looking.best
+    before = drawn(looking, attacked, 140, 45)
+    x = attacked.read_reconstruction(round, hit.client, attack)["x"]
+    kept = {"x": torch.cat([1 - x, x]), "example": torch.tensor([1, 0])}
+    attacked.write_reconstruction(round, hit.client, attack, kept)
+    assert drawn(looking, attacked, 140, 45) == before
 
 
 def test_the_picture_carries_the_ledgers_numbers(looking: RunProgress, attacked: Run) -> None:

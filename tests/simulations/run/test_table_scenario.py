@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 
 from fedgauge.attacks.effort import attacks_by_effort
+from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.client.components import SpecError
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
+from fedgauge.server.pool.tester_grading import _grade
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_types import Ungraded, comparable
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gallery import Gallery, Query
@@ -58,6 +62,11 @@ def test_attacks_on_images_are_refused() -> None:
         Scenario.load(QUICKSTART, ['attack=[{use="inverting_gradients"}]'])
 
 
+def as_graded(ledger: Ledger) -> set[tuple[object, ...]]:
+    columns = ("client", "attack", "example", "metric", "value")
+    return {tuple(row[c] for c in columns) for row in ledger.scores() if row["metric"] != MEMBER}
+
+
 @pytest.mark.slow
 def test_page_and_report_show_rows_side_by_side_and_both_kinds_of_leak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -81,6 +90,20 @@ def test_page_and_report_show_rows_side_by_side_and_both_kinds_of_leak(
         assert len(card["truth_words"]) == 10
         assert tiles["spear"]["words"] == tuple((word, "right") for word in card["truth_words"]), tiles["spear"]["note"]
     assert {("tableak", "sure_categories"), ("mode_row", "cells"), ("membership", MEMBER)} <= scores
+    with (
+        run.ledger() as ledger_
+    ):  # a tester who hands in the same rows gets the simulation's scores, those of the surest cells too
+        fed, before = run.scenario().federation, as_graded(ledger_)
+        query = "SELECT j.id, name attack, round, client, other FROM jobs j JOIN attacks a ON a.id = attack_id"
+        every = [Ungraded(**row, status="converged", seconds=0.0, open=False) for row in ledger_._db.execute(query)]
+        jobs = [
+            job
+            for job in comparable(every, run.scenario().protocol)
+            if run.reconstruction(1, job.client, job.attack).exists()
+        ]
+        truth = {(1, client): fed.batch_at(client, 1) for client in range(2)}
+        assert {_grade(run, ledger_, Auditor(fed).grader, job, truth, 2) for job in jobs} == {""}
+        assert as_graded(ledger_) == before
     assert found.word == "leaks" and "cells right" in found.sentence and "membership" in found.sentence
     report = write_report(run).read_text()
     assert "Private rows and their reconstructions" in report and "schooling" in report
