@@ -171,7 +171,7 @@ class Reading(LedgerReading):
         touched = super().read()
         if "rounds" in self.meta:  # a user's own app decides by itself how many it trains
             self.tables["rounds"] = int(self.meta["rounds"])
-        self.attacks = [{**row, "parts": _parts(row)} for row in self.ledger.attacks()]
+        self.attacks = [{**row, "parts": _parts(row)} for row in map(dict, self.ledger.attacks())]
         deployed = self.ledger.deployed
         for o in self.ledger.observations_since(self._seen + 1):
             self._seen = o["round"]
