@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -84,8 +85,8 @@ class Columns:
     @cached_property
     def slices(self) -> tuple[slice, ...]:
         """The entries of each column."""
-        ends = torch.tensor([0, *(c.entries for c in self)]).cumsum(0).tolist()
-        return tuple(slice(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True))
+        ends = list(accumulate((c.entries for c in self), initial=0))
+        return tuple(slice(a, b) for a, b in pairwise(ends))
 
     @property
     def entries(self) -> int:
@@ -105,12 +106,13 @@ class Columns:
 
     @staticmethod
     def _of(column: Column, own: float, share: object, plain: float = 0.0) -> Tensor:
+        # on the CPU also where a network is built without values: they are kept for the one that gets values
         if column.numeric:
-            return torch.tensor([own] + [plain] * column.optional, dtype=torch.float64)
+            return torch.tensor([own] + [plain] * column.optional, dtype=torch.float64, device="cpu")
         if not column.shares:
-            return torch.full((column.entries,), plain, dtype=torch.float64)
+            return torch.full((column.entries,), plain, dtype=torch.float64, device="cpu")
         assert callable(share)
-        return torch.tensor([share(p) for p in column.shares], dtype=torch.float64)
+        return torch.tensor([share(p) for p in column.shares], dtype=torch.float64, device="cpu")
 
     @cached_property
     def tolerance(self) -> Tensor:

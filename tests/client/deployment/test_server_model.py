@@ -20,6 +20,7 @@ from torch import nn
 
 from fedgauge.client.app import REFUSED, app
 from fedgauge.client.components import resolve
+from fedgauge.client.data.tables import census
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.server_model import BIG_NUMBER, NOT_BUILT, TOO_LARGE, build_servers_model
@@ -27,7 +28,7 @@ from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.deployment.terms import NO_FILE, RequestRefused
 from fedgauge.client.local_data import may_download
 from fedgauge.client.models.bounds import SizeBound, TooLarge
-from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE
+from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE, build_model
 from fedgauge.client.models.tokenizer import model_place, wordpiece
 from tests.client.deployment.conftest import SERVERS, SGD, Write, terms
 
@@ -406,3 +407,13 @@ def test_within_a_gibibyte_every_size_is_answered() -> None:
         [sys.executable, "-c", IN_A_PROCESS], capture_output=True, text=True, timeout=900, cwd=Path(__file__).parents[3]
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("use", ["embedding_mlp", "ft_transformer"])
+def test_a_network_of_tables_is_built_as_in_a_simulation(use: str) -> None:
+    """Its size was asked without values first, in which the places of the columns could not be computed."""
+    built = build_servers_model({"use": use}, dict(census().offered), 3, 2**20)
+    usual = build_model({"use": use}, "[model]", dict(census().offered), 3)
+    own, theirs = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (built, usual))
+    assert own.keys() == theirs.keys()
+    assert all(torch.equal(own[name], t) for name, t in theirs.items())
