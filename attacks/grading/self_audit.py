@@ -48,9 +48,9 @@ class invert_own(SelfAudit):
             raise ValueError(result.reason)
         main = modality_of(own.shards.dataset).main
         values = [r.value for r in audited.rows if r.metric == main.metric and r.value is not None]
-        if not values:
+        if (worst := main.leakiest(values, float)) is None:
             raise ValueError(f"the attack left no {main.private}s")
-        return max(values)
+        return worst
 
     def limit(self, own: Federation) -> tuple[float, str]:
         main = modality_of(own.shards.dataset).main

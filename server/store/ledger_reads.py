@@ -103,14 +103,15 @@ class LedgerReads(LedgerFile):
         return {row["name"]: planned_of(row["planned"], self.path) for row in self.attacks()}
 
     def best_so_far(self) -> float | None:
-        """The highest main metric that an attack has reached, baselines and limits left out; None before the first."""
+        """The main metric that leaks most of what an attack has reached, baselines and limits left out; None before the first."""
         others = (*BASELINES, *LIMITS)
+        main = self.modality.main
         query = (
-            "SELECT max(s.value) best FROM scores s JOIN jobs j ON j.id = s.job_id"
+            f"SELECT {'max' if main.higher_is_better else 'min'}(s.value) best FROM scores s JOIN jobs j ON j.id = s.job_id"
             " JOIN attacks a ON a.id = j.attack_id WHERE s.metric = ? AND s.attack = a.name"
             f" AND s.value IS NOT NULL AND a.name NOT IN ({', '.join('?' * len(others))})"
         )
-        best: float | None = self._db.execute(query, (self.modality.main.metric, *others)).fetchone()["best"]
+        best: float | None = self._db.execute(query, (main.metric, *others)).fetchone()["best"]
         return best
 
     def scores(self, metric: str | None = None) -> Iterator[sqlite3.Row]:

@@ -17,7 +17,7 @@ from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.pictures import SMALL, png, reconstruction
 from fedgauge.server.views import formatting
 from fedgauge.server.views.intervals import Floats, Ints
-from fedgauge.server.views.reading import Reading, most_examples
+from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, planned_attacks
 from fedgauge.server.views.scores import Scores
 
@@ -43,7 +43,11 @@ class Query:
 
 @dataclass(frozen=True, eq=False)
 class AttackedExamples:
-    """The attacked examples, as columns (N,): where they are, and the attacks' best value (NaN: none)."""
+    """The attacked examples, as columns (N,): where they are, and how much leaked at most.
+
+    Args:
+        strength: larger for more leakage: the attacks' best value, negative where a lower one leaks more; NaN: none.
+    """
 
     round: Ints
     client: Ints
@@ -186,29 +190,21 @@ class Gallery:
     def attacked(self, attack: str | None = None) -> AttackedExamples:
         """Every attacked example, by one attack or by any, in order."""
         rows = self.scores if attack is None else self.scores.of_attack(attack)
-        whole = rows.example == WHOLE_BATCH
+        whole, main = rows.example == WHOLE_BATCH, rows.measure
         lost = rows.where(whole)  # stands for each example of its batch
-        sizes = [self._batch(key) for key in zip(lost.round.tolist(), lost.client.tolist(), strict=True)]
+        sizes = list(map(self.reading.size_of, lost.round.tolist(), lost.client.tolist()))
         places = np.concatenate([np.arange(size) for size in sizes]) if sizes else lost.example
         columns = [
             np.concatenate([rows.round[~whole], np.repeat(lost.round, sizes)]),
             np.concatenate([rows.client[~whole], np.repeat(lost.client, sizes)]),
             np.concatenate([rows.example[~whole], places]),
-            np.concatenate([rows.value[~whole], np.full(len(places), np.nan)]),
+            np.concatenate([main.sign * rows.value[~whole], np.full(len(places), np.nan)]),
         ]
         keys, place = np.unique(np.stack(columns[:3]), axis=1, return_inverse=True)
         strength = np.full(keys.shape[1], np.nan)
         np.fmax.at(strength, place, columns[3])
         rounds, clients, examples = keys
         return AttackedExamples(rounds, clients, examples, strength)
-
-    def _batch(self, key: tuple[int, int]) -> int:
-        """How many examples a client's update stands for; in a user's own app as many as the attacker takes it for."""
-        if self.reading.ledger.foreign:
-            if (truth := self.reading.tester_truth(*key)) is not None:
-                return len(truth.y)
-            return most_examples(self.reading.tables)
-        return self.reading.sizes.get(key, 1)
 
     def page(self, query: Query) -> dict[str, Any]:
         """The cards that a query asks for, and the values that its filters may have."""
@@ -356,6 +352,7 @@ class Gallery:
 def worst_cases(gallery: Gallery, count: int) -> list[dict[str, Any]]:
     """The private examples that came back best, each once and as the attack that brought it back best; none without a value."""
     everything = gallery.reading.view(("attacked", None), gallery.attacked)
+    main = gallery.reading.scores.measure
     best = gallery._sorted(everything.where(~np.isnan(everything.strength)), "leak")
     found: dict[tuple[int, ...], dict[str, Any]] = {}
     for round, client, example in best:
@@ -363,8 +360,9 @@ def worst_cases(gallery: Gallery, count: int) -> list[dict[str, Any]]:
         key = (client, rows[example]) if example < len(rows) else (round, client, example)
         if key not in found:
             card = asdict(gallery.card(round, client, example))
-            values = [math.inf if tile["exact"] else tile["value"] or -math.inf for tile in card["tiles"]]
-            found[key] = {**card, "tiles": [card["tiles"][int(np.argmax(values))]]}
+            tiles = [tile for tile in card["tiles"] if tile["exact"] or tile["value"] is not None]
+            tile = main.leakiest(tiles, lambda tile: math.inf if tile["exact"] else tile["value"])
+            found[key] = {**card, "tiles": [tile]}
         if len(found) == count:
             break
     return list(found.values())

@@ -12,6 +12,7 @@ from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints, Rate, clustered_interval
+from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores, capped
 
 
@@ -44,6 +45,13 @@ class Leak:
     high: float | None
     clusters: int
     ungraded: int = 0
+
+    @property
+    def worst(self) -> float | None:
+        """The worst case as it is drawn: capped; None of a rate, and of a baseline or limit, from which no client suffers."""
+        if self.best is None or MEASURED[self.metric].rate or not is_attack(self.attack):
+            return None
+        return float(capped(self.metric, np.array(self.best)))
 
     @property
     def cluster(self) -> str:

@@ -157,7 +157,7 @@ def _names(rows: Scores) -> list[str]:
 
 def _told(metric: str, rows: Scores, at_rate: Scores, attack: str, tests: int) -> ToldMembers:
     own = rows.of_attack(attack)
-    chance = PairedDifference("chance", own.value, own.value - CHANCE, own.client)
+    chance = PairedDifference("chance", own.value, np.full(len(own), CHANCE), own.client)
     gain = min(filter(None, (paired(rows, attack), chance)), key=lambda g: float(g.differences.mean()))
     difference = gain.interval(tests)
     hits = at_rate.of_attack(attack)
@@ -170,7 +170,7 @@ def _told(metric: str, rows: Scores, at_rate: Scores, attack: str, tests: int) -
         baseline=gain.baseline,
         area=float(own.value.mean()),
         interval=clustered_interval(own.value, own.client, whole=1.0),
-        floor=float((gain.own - gain.differences).mean()),
+        floor=float(gain.floor.mean()),
         more_than_guessed=difference[0] if difference else None,
         hits=Rate(round(float(hits.value.sum())), len(hits)) if len(hits) else None,
         hits_by_luck=_luck(alone),

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, TypeGuard
 
 from fedgauge.attacks.limits import noise_is_known
-from fedgauge.attacks.modality.registry import MEASURED, modality_of
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND, ERROR_LIMITS, describe
 from fedgauge.server.store import run_files
 from fedgauge.server.store.expected_jobs import expected_jobs
@@ -170,7 +170,7 @@ def series(metric: str, leaks: Sequence[Leak], order: Sequence[str]) -> list[dic
             "mean": [rounded(leak.mean) for leak in own],
             "low": [rounded(formatting.interval_label(leak)[0]) for leak in own],
             "high": [rounded(formatting.interval_label(leak)[1]) for leak in own],
-            "best": [rounded(formatting.plotted_value(metric, leak.best)) for leak in own if _has_worst_case(leak)],
+            "best": [rounded(leak.worst) for leak in own if leak.worst is not None],
             "hover": [formatting.point_label(leak) for leak in own],
         }
         for attack in order
@@ -178,13 +178,9 @@ def series(metric: str, leaks: Sequence[Leak], order: Sequence[str]) -> list[dic
     ]
 
 
-def _has_worst_case(leak: Leak) -> bool:
-    return not MEASURED[leak.metric].rate and is_attack(leak.attack)
-
-
 def success(reading: Reading) -> list[dict[str, Any]]:
     """For each attack and baseline, the fraction of the examples that reaches each PSNR."""
-    return success_series(success_curve(reading.scores, reading.ledger, reading.sizes))
+    return success_series(success_curve(reading.scores, reading.ledger, reading.size_of))
 
 
 def membership(reading: Reading) -> dict[str, Any]:

@@ -212,6 +212,13 @@ class Reading(LedgerReading):
         rows = self.view("objectives", lambda: self.ledger.objectives())
         return self.view("by objective", lambda: {(r["round"], r["client"], r["attack"]): r["value"] for r in rows})
 
+    def size_of(self, round: int, client: int) -> int:
+        """How many examples a client's update stands for; in a user's own app as many as the attacker takes it for."""
+        if self.ledger.foreign:
+            truth = self.tester_truth(round, client)
+            return most_examples(self.tables) if truth is None else len(truth.y)
+        return self.sizes.get((round, client), 1)
+
     def tester_truth(self, round: int, client: int) -> Batch | None:
         """The truth that a tester has handed in; None if there is none, or this machine no longer has it."""
         if "truth" not in self.meta:

@@ -172,8 +172,15 @@ class PairedDifference:
 
     baseline: str
     own: Floats
-    differences: Floats
+    floor: Floats
     clients: Ints
+    sign: int = 1
+
+    @property
+    def differences(self) -> Floats:
+        """How much more leaks than by the baseline; negative where less does."""
+        gained: Floats = self.sign * (self.own - self.floor)
+        return gained
 
     def interval(self, attacks: int) -> tuple[float, float] | None:
         """95 % for as many attacks together."""
@@ -189,7 +196,7 @@ def paired(graded: Scores, attack: str) -> PairedDifference | None:
         floor = capped(metric, values_of(graded.of_attack(baseline), own.example_keys()))
         both = ~np.isnan(floor)
         if both.any():
-            gains.append(PairedDifference(baseline, values[both], values[both] - floor[both], own.client[both]))
+            gains.append(PairedDifference(baseline, values[both], floor[both], own.client[both], MEASURED[metric].sign))
     return min(gains, key=lambda g: float(g.differences.mean()), default=None)
 
 

@@ -1,7 +1,7 @@
 """How many of the attacked examples come back at each level or better, and what came back that nobody graded."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -19,14 +19,14 @@ from fedgauge.server.views.scores import Scores
 THRESHOLDS = tuple(range(10, 61))  # dB
 
 
-def success_curve(scores: Scores, ledger: Ledger, sizes: Mapping[tuple[int, int], int]) -> dict[str, list[Rate]]:
+def success_curve(scores: Scores, ledger: Ledger, size_of: Callable[[int, int], int]) -> dict[str, list[Rate]]:
     """For each attack and baseline, how many of all attacked examples reach each PSNR of THRESHOLDS; failures do not.
 
     What clients did not grade counts neither way: an attack of which they graded nothing has no curve, and if they graded
     nothing at all there are no curves. There are none for text, whose thresholds would differ.
 
     Args:
-        sizes: how many examples an update is of, by round and client.
+        size_of: how many examples an update is of, by round and client.
     """
     if scores.measure != ImageModality.main:
         return {}
@@ -40,7 +40,7 @@ def success_curve(scores: Scores, ledger: Ledger, sizes: Mapping[tuple[int, int]
             continue
         rows = rows.where(~rows.ungraded)
         whole = rows.where(rows.example == WHOLE_BATCH)  # a batch lost as a whole: each of its examples
-        lost = sum(sizes.get((int(r), int(c)), 1) - 1 for r, c in zip(whole.round, whole.client, strict=True))
+        lost = sum(map(size_of, whole.round.tolist(), whole.client.tolist())) - len(whole)
         n = len(rows) + lost
         curve[attack] = [Rate(int((rows.value >= t).sum()), n) for t in THRESHOLDS]
     return curve

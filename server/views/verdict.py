@@ -143,7 +143,10 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
     interval = gain.interval(attacks)
     interval_of_rates = more_often.interval(attacks) if more_often else None
     keys = own.example_keys()
-    highest = np.fmax.reduce([values_of(main.of_attack(b), keys) for b in rivals_of(attack)])  # NaN: none is graded
+    sign = main.measure.sign
+    highest = np.fmax.reduce(
+        [sign * values_of(main.of_attack(b), keys) for b in rivals_of(attack)]
+    )  # NaN: none is graded
     hit = values_of(identified.of_attack(attack), keys)
     guesses = np.stack([values_of(identified.of_attack(b), keys) for b in rivals_of(attack)])
     rivals = (~np.isnan(guesses)).sum(0)
@@ -156,7 +159,7 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
         low=interval[0] if interval else None,
         high=interval[1] if interval else None,
         reached=float(gain.own.mean()),
-        floor=float((gain.own - gain.differences).mean()),
+        floor=float(gain.floor.mean()),
         identified=_rate_of(identified.of_attack(attack)),
         floor_identified=_rate_of(identified.of_attack(more_often.baseline)) if more_often else None,
         identified_more_often=interval_of_rates[0] if interval_of_rates else None,
@@ -164,7 +167,7 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
         if graded.any()
         else 1.0,
         identified_clients=len(np.unique(own.client[hit == 1])),
-        exposed=int(((own.value >= highest + main.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
+        exposed=int(((sign * own.value >= highest + main.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
         n=len(own),
         clusters=len(np.unique(gain.clients)),
         attacks=attacks,

@@ -169,7 +169,8 @@ class RunProgress(LedgerReading):
         newest = max((r for a, r in self.fresh if is_attack(a) and self.cells[a, r].best), default=None)
         candidates = {a: c.best for (a, r), c in self.cells.items() if r == newest and is_attack(a) and c.best}
         if newest is not None:
-            attack = max(candidates, key=lambda a: candidates[a].value)
+            attack = self.measure.leakiest(candidates, lambda a: candidates[a].value)
+            assert attack is not None  # the newest round has one
             self.best = (attack, newest, candidates[attack])
 
     @property
@@ -187,8 +188,9 @@ class RunProgress(LedgerReading):
         return {r: c.mean for (a, r), c in self.cells.items() if a == attack and c.mean is not None}
 
     def worst_case(self, attack: str) -> float | None:
-        """The highest value that an attack has reached."""
-        return max((c.best.value for (a, _), c in self.cells.items() if a == attack and c.best), default=None)
+        """The value that leaks most of those that an attack has reached."""
+        reached = (c.best.value for (a, _), c in self.cells.items() if a == attack and c.best)
+        return self.measure.leakiest(reached, float)
 
     def floor(self) -> dict[int, float]:
         """Mean of the best baseline by round."""

@@ -272,9 +272,9 @@ def _guard(owner: OwnerConfig) -> str:
         return "none"
     parts = ["entries that are not finite"]
     parts += [] if guard.max_norm is None else [f"a norm above {guard.max_norm:g}"]
-    parts += (
-        [] if guard.audit is None else [f"an example reconstructed by {guard.audit} at {guard.threshold:g} dB or more"]
-    )
+    if guard.audit is not None:  # its unit is that of the data, which the server names
+        level = "the value from which it has leaked" if guard.threshold is None else f"{guard.threshold:g}"
+        parts.append(f"an example reconstructed by {guard.audit} at {level} or more, by the data's main metric")
     return "holds back " + ", or ".join(parts)
 
 

@@ -15,7 +15,6 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.components import SpecError
 from fedgauge.client.files import writing
 from fedgauge.server.store import run_files
@@ -25,8 +24,7 @@ from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.participation import may_have_sent
 from fedgauge.server.views.privacy import Spending
 from fedgauge.server.views.reading import Reading, read_once
-from fedgauge.server.views.roles import is_limit
-from fedgauge.server.views.scores import capped, known_metrics
+from fedgauge.server.views.scores import known_metrics
 from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
 
 if TYPE_CHECKING:
@@ -172,14 +170,9 @@ def _write_rounds(writer: "SummaryWriter", reading: Reading, clock: RoundTimes) 
 
 def _write_leakage(writer: "SummaryWriter", leaks: Sequence[Leak], clock: RoundTimes) -> None:
     for leak in leaks:
-        if leak.round is None or leak.mean is None or leak.best is None:
-            continue
-        _add(writer, f"{leak.metric}/mean", leak.mean, leak.round, clock)
-        if not MEASURED[leak.metric].rate and not is_limit(
-            leak.attack
-        ):  # useless for values of 0 and 1, and for a bound
-            worst = float(capped(leak.metric, np.array(leak.best)))
-            _add(writer, f"{leak.metric}/worst_case", worst, leak.round, clock)
+        if leak.round is not None:
+            _add(writer, f"{leak.metric}/mean", leak.mean, leak.round, clock)
+            _add(writer, f"{leak.metric}/worst_case", leak.worst, leak.round, clock)
 
 
 def _add(writer: "SummaryWriter", tag: str, value: float | None, round: int, clock: RoundTimes) -> None:

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.compare import tradeoff
-from fedgauge.server.views.formatting import interval_label, plotted_value
+from fedgauge.server.views.formatting import interval_label
 from fedgauge.server.views.gallery import Card, Gallery
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak
@@ -49,7 +48,7 @@ class RunResults:
         with read_once(run) as reading:
             gallery, scores = Gallery(reading), reading.scores
             order = attack_order(reading.ledger, {*scores.attacks, *(row["name"] for row in reading.attacks)})
-            curve = success_curve(scores, reading.ledger, reading.sizes)
+            curve = success_curve(scores, reading.ledger, reading.size_of)
             mechanism = mechanism_of(reading)
             return cls(
                 run=run,
@@ -105,16 +104,10 @@ class LeakPoint:
 def leak_points(leaks: Sequence[Leak]) -> list[LeakPoint]:
     """The points of all leaks that have a value."""
     return [
-        LeakPoint(k.attack, k.round or 0, k.mean, _worst_case(k), _interval_of(k), k.clusters)
+        LeakPoint(k.attack, k.round or 0, k.mean, k.worst, _interval_of(k), k.clusters)
         for k in leaks
         if k.mean is not None
     ]
-
-
-def _worst_case(leak: Leak) -> float | None:
-    if MEASURED[leak.metric].rate or not is_attack(leak.attack):
-        return None
-    return plotted_value(leak.metric, leak.best)
 
 
 def _interval_of(leak: Leak) -> tuple[float, float] | None:

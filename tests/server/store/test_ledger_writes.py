@@ -4,6 +4,7 @@ import math
 import random
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,9 @@ def test_scores_are_in_long_format_in_a_stable_order(path: Path) -> None:
         assert {r["example"] for r in ledger.scores("label_accuracy")} == {WHOLE_BATCH}
         assert ledger.progress() == Progress(done=4)
         assert ledger.best_so_far() == 21.0
+        main = replace(ImageModality.main, higher_is_better=False)
+        ledger._modality = type("LowerLeaksMore", (ImageModality,), {"main": main})
+        assert ledger.best_so_far() == 20.0
 
 
 def test_exact_hits_and_missing_values_survive(path: Path) -> None:

@@ -19,7 +19,7 @@ from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, leakage
 from fedgauge.server.views.roles import attack_order, is_baseline, role_of
 from fedgauge.server.views.scores import Scores
-from fedgauge.server.views.strength import RoundLeak, round_table
+from fedgauge.server.views.strength import RoundLeak, paired, round_table
 from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
 from fedgauge.server.views.verdict import Verdict, excesses, verdict
 
@@ -93,7 +93,7 @@ def table_of(ledger: Ledger) -> list[RoundLeak]:
 
 def curve_of(ledger: Ledger) -> dict[str, list[Rate]]:
     sizes = {(o["round"], o["client"]): o["examples"] or 1 for o in ledger.observations()}
-    return success_curve(Scores.read(ledger), ledger, sizes)
+    return success_curve(Scores.read(ledger), ledger, lambda *key: sizes.get(key, 1))
 
 
 def verdict_of(ledger: Ledger) -> Verdict:
@@ -588,3 +588,22 @@ def test_a_plan_of_baselines_and_limits_has_no_attack(tmp_path: Path) -> None:
         assert verdict_of(ledger).sentence.startswith(
             "Nothing can be said about reconstruction: the plan has no attack that reconstructs."
         )
+
+
+def test_where_a_lower_value_leaks_more_a_smaller_error_is_the_gain() -> None:
+    rows = [(1, 0, name, 0, "mse", "converged", error) for name, error in (("a", 0.1), ("mean_image", 0.3))]
+    gain = paired(Scores.empty().extended(rows), "a")
+    assert gain is not None and gain.differences == pytest.approx([0.2]) and gain.floor == pytest.approx([0.3])
+
+
+def test_only_an_attack_has_a_worst_case_and_no_rate_has_one() -> None:
+    """The figures, the page and the event files ask this one."""
+    leaks = [
+        leak
+        for metric in ("psnr", "identified")
+        for name in ("a", "mean_image")
+        for leak in leakage(Scores.empty().extended([(1, 0, name, 0, metric, "converged", 1.0)]), metric)
+    ]
+    assert {(k.metric, k.attack): k.worst for k in leaks} == {
+        ("psnr", "a"): 1.0, ("psnr", "mean_image"): None, ("identified", "a"): None, ("identified", "mean_image"): None
+    }  # fmt: skip

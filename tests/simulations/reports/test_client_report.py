@@ -14,7 +14,7 @@ from fedgauge.client.deployment.state_folder import ClientFolder, DrawnBatch
 from fedgauge.client.protocol import Protocol
 from fedgauge.defenses.accounting import Accountant, PrivacySpent, mechanism
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.reports.client_report import read
+from fedgauge.simulations.reports.client_report import _guard, read
 from fedgauge.simulations.run.in_memory import flower
 from tests.client.deployment.test_app_deployment import ask, context
 
@@ -288,3 +288,12 @@ def test_a_damaged_log_is_told_with_its_line(tmp_path: Path, capsys: pytest.Capt
 def test_a_file_that_is_missing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["client-report", str(tmp_path / "none.toml")]) == 2
     assert "none.toml: there is no such file" in capsys.readouterr().err
+
+
+def test_the_guards_threshold_is_in_no_unit_that_the_data_may_not_have(tmp_path: Path) -> None:
+    words = {}
+    for threshold in ({}, {"threshold": 40.0}):
+        path, _ = write(tmp_path, guard={"audit": "dlg", **threshold})
+        words[bool(threshold)] = _guard(read(path).owner)
+    assert words[True].endswith("an example reconstructed by dlg at 40 or more, by the data's main metric")
+    assert "at the value from which it has leaked or more" in words[False]
