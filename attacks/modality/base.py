@@ -51,6 +51,10 @@ class Measured:
         """Of what was found the one whose value leaks most, the first of several; None if nothing was found."""
         return max(found, key=lambda one: self.sign * value(one), default=None)
 
+    def came_back_whole(self, value: float) -> bool:
+        """Whether an example's value is the most that a mean counts; where nothing is capped, all that there is."""
+        return self.sign * value >= self.sign * (self.ceiling if self.cap is None else self.cap)
+
     @property
     def whole(self) -> float | None:
         """The largest value of a share; None: it is no share."""

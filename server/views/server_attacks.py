@@ -57,24 +57,21 @@ def _recovered(
     theirs = {k: v for k, v in best.items() if k[:2] in altered}
     others = {k: v for k, v in best.items() if k[:2] not in altered}
     words = f"of the {by.private}s behind altered weights {_exact(theirs.values(), by)}"
-    if first := min((r for (r, _, _), v in theirs.items() if _is_whole(v, by)), default=None):
+    if first := min((r for (r, _, _), v in theirs.items() if by.came_back_whole(v)), default=None):
         words += f", the first after {_many(rounds.index(first) + 1, 'such round')} (round {first})"
     return f"{words}; of all others {_exact(others.values(), by)}"
-
-
-def _is_whole(value: float, by: MainMetric) -> bool:
-    """Whether an example came back whole: beyond what a mean counts, or where nothing is capped all that there is."""
-    return value >= by.ceiling if by.cap is None else value > by.cap
 
 
 def _exact(values: Iterable[float], by: MainMetric) -> str:
     found = list(values)
     if not found:
         return "none was graded"
-    exact = sum(_is_whole(v, by) for v in found)
-    nearest = f" ({100 * exact / len(found):.0f} %)" if exact else f", the best {in_unit(max(found), by)}"
-    level = f"at {by.ceiling:g}" if by.cap is None else f"over {by.cap:g}"
-    return f"{exact} of {len(found)} {level} {by.unit}{nearest}"
+    exact = sum(map(by.came_back_whole, found))
+    nearest = (
+        f" ({100 * exact / len(found):.0f} %)" if exact else f", the best {in_unit(by.leakiest(found, float), by)}"
+    )
+    level = f"at {by.ceiling:g} {by.unit}" if by.cap is None else f"at {by.cap:g} {by.unit} or more"
+    return f"{exact} of {len(found)} {level}{nearest}"
 
 
 def _noticed(scenario: Scenario, seen: Sequence[Row], altered: set[Key]) -> str:

@@ -12,6 +12,7 @@ from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.labels import restore
 from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr
+from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset, batch_of, cifar10, mnist5k
 from fedgauge.client.local_data import has_images
@@ -72,7 +73,9 @@ def _inverting_gradients(dataset: Dataset, images: int, iterations: int) -> list
 def _analytic(dataset: Dataset, inputs: int) -> list[Figure]:
     values = _psnr(analytic(), _untrained(mlp, dataset), dataset, inputs, 1)
     capped = [min(v, PSNR_CAP) for v in values]
-    exact = f"n = {inputs}; capped at {PSNR_CAP:g} dB, above which {sum(v > PSNR_CAP for v in values)} lie"
+    exact = (
+        f"n = {inputs}; capped at {PSNR_CAP:g} dB, which {sum(map(ImageModality.main.came_back_whole, values))} reach"
+    )
     return [
         Figure("analytic, mlp: mean PSNR", mean(capped), "dB", note=exact),
         Figure("analytic, mlp: worst PSNR", min(capped), "dB", at_least=PSNR_CAP),

@@ -236,7 +236,7 @@ class _Probe:
             weight, bias = (self.wave.update[of][k].double() for of in layer_parameters(name))
             rows = known.pixels((weight / bias[:, None])[bias != 0].view(-1, *known.shape)).flatten(1)
             errors = torch.cdist(batch.x.double().flatten(1), rows).square() / math.prod(known.shape)
-            shares.append(one_to_one(errors < 10 ** (-PSNR_CAP / 10)) / len(batch.y))
+            shares.append(one_to_one(errors <= 10 ** (-PSNR_CAP / 10)) / len(batch.y))
         return sum(shares) / len(shares)
 
     def _trained_on(self) -> list[Batch]:

@@ -25,6 +25,7 @@ from fedgauge.attacks.modality.image_metrics import (
     psnr,
     ssim,
 )
+from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.pairing import in_db, one_to_one
 
@@ -49,6 +50,7 @@ def test_mse_and_psnr_on_paper() -> None:
     assert psnr(truth, guess)[:2].tolist() == pytest.approx([20.0, 10 * math.log10(4)])
     assert psnr(truth, guess)[2] == math.inf, "an exact hit has no finite PSNR; the cap is for means"
     assert PSNR_CAP == 60
+    assert list(map(ImageModality.main.came_back_whole, (59.9, PSNR_CAP, math.inf))) == [False, True, True]
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 32, 32), (3, 1, 28, 28)])

@@ -276,13 +276,13 @@ def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
     with run.ledger() as ledger:
         told = server_attack_effects(scenario, Scores.read(ledger), ledger)
         rows = [r for r in ledger.scores("psnr") if r["attack"] == "read_rows" and r["value"] is not None]
-        exact = [r for r in rows if r["client"] == 1 and r["round"] > 1 and r["value"] > 60]
+        exact = [r for r in rows if r["client"] == 1 and r["round"] > 1 and r["value"] >= 60]
         accuracy = [r["accuracy"] for r in ledger.rounds()]
     assert told["sent"].endswith("trap_weights() to client 1 in rounds 2, 3: 2 messages answered in 2 rounds")
-    others = [r["value"] > 60 for r in rows if r not in exact and (r["client"] != 1 or r["round"] == 1)]
+    others = [r["value"] >= 60 for r in rows if r not in exact and (r["client"] != 1 or r["round"] == 1)]
     assert exact and told["recovered"] == (
-        f"of the images behind altered weights {len(exact)} of 16 over 60 dB ({100 * len(exact) / 16:.0f} %), the first "
-        f"after 1 such round (round 2); of all others {sum(others)} of 56 over 60 dB ({100 * sum(others) / 56:.0f} %)"
+        f"of the images behind altered weights {len(exact)} of 16 at 60 dB or more ({100 * len(exact) / 16:.0f} %), the first "
+        f"after 1 such round (round 2); of all others {sum(others)} of 56 at 60 dB or more ({100 * sum(others) / 56:.0f} %)"
     )
     assert told["noticed"].startswith("guards alarmed at 2 of 2 altered messages and 0 of 7 honest ones; suspicion ")
     moved = 100 * (accuracy[3] - accuracy[1]) / 2, 100 * (accuracy[1] - accuracy[0])
