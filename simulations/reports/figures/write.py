@@ -56,7 +56,8 @@ def _save(figure: PaperFigure, folder: Path) -> list[Path]:
 def run_figures(results: RunResults) -> Iterator[PaperFigure]:
     about = f"{results.run.name}. {results.knowledge}"
     for metric, leaks in results.leaks.items():
-        yield PaperFigure(f"leakage-{metric}", leakage_figure(results, metric, leaks), about)
+        if any(leak.round is not None and leak.mean is not None for leak in leaks):
+            yield PaperFigure(f"leakage-{metric}", leakage_figure(results, metric, leaks), about)
     if results.curve:
         yield PaperFigure("success", success_figure(results), about)
     worst, measure = worst_case_by_client(results.scores), results.scores.measure
