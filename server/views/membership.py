@@ -105,6 +105,7 @@ def told_members(scores: Scores) -> list[ToldMembers]:
     for metric, rows, tests in asked:
         told = [_told(metric, rows, _graded(scores, metric + ONE_PERCENT), name, chances) for name in tests]
         if told:
+            # a leak that one test shows stays shown where another, with a larger area, shows none
             found.append(max(told, key=lambda t: (t.leaks, t.area)))
     return found
 
