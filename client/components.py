@@ -273,6 +273,10 @@ def _of_package(name: str, where: str, kind: ComponentKind) -> Callable[..., Any
         target = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise SpecError(f"{where}: nothing is called {name!r}{_found(module, error)}; {_choices(kind)}") from error
+    except (Exception, SystemExit) as error:  # importing a user's module may raise anything
+        raise SpecError(
+            f"{where}: {module} cannot be imported: {type(error).__name__}: {error}{own_line(error)}"
+        ) from error
     if not kind.admits_outside(target, allowed()):
         raise SpecError(f"{where}: {name!r} is not {kind.noun}: {_expected(kind, module)}")
     return typing.cast(Callable[..., Any], target)

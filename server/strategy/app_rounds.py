@@ -4,7 +4,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import INFO
@@ -12,7 +12,6 @@ from logging import INFO
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.common.logger import log
 
-from fedgauge.client.registry import allowed
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import Run
@@ -31,11 +30,13 @@ class AppRounds:
     Args:
         intercept: by round, the seconds that recording its updates cost.
         evaluates: whether the app's server evaluates after each round.
+        packages: of the app, that its scenario needs.
     """
 
     ledger: Ledger
     intercept: Mapping[int, float]
     evaluates: bool
+    packages: Sequence[str] = ()
     metrics: dict[str, dict[str, object]] = field(default_factory=dict)  # of the current round
     began: float = field(default_factory=time.perf_counter)
     open: int | None = None  # a round whose training is over
@@ -68,7 +69,7 @@ class AppRounds:
         if not updates:
             log(INFO, "fedgauge recorded no update in %s", folder)
             return
-        command = " ".join((f"fedgauge audit {folder}", *(f"--allow {package}" for package in allowed())))
+        command = " ".join((f"fedgauge audit {folder}", *(f"--allow {package}" for package in self.packages)))
         log(INFO, "fedgauge recorded %d updates in %s. Attack them with: %s", updates, folder, command)
 
     def trained(self, round: int, metrics: MetricRecord | None, clients: Mapping[int, int]) -> None:

@@ -38,6 +38,7 @@ class UpdateRecorder:
         keep: all accepted updates; attacked: only those that the plan attacks; none: like attacked, and the attack service
             deletes them afterwards.
         federation: of a user's own app, as the scenario describes it: the run records at once if the uploads do not fit it.
+        packages: of a user's own app, that its scenario needs.
     """
 
     ledger: Ledger
@@ -45,6 +46,7 @@ class UpdateRecorder:
     plan: AttackPlan | None
     keep: Keep = "all"
     federation: Federation | None = None
+    packages: Sequence[str] = ()
     seconds: dict[int, float] = field(default_factory=dict)  # what recording cost, by round
     counted: int | None = None  # the latest round with notes that is only counted
 
@@ -197,7 +199,7 @@ class CuriousStrategy(UpdateValidator):
         """Who records the rounds; None in a scenario's own app, which records more of them."""
         if not isinstance(self.record, UpdateRecorder):
             return None
-        return AppRounds(self.record.ledger, self.record.seconds, evaluates)
+        return AppRounds(self.record.ledger, self.record.seconds, evaluates, self.record.packages)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

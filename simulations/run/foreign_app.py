@@ -32,12 +32,15 @@ def curious(strategy: Strategy, audit: str | Path, run: str | Path, allow: Seque
             "Flower's older strategies exchange other messages; move the app to ServerApp and ClientApp with messages"
         )
     beside = [Path(p) for p in os.environ.get(ALLOW_PATH, "").split(os.pathsep) if p]
-    with allowing([*registry.allowed(), *allow], beside) if allow else nullcontext():
+    packages = [*registry.allowed(), *allow]
+    with allowing(packages, beside) if allow else nullcontext():
         scenario = Scenario.load(Path(audit))
     folder, attempt = Path(run), 1
     while folder.exists():
         attempt += 1
         folder = Path(run).with_name(f"{Path(run).name}-{attempt}")
     begun = create_run(scenario, folder, "deployment")
-    recorder = UpdateRecorder(begun.ledger(), begun.tape(), scenario.plan, scenario.tape.keep, scenario.federation)
+    recorder = UpdateRecorder(
+        begun.ledger(), begun.tape(), scenario.plan, scenario.tape.keep, scenario.federation, packages
+    )
     return CuriousStrategy(strategy, recorder, replies="weights", options=scenario.validator)

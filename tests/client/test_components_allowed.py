@@ -160,6 +160,20 @@ def test_a_package_that_is_not_there_says_where_it_was_looked_for(tmp_path: Path
     assert f"(No module named 'nosuchpackage'; looked for in {tmp_path})" in str(caught.value)
 
 
+@pytest.mark.parametrize(("text", "says"), [
+    ("def (\n", "wrongly cannot be imported: SyntaxError: invalid syntax (wrongly.py, line 1)"),
+    ("x = 1\n1 / 0\n", "wrongly cannot be imported: ZeroDivisionError: division by zero ({folder}/wrongly.py, line 2)"),
+])  # fmt: skip
+def test_a_module_that_cannot_be_imported_is_told_with_its_line(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "wrongly.py").write_text(text)
+    try:
+        with allowing(["wrongly"], [tmp_path]), pytest.raises(SpecError) as caught:
+            resolve({"use": "wrongly:net"}, "[model]", MODEL)
+    finally:
+        sys.modules.pop("wrongly", None)
+    assert str(caught.value) == f"[model]: {says.format(folder=tmp_path)}"
+
+
 def test_a_part_of_a_package_may_be_allowed_alone(own: Path) -> None:
     with allowing(["mypackage.inner"], [own]):
         assert resolve({"use": "mypackage.inner:Deep"}, "[model]", MODEL).__name__ == "Deep"

@@ -199,6 +199,8 @@ def _doubts(reading: Reading) -> str:
         return f"{waiting} attacks have not ended"
     if why := failure(reading.ledger) or computed_otherwise(reading.ledger):
         return why
+    if doubts := reading.ledger.meta().get("truth_doubts"):
+        return f"the grades may be against wrong examples: {doubts}"
     return "" if reading.state == "complete" else f"the run's state is {reading.state!r}"
 
 

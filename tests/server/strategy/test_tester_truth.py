@@ -14,6 +14,7 @@ from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.client.update import Batch
 from fedgauge.server.pool.tester_grading import paired
 from fedgauge.server.store.run import Run
+from fedgauge.server.strategy import app_rounds
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.foreign_app import curious
 from tests.server.strategy.test_three_apps import ADAM, HALF, ForeignApp, app, mounted, train, write_truth
@@ -125,9 +126,11 @@ def test_labels_are_no_leak_because_the_truth_has_more_of_them_or_fewer(
 @pytest.mark.parametrize("app", [HALF], indirect=True, ids=["half_batchnorm"])
 @pytest.mark.parametrize("kind", ["float16", "float32", "int32"])
 def test_whole_numbers_may_be_answered_as_any_kind_of_number(
-    kit: Any, app: ForeignApp, tmp_path: Path, kind: str
+    kit: Any, app: ForeignApp, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """BatchNorm's counter, where an app casts its whole state at once."""
+    """BatchNorm's counter, where an app casts its whole state at once. Flower's log says how to attack what was recorded."""
+    logged: list[str] = []
+    monkeypatch.setattr(app_rounds, "log", lambda level, text, *values: logged.append(text % values))
     grid, state = mounted(kit, app)
     counters = [k for k, t in state.items() if not t.is_floating_point()]
     assert counters and all(state[k].dtype == torch.int64 for k in counters)
@@ -141,8 +144,11 @@ def test_whole_numbers_may_be_answered_as_any_kind_of_number(
         return replies
 
     grid.tamper = cast
-    strategy = curious(FedAvg(fraction_evaluate=0.0), app.write_audit(tmp_path), tmp_path / "theirs")
+    strategy = curious(
+        FedAvg(fraction_evaluate=0.0), app.write_audit(tmp_path), tmp_path / "theirs", ["their_networks"]
+    )
     result = strategy.start(grid, ArrayRecord(state), 2)
+    assert logged[-1].endswith("theirs --allow half_batchnorm --allow their_networks")
     trained = result.arrays.to_torch_state_dict()
     assert all(trained[k].dtype == torch.int64 and (trained[k] == state[k] + 2).all() for k in counters)
     run = Run.open(tmp_path / "theirs")

@@ -132,6 +132,15 @@ def test_a_failed_replay_check_lets_nothing_pass(attacked: Run, capsys: pytest.C
     assert "the replay check failed" in capsys.readouterr().out
 
 
+def test_a_truth_that_does_not_give_the_updates_lets_nothing_pass(
+    attacked: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with attacked.ledger() as ledger:
+        ledger.set_meta(truth_doubts="the truth of client 0 does not give its update of round 1 (cosine 0.19)")
+    assert gate(str(attacked.folder), "--fail-above", "psnr=60") == 3
+    assert "against wrong examples: the truth of client 0 does not" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
