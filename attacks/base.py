@@ -319,6 +319,7 @@ class Attack(ABC):
     tunes: ClassVar[bool] = False  # whether it has `variants`
     is_random: ClassVar[bool] = True  # whether its streams may change what it reconstructs
     needs_secure_sum: ClassVar[bool] = False  # whether it reads the sum of several clients' updates
+    scores_candidates: ClassVar[bool] = False  # whether it tells who was in a batch, and reconstructs nothing
 
     @property
     def label_source(self) -> Literal["restored", "optimised"]:

@@ -45,6 +45,7 @@ class membership(Attack):
     held: int = 40
 
     is_random: ClassVar[bool] = False
+    scores_candidates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "strangers")

@@ -10,6 +10,7 @@ from fedgauge.server.store.pictures import reconstruction
 from fedgauge.server.views import formatting
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Floats, Ints
+from fedgauge.server.views.leakage import counted, counted_of_all
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, is_baseline, planned_attacks
 from fedgauge.server.views.scores import Scores, capped
@@ -25,7 +26,7 @@ def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]
     Args:
         attack: None for the worst over all attacks.
     """
-    rows = _graded(reading.scores, metric, attack)
+    rows = _graded(counted(reading.scores, metric), metric, attack)
     ids = sorted({client for client, _ in reading.participation})
     table = sorted(_table(reading, metric, attack, ids), key=lambda row: _by_leak(row, metric))
     rounds = np.unique(rows.round).tolist()
@@ -68,7 +69,7 @@ def _floor(reading: Reading, metric: str, ids: list[int]) -> dict[str, Any] | No
         return {"value": formatting.rounded(labels.guess), "name": guess} if labels else None
     found: list[tuple[float, str]] = []
     for name in filter(is_baseline, reading.order):
-        worst = _worst(_graded(reading.scores, metric, name), ids, metric)
+        worst = _worst(_graded(counted(reading.scores, metric), metric, name), ids, metric)
         if len(worst):
             found.append((float(capped(metric, worst.value).mean()), name))
     if not found:
@@ -77,8 +78,7 @@ def _floor(reading: Reading, metric: str, ids: list[int]) -> dict[str, Any] | No
     return {"value": formatting.rounded(value), "name": name}
 
 
-def _graded(scores: Scores, metric: str, attack: str | None) -> Scores:
-    rows = scores.of_metric(metric)
+def _graded(rows: Scores, metric: str, attack: str | None) -> Scores:
     chosen = np.array([a == attack if attack else is_attack(a) for a in rows.attacks], bool)
     own = np.array([m == metric for m in rows.metrics], bool)
     return rows.where(chosen[rows.attack] & own[rows.metric] & ~np.isnan(rows.value))
@@ -109,9 +109,9 @@ def _places(rows: Scores) -> dict[int, Ints]:
 
 
 def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) -> list[dict[str, Any]]:
-    rows = _graded(reading.scores, metric, attack)
+    rows = _graded(counted_of_all(reading.scores, metric), metric, attack)
     given = {name for name, planned in planned_attacks(reading.ledger).items() if planned.labels == "given"}
-    hits, labels = (_graded(reading.scores, m, attack) for m in ("identified", "label_accuracy"))
+    hits, labels = (_graded(reading.scores.of_metric(m), m, attack) for m in ("identified", "label_accuracy"))
     if attack is None:  # per example the value that leaks most; labels that the threat model gives away do not count
         labels = labels.where(np.array([a not in given for a in labels.attacks], bool)[labels.attack])
         rows, hits, labels = (

@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 from fedgauge.attacks import plan
 from fedgauge.attacks.base import Attack
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
-from fedgauge.attacks.membership.attack import membership
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import ComponentKind, Table, build, call, check_arguments, coerce, resolve
 from fedgauge.client.data.corpora import Longer
@@ -96,7 +95,7 @@ class AttackSpec(PlannedAttack):
     @property
     def tells_members(self) -> bool:
         """Whether it tells who was in a batch; a user's own module, too, may hold such a test."""
-        return not self.is_limit and isinstance(self.build(), membership)
+        return not self.is_limit and self.build().scores_candidates
 
 
 @dataclass(frozen=True)

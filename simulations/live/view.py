@@ -82,7 +82,8 @@ def progress_line(s: RunProgress) -> str:
     ]
     if graded:
         mean = sum(n * mean for n, mean, _ in graded) / sum(n for n, _, _ in graded)
-        best, by = max(best for _, _, best in graded), s.measure
+        by = s.measure
+        best = by.sign * max(by.sign * best for _, _, best in graded)
         parts.append(f"{by.name} best {in_unit(best, by)}, mean {in_unit(mean, by)}")
     if (left := s.seconds_left()) is not None:
         parts.append(f"about {left:.0f} s left")

@@ -98,7 +98,7 @@ WITHOUT: Table = {"rounds": 1, "clients": 2, "data": {"use": "mnist5k"}, "model"
         ([SGD], {"clients": 2, "examples": 2}, "noise behind a clip"),
         ([SGD, CLIP, SILENT], {"clients": 0, "examples": 2}, "at least 1"),
         ([SGD, CLIP, SILENT], {"clients": 5, "examples": 2}, "at most the 4 clients"),
-        ([SGD, CLIP, SILENT], {"clients": 2, "examples": -1}, "at least 0"),
+        ([SGD, CLIP, SILENT], {"clients": 2, "examples": -1}, "must not be negative"),
         ([SGD, CLIP, SILENT], {"clients": 2, "examples": 600_000}, "at most 1000000, got 1200000"),
         ([SGD, CLIP, SILENT], {"clients": 2, "examples": 600}, "client 2 holds 995 examples: beside 600 canaries"),
         ([SGD, CLIP, SILENT], {"clients": 2, "size": 3}, "size"),

@@ -330,8 +330,10 @@ LINKS: dict[str, dict[str, Any]] = {
     "mask": {"use": "mask", "keep": 0.5},
     "mixup": {"use": "mixup", "alpha": 0.4},
     "percentile_privacy": {"use": "percentile_privacy", "percentile": 50.0},
+    "private_layers": {"use": "private_layers", "layers": ["first"]},
     "prune": {"use": "prune", "keep": 0.5},
     "quantize": {"use": "quantize", "bits": 4},
+    "scaffold": {"use": "scaffold", "rate": 0.1, "steps": 2},
     "sign": {"use": "sign"},
     "soteria": {"use": "soteria"},
     "svt_privacy": {"use": "svt_privacy"},
@@ -354,9 +356,9 @@ def placed(link: dict[str, Any], place: str) -> list[dict[str, Any]]:
     each = link.get("each", link["use"] == "dp_sgd")
     order = [{**CLIP, "each": each}, {**NOISE, "each": each}]
     order.insert(PLACES.index(place), link)
-    if link["use"] in ("local_sgd", "local_training"):
+    if link["use"] in ("local_sgd", "local_training", "scaffold"):
         return order
-    return [SGD, *order] if link["use"] == "top_k" else [*order, SGD]
+    return [SGD, *order] if link["use"] in ("top_k", "private_layers") else [*order, SGD]
 
 
 ORDERS = {

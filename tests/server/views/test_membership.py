@@ -12,10 +12,13 @@ from fedgauge.attacks.membership.limit import area, power
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
+from fedgauge.server.views.clients import clients
 from fedgauge.server.views.leakage import leakage, leakage_of_all
 from fedgauge.server.views.membership import QUESTIONS, RATES_SHOWN, membership_table, roc_curves, told_members
+from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.verdict import Verdict, verdict
+from tests.simulations.reports.figures.graded_runs import graded
 
 TESTS = (PlannedAttack("membership", {"use": "membership"}), PlannedAttack("over", {"use": "membership_over_rounds"}))
 GUESSES = (PlannedAttack("label_frequency", {"use": "membership", "score": "label_frequency"}),)
@@ -163,6 +166,20 @@ def test_every_place_takes_the_same_mean_of_the_same_rows(tmp_path: Path) -> Non
     assert table[QUESTIONS["anybody_membership"], "membership"].low is None, "one round"
     (hits,) = leakage_of_all(scores, "held_membership_at_1_percent")
     assert (hits.n, hits.mean) == (2, 1.0)
+
+
+def test_the_clients_view_counts_the_same_rows(tmp_path: Path) -> None:
+    """The last round of whom a client's data holds; a test of single updates says nothing of it."""
+
+    def how(attack: str, round: int, client: int) -> dict[str, float | None]:
+        held = {"held_membership": 0.5 if round == 1 else 0.9}
+        return {**held, "membership": 0.7} if attack == "second" else held
+
+    reading = Reading(graded(tmp_path / "run", how, clients=2, rounds=2, limit=False))
+    with reading.now():
+        for attack in (None, "first"):
+            assert [(r["n"], r["mean"]) for r in clients(reading, "held_membership", attack)["table"]] == [(1, 0.9)] * 2
+        assert [r["mean"] for r in clients(reading, "held_membership", "second")["table"]] == [None] * 2
 
 
 def test_many_clients_are_not_looked_at_one_by_one(tmp_path: Path) -> None:
