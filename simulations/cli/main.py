@@ -41,7 +41,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "prune": "delete what can be inverted, of runs older than --days or their retention_days; scores stay.",
     },
     "scenario_commands": {
-        "init": "write a commented scenario to start from.",
+        "init": "write a commented scenario to start from, or a Flower app that a curious server watches.",
         "list": "every component by kind, with those of installed plug-ins.",
         "preflight": "what would leak, in seconds and before any training, and what to change.",
         "doctor": "what works on this machine and what is missing; what is wrong with a scenario or a client's file.",

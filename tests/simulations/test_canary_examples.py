@@ -153,7 +153,7 @@ def test_evidence_adds_up_over_rounds() -> None:
 def test_a_row_of_no_canary_counts_for_nothing(number: int) -> None:
     coins = torch.tensor([True, False])
     assert canary_bounds(scored([(1, number, 5.0)]), coins, DELTA, lambda n: None) == []
-    (bound,) = canary_bounds(scored([(1, 0, 1e300), (1, 1, math.nan)]), coins, DELTA, lambda n: None)
+    (bound,) = canary_bounds(scored([(1, 0, 1e99), (1, 1, math.nan)]), coins, DELTA, lambda n: None)
     assert (bound.canaries, bound.right, bound.epsilon) == (1, 1, 0.0)
 
 

@@ -17,11 +17,10 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.checkpoint import Checkpoint
 from fedgauge.server.store.run import Run
 from fedgauge.server.strategy.curious_strategy import UpdateRecorder
-from fedgauge.server.views.privacy import privacy
+from fedgauge.server.views.privacy import Spending, privacy
 from fedgauge.server.views.reading import Reading
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.reports.client_report import read
-from fedgauge.simulations.reports.export import _Epsilons
 from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.create import resume
 from tests.small_runs import DEPLOYED
@@ -168,8 +167,9 @@ def tells_what_clients_tell(run: Run, owners: list[Path], updates: int) -> None:
     """Page and export have the epsilon of the clients' own reports, of so many updates each."""
     spent = epsilons(owners, updates)
     assert page_epsilon(run) == pytest.approx(max(spent), rel=1e-3)
-    with run.ledger() as ledger:
-        assert _Epsilons(run, ledger)(1, run.scenario().protocol.rounds) == pytest.approx(spent[1], rel=1e-3)
+    with closing(Reading(run)) as reading, reading.now():
+        spending = Spending(reading.scenario, reading.ledger, reading.answered)
+        assert spending.record(1, reading.scenario.protocol.rounds) == pytest.approx(spent[1], rel=1e-3)
 
 
 def test_epsilon_counts_what_came_too_late_and_what_was_answered_to_a_server_that_died(
