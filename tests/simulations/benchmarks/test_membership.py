@@ -81,6 +81,7 @@ def test_after_two_rounds_members_of_both_batches_are_told() -> None:
 
 @pytest.mark.full
 @pytest.mark.slow
+@pytest.mark.skipif(not has_images("cifar10"), reason="needs CIFAR-10 in the local data folder (FEDGAUGE_DATA)")
 def test_after_one_round_on_all_of_a_clients_data_it_is_told() -> None:
     report = fedmia.fedmia_table(no_progress, rows=("none",), seeds=(0,), rounds=(1,))
     cells: dict[Any, Any] = {row["score"]: row for row in report.rows}
