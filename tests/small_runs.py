@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.client.federation import Federation
 from fedgauge.server.store.ledger_types import Participation
@@ -51,6 +52,19 @@ def scenario(**changes: Any) -> Scenario:
         "audit": {"executor": "local"},
     }
     return Scenario.from_tables(tables | changes)
+
+
+def trained(folder: Path, chosen: Scenario) -> list[Observation]:
+    """What the tape has after training by the real server app and the real client apps."""
+    from fedgauge.simulations.run.in_memory import train  # imports Flower: seconds
+
+    run = Run.create(folder, chosen)
+    with run.ledger() as ledger:
+        ledger.add_attacks(chosen.plan, {p.name: "card" for p in chosen.plan.attacks})
+    train(run)
+    with run.ledger() as ledger:
+        rows = [o for o in ledger.observations() if o["status"] == "accepted"]
+    return [run.tape().read(o["round"], o["client"], o["digest"]) for o in rows]
 
 
 def taped(folder: Path, chosen: Scenario, rounds: int = 2, reason: str = "refused") -> Run:

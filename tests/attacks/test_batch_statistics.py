@@ -25,9 +25,8 @@ from fedgauge.attacks.threat_model import as_known, public_knowledge, waves_know
 from fedgauge.client.federation import Federation
 from fedgauge.client.training import without_running_stats
 from fedgauge.client.update import Batch
-from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.run.in_memory import train
+from tests.small_runs import trained
 
 TRAIN: dict[str, Any] = {
     "model": {"use": "convnet", "width": 2, "mode": "train"},
@@ -44,13 +43,7 @@ def scenario(make_scenario: Callable[..., Scenario]) -> Scenario:
 @pytest.fixture(scope="module")
 def seen(scenario: Scenario, tmp_path_factory: pytest.TempPathFactory) -> list[Observation]:
     """Two rounds by the real server app and the real client apps, as the tape has them."""
-    run = Run.create(tmp_path_factory.mktemp("runs") / "train", scenario)
-    with run.ledger() as ledger:
-        ledger.add_attacks(scenario.plan, {p.name: "card" for p in scenario.plan.attacks})
-    train(run)
-    with run.ledger() as ledger:
-        rows = [o for o in ledger.observations() if o["status"] == "accepted"]
-    return [run.tape().read(o["round"], o["client"], o["digest"]) for o in rows]
+    return trained(tmp_path_factory.mktemp("runs") / "train", scenario)
 
 
 def true_statistics(fed: Federation, one: Observation, batch: Batch) -> dict[str, Tensor]:

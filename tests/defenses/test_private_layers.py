@@ -31,10 +31,9 @@ from fedgauge.defenses.accounting import mechanism
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.freeze import private_layers
 from fedgauge.defenses.noise import gaussian
-from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.run.in_memory import train
 from tests.client.networks import examples, largest_difference, network, params_of
+from tests.small_runs import trained
 
 SGD = {"use": "local_sgd", "rate": 0.1}
 PRIVATE = {"use": "private_layers", "layers": ["norm0", "norm3", "linear"]}
@@ -101,13 +100,7 @@ def scenario(make_scenario: Callable[..., Scenario]) -> Scenario:
 @pytest.fixture(scope="module")
 def seen(scenario: Scenario, tmp_path_factory: pytest.TempPathFactory) -> list[Observation]:
     """Three rounds by the real server app and the real client apps, each with a context of its own."""
-    run = Run.create(tmp_path_factory.mktemp("runs") / "private", scenario)
-    with run.ledger() as ledger:
-        ledger.add_attacks(scenario.plan, {p.name: "card" for p in scenario.plan.attacks})
-    train(run)
-    with run.ledger() as ledger:
-        rows = [o for o in ledger.observations() if o["status"] == "accepted"]
-    return [run.tape().read(o["round"], o["client"], o["digest"]) for o in rows]
+    return trained(tmp_path_factory.mktemp("runs") / "private", scenario)
 
 
 def test_the_clients_of_a_federation_keep_them(scenario: Scenario, seen: list[Observation]) -> None:
