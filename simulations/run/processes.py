@@ -53,16 +53,26 @@ def end(process: subprocess.Popen[bytes], patience: float = 10.0) -> None:
 def sweep(mark: str, patience: float = 5.0) -> list[int]:
     """End every process that carries a launch's mark; returns the ids of those that were still alive (Linux)."""
     alive = marked(mark)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in marked(mark):
+    for number, wait in ((signal.SIGTERM, patience), (signal.SIGKILL, 5.0)):
+        asked = marked(mark)
+        for pid in asked:
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
-        deadline = time.monotonic() + patience
-        while marked(mark) and time.monotonic() < deadline:
+        deadline = time.monotonic() + wait
+        # a process that gives its memory back has lost its environment, and so its mark, before it has ended
+        while (marked(mark) or any(runs(pid) for pid in asked)) and time.monotonic() < deadline:
             time.sleep(0.1)
     return alive
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not yet collected does not (Linux)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def marked(mark: str, variable: str = MARK) -> list[int]:
@@ -72,11 +82,11 @@ def marked(mark: str, variable: str = MARK) -> list[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             environment = (entry / "environ").read_bytes()
-            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-        except (OSError, IndexError):  # it has just ended, or belongs to another user
+        except OSError:  # it has just ended, or belongs to another user
             continue
-        if wanted in environment.split(b"\0") and state != "Z" and int(entry.name) != os.getpid():
-            pids.append(int(entry.name))
+        pid = int(entry.name)
+        if wanted in environment.split(b"\0") and pid != os.getpid() and runs(pid):
+            pids.append(pid)
     return pids
 
 

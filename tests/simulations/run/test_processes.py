@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedgauge.simulations.run.processes import MARK, end, free_port, listens, start, sweep
+from fedgauge.simulations.run.processes import MARK, end, free_port, listens, runs, start, sweep
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and asks for the parent-death signal: Linux")
 
@@ -27,14 +27,6 @@ stray.stdout.readline()
 print(stray.pid, flush=True)
 {SLEEP}
 """
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not yet collected does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -122,9 +114,9 @@ print(inner.pid, flush=True)
 """
     child, lines = launch(code, 2)
     inner = int(lines[0])
-    assert alive(inner)
+    assert runs(inner)
     end(child)
-    wait_for(lambda: not alive(inner))
+    wait_for(lambda: not runs(inner))
 
 
 @linux
@@ -140,9 +132,9 @@ print(inner.pid, flush=True)
     inner = int(lines[0])
     end(child, patience=0.3)
     try:
-        wait_for(lambda: not alive(inner))
+        wait_for(lambda: not runs(inner))
     finally:
-        if alive(inner):
+        if runs(inner):
             os.kill(inner, signal.SIGKILL)
 
 
@@ -151,10 +143,17 @@ def test_a_grandchild_that_left_the_session_is_found_by_its_mark(launch: Launch)
     child, lines = launch(PARENT_OF_STRAY, 2)
     stray = int(lines[0])
     end(child)
-    assert alive(stray), "it left the group, so ending the child did not reach it"
+    assert runs(stray), "it left the group, so ending the child did not reach it"
     assert sweep(launch.mark, patience=0.3) == [stray]
-    assert not alive(stray)
+    assert not runs(stray)
     assert sweep(launch.mark) == []
+
+
+@linux
+def test_a_sweep_waits_for_a_process_that_gives_its_memory_back(launch: Launch) -> None:
+    child, _ = launch("held = bytearray(1 << 29); held[::4096] = b'x' * (1 << 17)\n" + DEAF)
+    assert sweep(launch.mark, patience=0.1) == [child.pid]
+    assert not runs(child.pid), "its environment went first"
 
 
 @linux
@@ -191,11 +190,11 @@ time.sleep(120)
     parent.kill()
     parent.communicate()
     if code is SLEEP:
-        wait_for(lambda: not alive(pid))
+        wait_for(lambda: not runs(pid))
         assert log.read_text().splitlines() == ["ready", "told"]
     else:  # a request and no more: who ignores it stays, and is what `sweep` is for
         time.sleep(0.3)
-        assert alive(pid)
+        assert runs(pid)
         os.kill(pid, signal.SIGKILL)
 
 
