@@ -107,6 +107,10 @@ def test_page_and_report_show_rows_side_by_side_and_both_kinds_of_leak(
     assert found.word == "leaks" and "cells right" in found.sentence and "membership" in found.sentence
     report = write_report(run).read_text()
     assert "Private rows and their reconstructions" in report and "schooling" in report
+    assert (
+        "rows with every cell right (%)" in report
+        and "identified" not in report.partition("Round by round")[2].partition("<h2>")[0]
+    )
 
 
 @pytest.mark.full
