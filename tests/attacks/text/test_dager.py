@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
 from fedgauge.attacks.text.dager import dager
 from fedgauge.attacks.text.spans import span
 from fedgauge.client.chain import Chain
@@ -73,7 +73,7 @@ def seen(model: LanguageModel, truth: list[Batch], links: tuple[Transform, ...] 
     return Wave.stack(observations), known
 
 
-def read(attack: dager, wave: Wave, known: Knowledge, budget: Budget | None = None) -> list[Reconstruction]:
+def read(attack: Attack, wave: Wave, known: Knowledge, budget: Budget | None = None) -> list[Reconstruction]:
     streams = [partial(generator, "test", k) for k in wave.clients]
     return attack.reconstruct(wave, known, budget or Budget(1), streams)
 

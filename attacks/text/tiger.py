@@ -1,0 +1,349 @@
+"""TIGER: words descend on their inputs' distance to the subspaces of attention blocks' gradients (Kalikman et al., 2026).
+
+DAGER asks of each word whether it lies in the span of a block's inputs, and noise turns every answer into no. Here the distance is
+an objective: mixtures of likely words descend together on how far their inputs in several blocks lie outside the subspaces, and on
+how much of these they leave unexplained. Directions count as much as random matrix theory says that they survive the noise. The
+objective follows the paper's abstract; candidates, weights, the second term and the exchange of words are this package's.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.optimizers import adam
+from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.text.certificate import GuessVerifier, why_not_applicable
+from fedgauge.attacks.text.last_words import complete_sentences
+from fedgauge.attacks.text.layer_inputs import layer_inputs, module_of_weight
+from fedgauge.attacks.text.sentence_layout import lengths_of
+from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.models.language_parts import Projection
+from fedgauge.client.update import Batch
+
+CHUNK = 256  # words whose inputs in the first block are computed at once
+RIDGE = 1e-4  # of the inputs' inner products: directions that they leave by less are explained
+FAINT = 0.02  # weight of a direction below which it is left out
+MARGIN = 20  # dimensions that must be left outside a subspace
+START = 0.5  # standard deviation of the starts' logits
+
+
+@dataclass(frozen=True)
+class tiger(Attack):
+    """Words of small batches from attention gradients, also under noise that hides them from dager; iterations are Adam's steps.
+
+    An encoder's lengths that are not given are read off the first block, where its last token fits best. A decoder's are read off
+    the gradient of positions where it is usable, else all positions hold words.
+
+    Args:
+        rate: of Adam, on the logits of the words' mixtures.
+        candidates: words of a position, the nearest to the first block's subspace.
+        blocks: attention blocks whose subspaces count, from the first on.
+        exchanged: words that are tried in each position after the descent; passes: how often all positions are visited.
+    """
+
+    rate: float = 0.1
+    candidates: int = 128
+    blocks: int = 3
+    exchanged: int = 8
+    passes: int = 2
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "candidates", "blocks", "exchanged")
+        check_at_least(self, 0, "passes")
+        check_above_zero(self, "rate")
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        deadline = Deadline(time.perf_counter(), budget.seconds)
+        if reason := why_not_applicable(known):
+            return not_applicable(wave, reason)
+        lengths = lengths_of(wave, known)
+        return [self._read(wave, known, k, lengths[k], budget, streams[k], deadline) for k in range(len(wave))]
+
+    def _read(
+        self, wave: Wave, known: Knowledge, k: int, lengths: Tensor, budget: Budget, stream: Stream, deadline: Deadline
+    ) -> Reconstruction:
+        started = time.perf_counter()
+        verifier = GuessVerifier(wave, known, k)
+        spaces = verifier.reason or self._subspaces(verifier)
+        if isinstance(spaces, str):
+            return replace(not_applicable(wave.of([k]), spaces)[0], seconds=time.perf_counter() - started)
+        search = _WordSearch(self, verifier, spaces, lengths, deadline)
+        best: tuple[Tensor, float] | None = None
+        for restart in range(budget.restarts):
+            starts = [search.nearest(), search.descend(budget.iterations, stream("start", restart))]
+            words = search.exchange(*min(starts, key=lambda start: search.value(start[0])))
+            best = words if best is None or words[1] < best[1] else best
+            if deadline.over():
+                break
+        assert best is not None
+        verifier.spent = search.spent
+        answer = verifier.answer(*search.labelled(best[0]), time.perf_counter() - started)
+        if deadline.over():
+            return replace(answer, status="out_of_budget", reason=f"its seconds were over; {answer.reason}")
+        return answer
+
+    def _subspaces(self, verifier: GuessVerifier) -> "Spaces | str":
+        """Those of the blocks that rise above the noise, the first block's first; or why nothing can be read."""
+        known, update = verifier.known, verifier.update
+        assert isinstance(known.model, LanguageModel)
+        seen = known.chain.update_distribution
+        noise = 0.0 if seen is None else math.hypot(seen.sigma, math.sqrt(2) * seen.scale)
+        most, spaces = known.batch_size * known.shape[0], []
+        for number, layer in enumerate(known.model.parts.layers[: self.blocks], 1):
+            maps = [m for m in (layer.query, layer.key, layer.value) if m.weight in update]
+            found = subspace(update, maps, most, noise) if maps else None
+            if found is None or float(found.weights.sum()) > found.basis.shape[1] - MARGIN:
+                if number > 1:
+                    continue
+                why = "is lost in noise" if maps else "is not shared"
+                return f"the gradient of attention block 1 {why if found is None else 'spans nearly all dimensions'}"
+            part = module_of_weight(known.model, layer.query.weight)
+            spaces.append((part, found))
+        return spaces
+
+
+@dataclass(frozen=True, eq=False)
+class Subspace:
+    """The directions of one block's inputs that its gradients show.
+
+    Args:
+        basis: (r, d), orthonormal rows.
+        weights: (r,), the squared cosine between a direction that is seen and the true one.
+    """
+
+    basis: Tensor
+    weights: Tensor
+
+    def outside(self, x: Tensor) -> Tensor:
+        """The part of inputs (..., d) outside the subspace, of their squared norm."""
+        seen: Tensor = ((x @ self.basis.mT).square() * self.weights).sum(-1)
+        return 1 - seen / x.square().sum(-1)
+
+    def unexplained(self, x: Tensor) -> Tensor:
+        """The part of the subspace (...) that no combination of inputs (..., n, d) explains."""
+        unit = x / x.norm(dim=-1, keepdim=True)
+        inner = unit @ unit.mT + RIDGE * torch.eye(unit.shape[-2]).to(unit)
+        cross = unit @ self.basis.mT
+        explained = (cross * torch.linalg.solve(inner, cross)).sum(-2)
+        missing: Tensor = ((1 - explained) * self.weights).sum(-1) / self.weights.sum()
+        return missing
+
+    def distance(self, x: Tensor) -> Tensor:
+        """Both, of batches (..., n, d) of inputs."""
+        apart: Tensor = self.outside(x).mean(-1) + self.unexplained(x)
+        return apart
+
+
+Spaces = Sequence[tuple[nn.Module, Subspace]]  # with the modules whose inputs they are about
+
+
+def subspace(update: Mapping[str, Tensor], maps: Sequence[Projection], most: int, noise: float) -> Subspace | None:
+    """The subspace of the inputs that several maps share; None where all directions are lost in noise.
+
+    Maps are stacked in units of their noise. Singular values up to sqrt(rows) + sqrt(columns) are what noise alone makes; above,
+    a direction's cosine with the true one is known (Benaych-Georges and Nadakuditi, 2012).
+
+    Args:
+        most: the largest possible number of inputs; the singular values after it are noise, wherever it comes from.
+        noise: standard deviation of an entry's noise, as the chain tells; rounding is added.
+    """
+    stacked = []
+    for m in maps:
+        part = m.of(update)[0].double()
+        rounding = float(torch.linalg.matrix_norm(part, 2)) * torch.finfo(update[m.weight].dtype).eps
+        if (level := math.hypot(noise, rounding)) > 0:
+            stacked.append(part / level)
+    if not stacked:
+        return None
+    rows = torch.cat(stacked)
+    n, width = rows.shape
+    values, basis = torch.linalg.svd(torch.linalg.qr(rows, mode="r").R)[1:]
+    level = 1.0
+    if most < min(n, width):
+        level = max(level, float((values[most:].square().sum() / ((n - most) * (width - most))).sqrt()))
+    ratio, y = width / n, (values / level).square() / n
+    inner = (y - ratio - 1).clamp(min=2 * math.sqrt(ratio))  # below, it is noise, and the weight is 0
+    x = (inner + (inner.square() - 4 * ratio).clamp(min=0).sqrt()) / 2
+    weights = ((x.square() - ratio) / (x.square() + ratio * x))[:most]
+    # the largest singular value of noise alone scatters around the edge by about this part
+    edge = (math.sqrt(n) + math.sqrt(width)) * (1 + min(n, width) ** (-2 / 3))
+    kept = (weights > FAINT) & (values[:most] > level * edge)
+    like = update[maps[0].weight]
+    return Subspace(basis[: len(weights)][kept].to(like), weights[kept].to(like)) if bool(kept.any()) else None
+
+
+class _InputsReached(Exception):
+    """The last block's inputs are captured."""
+
+
+class _WordSearch:
+    """Searches one observation's words, given its subspaces."""
+
+    def __init__(
+        self, attack: tiger, verifier: GuessVerifier, spaces: Spaces, lengths: Tensor, deadline: Deadline
+    ) -> None:
+        model = verifier.known.model
+        assert isinstance(model, LanguageModel)
+        self.attack, self.verifier, self.model, self.deadline = attack, verifier, model, deadline
+        self.spaces, self.spent = spaces, 0
+        self.table = model.value(model.parts.word, verifier.params).detach()
+        fit = self._fit()
+        self._place(fit, lengths)
+        self._choose(fit)
+
+    def _fit(self) -> Tensor:
+        """How far every word lies outside the first block's subspace in every position (V, L), of what words do on average."""
+        ids, (part, space) = torch.arange(self.model.vocabulary), self.spaces[0]
+        most = self.verifier.known.shape[0]
+        outside = [
+            space.outside(layer_inputs(self.model, self.verifier.params, part, x, torch.ones_like(x, dtype=torch.bool)))
+            for x in (words[:, None].expand(-1, most).contiguous() for words in ids.split(CHUNK))
+        ]
+        fit = torch.cat(outside).cpu()
+        return fit / fit.mean(0)
+
+    def _place(self, fit: Tensor, lengths: Tensor) -> None:
+        """Where words, the tokens around them and padding stand."""
+        model, known = self.model, self.verifier.known
+        first, last, size = len(model.start), len(model.end), known.batch_size
+        assert known.text is not None
+        if last and known.text.lengths is None:
+            ends = fit[model.end[-1], : int(lengths.max())].clone()
+            ends[: first + last] = torch.inf
+            places = ends.argsort()[:size]
+            # sentences of one length leave fewer places that fit
+            near = places[ends[places] <= (4 * ends[places[0]]).clamp(min=1e-4)]
+            lengths = 1 + near.repeat(size)[:size].sort(descending=True).values
+        # a decoder's last word sends no gradient through the attention
+        self.unseen = int(model.task == "next_token")
+        lengths = (lengths - self.unseen).clamp(min=first + last + 1)
+        at = torch.arange(int(lengths.max()))
+        self.mask = at < lengths[:, None]
+        self.free = (at >= first) & (at < lengths[:, None] - last)
+        self.ids = torch.full(self.mask.shape, model.pad)
+        self.ids[:, :first] = torch.tensor(model.start, dtype=torch.int64)
+        for i, token in enumerate(model.end):
+            self.ids.scatter_(1, (lengths - last + i)[:, None], token)
+
+    def _choose(self, fit: Tensor) -> None:
+        """Each position's candidates (L, K), the nearest first, and the logits from which they start."""
+        words = fit[:, : self.mask.shape[1]].clone()
+        words[sorted({*self.model.special, self.model.pad})] = torch.inf
+        words[self.model.tokenizer.size :] = torch.inf
+        count = min(self.attack.candidates, int(words[:, 0].isfinite().sum()))
+        nearest, chosen = words.topk(count, dim=0, largest=False)
+        self.candidates = chosen.mT.contiguous()
+        self.prior = ((1 - nearest) / fit[:, : self.mask.shape[1]].std(0)).mT
+
+    def _inputs(self, x: Tensor, mask: Tensor) -> list[Tensor]:
+        """The inputs (B, L, width) of all blocks that count, of words' ids (B, L) or embeddings (B, L, width)."""
+        captured: list[Tensor] = []
+
+        def keep(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            captured.append(arguments[0])
+            if len(captured) == len(self.spaces):
+                raise _InputsReached
+
+        handles = [part.register_forward_pre_hook(keep) for part, _ in self.spaces]
+        try:
+            functional_call(self.model, dict(self.verifier.params), (x, mask.to(x.device)))
+        except _InputsReached:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        return captured
+
+    def _distance(self, inputs: Sequence[Tensor]) -> Tensor:
+        """The objective (...) of inputs (..., n, width), a batch's of one block after the other."""
+        total = [space.distance(x) for (_, space), x in zip(self.spaces, inputs, strict=True)]
+        return torch.stack(total).sum(0)
+
+    def descend(self, iterations: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """The words (B, L) at the end of a descent from a random start, and the mixtures' logits (B, L, K)."""
+        shape = (len(self.mask), *self.prior.shape)
+        logits = (self.prior + START * torch.randn(shape, generator=rng)).to(self.table)
+        optimizer, (first, second) = adam(self.attack.rate), logits.new_zeros(2, 1, *shape)
+        rows, frame = self.table[self.candidates], self.table[self.ids]
+        free, mask = self.free.to(self.table.device), self.mask.to(self.table.device)
+        for done in range(iterations):
+            if self.deadline.over():
+                break
+            with torch.enable_grad():
+                logits.requires_grad_()
+                mixed = torch.einsum("blk,lkd->bld", logits.softmax(-1), rows)
+                inputs = self._inputs(torch.where(free[..., None], mixed, frame), mask)
+                value = self._distance([x[mask] for x in inputs])
+                (slope,) = torch.autograd.grad(value, logits)
+            logits = logits.detach()
+            optimizer.step(logits[None], slope.nan_to_num()[None], (first, second), [done], iterations)
+            self.spent += 1
+        return self._words(logits.cpu()), logits.cpu()
+
+    def nearest(self) -> tuple[Tensor, Tensor]:
+        """The words (B, L) that are nearest alone, all sentences the same, and their logits (B, L, K)."""
+        logits = self.prior.expand(len(self.mask), -1, -1)
+        return self._words(logits), logits
+
+    def _words(self, logits: Tensor) -> Tensor:
+        best = logits.argmax(-1)
+        words = self.candidates.expand(len(best), -1, -1).gather(2, best[..., None])[..., 0]
+        return torch.where(self.free, words, self.ids)
+
+    @torch.no_grad()
+    def value(self, words: Tensor) -> float:
+        """The objective of words (B, L)."""
+        return float(self._distance([x[self.mask] for x in self._inputs(words, self.mask)]))
+
+    @torch.no_grad()
+    def exchange(self, words: Tensor, logits: Tensor) -> tuple[Tensor, float]:
+        """Words (B, L) exchanged one by one for likely ones that bring the batch nearer, with the distance then."""
+        likely = logits.topk(min(self.attack.exchanged, logits.shape[-1]), -1).indices
+        tried = torch.cat([likely, torch.arange(likely.shape[-1]).expand_as(likely)], -1)
+        inputs = self._inputs(words, self.mask)
+        value = float(self._distance([x[self.mask] for x in inputs]))
+        places = self.free.nonzero().tolist()
+        for _ in range(self.attack.passes):
+            before = value
+            for b, t in places:
+                if self.deadline.over():
+                    return words, value
+                others = {*self.candidates[t, tried[b, t]].tolist(), *words[self.free[:, t], t].tolist()}
+                options = sorted(others - {int(words[b, t])})
+                if not options:
+                    continue
+                length = int(self.mask[b].sum())
+                changed = words[b, :length].repeat(len(options), 1)
+                changed[:, t] = torch.tensor(options)
+                new = self._inputs(changed, torch.ones_like(changed, dtype=torch.bool))
+                rest = self.mask.clone()
+                rest[b] = False
+                whole = [torch.cat([x, y[rest].expand(len(x), -1, -1)], 1) for x, y in zip(new, inputs, strict=True)]
+                values = self._distance(whole)
+                best = int(values.nan_to_num(torch.inf).argmin())
+                if float(values[best]) < value:
+                    value, words[b, t] = float(values[best]), options[best]
+                    for x, y in zip(new, inputs, strict=True):
+                        y[b, :length] = x[best]
+            if value == before:
+                break
+        return words, value
+
+    def labelled(self, words: Tensor) -> tuple[Batch, float]:
+        """The words as a batch, with the labels that explain the update best, and the relative error that remains."""
+        if self.unseen:
+            sentences = [ids[keep].tolist() for ids, keep in zip(words, self.mask, strict=True)]
+            return complete_sentences(self.verifier, self.model, sentences)
+        x = torch.full((len(words), self.verifier.known.shape[0]), self.model.pad)
+        x[:, : words.shape[1]] = torch.where(self.mask, words, self.model.pad)
+        return self.verifier.best_labels(x)
