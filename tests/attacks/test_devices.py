@@ -23,6 +23,7 @@ Make = Callable[..., Any]
 # what makes an attack small enough for seconds
 LITTLE: Mapping[str, Mapping[str, Any]] = {
     "gi_gip": {"latent": 8, "width": 4, "training": 5},
+    "gifd": {"latent": 8, "width": 4, "training": 5},
     "learning_to_invert": {"hidden": 16, "batch": 32},
     "ridge_inversion": {"buckets": 64},
     **SMALL,

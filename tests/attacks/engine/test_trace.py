@@ -61,7 +61,7 @@ def trace_of(found: Reconstruction) -> Trace:
     assert found.x is not None
     assert (kept.iteration.dtype, kept.objective.dtype, kept.x.dtype) == (torch.int64, torch.float64, torch.uint8)
     assert (kept.iteration.shape, kept.objective.shape, kept.x.shape) == ((t,), (t,), (t, *found.x.shape))
-    assert kept.iteration.diff().min() > 0
+    assert (kept.iteration.diff() > 0).all()
     return kept
 
 
@@ -179,7 +179,9 @@ def test_time_ends_a_trace_with_what_was_found() -> None:
     wave, known = scene()
     for found in inverting_gradients().traced(6).reconstruct(wave, known, Budget(10**9, seconds=0.2), streams(0, 1)):
         assert found.status == "out_of_budget"
-        assert trace_of(found).iteration.tolist() == [0, found.iterations]
+        assert trace_of(found).iteration.tolist() == sorted({0, found.iterations}), (
+            "a busy machine may find no time at all"
+        )
         ends_in(trace_of(found), found)
 
 

@@ -92,6 +92,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch, kind: type[Attack]) -> Iterator[lis
 
 SMALL: dict[str, dict[str, int]] = {  # an attack that trains first trains little here
     "gi_gip": {"latent": 8, "width": 4, "training": 5},
+    "gifd": {"latent": 8, "width": 4, "training": 5},
     "learning_to_invert": {"hidden": 16},
     "ridge_inversion": {"buckets": 64},
 }
