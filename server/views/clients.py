@@ -115,9 +115,9 @@ def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) ->
     if attack is None:  # per example the value that leaks most; labels that the threat model gives away do not count
         labels = labels.where(np.array([a not in given for a in labels.attacks], bool)[labels.attack])
         rows, hits, labels = (
-            rows.strongest(metric),
-            hits.strongest("identified"),
-            labels.strongest("label_accuracy"),
+            rows.leakiest(metric),
+            hits.leakiest("identified"),
+            labels.leakiest("label_accuracy"),
         )
     lines, none = [], np.zeros(0, np.int64)
     parts = [(part.value, _places(part)) for part in (rows, hits, labels)]

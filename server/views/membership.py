@@ -9,6 +9,7 @@ from scipy.special import bdtrc
 
 from fedgauge.attacks.membership.limit import mu_of, power
 from fedgauge.attacks.membership.measured import ANYBODY, HELD, MEMBER, RATES
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.formatting import percent
@@ -31,7 +32,7 @@ RATES_SHOWN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of 
 
 @dataclass(frozen=True)
 class ToldMembers:
-    """What the best test of one question found.
+    """What one test of one question found.
 
     Args:
         metric: MEMBER or HELD, the question.
@@ -95,8 +96,8 @@ class ToldMembers:
 
 
 def told_members(scores: Scores) -> list[ToldMembers]:
-    """The best test of each question that was tested."""
-    found = []
+    """Of each question that was tested the strongest test, that of the largest area: of those that tell members, if any does."""
+    found: list[ToldMembers | None] = []
     asked = [
         (metric, rows := _graded(scores, metric), [n for n in _names(rows) if is_attack(n)])
         for metric in (MEMBER, HELD)  # of anybody's batch no interval by client holds
@@ -106,8 +107,8 @@ def told_members(scores: Scores) -> list[ToldMembers]:
         told = [_told(metric, rows, _graded(scores, metric + ONE_PERCENT), name, chances) for name in tests]
         if told:
             # a leak that one test shows stays shown where another, with a larger area, shows none
-            found.append(max(told, key=lambda t: (t.leaks, t.area)))
-    return found
+            found.append(MEASURED[metric].leakiest([t for t in told if t.leaks] or told, lambda t: t.area))
+    return [test for test in found if test is not None]
 
 
 @dataclass(frozen=True)

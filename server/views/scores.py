@@ -145,7 +145,7 @@ class Scores:
         """The rows of an attack."""
         return self.where(self.attack == (self.attacks.index(attack) if attack in self.attacks else -1))
 
-    def strongest(self, metric: str) -> "Scores":
+    def leakiest(self, metric: str) -> "Scores":
         """Of rows of one metric, for each example the one that leaks most."""
         keys = self.example_keys()
         order = np.lexsort((MEASURED[metric].sign * self.value, keys))

@@ -44,7 +44,7 @@ def _altered_clients(scenario: Scenario, round: int, client: int) -> list[int]:
 def _best(scores: Scores) -> dict[tuple[int, int, int], float]:
     """The best uncapped value of any attack, by round, client and example."""
     rows = scores.of_metric(scores.measure.metric)
-    rows = rows.where(rows.by_attacks & ~np.isnan(rows.value)).strongest(scores.measure.metric)
+    rows = rows.where(rows.by_attacks & ~np.isnan(rows.value)).leakiest(scores.measure.metric)
     keys = zip(rows.round.tolist(), rows.client.tolist(), rows.example.tolist(), strict=True)
     return dict(zip(keys, rows.value.tolist(), strict=True))
 

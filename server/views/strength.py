@@ -19,9 +19,14 @@ from fedgauge.server.views.scores import Scores, capped
 
 
 def best_of(leaks: Iterable[Leak], role: Role) -> Leak | None:
-    """The Leak of an attack, a baseline or a limit whose mean leaks most; None if none has a mean."""
-    graded = [(leak.mean, leak) for leak in leaks if leak.mean is not None and role_of(leak.attack) == role]
-    return max(graded, key=lambda found: MEASURED[found[1].metric].sign * found[0], default=(0.0, None))[1]
+    """The strongest attack, the best baseline or the highest limit: that whose mean leaks most; None if none has a mean.
+
+    Nothing else is called the strongest, by the verdict, a gate, a sweep, a page or a figure.
+    """
+    graded = sorted(
+        (leak for leak in leaks if leak.mean is not None and role_of(leak.attack) == role), key=lambda k: k.attack
+    )
+    return MEASURED[graded[0].metric].leakiest(graded, lambda leak: leak.mean or 0.0) if graded else None
 
 
 def error_in_db(leak: Leak | None) -> float | None:

@@ -21,11 +21,12 @@ from fedgauge.server.views.intervals import (
     luck_bound,
     luck_of_hits,
 )
+from fedgauge.server.views.leakage import leakage_of_all
 from fedgauge.server.views.membership import ToldMembers, Word, members_sentences, told_members
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, planned_attacks
 from fedgauge.server.views.scores import Scores
-from fedgauge.server.views.strength import PairedDifference, paired, rivals_of, values_of
+from fedgauge.server.views.strength import PairedDifference, best_of, paired, rivals_of, values_of
 
 UNKNOWN = (0.5, 0.5)  # shares of the classes, where they are not known
 
@@ -113,8 +114,8 @@ class Verdict:
 
     Args:
         word: "not shown to leak" only where both kinds were tested, and membership in the batches behind the updates.
-        strongest: of the attacks that reconstruct.
-        members: the best test of each question about membership.
+        strongest: of the attacks that beat a guess; if none does, of all that were set against one.
+        members: of each question about membership, the strongest test that tells members, or of all if none does.
         reconstruction: the word on what comes back of the examples alone.
     """
 
@@ -216,12 +217,12 @@ def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float] = UNKNOWN) -
 
 
 def _of_examples(scores: Scores, ledger: Ledger, shares: Sequence[float]) -> Verdict:
-    """The verdict on what comes back of the examples, with the strongest attack."""
+    """The verdict on what comes back of the examples, with the attack that decides it."""
     compared, labels = excesses(scores), restored_labels(scores, ledger, shares)
     read_off = f"{_so_far(ledger)} labels leak: {labels}, by {labels.attack}." if labels and labels.leaks else ""
     if not compared:
         return _undetermined(read_off, _nothing_to_judge(scores, ledger))
-    strongest = max(compared, key=lambda e: (e.leaks, not e.leaks and e.looks_identified, e.mean))
+    strongest, title = _strongest(scores, compared)
     if not strongest.leaks and (why := _proves_nothing(compared, ledger)):
         why = f": {why}, so their failure proves nothing"
         return _undetermined(read_off, why, strongest)
@@ -237,14 +238,25 @@ def _of_examples(scores: Scores, ledger: Ledger, shares: Sequence[float]) -> Ver
     if strongest.clusters == 1:
         numbers += "; one client gives no interval"
     if strongest.leaks:
-        words = f"leak: the strongest attack, {strongest.attack} ({budget}), reaches {numbers}."
+        words = f"leak: the {title}, {strongest.attack} ({budget}), reaches {numbers}."
         return Verdict("leaks", (f"{_so_far(ledger)} {private} {words}",), strongest)
-    words = f"at this budget (strongest attack {strongest.attack}, {budget}): it reaches {numbers}"
+    words = f"at this budget ({title} {strongest.attack}, {budget}): it reaches {numbers}"
     if read_off:
         words = f"{read_off} Their {private} come back no better than from a guess {words}; a stronger attack may do better."
         return Verdict("leaks", (words,), strongest)
     words = f"are not shown to leak {words}; a stronger attack may still succeed."
     return Verdict("not shown to leak", (f"{_so_far(ledger)} {private} {words}",), strongest)
+
+
+def _strongest(scores: Scores, compared: Sequence[ExcessLeakage]) -> tuple[ExcessLeakage, str]:
+    """The attack that decides the verdict, and what it is called: "strongest" alone if no other attack's mean leaks more."""
+    beat = [e for e in compared if e.leaks] or [e for e in compared if e.looks_identified]
+    names = {e.attack: e for e in beat or compared}
+    leaks = leakage_of_all(scores, scores.measure.metric)
+    of_all, own = best_of(leaks, "attack"), best_of((leak for leak in leaks if leak.attack in names), "attack")
+    assert own is not None  # each is graded
+    title = "strongest attack" if own is of_all else "strongest attack that beats a guess"
+    return names[own.attack], title if beat or own is of_all else "strongest attack with a baseline"
 
 
 def _undetermined(read_off: str, why: str, strongest: ExcessLeakage | None = None) -> Verdict:
@@ -260,7 +272,7 @@ def _undetermined(read_off: str, why: str, strongest: ExcessLeakage | None = Non
 
 def _numbers(strongest: ExcessLeakage, compared: Sequence[ExcessLeakage], by: MainMetric) -> str:
     numbers = (
-        f"{in_unit(strongest.reached, by)} {by.name} on average, the best baseline ({strongest.baseline}) "
+        f"{in_unit(strongest.reached, by)} {by.name} on average, its hardest baseline ({strongest.baseline}) "
         f"{in_unit(strongest.floor, by)}"
     )
     if strongest.identified is not None:

@@ -160,7 +160,7 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[str]
         promises: of every defense, in the sweep's order.
 
     The strongest attack is, as anywhere, that whose mean leaks most, here over the seeds; what came back best of what a defense
-    made of the examples stands beside it. Membership: of the best test, the area under the ROC curve, and the members told at
+    made of the examples stands beside it. Membership: of the strongest test, the area under the ROC curve, and the members told at
     1 % false positives. Limit, bound and gap are PSNRs of mean squared errors; the gap is from the limit to the attack of the
     least error.
     """
@@ -203,7 +203,7 @@ def measure_of(found: Sequence[SweepRow]) -> MainMetric:
 def _strongest(own: Sequence[SweepRow], by: MainMetric) -> tuple[str, str]:
     """The strongest attack on one defense, and what came back as text."""
     means, augmented = _means(own, "mean"), _means(own, "augmented")
-    best, other = (by.leakiest(found, found.__getitem__) for found in (means, augmented))
+    best, other = (by.leakiest(sorted(found), found.__getitem__) for found in (means, augmented))
     if best is None:
         return "none gave a number", "–"
     words, of_best = _number(means[best]), [r for r in own if r.attack == best]
@@ -226,9 +226,9 @@ def _gap(own: Sequence[SweepRow]) -> float | None:
 
 
 def _told(tests: Sequence[SweepRow]) -> str:
-    """What the best test of one question of membership reached, as text."""
+    """What the strongest test of one question of membership reached, as text."""
     areas = _means(tests, "mean")
-    best = MEASURED[MEMBER].leakiest(areas, areas.__getitem__)
+    best = MEASURED[MEMBER].leakiest(sorted(areas), areas.__getitem__)
     if best is None:
         return "no test gave a number" if tests else "not tested"
     told = _means(tests, "told").get(best)

@@ -123,7 +123,7 @@ function rocFigure({ membership: { roc, rates }, knowledge }) {
     draw(node, [...traces, even], layout(x, y, height, { hovermode: "x unified" }));
   };
   const tests = roc.filter(s => s.kind === "attack"), at = s => s.y[rates.indexOf(.01)];
-  const best = strongest(tests, at);
+  const best = highest(tests, at);
   const meaning = best ? `At 1 % false positives, ${best.name} tells ${percent(at(best))} of the members.` : "Too few strangers for 1 % false positives.";
   return figure("Members told from strangers", meaning, drawing, height);
 }
@@ -153,10 +153,10 @@ function noScore({ count, reason }) {
 
 function successMeaning(success, thresholds, threshold, ungraded) {
   const at = s => s.y[thresholds.indexOf(threshold)];
-  const [best, floor] = ["attack", "baseline"].map(kind => strongest(success.filter(s => s.kind === kind), at));
+  const [best, floor] = ["attack", "baseline"].map(kind => highest(success.filter(s => s.kind === kind), at));
   if (!best) return noScore(ungraded);
   const reached = `${percent(at(best))} of the attacked examples come back at ${threshold} dB or better with ${best.name}`;
-  const guess = floor ? `, ${percent(at(floor))} with the best baseline` : "";
+  const guess = floor ? `, ${percent(at(floor))} with ${floor.name}, which needs no update` : "";
   const hidden = ungraded.count ? ` Not counted: ${many(ungraded.count, "reconstruction")} that nobody graded.` : "";
   return `${reached}${guess}. Attempts without an image count as failed.${hidden}`;
 }

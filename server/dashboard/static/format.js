@@ -27,6 +27,6 @@ function interval(row, metric) {
 }
 
 /** The item of the highest value; undefined if there is none. */
-function strongest(items, value) {
+function highest(items, value) {
   return items.filter(i => value(i) !== null && value(i) !== undefined).sort((a, b) => value(b) - value(a))[0];
 }

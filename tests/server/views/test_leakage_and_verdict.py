@@ -16,10 +16,10 @@ from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, Participation
 from fedgauge.server.views.intervals import Rate
-from fedgauge.server.views.leakage import Leak, leakage
+from fedgauge.server.views.leakage import Leak, leakage, leakage_of_all
 from fedgauge.server.views.roles import attack_order, is_baseline, role_of
 from fedgauge.server.views.scores import Scores
-from fedgauge.server.views.strength import RoundLeak, paired, round_table
+from fedgauge.server.views.strength import RoundLeak, best_of, paired, round_table
 from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
 from fedgauge.server.views.verdict import Verdict, excesses, verdict
 
@@ -369,6 +369,32 @@ def test_of_many_attacks_the_best_must_be_rarer_by_luck(tmp_path: Path) -> None:
     assert (alone.reconstruction, best.reconstruction) == ("leaks", "not shown to leak")
     assert alone.strongest is not None and best.strongest is not None
     assert best.strongest.attack == "matching" and (alone.strongest.attacks, best.strongest.attacks) == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ({"matching": 1.0, "second": 2.0}, "the strongest attack, matching"),  # though it beats its guess by less
+        ({"matching": 0.0, "second": 1.0}, "the strongest attack that beats a guess, second"),
+        ({"matching": 0.0, "second": 0.0}, "strongest attack matching"),
+    ],
+)
+def test_the_strongest_attack_is_the_same_everywhere(tmp_path: Path, own: Mapping[str, float], named: str) -> None:
+    """Somebody else's images guess a lot of what the first brings back, and little of what the second does."""
+    plan = AttackPlan((*PLAN.attacks, PlannedAttack("second", {"use": "inverting_gradients"})))
+    guesses = {"matching": 18.0, "second": 12.0}
+    cells: dict[Cell, Values | None] = {}
+    for client, noise in enumerate([-0.1, 0.1, -0.1, 0.1]):
+        cells[1, client, "mean_image"] = {"psnr": [10.0]}
+        for attack, guess in guesses.items():
+            cells[1, client, f"wrong_client({attack})"] = {"psnr": [guess]}
+            cells[1, client, attack] = {"psnr": [guess + own[attack] + noise]}
+    with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
+        ledger.add_attacks(plan, {p.name: "" for p in plan.attacks})
+        score(ledger, cells, examples=1, plan=plan)
+        said, strongest = verdict_of(ledger), best_of(leakage_of_all(Scores.read(ledger), "psnr"), "attack")
+    assert strongest is not None and strongest.attack == "matching"
+    assert named in said.sentence
 
 
 def test_a_single_image_brought_back_is_a_leak_even_where_the_mean_hides_it(tmp_path: Path) -> None:
