@@ -259,8 +259,10 @@ def _objection(
     audit, policy = None, UpdatePolicy(limits.max_norm)
     if inversion is not None:
         audit = partial(inversion.leak, own, params, buffers, update, own.owner.batch(rows))
-        usual, unit = inversion.limit(own)
-        policy = UpdatePolicy(limits.max_norm, usual if limits.threshold is None else limits.threshold, unit)
+        usual, unit, higher_leaks = inversion.limit(own)
+        policy = UpdatePolicy(
+            limits.max_norm, usual if limits.threshold is None else limits.threshold, unit, higher_leaks
+        )
     return UpdatePolicy().objection(moved) or policy.objection(update, audit)
 
 

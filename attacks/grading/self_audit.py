@@ -41,17 +41,17 @@ class invert_own(SelfAudit):
         if own.chain.local.remembers:
             raise ValueError("the attack would need the rounds before, from which scaffold's control variates follow")
         wave = Wave.stack([Observation(1, 0, params, update, buffers)])
-        (audited,) = Auditor(own).audit(self._planned, wave, truth=lambda client, round: batch)
+        auditor = Auditor(own, blind=True)  # the main metric is all that is graded, below
+        (audited,) = auditor.audit(self._planned, wave, truth=lambda client, round: batch)
         result = audited.reconstruction
         # the server chooses the weights, so weights that make the attack diverge must not pass for safe
         if result.status in ("not_applicable", "diverged"):
             raise ValueError(result.reason)
-        main = modality_of(own.shards.dataset).main
-        values = [r.value for r in audited.rows if r.metric == main.metric and r.value is not None]
-        if (worst := main.leakiest(values, float)) is None:
+        main = auditor.modality.main
+        if (worst := main.leakiest(auditor.grader.leaked(result, batch), float)) is None:
             raise ValueError(f"the attack left no {main.private}s")
         return worst
 
-    def limit(self, own: Federation) -> tuple[float, str]:
+    def limit(self, own: Federation) -> tuple[float, str, bool]:
         main = modality_of(own.shards.dataset).main
-        return main.leaked, main.unit
+        return main.leaked, main.unit, main.higher_is_better

@@ -30,6 +30,7 @@ class Measured:
         share: never below 0 nor above the ceiling, so that its intervals are not either.
         fraction: a share of 1, shown in percent.
         rate: 0 or 1 for each example, so that there is no worst case, and intervals are Wilson's.
+        of_batch: one value for a whole batch.
     """
 
     label: str
@@ -41,6 +42,7 @@ class Measured:
     share: bool = False
     fraction: bool = False
     rate: bool = False
+    of_batch: bool = False
 
     @property
     def sign(self) -> int:

@@ -31,7 +31,7 @@ class ImageModality(Modality):
         "ssim": Measured("SSIM"),
         "mse": Measured("MSE (lower leaks more)", **DISTANCE, digits=None),
         "identified": Measured("identified (part of the images)", fraction=True, rate=True),
-        "label_accuracy": Measured("label accuracy", fraction=True),
+        "label_accuracy": Measured("label accuracy", fraction=True, of_batch=True),
         "lpips_alex": Measured("LPIPS, AlexNet (lower leaks more)", **DISTANCE),
         "lpips_vgg": Measured("LPIPS, VGG16 (lower leaks more)", **DISTANCE),
         "psnr_augmented": Measured("PSNR (dB) to what was trained on", **PSNR),

@@ -247,8 +247,8 @@ class SelfAudit(ABC):
         """
 
     @abstractmethod
-    def limit(self, own: Federation) -> tuple[float, str]:
-        """From which value on an example has leaked, where the owner names none, and the unit of these values."""
+    def limit(self, own: Federation) -> tuple[float, str, bool]:
+        """From which value on an example has leaked, where the owner names none; the unit, and whether higher values leak more."""
 
 
 SELF_AUDIT = ComponentKind("an audit of one's own update", ("fedgauge.audits",), SelfAudit)

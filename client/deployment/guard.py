@@ -60,11 +60,13 @@ class UpdatePolicy:
         max_norm: the largest Euclidean norm that is sent; None: any.
         threshold: an update is withheld if the audit reconstructs an example at this value or better.
         unit: of the audit's values.
+        higher_leaks: whether a higher one is better.
     """
 
     max_norm: float | None = None
     threshold: float = 20.0
     unit: str = "dB"
+    higher_leaks: bool = True
 
     def objection(self, update: Mapping[str, Tensor], audit: Callable[[], float] | None = None) -> str:
         """Why an update should not leave, for the owner only; empty if it may.
@@ -86,7 +88,8 @@ class UpdatePolicy:
         except ValueError as error:
             return f"its audit failed: {error}"
         # not (leak >= threshold): a NaN must not pass
-        return "" if leak < self.threshold else f"its audit reconstructs an example at {leak:.1f} {self.unit}"
+        safe = leak < self.threshold if self.higher_leaks else leak > self.threshold
+        return "" if safe else f"its audit reconstructs an example at {leak:.1f} {self.unit}"
 
 
 def guard(

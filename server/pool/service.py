@@ -19,7 +19,7 @@ from fedgauge.server.pool.executors import Executor, LocalExecutor, Result, Work
 from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import DeviceUse, Lease
+from fedgauge.server.store.ledger_types import ATTACKED_FROM, DeviceUse, Lease
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import AuditOptions, Scenario
 from fedgauge.server.store.tape import TapeError, as_arrays, as_tensors
@@ -119,6 +119,7 @@ class _DeviceUse:
         self._told_at = -EVERY
         self._busy: dict[str, int] = {}  # waves of each device since the last note
         self._seconds: dict[str, float] = {}  # that each device's workers have attacked
+        self._ended_before = ledger.finished()
 
     def note(self, over: bool = False) -> None:
         """Count the time since the last call; write what has changed, once a second at most until it is over."""
@@ -128,8 +129,13 @@ class _DeviceUse:
         self._noted = now
         self._busy = {name: min(of.busy, of.workers) for name, of in load.items()}
         state = [(name, of.busy, of.finished) for name, of in load.items()]
-        if state == self._told or not any(of.busy or of.finished for of in load.values()):
+        if not any(of.busy or of.finished for of in load.values()):
+            self._began = now  # until the first wave there was nothing to do
             return
+        if state == self._told:
+            return
+        if self._told is None:
+            self._ledger.set_meta(**{ATTACKED_FROM: str(self._ended_before)})
         if not over and now - self._told_at < EVERY:
             return
         self._told, self._told_at = state, now

@@ -11,7 +11,7 @@ from fedgauge.attacks.modality.registry import BASELINES, MODALITIES, modality_c
 from fedgauge.attacks.plan import LIMITS, PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
-from fedgauge.server.store.ledger_types import DEPLOYMENT, MAIN_METRIC, UNGRADED, ScoreRow, planned_of
+from fedgauge.server.store.ledger_types import ATTACKED_FROM, DEPLOYMENT, MAIN_METRIC, UNGRADED, ScoreRow, planned_of
 
 _CARDS = 200  # times the file's bytes: every row of scores repeats its attack's card
 # an attack's card: what was agreed, then what was found
@@ -134,6 +134,11 @@ class LedgerReads(LedgerFile):
         last: int | None = self._db.execute("SELECT max(round) latest FROM rounds").fetchone()[0]
         return last or 0
 
+    def last_observed(self) -> int:
+        """The last round of which clients were seen; 0 before the first."""
+        last: int | None = self._db.execute("SELECT max(round) latest FROM observations").fetchone()[0]
+        return last or 0
+
     def finished(self) -> int:
         """The number of the job that ended last: 0 before the first, and it grows with each."""
         last: int | None = self._db.execute("SELECT max(finished) latest FROM jobs").fetchone()[0]
@@ -170,16 +175,25 @@ class LedgerReads(LedgerFile):
         """Every round recorded from one on: round, accuracy, loss, seconds, intercept_seconds."""
         return self._db.execute("SELECT * FROM rounds WHERE round >= ? ORDER BY round", (round,)).fetchall()
 
+    def size_of(self, round: int, client: int) -> int:
+        """How many examples a client says its update is of; 1 if it says nothing."""
+        row = self._db.execute("SELECT examples FROM observations WHERE round = ? AND client = ?", (round, client))
+        (examples,) = row.fetchone() or (None,)
+        return max(1, examples or 1)
+
     def observations_since(self, round: int) -> list[sqlite3.Row]:
         """Every client seen, rejected or missed from a round on: round, client, status, reason, examples, digest."""
         query = "SELECT * FROM observations WHERE round >= ? ORDER BY round, client"
         return self._db.execute(query, (round,)).fetchall()
 
     def pace(self, last: int = 100) -> float | None:
-        """Jobs per minute over the latest ones; None before the second, and if an older fedgauge recorded no times."""
-        query = "SELECT count(ended) n, max(ended) - min(ended) span FROM jobs WHERE finished > ?"
-        n, seconds = self._db.execute(query, (self.finished() - last,)).fetchone()
-        return 60 * (n - 1) / seconds if n > 1 and seconds > 0 else None
+        """Jobs per second over the latest ones of the last attack service; None before its second."""
+        query = (
+            "SELECT count(ended) n, max(ended) - min(ended) span FROM jobs WHERE finished > max(?,"
+            " coalesce((SELECT CAST(value AS INTEGER) FROM meta WHERE key = ?), 0))"
+        )
+        n, seconds = self._db.execute(query, (self.finished() - last, ATTACKED_FROM)).fetchone()
+        return (n - 1) / seconds if n > 1 and seconds > 0 else None
 
     def version(self) -> tuple[int, int]:
         """Changes whenever somebody writes; asking takes microseconds, whatever the size."""

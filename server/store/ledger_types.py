@@ -27,6 +27,9 @@ ROUND_NOTE = (
 )
 MORE_NOTED = "more_rounds_with_notes"  # key in the meta table: how many more rounds there were
 USUAL_NORM = "usual_norm"  # key in the meta table: the largest median of a round's norms of updates
+ATTACKED_FROM = (
+    "attacked_from"  # key in the meta table: the number of the last job that ended before the last attack service began
+)
 DEVICES = "devices"  # key in the meta table: how the attack service uses each device, as JSON
 UNGRADED = "not_graded"  # status of a row that stands for a reconstruction which nobody has graded
 _MOST_LETTERS = 300  # of a client's message
@@ -193,6 +196,11 @@ class Progress:
     leased: int = 0
     done: int = 0
     failed: int = 0
+
+    @property
+    def waiting(self) -> int:
+        """Those that have not ended."""
+        return self.queued + self.leased
 
     @property
     def total(self) -> int:

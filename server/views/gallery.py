@@ -192,7 +192,7 @@ class Gallery:
         rows = self.scores if attack is None else self.scores.of_attack(attack)
         whole, main = rows.example == WHOLE_BATCH, rows.measure
         lost = rows.where(whole)  # stands for each example of its batch
-        sizes = list(map(self.reading.size_of, lost.round.tolist(), lost.client.tolist()))
+        sizes = list(map(rows.size_of, lost.round.tolist(), lost.client.tolist()))
         places = np.concatenate([np.arange(size) for size in sizes]) if sizes else lost.example
         columns = [
             np.concatenate([rows.round[~whole], np.repeat(lost.round, sizes)]),

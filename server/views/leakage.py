@@ -13,7 +13,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints, Rate, clustered_interval
 from fedgauge.server.views.roles import is_attack
-from fedgauge.server.views.scores import Scores, capped
+from fedgauge.server.views.scores import Scores, SizeOf, alone, capped
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Leak:
     Args:
         round: None for all rounds pooled.
         n: graded examples (for label_accuracy: batches).
-        failed: rows without a value, by status; no mean counts them.
+        failed: examples (or batches) without a value, by status, all of a batch that was lost; no mean counts them.
         ungraded: reconstructions that a deployment's clients did not grade, each of a whole batch; not among the failed.
         mean, low, high: mean and 95 % interval, clustered by client (`clustered_interval`); PSNR capped. None if there is
             nothing to average, or there are fewer than two clients for an interval.
@@ -119,7 +119,9 @@ def _leak(part: Scores, metric: str, round: int | None) -> Leak:
     own = part.named(metric)
     averaged = capped(metric, part.value)
     graded = own & np.isfinite(averaged)
-    failed = Counter(part.statuses[s] for s in part.status[~graded])
+    lost, failed = part.where(~graded), Counter[str]()
+    for status, count in zip(lost.status.tolist(), lost.counts(metric).tolist(), strict=True):
+        failed[part.statuses[status]] += count
     ungraded = failed.pop(UNGRADED, 0)
     clusters = part.round if metric.startswith(ANYBODY) else part.client
     values, raw, clusters = averaged[graded], part.value[graded], clusters[graded]
@@ -155,7 +157,8 @@ def as_rate(leak: Leak) -> Rate:
 class Snapshot:
     """The scores of a ledger as read so far, and how much came back by them; only what is new is read and computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, size_of: SizeOf = alone) -> None:
+        self._size_of = size_of
         self._forget()
         self._retried: str | None = None
 
@@ -172,7 +175,7 @@ class Snapshot:
         if (finished := ledger.finished()) <= self._finished:
             return set()
         touched: set[int] = set()
-        known = replace(self.scores, modality=ledger.modality)
+        known = replace(self.scores, modality=ledger.modality, size_of=self._size_of)
         self.scores = known.extended(_noting(ledger.scores_since(self._finished), touched))
         for rounds in self._by_round.values():
             for round in touched:

@@ -118,7 +118,9 @@ class MembershipRow:
     Args:
         question: in words.
         area: under the ROC curve; low, high: its interval by client (of anybody's batch by round), None below two.
-        told: by false-positive rate, the members told at it; no entry where strangers are too few.
+        shares: by false-positive rate, the share of members told at it, of a limit the mean power; no entry where strangers are
+            too few.
+        told: the same as a count; none of a limit, which tells nobody.
     """
 
     question: str
@@ -128,6 +130,7 @@ class MembershipRow:
     area: float
     low: float | None
     high: float | None
+    shares: Mapping[float, float]
     told: Mapping[float, Rate]
 
 
@@ -145,11 +148,13 @@ def membership_table(scores: Scores, order: Sequence[str]) -> list[MembershipRow
         )
         for leak in (leaks[name] for name in order if name in leaks):
             low, high = (None, None) if is_limit(leak.attack) else (leak.low, leak.high)
-            hits = {
-                r: as_rate(at[leak.attack]) for r, at in zip(RATES.values(), told, strict=True) if leak.attack in at
-            }
+            at = {rate: by[leak.attack] for rate, by in zip(RATES.values(), told, strict=True) if leak.attack in by}
+            shares = {rate: found.mean or 0.0 for rate, found in at.items()}
             kind = role_of(leak.attack)
-            table.append(MembershipRow(question, leak.attack, kind, leak.n, leak.mean or 0.0, low, high, hits))
+            counts = {} if kind == "limit" else {rate: as_rate(found) for rate, found in at.items()}
+            table.append(
+                MembershipRow(question, leak.attack, kind, leak.n, leak.mean or 0.0, low, high, shares, counts)
+            )
     return table
 
 

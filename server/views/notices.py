@@ -11,7 +11,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_types import EMPTY, MORE_NOTED, ROUND_NOTE, USUAL_NORM
 from fedgauge.server.views.outcomes import failure
 from fedgauge.server.views.participation import app_clients, other_sizes
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import Reading, jobs_of_run
 from fedgauge.server.views.server_attacks import shortened
 
 MOST_ROUNDS = 3  # told one by one
@@ -74,20 +74,20 @@ def as_number(text: str) -> float:
 
 
 def _audit_notices(reading: Reading) -> Iterator[Notice]:
-    progress, meta = reading.progress, reading.meta
+    jobs, meta = jobs_of_run(reading), reading.meta
     again = f"fedgauge audit {shlex.quote(str(reading.run.folder))}"
-    waiting = progress.queued + progress.leased
+    progress, waiting = jobs.progress, jobs.progress.waiting
     if not reading.tables.get("audit", {}).get("curious", True):
         yield (
             "The server was not curious ([audit] curious = false): it kept no updates. Set it to true and run again.",
             "",
         )
     elif waiting and meta.get("replay") == "mismatch":
-        yield f"{waiting} of {progress.total} attacks wait, because the replay check failed.", ""
+        yield f"{jobs.words}: the others wait, because the replay check failed.", ""
     elif waiting and reading.state in ("training", "attacking"):
-        yield f"{waiting} of {progress.total} attacks have not been done yet.", ""
+        yield f"So far {jobs.words}.", ""
     elif waiting:
-        yield f"{waiting} of {progress.total} attacks have not been done yet. Continue with:", again
+        yield f"{jobs.words}. Continue with:", again
     elif not progress.total and any(o["digest"] for o in reading.ledger.observations()):
         yield "Updates are on the tape, but no attack is planned for them. Attack them with:", again
     elif not progress.total and reading.sizes:

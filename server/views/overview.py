@@ -10,7 +10,6 @@ from fedgauge.attacks.limits import noise_is_known
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND, ERROR_LIMITS, describe
 from fedgauge.server.store import run_files
-from fedgauge.server.store.expected_jobs import expected_jobs
 from fedgauge.server.views import formatting, server_attacks
 from fedgauge.server.views.formatting import decibel, metric_facts, percent, rounded
 from fedgauge.server.views.intervals import Rate
@@ -20,7 +19,7 @@ from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import attacked_on, device_use
 from fedgauge.server.views.participation import app_clients
 from fedgauge.server.views.privacy import canaries, privacy
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import Reading, jobs_of_run
 from fedgauge.server.views.roles import is_attack, is_baseline, planned_attacks, role_of
 from fedgauge.server.views.strength import Limits, error_in_db, newest
 from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve, success_series, ungraded_table
@@ -106,32 +105,17 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 def progress(reading: Reading) -> dict[str, Any]:
     """How many jobs are in each state, how fast they go, and how long the rest will take."""
-    p = reading.progress
-    expected = p.total + jobs_to_come(reading)
-    pace = reading.ledger.pace() if reading.state in ("training", "attacking") else None
-    left = expected - p.done - p.failed
-    # with an empty queue the next round is awaited, whose speed is unknown
-    waited_for = p.queued + p.leased or reading.state != "training"
-    devices = reading.ledger.devices()
+    jobs, live = jobs_of_run(reading), reading.state in ("training", "attacking")
+    left, devices = jobs.seconds_left, reading.devices
     return {
-        "queued": p.queued,
-        "leased": p.leased,
-        "done": p.done,
-        "failed": p.failed,
-        "expected": expected,
-        "per_minute": rounded(pace),
-        "seconds_left": round(60 * left / pace) if pace and waited_for else None,
+        **vars(jobs.progress),
+        "expected": jobs.expected,
+        "words": jobs.words,
+        "per_minute": rounded(60 * jobs.pace) if live and jobs.pace else None,
+        "seconds_left": round(left) if live and left is not None else None,
         "workers": sum(of.workers for of in devices) or reading.tables.get("audit", {}).get("workers", 1),
         "devices": device_use(devices),
     }
-
-
-def jobs_to_come(reading: Reading) -> int:
-    """The jobs that the remaining rounds will add if every client takes part; none if the run is not training."""
-    scenario = reading.built if reading.state == "training" else None
-    if scenario is None or not scenario.audit.curious:
-        return 0
-    return expected_jobs(scenario, reading.newest, reading.tables["rounds"])
 
 
 def server_attack_effects(reading: Reading) -> dict[str, str]:
@@ -180,7 +164,7 @@ def series(metric: str, leaks: Sequence[Leak], order: Sequence[str]) -> list[dic
 
 def success(reading: Reading) -> list[dict[str, Any]]:
     """For each attack and baseline, the fraction of the examples that reaches each PSNR."""
-    return success_series(success_curve(reading.scores, reading.ledger, reading.size_of))
+    return success_series(success_curve(reading.scores, reading.ledger))
 
 
 def membership(reading: Reading) -> dict[str, Any]:
@@ -190,7 +174,10 @@ def membership(reading: Reading) -> dict[str, Any]:
         {
             **asdict(row),
             "area": rounded(row.area), "low": rounded(row.low), "high": rounded(row.high),
-            "told": [{"rate": rate, **(rate_in_numbers(told) or {})} for rate, told in row.told.items()],
+            "told": [
+                {"rate": rate, "share": rounded(share), **(rate_in_numbers(row.told.get(rate)) or {})}
+                for rate, share in row.shares.items()
+            ],
         }
         for row in membership_table(scores, reading.order)
     ]  # fmt: skip

@@ -5,7 +5,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from threading import Lock
 from typing import Any, Literal, TypeVar
 
@@ -18,9 +18,10 @@ from fedgauge.client.local_data import may_download
 from fedgauge.client.protocol import MOST_CLIENTS, MOST_ROUNDS
 from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
+from fedgauge.server.store.expected_jobs import expected_jobs
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerChanged, LedgerError, reads_again
-from fedgauge.server.store.ledger_types import EMPTY, Progress, json_table
+from fedgauge.server.store.ledger_types import EMPTY, DeviceUse, Progress, json_table
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tester_truth import TesterTruth
@@ -30,6 +31,7 @@ from fedgauge.server.views.participation import may_have_sent
 from fedgauge.server.views.roles import attack_order, is_attack
 from fedgauge.server.views.scores import Scores, known_metrics
 
+IDLE = 0.1  # share of the time that attacks may have waited for rounds; above it their pace does not predict the end
 State = Literal["training", "attacking", "complete", "attacks waiting", "attacks failed", "interrupted", "failed"]
 View = TypeVar("View")
 MOST_EXAMPLES = 4096  # of one update that came to nothing: so many empty places are shown for it
@@ -94,21 +96,72 @@ def _check_shapes(tables: Mapping[str, Any]) -> None:
             coerce(table[key], kind, key)
 
 
+@dataclass(frozen=True)
+class Jobs:
+    """The jobs of a run's attacks, baselines and limits among them.
+
+    Args:
+        progress: of the jobs that there are.
+        to_come: how many the remaining rounds will add if every client takes part.
+        pace: jobs a second over the latest ones; None before the second.
+        idle: share of the time, since the first, in which the busiest device had none.
+    """
+
+    progress: Progress
+    to_come: int = 0
+    pace: float | None = None
+    idle: float = 0.0
+
+    @property
+    def expected(self) -> int:
+        """All of them, with those of the rounds to come."""
+        return self.progress.total + self.to_come
+
+    @property
+    def left(self) -> int:
+        """Those that have not ended."""
+        return self.progress.waiting + self.to_come
+
+    @property
+    def words(self) -> str:
+        """12 of 40 attacks done, 2 failed."""
+        failed = f", {self.progress.failed} failed" if self.progress.failed else ""
+        return f"{self.progress.done} of {self.expected} attacks done{failed}"
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the last expected one has ended, at this pace; None at the end, and while attacks wait for rounds."""
+        if not self.pace or not self.left or (self.to_come and (not self.progress.waiting or self.idle > IDLE)):
+            return None
+        return self.left / self.pace
+
+
 class LedgerReading:
     """What has been read of a ledger so far: it asks only for what is new."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, tables: Mapping[str, Any]) -> None:
         self.ledger = ledger
-        self.snapshot = Snapshot()
+        self.tables = dict(tables)
+        self.snapshot = Snapshot(lambda round, client: self.size_of(round, client))
         self.progress = Progress()
         self.meta: Mapping[str, str] = {}
         self.rounds: dict[int, Mapping[str, Any]] = {}
+        self.devices: list[DeviceUse] = []
+        self.pace: float | None = None  # jobs a second
+        self.newest = 0  # round of which anything is known; its jobs exist before it is finished
 
     def read(self) -> set[int]:
         """Read what is new, all of one moment (`Ledger.snapshot`); returns the rounds whose scores it changes."""
         self.meta, self.progress = self.ledger.meta(), self.ledger.progress()
         self.rounds |= {row["round"]: dict(row) for row in self.ledger.rounds_since(max(self.rounds, default=0))}
+        self.devices, self.pace = self.ledger.devices(), self.ledger.pace()
+        self.newest = max(self.ledger.last_observed(), max(self.rounds, default=0))
         return self.snapshot.read(self.ledger)
+
+    def size_of(self, round: int, client: int) -> int:
+        """How many examples a client's update stands for; in a user's own app as many as the attacker takes it for."""
+        most = most_examples(self.tables)
+        return most if self.ledger.foreign else min(self.ledger.size_of(round, client), most)
 
 
 class Reading(LedgerReading):
@@ -120,12 +173,11 @@ class Reading(LedgerReading):
 
     def __init__(self, run: Run) -> None:
         run.check(whole=False)
-        super().__init__(run.ledger(readonly=True))
+        super().__init__(run.ledger(readonly=True), tables_of(run))
         self.run = run
         self.lock = Lock()
         self._torn = False
         self.inode = self.ledger.path.stat().st_ino
-        self.tables = tables_of(run)
         self.sizes: dict[tuple[int, int], int] = {}
         self.participation: Counter[tuple[int, str]] = Counter()  # (client, status)
         self.missed: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (status, reason): (client, round)
@@ -213,7 +265,7 @@ class Reading(LedgerReading):
         return self.view("by objective", lambda: {(r["round"], r["client"], r["attack"]): r["value"] for r in rows})
 
     def size_of(self, round: int, client: int) -> int:
-        """How many examples a client's update stands for; in a user's own app as many as the attacker takes it for."""
+        """The same; in a user's own app by the truth, where a tester has handed it in."""
         if self.ledger.foreign:
             truth = self.tester_truth(round, client)
             return most_examples(self.tables) if truth is None else len(truth.y)
@@ -250,11 +302,6 @@ class Reading(LedgerReading):
         """The metrics to show; always the main one, so that failures show even if there is nothing else."""
         measure = self.scores.measure.metric
         return list(dict.fromkeys([measure, *known_metrics(self.scores)])) if len(self.scores) else []
-
-    @property
-    def newest(self) -> int:
-        """The newest round of which anything is known; its jobs exist before it is finished."""
-        return max(self._seen, max(self.rounds, default=0))
 
     @property
     def order(self) -> list[str]:
@@ -297,6 +344,25 @@ class Reading(LedgerReading):
             return self.scenario
         except SpecError:
             return None
+
+
+def jobs_of(reading: LedgerReading, scenario: Scenario | None) -> Jobs:
+    """The jobs as last read.
+
+    Args:
+        scenario: if rounds are still to come and it is known.
+    """
+    to_come = 0
+    if scenario is not None and scenario.audit.curious:
+        rounds = int(reading.meta.get("rounds") or scenario.protocol.rounds)  # a user's own app decides by itself
+        to_come = expected_jobs(scenario, reading.newest, rounds)
+    idle = 1.0 - max((of.share for of in reading.devices), default=1.0)
+    return Jobs(reading.progress, to_come, reading.pace, idle)
+
+
+def jobs_of_run(reading: Reading) -> Jobs:
+    """The jobs of a run, whether it trains or not."""
+    return jobs_of(reading, reading.built if reading.state == "training" else None)
 
 
 def _parts(row: Mapping[str, Any]) -> list[str]:

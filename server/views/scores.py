@@ -1,7 +1,7 @@
 """All scores of a run as columns, in an order that does not depend on which worker wrote first."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import nan
 from typing import TypeVar
@@ -23,7 +23,13 @@ from fedgauge.server.views.roles import is_attack
 
 LARGEST = 1e100  # of a value: sums of squares of larger ones may be no numbers
 Mask = NDArray[np.bool_]
+SizeOf = Callable[[int, int], int]  # (round, client) -> how many examples the update is of
 Number = TypeVar("Number", np.int64, np.float64)
+
+
+def alone(round: int, client: int) -> int:
+    """The size of every update of which nothing is known."""
+    return 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +41,7 @@ class Scores:
     Args:
         attack, metric, status: indices into attacks, metrics and statuses, which are in alphabetical order.
         modality: the kind of the run's data.
+        size_of: how many examples an update is of: so many are lost with a batch that came to nothing as a whole.
     """
 
     round: Ints
@@ -48,11 +55,12 @@ class Scores:
     metrics: tuple[str, ...]
     statuses: tuple[str, ...]
     modality: type[Modality] = ImageModality
+    size_of: SizeOf = alone
 
     @classmethod
     def read(cls, ledger: Ledger) -> "Scores":
         """All score rows, in one query."""
-        return replace(cls.empty(), modality=ledger.modality).extended(ledger.scores_since(0))
+        return replace(cls.empty(), modality=ledger.modality, size_of=ledger.size_of).extended(ledger.scores_since(0))
 
     @classmethod
     def empty(cls) -> "Scores":
@@ -90,7 +98,7 @@ class Scores:
             columns[name] = columns[name][order]
         read = Scores(
             **columns, value=values[order], attacks=attack.sorted, metrics=metric.sorted, statuses=status.sorted,
-            modality=self.modality,
+            modality=self.modality, size_of=self.size_of,
         )  # fmt: skip
         return read._without_answered()
 
@@ -151,6 +159,19 @@ class Scores:
         order = np.lexsort((MEASURED[metric].sign * self.value, keys))
         last = np.append(np.diff(keys[order]) != 0, True) if len(self) else np.zeros(0, bool)
         return self.where(order[last])
+
+    def counts(self, metric: str) -> Ints:
+        """(N,) how many examples each of these rows of a metric counts as: a batch that was lost as a whole, all of its own.
+
+        What nobody graded counts as one reconstruction.
+        """
+        counts = np.ones(len(self), np.int64)
+        if not MEASURED[metric].of_batch:
+            lost = np.flatnonzero((self.example == WHOLE_BATCH) & np.isnan(self.value) & ~self.ungraded)
+            counts[lost] = [
+                self.size_of(*key) for key in zip(self.round[lost].tolist(), self.client[lost].tolist(), strict=True)
+            ]
+        return counts
 
     @property
     def by_attacks(self) -> Mask:

@@ -1,14 +1,13 @@
 """How many of the attacked examples come back at each level or better, and what came back that nobody graded."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.formatting import percent, rounded, status_words
@@ -19,14 +18,11 @@ from fedgauge.server.views.scores import Scores
 THRESHOLDS = tuple(range(10, 61))  # dB
 
 
-def success_curve(scores: Scores, ledger: Ledger, size_of: Callable[[int, int], int]) -> dict[str, list[Rate]]:
+def success_curve(scores: Scores, ledger: Ledger) -> dict[str, list[Rate]]:
     """For each attack and baseline, how many of all attacked examples reach each PSNR of THRESHOLDS; failures do not.
 
     What clients did not grade counts neither way: an attack of which they graded nothing has no curve, and if they graded
     nothing at all there are no curves. There are none for text, whose thresholds would differ.
-
-    Args:
-        size_of: how many examples an update is of, by round and client.
     """
     if scores.measure != ImageModality.main:
         return {}
@@ -39,9 +35,7 @@ def success_curve(scores: Scores, ledger: Ledger, size_of: Callable[[int, int], 
         if not len(rows) or _unknown(rows) or (is_baseline(attack) and np.isnan(rows.value).all()):
             continue
         rows = rows.where(~rows.ungraded)
-        whole = rows.where(rows.example == WHOLE_BATCH)  # a batch lost as a whole: each of its examples
-        lost = sum(map(size_of, whole.round.tolist(), whole.client.tolist())) - len(whole)
-        n = len(rows) + lost
+        n = int(rows.counts(scores.measure.metric).sum())
         curve[attack] = [Rate(int((rows.value >= t).sum()), n) for t in THRESHOLDS]
     return curve
 

@@ -23,7 +23,7 @@ from fedgauge.server.views.intervals import (
 )
 from fedgauge.server.views.leakage import leakage_of_all
 from fedgauge.server.views.membership import ToldMembers, Word, members_sentences, told_members
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import Jobs, Reading, jobs_of_run
 from fedgauge.server.views.roles import is_attack, planned_attacks
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import PairedDifference, best_of, paired, rivals_of, values_of
@@ -182,7 +182,9 @@ def _rate_of(rows: Scores) -> Rate | None:
 
 def verdict_of(reading: Reading) -> Verdict:
     """The verdict on a run as read so far, cached until the run changes."""
-    return reading.view("verdict", lambda: verdict(reading.scores, reading.ledger, class_shares(reading)))
+    return reading.view(
+        "verdict", lambda: verdict(reading.scores, reading.ledger, class_shares(reading), jobs_of_run(reading))
+    )
 
 
 def class_shares(reading: Reading) -> tuple[float, ...]:
@@ -197,13 +199,16 @@ def class_shares(reading: Reading) -> tuple[float, ...]:
     return reading.keep("shares", shares)
 
 
-def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float] = UNKNOWN) -> Verdict:
+def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float] = UNKNOWN, jobs: Jobs | None = None) -> Verdict:
     """The run's verdict on both kinds of leak. It never says that a run is private.
 
     Args:
         shares: how often each class occurs in the data, for what a guess restores of labels.
+        jobs: default: those that there are.
     """
-    examples, members = _of_examples(scores, ledger, shares), told_members(scores)
+    jobs = jobs or Jobs(ledger.progress())
+    subject = f"So far ({jobs.words}), the clients'" if jobs.left else "The clients'"
+    examples, members = _of_examples(scores, ledger, shares, subject), told_members(scores)
     words = {examples.word, *(told.word for told in members)}
     word: Word = "undetermined"
     if "leaks" in words:
@@ -216,10 +221,14 @@ def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float] = UNKNOWN) -
     return Verdict(word, sentences, examples.strongest, tuple(members), examples.word)
 
 
-def _of_examples(scores: Scores, ledger: Ledger, shares: Sequence[float]) -> Verdict:
-    """The verdict on what comes back of the examples, with the attack that decides it."""
+def _of_examples(scores: Scores, ledger: Ledger, shares: Sequence[float], subject: str) -> Verdict:
+    """The verdict on what comes back of the examples, with the attack that decides it.
+
+    Args:
+        subject: whose examples, and of how much that is known.
+    """
     compared, labels = excesses(scores), restored_labels(scores, ledger, shares)
-    read_off = f"{_so_far(ledger)} labels leak: {labels}, by {labels.attack}." if labels and labels.leaks else ""
+    read_off = f"{subject} labels leak: {labels}, by {labels.attack}." if labels and labels.leaks else ""
     if not compared:
         return _undetermined(read_off, _nothing_to_judge(scores, ledger))
     strongest, title = _strongest(scores, compared)
@@ -239,13 +248,13 @@ def _of_examples(scores: Scores, ledger: Ledger, shares: Sequence[float]) -> Ver
         numbers += "; one client gives no interval"
     if strongest.leaks:
         words = f"leak: the {title}, {strongest.attack} ({budget}), reaches {numbers}."
-        return Verdict("leaks", (f"{_so_far(ledger)} {private} {words}",), strongest)
+        return Verdict("leaks", (f"{subject} {private} {words}",), strongest)
     words = f"at this budget ({title} {strongest.attack}, {budget}): it reaches {numbers}"
     if read_off:
         words = f"{read_off} Their {private} come back no better than from a guess {words}; a stronger attack may do better."
         return Verdict("leaks", (words,), strongest)
     words = f"are not shown to leak {words}; a stronger attack may still succeed."
-    return Verdict("not shown to leak", (f"{_so_far(ledger)} {private} {words}",), strongest)
+    return Verdict("not shown to leak", (f"{subject} {private} {words}",), strongest)
 
 
 def _strongest(scores: Scores, compared: Sequence[ExcessLeakage]) -> tuple[ExcessLeakage, str]:
@@ -307,13 +316,6 @@ def computed_otherwise(ledger: Ledger) -> str:
             "the local training that the audit assumes does not explain the update, so the attacks inverted another one"
         )
     return ""
-
-
-def _so_far(ledger: Ledger) -> str:
-    progress = ledger.progress()
-    if not progress.queued + progress.leased:
-        return "The clients'"
-    return f"So far ({progress.done + progress.failed} of {progress.total} attacks done), the clients'"
 
 
 def restored_labels(scores: Scores, ledger: Ledger, shares: Sequence[float]) -> RestoredLabels | None:

@@ -52,9 +52,15 @@ class Events(View):
             self._once(number, "round", _round(number, row))
         for attack, number in s.fresh:
             self._once((attack, number), "scores", _scores(attack, number, s.cells[attack, number], s.measure.metric))
-        p = s.progress
-        counts = {"done": p.done, "expected": s.expected, "queued": p.queued, "leased": p.leased, "failed": p.failed}
-        self._once("progress", "progress", counts, seconds_left=_finite(s.seconds_left()))
+        p, jobs = s.progress, s.jobs
+        counts = {
+            "done": p.done,
+            "expected": jobs.expected,
+            "queued": p.queued,
+            "leased": p.leased,
+            "failed": p.failed,
+        }
+        self._once("progress", "progress", counts, seconds_left=_finite(jobs.seconds_left))
         verdict, words = s.replay
         if verdict:
             self._once("replay", "replay", {"verdict": verdict, "words": words})

@@ -10,19 +10,16 @@ import numpy as np
 
 from fedgauge.attacks.grading.scores import attack_of
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.server.store.expected_jobs import expected_jobs
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import DeviceUse
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.outcomes import device_shares
-from fedgauge.server.views.reading import LedgerReading
+from fedgauge.server.views.reading import Jobs, LedgerReading, jobs_of
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import best_of
 
 EVERY = 1.0  # seconds between two readings of the ledger
-IDLE = 0.1  # share of the time that attacks may have waited for rounds; above it their pace does not predict the end
 Clock = Callable[[], float]  # seconds since any moment
 
 
@@ -40,7 +37,7 @@ class AttackProgress:
     """The results of one attack in one round so far.
 
     Args:
-        n, failed: examples with a value, and rows without.
+        n, failed: examples with a value, and without.
         mean: capped.
         best: the example that leaks most.
         complete: no job of it is left.
@@ -68,7 +65,7 @@ class RunProgress(LedgerReading):
 
     Args:
         training: whether the run trains meanwhile.
-        clock: for elapsed time and pace.
+        clock: for elapsed time.
 
     Attributes:
         measure: the metric by which attacks are compared.
@@ -83,7 +80,7 @@ class RunProgress(LedgerReading):
     def __init__(
         self, ledger: Ledger, scenario: Scenario, training: bool = True, clock: Clock = time.monotonic
     ) -> None:
-        super().__init__(ledger)
+        super().__init__(ledger, scenario.tables)
         self.scenario = scenario
         self.measure = modality_of(scenario.federation.shards.dataset).main
         self.training = self.coming = training
@@ -92,16 +89,11 @@ class RunProgress(LedgerReading):
         self.cells: dict[tuple[str, int], AttackProgress] = {}
         self.fresh: list[tuple[str, int]] = []
         self.busy = 0
-        self.devices: list[DeviceUse] = []
         self.best: tuple[str, int, BestExample] | None = None
-        self._newest = 0  # round that has jobs
         self._version: object = None
         self._clock = clock
         self._started = clock()
         self._read_at = -inf
-        self._first: tuple[float, int] | None = None  # when jobs were first seen done, and how many
-        self._worked = 0.0  # seconds since then in which there were jobs to do
-        self._seen: tuple[float, bool] | None = None  # when the ledger was last read, and whether there were then
 
     def refresh(self, force: bool = False) -> bool:
         """Read what is new, at most once a second unless forced; returns whether anything was."""
@@ -119,8 +111,6 @@ class RunProgress(LedgerReading):
 
     def read(self) -> set[int]:
         waiting, touched = self._waiting(), super().read()
-        self.devices = self.ledger.devices()
-        self._measure()
         self.fresh = []
         for round in sorted(touched):
             rows = self.snapshot.scores.of_metric(self.measure.metric)
@@ -130,7 +120,6 @@ class RunProgress(LedgerReading):
                 if cell != self.cells.get((leak.attack, round)):
                     self.cells[leak.attack, round] = cell
                     self.fresh.append((leak.attack, round))
-        self._newest = max([self._newest, *(r for _, r in waiting), *touched])
         self._choose_best()
         return touched
 
@@ -138,23 +127,6 @@ class RunProgress(LedgerReading):
     def replay(self) -> tuple[str, str]:
         """The verdict of the replay check and its reason; empty before it."""
         return self.meta.get("replay", ""), " ".join(self.meta.get("replay_detail", "").split())
-
-    def _measure(self) -> None:
-        """Count the time in which jobs were done: jobs that waited at the last reading are taken to have waited until this one."""
-        now = self._clock()
-        if self._first is None and self._over:
-            self._first = (now, self._over)
-        elif self._first is not None:
-            self._worked = self._busy_until(now)
-        self._seen = (now, bool(self._waiting_jobs))
-
-    def _busy_until(self, now: float) -> float:
-        read, working = self._seen or (now, False)
-        return self._worked + (now - read if working else 0.0)
-
-    @property
-    def _waiting_jobs(self) -> int:
-        return self.progress.queued + self.progress.leased
 
     def _waiting(self) -> Counter[tuple[str, int]]:
         """Jobs still to come by attack and round; counts the waves at work."""
@@ -210,40 +182,13 @@ class RunProgress(LedgerReading):
         return device_shares(self.devices)
 
     @property
-    def expected(self) -> int:
-        """All jobs that the plan expects, including those of rounds not yet trained, if every client takes part."""
-        if not self.coming or not self.scenario.audit.curious:
-            return self.progress.total
-        return self.progress.total + expected_jobs(self.scenario, max(self.round, self._newest))
-
-    @property
-    def _over(self) -> int:
-        return self.progress.done + self.progress.failed
+    def jobs(self) -> Jobs:
+        """The jobs, with those of rounds not yet trained."""
+        return jobs_of(self, self.scenario if self.coming else None)
 
     def elapsed(self) -> float:
         """Seconds since this object was made."""
         return self._clock() - self._started
-
-    def pace(self) -> float | None:
-        """Jobs per second since the first one was done, over the time in which jobs were there; None until a second one is done."""
-        worked = self._busy_until(self._clock())
-        if self._first is None or self._over <= self._first[1] or worked <= 0:
-            return None
-        return (self._over - self._first[1]) / worked
-
-    def seconds_left(self) -> float | None:
-        """Seconds until the last expected job is done at this pace; None while the attacks wait for rounds."""
-        pace = self.pace()
-        return None if pace is None or self._starved else (self.expected - self._over) / pace
-
-    @property
-    def _starved(self) -> bool:
-        """Whether attacks wait, or have waited, for rounds that are still to come."""
-        if self._first is None or not self.coming:
-            return False
-        now = self._clock()
-        lived = now - self._first[0]
-        return not self._waiting_jobs or lived - self._busy_until(now) > IDLE * lived
 
 
 def _attacks_first(leak: Leak) -> tuple[bool, str]:

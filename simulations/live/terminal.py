@@ -206,18 +206,20 @@ class LiveDisplay(View):
 
     def _service(self, drawing: int, glyphs: Glyphs) -> list[DisplayRow]:
         s = self.run_progress
-        jobs, left, pace = s.progress, s.seconds_left(), s.pace()
-        over = jobs.done + jobs.failed
+        jobs, progress = s.jobs, s.progress
+        left, pace, expected = jobs.seconds_left, jobs.pace, jobs.expected
         estimates = [] if left is None else [f"about {duration(left)} left"]
         estimates += [] if pace is None else [f"{60 * pace:.0f} jobs/min"]
         return [
             DisplayRow(
-                "jobs", bar(over, s.expected, drawing, glyphs), f"{jobs.done}/{s.expected} done, {jobs.failed} failed"
+                "jobs",
+                bar(expected - jobs.left, expected, drawing, glyphs),
+                f"{progress.done}/{expected} done, {progress.failed} failed",
             ),
             DisplayRow(
                 "workers",
                 bar(s.busy, s.slots, min(s.slots, drawing), glyphs),
-                "; ".join(filter(None, (f"{s.busy} of {s.slots} at work, {jobs.queued} queued", s.use))),
+                "; ".join(filter(None, (f"{s.busy} of {s.slots} at work, {progress.queued} queued", s.use))),
             ),
             DisplayRow("time", f"{duration(s.elapsed())} elapsed", ", ".join(estimates)),
             DisplayRow("replay check", None, s.replay[1], "yellow" if s.replay[0] == "mismatch" else ""),

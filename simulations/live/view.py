@@ -68,11 +68,11 @@ class Lines(View):
 
 def progress_line(s: RunProgress) -> str:
     """The state of a run on one line."""
-    parts = [f"round {s.round}/{s.scenario.protocol.rounds}"] if s.training else []
+    jobs, parts = s.jobs, [f"round {s.round}/{s.scenario.protocol.rounds}"] if s.training else []
     if s.training and s.accuracy:
         parts.append(f"accuracy {s.accuracy[max(s.accuracy)]:.1%}")
     parts.append(
-        f"attacks on updates {s.progress.done}/{s.expected} (baselines too), {s.progress.queued} queued, "
+        f"attacks on updates {s.progress.done}/{jobs.expected} (baselines too), {s.progress.queued} queued, "
         f"{s.progress.leased} at work{f' ({s.use})' if s.use else ''}"
     )
     if s.progress.failed:
@@ -85,6 +85,6 @@ def progress_line(s: RunProgress) -> str:
         by = s.measure
         best = by.sign * max(by.sign * best for _, _, best in graded)
         parts.append(f"{by.name} best {in_unit(best, by)}, mean {in_unit(mean, by)}")
-    if (left := s.seconds_left()) is not None:
+    if (left := jobs.seconds_left) is not None:
         parts.append(f"about {left:.0f} s left")
     return "; ".join(parts)

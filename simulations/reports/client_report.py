@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.plan import describe
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.deployment.deployed_client import DeployedClient
@@ -30,6 +31,7 @@ from fedgauge.defenses.accounting import (
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.roles import is_attack
 
+GRADED = ImageModality.main  # a client grades images alone
 SHOWN_REASONS = 10
 MOST_BYTES = 1 << 30  # of a log
 
@@ -40,7 +42,7 @@ class ClientRound:
 
     Args:
         outcome: sent, or withheld.
-        reported: by attack, the best PSNR that was reported to the server; exact: the same before rounding.
+        reported: by attack, the best value that was reported to the server; exact: the same before rounding.
         refused: grading requests that were not answered.
     """
 
@@ -68,7 +70,7 @@ class ClientReport:
 
     @property
     def worst(self) -> tuple[float, str, ClientRound] | None:
-        """PSNR, attack and round of the best graded reconstruction, baselines excluded; None before the first."""
+        """Value, attack and round of the best graded reconstruction, baselines excluded; None before the first."""
         return self._best(True)
 
     @property
@@ -78,7 +80,7 @@ class ClientReport:
 
     def _best(self, attacks: bool) -> tuple[float, str, ClientRound] | None:
         found = [(v, name, r) for r in self.rounds for name, v in r.exact.items() if is_attack(name) == attacks]
-        return max(found, key=lambda each: each[0], default=None)
+        return GRADED.leakiest(found, lambda each: each[0])
 
 
 def read(path: Path) -> ClientReport:
@@ -104,9 +106,13 @@ def _note(at: ClientRound, event: Mapping[str, Any]) -> None:
     if event["event"] in ("sent", "withheld"):
         at.outcome = event["event"]
     if event["event"] == "graded":
-        at.reported |= {name: max(values) for name, values in event["told"].items() if values}
-        at.exact |= {name: max(values) for name, values in event["exact"].items() if values}
+        at.reported |= _best_of_each(event["told"])
+        at.exact |= _best_of_each(event["exact"])
         at.refused += len(event["refused"])
+
+
+def _best_of_each(graded: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: best for name, values in graded.items() if (best := GRADED.leakiest(values, float)) is not None}
 
 
 def _events(log: Path) -> Iterator[dict[str, Any]]:
@@ -232,7 +238,7 @@ def show(report: ClientReport, console: Console) -> None:
     if grading.mode == "off":
         say("grading: off, no reconstruction is scored")
     else:
-        say(f"grading: scores, to {grading.precision:g} dB, at most {grading.queries} of one batch")
+        say(f"grading: scores, to {grading.precision:g} {GRADED.unit}, at most {grading.queries} of one batch")
     say(f"guard: {_guard(owner)}")
     if not report.rounds:
         say("no round yet")
@@ -247,14 +253,15 @@ def show(report: ClientReport, console: Console) -> None:
             if attack in at.reported
             else "not reported to the server"
         )
-        say(f"worst leak: {value:.2f} dB PSNR ({attack}, round {at.round}; {reported})")
+        say(f"worst leak: {value:.2f} {GRADED.unit} {GRADED.name} ({attack}, round {at.round}; {reported})")
     elif report.rounds:
         say("worst leak: unknown, because nothing was graded; that is no sign of safety")
     floor = report.best_baseline
-    if floor is not None and (report.worst is None or floor[0] > report.worst[0]):
+    if floor is not None and (report.worst is None or GRADED.sign * (floor[0] - report.worst[0]) > 0):
         value, name, at = floor
         say(
-            f"what the server calls the baseline {name} has {value:.2f} dB (round {at.round}): it may call any reconstruction so"
+            f"what the server calls the baseline {name} has {value:.2f} {GRADED.unit} (round {at.round}): "
+            "it may call any reconstruction so"
         )
     if report.privacy is not None:
         say(f"differential privacy, by the chain of each update: {report.privacy.words}.{_not_covered(report.rounds)}")
@@ -274,17 +281,25 @@ def _guard(owner: OwnerConfig) -> str:
     parts += [] if guard.max_norm is None else [f"a norm above {guard.max_norm:g}"]
     if guard.audit is not None:  # its unit is that of the data, which the server names
         level = "the value from which it has leaked" if guard.threshold is None else f"{guard.threshold:g}"
-        parts.append(f"an example reconstructed by {guard.audit} at {level} or more, by the data's main metric")
+        parts.append(f"an example reconstructed by {guard.audit} at {level} or better, by the data's main metric")
     return "holds back " + ", or ".join(parts)
 
 
 def _table(rounds: Sequence[ClientRound]) -> Table:
     table = Table(
-        "run", "round", "update", "answered", "refused", "best attack", "PSNR reported (dB)", "exact (dB)", box=None
+        "run",
+        "round",
+        "update",
+        "answered",
+        "refused",
+        "best attack",
+        f"{GRADED.name} reported ({GRADED.unit})",
+        f"exact ({GRADED.unit})",
+        box=None,
     )
     numbers: dict[int, int] = defaultdict(lambda: len(numbers) + 1)  # Flower's run numbers are random and long
     for r in rounds:
-        best = max((name for name in r.exact if is_attack(name)), key=lambda name: r.exact[name], default="")
+        best = GRADED.leakiest(filter(is_attack, r.exact), r.exact.__getitem__) or ""
         reported = f"{r.reported[best]:g}" if best in r.reported else ""
         exact = f"{r.exact[best]:.2f}" if best else ""
         cells = [numbers[r.run], r.round, r.outcome, len(r.reported), r.refused]

@@ -117,7 +117,7 @@ def _content(reading: Reading) -> dict[str, Any]:
     """The values of the template."""
     ledger, scores = reading.ledger, reading.scores
     gallery, reasons = Gallery(reading), ledger.reasons()
-    curve = success_curve(scores, ledger, reading.size_of)
+    curve = success_curve(scores, ledger)
     certificate, shown = _certificate(reading, curve), sample_examples(gallery)
     known, lines, rounds = overview.knowledge(reading), round_table(scores, ledger), overview.app_rounds(reading)
     return {

@@ -237,7 +237,7 @@ def test_no_heat_map_has_as_many_cells_as_a_ledgers_clients_times_its_rounds(att
     try:
         with reading.now():
             found = clients(reading, "psnr", None)
-            drawn = clients_figure(worst_case_by_client(reading.scores))
+            drawn = clients_figure(worst_case_by_client(reading.scores), reading.scores.measure)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

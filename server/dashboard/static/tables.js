@@ -105,7 +105,7 @@ function canariesTable({ kind, rows }) {
 /** Every test, baseline and limit of membership. */
 function membershipTable(rows) {
   const between = r => r.low === null || r.high === null ? NONE : `${percent(r.low)} to ${percent(r.high)}`;
-  const told = (r, rate) => r.told.filter(t => t.rate === rate).map(t => r.kind === "limit" ? percent(t.count / t.n) : `${t.count} of ${t.n}`)[0] ?? NONE;
+  const told = (r, rate) => r.told.filter(t => t.rate === rate).map(t => r.kind === "limit" ? percent(t.share) : `${t.count} of ${t.n}`)[0] ?? NONE;
   const cells = r => [r.question, `${r.name}${r.kind === "attack" ? "" : ` (${r.kind})`}`, String(r.n), percent(r.area), between(r), told(r, .01), told(r, .001)];
   const head = ["question", "test", "members", "pairs in which the member scores higher", "95 % interval", "told at 1 % false positives", "at 0.1 %"];
   return list("Tests of membership", head, rows.map(cells));

@@ -179,7 +179,7 @@ def _words(leak: Leak) -> str:
 
 
 def _lost(leaks: Iterable[Leak]) -> str:
-    """How many rows have no value, which no mean counts, and why; empty if each has one."""
+    """How many examples have no value, which no mean counts, and why; empty if each has one."""
     of_each = [
         f"{sum(k.failed.values())} of {k.n + sum(k.failed.values())} by {k.attack} ({', '.join(k.failed)})"
         for k in leaks

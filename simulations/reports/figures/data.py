@@ -48,7 +48,7 @@ class RunResults:
         with read_once(run) as reading:
             gallery, scores = Gallery(reading), reading.scores
             order = attack_order(reading.ledger, {*scores.attacks, *(row["name"] for row in reading.attacks)})
-            curve = success_curve(scores, reading.ledger, reading.size_of)
+            curve = success_curve(scores, reading.ledger)
             mechanism = mechanism_of(reading)
             return cls(
                 run=run,

@@ -62,7 +62,7 @@ def run_figures(results: RunResults) -> Iterator[PaperFigure]:
         yield PaperFigure("success", success_figure(results), about)
     worst, measure = worst_case_by_client(results.scores), results.scores.measure
     if worst:
-        yield PaperFigure("clients", clients_figure(worst, f"worst {measure.name} ({measure.unit})"), about)
+        yield PaperFigure("clients", clients_figure(worst, measure), about)
     if results.canaries["rows"]:
         yield PaperFigure("canaries", canaries_figure(results.canaries), about)
     if results.cards:

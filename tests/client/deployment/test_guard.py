@@ -73,6 +73,13 @@ def test_a_norm_beyond_single_precision_is_told_from_a_small_one() -> None:
     assert held_back(behind(guard(max_norm=1.0), {**SENT, "w": torch.tensor([3e38, 3e38])}))
 
 
+def test_where_a_lower_value_leaks_more_its_audit_holds_back_up_to_the_threshold() -> None:
+    policy = UpdatePolicy(threshold=0.1, unit="", higher_leaks=False)
+    held = {leak: bool(policy.objection({}, lambda leak=leak: leak)) for leak in (0.05, 0.1, 0.2, math.inf)}  # type: ignore[misc]
+    assert held == {0.05: True, 0.1: True, 0.2: False, math.inf: False}
+    assert policy.objection({}, lambda: math.nan), "what is no number does not pass"
+
+
 @pytest.mark.parametrize(
     ("leak", "stays"), [(19.9, False), (20.0, True), (60.0, True), (-math.inf, False), (math.nan, True)]
 )

@@ -26,11 +26,13 @@ from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare, differences
 from fedgauge.server.views.intervals import guessed_labels
 from fedgauge.server.views.leakage import leakage
+from fedgauge.server.views.notices import notices
 from fedgauge.server.views.overview import progress
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_baseline
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.verdict import verdict_of
+from fedgauge.simulations.live.progress import RunProgress
 from tests.server.dashboard.pages import Get, Http, pixels, score_all
 
 
@@ -135,8 +137,15 @@ def test_no_end_is_foretold_while_the_attacks_wait_for_rounds(attacked_run: Run,
         with run.ledger() as ledger:  # a round's jobs have come
             plan = reading.scenario.plan
             ledger.record_intake(3, [Participation(0, "accepted", "", 2, "digest")], plan)
-        with reading.now():
-            assert progress(reading)["seconds_left"] is not None
+            terminal = RunProgress(ledger, reading.scenario)
+            terminal.refresh()
+            with reading.now():
+                page, sentence = progress(reading), verdict_of(reading).sentence
+            left = terminal.jobs.seconds_left
+            assert left is not None and page["seconds_left"] == round(left)
+            assert page["words"] == terminal.jobs.words
+            assert f"({page['words']})" in sentence and f"{page['done']} of {page['expected']} attacks done" in sentence
+            assert f"So far {page['words']}." in [words for words, _ in notices(reading)]
 
 
 def test_every_gallery_card_is_the_truth_beside_the_reconstruction(get: Get, attacked_run: Run) -> None:

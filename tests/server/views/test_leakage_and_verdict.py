@@ -92,8 +92,7 @@ def table_of(ledger: Ledger) -> list[RoundLeak]:
 
 
 def curve_of(ledger: Ledger) -> dict[str, list[Rate]]:
-    sizes = {(o["round"], o["client"]): o["examples"] or 1 for o in ledger.observations()}
-    return success_curve(Scores.read(ledger), ledger, lambda *key: sizes.get(key, 1))
+    return success_curve(Scores.read(ledger), ledger)
 
 
 def verdict_of(ledger: Ledger) -> Verdict:
@@ -126,9 +125,14 @@ def test_what_gave_no_value_is_counted_and_in_no_mean(ledger: Ledger) -> None:
 def test_a_dead_worker_fails_for_every_metric(ledger: Ledger) -> None:
     good: Values = {"psnr": [20.0, 22.0], "mse": [0.01, 0.02], "label_accuracy": [1.0]}
     score(ledger, {(1, 0, "matching"): good, (1, 1, "matching"): None})
-    for metric, n in (("psnr", 2), ("mse", 2), ("label_accuracy", 1)):
+    for metric, n in (
+        ("psnr", 2),
+        ("mse", 2),
+        ("label_accuracy", 1),
+    ):  # as many were lost as came back of the other client
         leak = one(leaks(ledger, metric), "matching", 1)
-        assert (leak.n, leak.failed) == (n, {"failed": 1}), metric
+        assert (leak.n, leak.failed) == (n, {"failed": n}), metric
+    assert curve_of(ledger)["matching"][0].n == 4
 
 
 def test_an_attack_that_does_not_apply_fails_its_labels_too_but_one_that_claims_none_does_not(ledger: Ledger) -> None:

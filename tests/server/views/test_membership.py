@@ -203,7 +203,7 @@ def test_many_clients_are_not_looked_at_one_by_one(tmp_path: Path) -> None:
     finally:
         sys.setprofile(None)
     assert told.area == pytest.approx(0.7), "the last round counts"
-    assert counted < 1000, counted
+    assert counted < 1300, counted  # some 1,000 whatever the clients are
 
 
 def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> None:
@@ -218,6 +218,9 @@ def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> Non
     plan = (*TESTS, PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}))
     with written(tmp_path / "l.sqlite", cells, plan) as ledger:
         curves = roc_curves(Scores.read(ledger))
+        row = next(row for row in membership_table(Scores.read(ledger), [MEMBERSHIP_LIMIT]) if row.kind == "limit")
+    by_curve = dict(zip(RATES_SHOWN, curves[MEMBERSHIP_LIMIT], strict=True))[0.01]
+    assert row.shares == {0.01: pytest.approx(by_curve)} and not row.told, "a power is no count of members"
     assert curves[MEMBERSHIP_LIMIT] == pytest.approx([np.mean([power(r, mu) for mu in mus]) for r in RATES_SHOWN])
     known = dict(zip(RATES_SHOWN, curves["membership"], strict=True))
     assert known[0.001] is None and known[0.01] == 0.5 and known[0.5] == 0.5 and known[1.0] == 1.0

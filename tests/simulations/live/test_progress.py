@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
+from fedgauge.server.views.reading import Jobs
 from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.live.progress import RunProgress
 from tests.simulations.live.conftest import TABLES, Clock, intake, work
@@ -22,7 +24,8 @@ def test_what_is_read_in_pieces_is_what_the_analysis_finds_in_the_whole(ledger: 
         return None if kind < 0.2 else math.inf if kind < 0.3 else float(rng.normal(20, 30))
 
     with Ledger(ledger.path) as own:  # another process's connection, as in life
-        run_progress = RunProgress(own, Scenario.from_tables(TABLES))
+        data = {**TABLES["data"], "batch_size": 2}
+        run_progress = RunProgress(own, Scenario.from_tables({**TABLES, "data": data}))
         incomplete = 0
         for round in (1, 2, 3):
             intake(ledger, round)
@@ -100,7 +103,7 @@ def test_a_look_reads_only_the_jobs_that_ended_since_and_every_query_has_its_ind
     ledger._db.set_trace_callback(asked.append)
     run_progress.refresh(force=True)
     ledger._db.set_trace_callback(None)
-    assert len(asked) < 12
+    assert len(asked) < 15
     (scores,) = [q for q in asked if "FROM jobs j JOIN scores" in q]
     assert len(ledger._db.execute(scores).fetchall()) == 2 * (2 * 2 * 2 + 1), "a wave of two clients"
     for query in [q for q in asked if q.startswith("SELECT")]:
@@ -110,59 +113,43 @@ def test_a_look_reads_only_the_jobs_that_ended_since_and_every_query_has_its_ind
         assert bare == [], query
 
 
-def test_how_the_jobs_stand(ledger: Ledger, clock: Clock) -> None:
+def test_how_the_jobs_stand(ledger: Ledger) -> None:
     scenario = Scenario.from_tables({**TABLES, "audit": {"rounds": [1, 2], "workers": 3}})
-    run_progress = RunProgress(ledger, scenario, clock=clock)
+    run_progress = RunProgress(ledger, scenario)
     run_progress.refresh()
     # two rounds to be attacked, of two clients each, by analytic and three baselines; the first was planned without one of them
-    assert (run_progress.expected, run_progress.slots, run_progress.busy, run_progress.pace()) == (16, 3, 0, None)
+    assert (run_progress.jobs.expected, run_progress.slots, run_progress.busy, run_progress.jobs.pace) == (
+        16,
+        3,
+        0,
+        None,
+    )
     intake(ledger, 1, clients=2)
     work(ledger, lambda: 20.0, waves=1)
     taken = ledger.lease()
     assert taken is not None
-    clock.now += 1
-    run_progress.refresh()
+    run_progress.refresh(force=True)
     # the first round's six are there, the second's are still expected; its row in `rounds` comes after its jobs
-    assert (run_progress.progress.total, run_progress.expected) == (6, 14)
+    assert (run_progress.progress.total, run_progress.jobs.expected) == (6, 14)
     assert (run_progress.progress.done, run_progress.busy) == (2, 1)
-    assert run_progress.seconds_left() is None, "no pace from one look"
     work(ledger, lambda: 20.0, waves=1)
-    clock.now += 4
-    run_progress.refresh()
-    assert (run_progress.pace(), run_progress.seconds_left()) == (2 / 4, (14 - 4) / 0.5)
+    ledger._db.execute("UPDATE jobs SET ended = finished / 2.0 WHERE state = 'done'")
+    run_progress.refresh(force=True)
+    assert (run_progress.jobs.pace, run_progress.jobs.seconds_left) == (2, (14 - 4) / 2)
     run_progress.coming = False
-    assert run_progress.expected == 6
+    assert (run_progress.jobs.expected, run_progress.jobs.seconds_left) == (6, 1)
+    ledger.set_meta(attacked_from="4")
+    run_progress.refresh(force=True)
+    assert run_progress.jobs.seconds_left is None, "of a service that has just begun nothing is known"
 
 
-def test_no_end_is_foretold_while_rounds_are_waited_for(ledger: Ledger, clock: Clock) -> None:
+def test_no_end_is_foretold_while_rounds_are_waited_for() -> None:
     """Attacks take a second each, rounds ten: time left at the attacks' pace would shrink and grow with each round."""
-    run_progress = RunProgress(ledger, Scenario.from_tables({**TABLES, "audit": {"rounds": [1, 2, 3]}}), clock=clock)
-
-    def attacked(waves: int) -> None:
-        for _ in range(waves):
-            work(ledger, lambda: 20.0, waves=1)
-            clock.now += 1
-            run_progress.refresh()
-
-    for round in (1, 2):
-        intake(ledger, round, clients=2)
-        clock.now += 1
-        run_progress.refresh()
-        attacked(3)
-        assert run_progress.seconds_left() is None, "all that is there is done"
-        clock.now += 10
-        run_progress.refresh()
-        assert run_progress.seconds_left() is None
-    intake(ledger, 3, clients=2)
-    clock.now += 1
-    run_progress.refresh()
-    assert run_progress.seconds_left() is None, "attacks are at work, but have mostly waited"
-    run_progress.coming = False
-    left = run_progress.seconds_left()
-    # two jobs a wave and second; of the first wave's second nothing is known, as the clock begins with its end
-    assert left is not None and left == pytest.approx(3, rel=0.3), "six jobs, at the pace of the seconds that had jobs"
-    attacked(2)
-    assert run_progress.seconds_left() == pytest.approx(1, rel=0.3)
+    busy, done = Progress(leased=2, queued=2, done=4), Progress(done=8)
+    assert Jobs(done, to_come=4, pace=2).seconds_left is None, "all that is there is done"
+    assert Jobs(busy, to_come=4, pace=2, idle=0.7).seconds_left is None, "attacks are at work, but have mostly waited"
+    assert Jobs(busy, to_come=4, pace=2).seconds_left == 4
+    assert Jobs(busy, pace=2, idle=0.7).seconds_left == 2
 
 
 def test_the_picture_is_of_the_best_in_the_newest_round_that_brought_something_back(ledger: Ledger) -> None:

@@ -295,5 +295,5 @@ def test_the_guards_threshold_is_in_no_unit_that_the_data_may_not_have(tmp_path:
     for threshold in ({}, {"threshold": 40.0}):
         path, _ = write(tmp_path, guard={"audit": "dlg", **threshold})
         words[bool(threshold)] = _guard(read(path).owner)
-    assert words[True].endswith("an example reconstructed by dlg at 40 or more, by the data's main metric")
-    assert "at the value from which it has leaked or more" in words[False]
+    assert words[True].endswith("an example reconstructed by dlg at 40 or better, by the data's main metric")
+    assert "at the value from which it has leaked or better" in words[False]

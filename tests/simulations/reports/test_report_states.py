@@ -30,7 +30,7 @@ def test_a_run_without_rounds(tmp_path: Path) -> None:
 def test_a_run_not_attacked_yet_names_the_command(tmp_path: Path) -> None:
     run = taped(tmp_path / "waiting", scenario())
     page = page_of(run)
-    assert f"20 of 20 attacks have not been done yet. Continue with: fedgauge audit {run.folder}" in page.words
+    assert f"0 of 20 attacks done. Continue with: fedgauge audit {run.folder}" in page.words
     assert "no attack has been done" in page.words
     assert page.data["overview"]["accuracy"]["x"] == [0, 1, 2]
     assert "Not done yet: it runs before the first attack." in page.words
@@ -47,7 +47,7 @@ def test_an_interrupted_run_shows_what_there_is(tmp_path: Path) -> None:
         assert 0 < progress.done < progress.total
     page = page_of(run)
     assert "The training was interrupted after 2 of 5 rounds" in page.words
-    assert f"{progress.queued} of {progress.total} attacks have not been done yet" in page.words
+    assert f"{progress.done} of {progress.total} attacks done" in page.words
     assert [tile for tile in page.tiles("inverting_gradients") if tile["image"]]
 
 
@@ -96,7 +96,7 @@ def test_a_run_that_was_not_attacked_for_its_replay_says_so(tmp_path: Path) -> N
     with run.ledger() as ledger:
         ledger.set_meta(replay="mismatch", replay_detail="cosine 0.5: the learning rate differs")
     words = page_of(run).words
-    assert "20 of 20 attacks wait, because the replay check failed." in words
+    assert "0 of 20 attacks done: the others wait, because the replay check failed." in words
     assert "the replay check failed, so no attack was run" in words
 
 

@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from matplotlib.collections import QuadMesh
 
+from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.scores import Scores
-from fedgauge.simulations.reports.figures.clients import worst_case_by_client
+from fedgauge.simulations.reports.figures.clients import clients_figure, worst_case_by_client
 from fedgauge.simulations.reports.figures.write import write_figures
 from tests.simulations.reports.figures.graded_runs import drawn, graded
 
@@ -38,6 +41,20 @@ def test_who_was_not_graded_is_blank_and_baselines_are_no_leak(tmp_path: Path) -
     (mesh,) = [c for c in drawn(run)["clients"].axes[0].collections if isinstance(c, QuadMesh)]
     assert np.ma.count_masked(mesh.get_array()) == 8
     assert write_figures([run], tmp_path / "figures")[1] == []
+
+
+def test_where_a_lower_value_leaks_more_the_lowest_is_the_worst(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = replace(ImageModality.main, higher_is_better=False, cap=None)
+    monkeypatch.setattr(ImageModality, "main", main)
+    with run.ledger() as ledger:
+        worst = worst_case_by_client(Scores.read(ledger))
+        rows = Scores.read(ledger).of_metric("psnr")
+    rows = rows.where(rows.by_attacks)
+    for (client, round), value in worst.items():
+        assert value == rows.value[(rows.client == client) & (rows.round == round)].min()
+    figure = clients_figure({(0, 1): 3.0, (1, 1): 2.0}, main)
+    (mesh,) = [c for c in figure.axes[0].collections if isinstance(c, QuadMesh)]
+    assert sum(mesh.to_rgba(2.0)) > sum(mesh.to_rgba(3.0)), "the brightest leaks most"
 
 
 def test_many_cells_stay_a_small_file(tmp_path: Path) -> None:
