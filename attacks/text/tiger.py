@@ -203,7 +203,7 @@ class _WordSearch:
 
     def _fit(self) -> Tensor:
         """How far every word lies outside the first block's subspace in every position (V, L), of what words do on average."""
-        ids, (part, space) = torch.arange(self.model.vocabulary), self.spaces[0]
+        ids, (part, space) = torch.arange(self.model.vocabulary, device=self.table.device), self.spaces[0]
         most = self.verifier.known.shape[0]
         outside = [
             space.outside(layer_inputs(self.model, self.verifier.params, part, x, torch.ones_like(x, dtype=torch.bool)))
@@ -256,7 +256,8 @@ class _WordSearch:
 
         handles = [part.register_forward_pre_hook(keep) for part, _ in self.spaces]
         try:
-            functional_call(self.model, dict(self.verifier.params), (x, mask.to(x.device)))
+            where = self.table.device
+            functional_call(self.model, dict(self.verifier.params), (x.to(where), mask.to(where)))
         except _InputsReached:
             pass
         finally:

@@ -111,7 +111,7 @@ def test_a_word_is_right_misplaced_as_often_as_the_truth_has_it_or_wrong(run: Ru
 
 
 def test_a_failed_attack_on_text_leaves_it_text(run: Run, tmp_path: Path) -> None:
-    """A wave that came to nothing has a row of PSNR."""
+    """A wave that came to nothing has a row of PSNR, which stands for both sentences of its batch."""
     shutil.copytree(run.folder, tmp_path / "failed")
     failed = Run(tmp_path / "failed")
     with failed.ledger() as ledger:
@@ -123,7 +123,7 @@ def test_a_failed_attack_on_text_leaves_it_text(run: Run, tmp_path: Path) -> Non
         ledger._db.execute(f"INSERT INTO scores VALUES ({', '.join('?' * len(row))})", row)
     with closing(Reading(failed)) as reading, reading.now():
         assert reading.scores.measure == SentenceModality.main
-        assert sum(reading.pooled("rouge1")["copies"].failed.values()) == 1
+        assert sum(reading.pooled("rouge1")["copies"].failed.values()) == 2
 
 
 def test_the_verdict_compares_by_rouge_with_the_floor_of_text(run: Run) -> None:
