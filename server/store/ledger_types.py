@@ -204,4 +204,4 @@ class Progress:
 
     @property
     def total(self) -> int:
-        return self.queued + self.leased + self.done + self.failed
+        return self.waiting + self.done + self.failed

@@ -87,7 +87,7 @@ class ClientGrader:
         """After the last round: wait for a running attack service, at most `timeout` seconds, and ask for the rest."""
         deadline = time.monotonic() + self.timeout
         alive = time.monotonic()
-        while self._waiting() and time.monotonic() < deadline:
+        while self.ledger.progress().waiting and time.monotonic() < deadline:
             if self.run.at_work("audit"):
                 alive = time.monotonic()
             elif time.monotonic() - alive >= self.grace:
@@ -98,10 +98,6 @@ class ClientGrader:
 
     def _ungraded(self) -> list[Ungraded]:
         return comparable(self.ledger.ungraded(), self.protocol)
-
-    def _waiting(self) -> int:
-        progress = self.ledger.progress()
-        return progress.queued + progress.leased
 
     def _grade(self, jobs: Sequence[Ungraded], final: bool) -> None:
         if final:

@@ -30,9 +30,8 @@ def failure(ledger: Ledger, attacks: Collection[str] | None = None) -> str:
 
 def inapplicable(ledger: Ledger, attacks: Collection[str] | None = None) -> str:
     """That no attack applies to any update, with the reasons; empty if one does, or if some have not ended."""
-    progress = ledger.progress()
     statuses = {row["status"] for row in _outcomes(ledger, attacks) if is_attack(row["attack"])}
-    if statuses != {"not_applicable"} or progress.queued + progress.leased:
+    if statuses != {"not_applicable"} or ledger.progress().waiting:
         return ""
     return "no attack of this plan applies to these updates, so nothing is known of what they leak"
 

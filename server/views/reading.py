@@ -50,7 +50,7 @@ def state_of(run: Run, ledger: Ledger) -> State:
     # once the model is trained the run has not failed, whatever happened to its processes
     if meta.get("state") == "trained" or (rounds and str(rounds[-1]["round"]) == meta.get("rounds")):
         ended: State = "attacks failed" if progress.failed else "complete"
-        return "attacks waiting" if progress.queued + progress.leased else ended
+        return "attacks waiting" if progress.waiting else ended
     return "failed" if meta.get("state") == "failed" else "interrupted"
 
 

@@ -147,7 +147,7 @@ def audit(options: argparse.Namespace) -> int:
                 _assume(run, ledger, scenario, known, options.retry)
             if options.retry:
                 _retry(run, ledger, scenario, options.retry, console)
-        waiting = ledger.progress().queued + ledger.progress().leased
+        waiting = ledger.progress().waiting
         if waiting and (words := other_sizes(app_clients(ledger), scenario.federation.shards.batch_size)):
             console.print(f"warning: {words}", highlight=False, markup=False, soft_wrap=True)  # before hours of work
         interrupted = _attack(options, run, ledger, scenario, console) if truth is None or waiting else False

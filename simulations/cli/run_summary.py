@@ -44,7 +44,7 @@ def next_step(run: Run, ledger: Ledger) -> str:
     from fedgauge.simulations.run.create import restart_command
 
     progress = ledger.progress()
-    waiting = progress.queued + progress.leased
+    waiting = progress.waiting
     if not ledger.attacks():
         return "the server was not curious ([audit] curious = false): there is nothing to attack"
     if waiting and ledger.meta().get("replay") == "mismatch":

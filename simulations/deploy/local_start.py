@@ -115,8 +115,7 @@ def _follow(local: LocalDeployment, view: View, interrupt: Interrupt) -> int:
 
 def _check_attacked(local: LocalDeployment, ledger: Ledger) -> None:
     """Raise TrainingFailed if attacks are left that only a dead service can have prevented."""
-    progress = ledger.progress()
-    if (left := progress.queued + progress.leased) and ledger.meta().get("replay") != "mismatch":
+    if (left := ledger.progress().waiting) and ledger.meta().get("replay") != "mismatch":
         command = f"fedgauge audit {local.deployment.folder / 'runs' / local.addresses.run}"
         raise TrainingFailed(local.blame("attack", f"{left} attacks were not done; continue with: {command}"))
 
@@ -176,8 +175,7 @@ def status(deployment: Deployment) -> tuple[dict[str, bool], list[str]]:
         lines.append(
             f"{run.name}: {state_of_training(run) or 'not started'}, round {rounds} of {meta.get('rounds', '?')}"
         )
-        waiting = progress.queued + progress.leased
-        lines.append(f"attacks: {progress.done} done, {waiting} to come, {progress.failed} failed; {rows} score rows")
+        lines.append(f"attacks: {progress.done} done, {progress.waiting} to come, {progress.failed} failed; {rows} score rows")
     return alive, lines
 
 

@@ -98,8 +98,7 @@ def _wait_for_attacks(run: Run, ledger: Ledger, scenario: Scenario, interrupt: I
     """Wait until the queue is empty, or until no attack service has run for a while: `fedgauge audit` then does the rest."""
     last_seen = time.monotonic()
     while scenario.audit.curious and not interrupt.asked and ledger.meta().get("replay") != "mismatch":
-        progress = ledger.progress()
-        if not progress.queued + progress.leased:
+        if not ledger.progress().waiting:
             return
         if run.at_work("audit"):
             last_seen = time.monotonic()

@@ -94,7 +94,7 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
         _same_mode(run, ledger, mode)
         scenario = run.scenario()
         if run.model.exists():
-            waiting = ledger.progress().queued + ledger.progress().leased
+            waiting = ledger.progress().waiting
             left = f"; {waiting} attacks wait: fedgauge audit {run.folder}" if waiting else ""
             raise NotResumable(f"{run.folder} is complete: its {scenario.protocol.rounds} rounds are trained{left}")
         _same_versions(run)

@@ -194,8 +194,7 @@ def _hidden(unseen: int) -> str:
 
 def _doubts(reading: Reading) -> str:
     """Why no value of this run says that there is no more to find; empty if nothing is amiss."""
-    waiting = reading.progress.queued + reading.progress.leased
-    if waiting:
+    if waiting := reading.progress.waiting:
         return f"{waiting} attacks have not ended"
     if why := failure(reading.ledger) or computed_otherwise(reading.ledger):
         return why
