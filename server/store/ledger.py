@@ -138,8 +138,8 @@ class Ledger(JobQueue):
     def rewind(self, round: int) -> None:
         """Delete everything about the rounds from this one on, which are trained again."""
         with self._transaction() as db:
-            db.execute("DELETE FROM scores WHERE job_id IN (SELECT id FROM jobs WHERE round >= ?)", (round,))
+            self._delete(db, "scores", "job_id IN (SELECT id FROM jobs WHERE round >= ?)", (round,))
             for table in ("jobs", "observations", "rounds"):
-                db.execute(f"DELETE FROM {table} WHERE round >= ?", (round,))
+                self._delete(db, table, "round >= ?", (round,))
             noted = "key GLOB ? || '*' AND CAST(substr(key, ?) AS INTEGER) >= ?"
-            db.execute(f"DELETE FROM meta WHERE {noted}", (ROUND_NOTE, len(ROUND_NOTE) + 1, round))
+            self._delete(db, "meta", noted, (ROUND_NOTE, len(ROUND_NOTE) + 1, round))

@@ -30,6 +30,7 @@ USUAL_NORM = "usual_norm"  # key in the meta table: the largest median of a roun
 ATTACKED_FROM = (
     "attacked_from"  # key in the meta table: the number of the last job that ended before the last attack service began
 )
+RETRIED = "retried"  # key in the meta table: how often rows were deleted that a reader may have read
 DEVICES = "devices"  # key in the meta table: how the attack service uses each device, as JSON
 UNGRADED = "not_graded"  # status of a row that stands for a reconstruction which nobody has graded
 _MOST_LETTERS = 300  # of a client's message

@@ -1,6 +1,7 @@
 """The job queue: attacks are planned, waves are leased, and their scores or errors are written back."""
 
 import hashlib
+import json
 import sqlite3
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -13,6 +14,7 @@ from fedgauge.attacks.plan import CANARIES, MOST_ATTACKS, AttackPlan
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_reads import LedgerReads
 from fedgauge.server.store.ledger_types import (
+    RETRIED,
     FinishedTest,
     Lease,
     Progress,
@@ -30,8 +32,7 @@ _READY = (
 )
 # finished numbers the ended jobs in their order, so that a reader can ask for what is new; ended: seconds since 1970
 _END = "finished = (SELECT coalesce(max(finished), 0) + 1 FROM jobs), ended = (julianday('now') - 2440587.5) * 86400"
-# whoever has read rows that are deleted now reads all rows again
-_REREAD = "INSERT INTO meta VALUES ('retried', '1') ON CONFLICT (key) DO UPDATE SET value = value + 1"
+_REREAD = "INSERT INTO meta VALUES (?, '1') ON CONFLICT (key) DO UPDATE SET value = value + 1"
 
 
 class JobQueue(LedgerReads):
@@ -128,7 +129,7 @@ class JobQueue(LedgerReads):
                 "UPDATE jobs SET state = 'leased', attempts = attempts + 1 WHERE id = ?", [(j["id"],) for j in jobs]
             )
             # it has none, unless somebody has changed the file: what it is given would not fit beside them
-            db.executemany("DELETE FROM scores WHERE job_id = ?", [(j["id"],) for j in jobs])
+            self._delete_scores(db, [j["id"] for j in jobs])
             query = "SELECT planned, seed, remembers FROM attacks WHERE id = ?"
             attack = db.execute(query, (first["attack_id"],)).fetchone()
             if attack is None:
@@ -248,7 +249,7 @@ class JobQueue(LedgerReads):
             (gone,) = db.execute(f"{every} SELECT count(*) FROM jobs WHERE {ended} AND NOT {taped}", wanted).fetchone()
             ids = [row["id"] for row in db.execute(f"{every} SELECT id FROM jobs WHERE {ended} AND {taped}", wanted)]
             # `finished` stays: it must never shrink, as readers ask for what ended since
-            db.executemany("DELETE FROM scores WHERE job_id = ?", [(i,) for i in ids])
+            self._delete_scores(db, ids)
             db.executemany(
                 "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, ended = NULL, graded = NULL, graded_to = NULL,"
                 " memory = NULL,"
@@ -256,8 +257,6 @@ class JobQueue(LedgerReads):
                 f" wave = CASE WHEN wave < 0 THEN {rank} / ? ELSE wave END WHERE id = ?",
                 [(wave, i) for i in ids],
             )
-            if ids:
-                db.execute(_REREAD)
         return len(ids), gone
 
     def ungraded(self, again: bool = False) -> list[Ungraded]:
@@ -289,11 +288,11 @@ class JobQueue(LedgerReads):
         Args:
             reason: why nobody graded it; empty if somebody did.
             graded_to: dB, to which the client that graded it rounds.
-            afresh: they replace all earlier ones; whoever has read those reads all rows again.
+            afresh: they replace all earlier ones.
         """
         with self._transaction() as db:
-            if afresh and db.execute("DELETE FROM scores WHERE job_id = ? AND metric != ?", (job, OBJECTIVE)).rowcount:
-                db.execute(_REREAD)
+            if afresh:
+                self._delete(db, "scores", "job_id = ? AND metric != ?", (job, OBJECTIVE))
             self._write_scores(db, job, rows)
             # readers ask for the jobs that ended since, so new scores make this one the latest
             newer = "(SELECT max(finished) + 1 FROM jobs)" if rows else "finished"
@@ -308,11 +307,9 @@ class JobQueue(LedgerReads):
             rows: what the attack left without a truth, beside its objective.
         """
         with self._transaction() as db:
-            gone = db.execute("DELETE FROM scores WHERE job_id = ? AND metric != ?", (job, OBJECTIVE)).rowcount
+            self._delete(db, "scores", "job_id = ? AND metric != ?", (job, OBJECTIVE))
             self._write_scores(db, job, rows)
             db.execute("UPDATE jobs SET graded = NULL, graded_to = NULL WHERE id = ?", (job,))
-            if gone:
-                db.execute(_REREAD)
 
     def finished_tests(self, names: Iterable[str]) -> list[FinishedTest]:
         """The finished jobs of these tests of membership, ordered by test, round and client."""
@@ -324,17 +321,16 @@ class JobQueue(LedgerReads):
         return [test for test in (FinishedTest(**dict(row)) for row in rows) if test.attack in set(names)]
 
     def retest(self, job: int, rows: Sequence[ScoreRecord], reason: str) -> None:
-        """Replace all rows of a finished test of membership; whoever has read those reads all rows again.
+        """Replace all rows of a finished test of membership.
 
         Args:
             reason: why it gave no number; empty if it did.
         """
         with self._transaction() as db:
-            db.execute("DELETE FROM scores WHERE job_id = ?", (job,))
+            self._delete_scores(db, [job])
             self._write_scores(db, job, rows)
             newer = "(SELECT max(finished) + 1 FROM jobs)"
             db.execute(f"UPDATE jobs SET error = ?, finished = {newer} WHERE id = ?", (reason or None, job))
-            db.execute(_REREAD)
 
     def graded(self) -> list[sqlite3.Row]:
         """How the finished jobs were graded: attack, reason why nobody did (NULL: not yet asked), graded_to, number of jobs."""
@@ -360,6 +356,15 @@ class JobQueue(LedgerReads):
         with self._transaction() as db:
             rows = [(text or None, name) for name, text in words.items()]
             db.executemany(f"UPDATE attacks SET {column} = ? WHERE name = ?", rows)
+
+    @staticmethod
+    def _delete(db: sqlite3.Connection, table: str, where: str, values: Sequence[object]) -> None:
+        """Delete rows; whoever has read some of them reads all rows again. Nothing else deletes rows of a ledger."""
+        if db.execute(f"DELETE FROM {table} WHERE {where}", values).rowcount:
+            db.execute(_REREAD, (RETRIED,))
+
+    def _delete_scores(self, db: sqlite3.Connection, jobs: Iterable[int]) -> None:
+        self._delete(db, "scores", "job_id IN (SELECT value FROM json_each(?))", (json.dumps(list(jobs)),))
 
     @staticmethod
     def _write_scores(db: sqlite3.Connection, job: int, rows: Iterable[ScoreRecord]) -> None:

@@ -159,19 +159,12 @@ class Snapshot:
 
     def __init__(self, size_of: SizeOf = alone) -> None:
         self._size_of = size_of
-        self._forget()
-        self._retried: str | None = None
-
-    def _forget(self) -> None:
         self.scores, self._finished = Scores.empty(), 0
         self._by_round: dict[str, dict[int, list[Leak]]] = {}
         self._pooled: dict[str, list[Leak]] = {}
 
     def read(self, ledger: Ledger) -> set[int]:
         """Read what is new, all of one moment (`Ledger.snapshot`); returns the rounds that it changes."""
-        if (retried := ledger.meta().get("retried")) != self._retried:  # rows that were read are deleted by now
-            self._retried = retried
-            self._forget()
         if (finished := ledger.finished()) <= self._finished:
             return set()
         touched: set[int] = set()

@@ -21,7 +21,7 @@ from fedgauge.server.store import run_files
 from fedgauge.server.store.expected_jobs import expected_jobs
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerChanged, LedgerError, reads_again
-from fedgauge.server.store.ledger_types import EMPTY, DeviceUse, Progress, json_table
+from fedgauge.server.store.ledger_types import EMPTY, RETRIED, DeviceUse, Progress, json_table
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tester_truth import TesterTruth
@@ -59,7 +59,8 @@ def version_of(run: Run, ledger: Ledger) -> str:
     p = ledger.progress()
     gpus = [n for of in ledger.devices() if of.device != "cpu" for n in (of.busy, of.waves)]
     counts = (ledger.finished(), p.queued, p.leased, p.failed, ledger.last_round(), *gpus)
-    told = (*counts, state_of(run, ledger), ledger.meta().get("replay", ""))
+    meta = ledger.meta()
+    told = (*counts, state_of(run, ledger), meta.get("replay", ""), meta.get(RETRIED, ""))
     return xxh3_64_hexdigest(repr(told).encode(errors="replace"))
 
 
@@ -142,17 +143,24 @@ class LedgerReading:
     def __init__(self, ledger: Ledger, tables: Mapping[str, Any]) -> None:
         self.ledger = ledger
         self.tables = dict(tables)
-        self.snapshot = Snapshot(lambda round, client: self.size_of(round, client))
         self.progress = Progress()
         self.meta: Mapping[str, str] = {}
-        self.rounds: dict[int, Mapping[str, Any]] = {}
         self.devices: list[DeviceUse] = []
         self.pace: float | None = None  # jobs a second
         self.newest = 0  # round of which anything is known; its jobs exist before it is finished
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all rows that were read, as some of them are deleted by now."""
+        self.snapshot = Snapshot(lambda round, client: self.size_of(round, client))
+        self.rounds: dict[int, Mapping[str, Any]] = {}
 
     def read(self) -> set[int]:
         """Read what is new, all of one moment (`Ledger.snapshot`); returns the rounds whose scores it changes."""
+        retried = self.meta.get(RETRIED)
         self.meta, self.progress = self.ledger.meta(), self.ledger.progress()
+        if self.meta.get(RETRIED) != retried:
+            self.forget()
         self.rounds |= {row["round"]: dict(row) for row in self.ledger.rounds_since(max(self.rounds, default=0))}
         self.devices, self.pace = self.ledger.devices(), self.ledger.pace()
         self.newest = max(self.ledger.last_observed(), max(self.rounds, default=0))
@@ -178,15 +186,18 @@ class Reading(LedgerReading):
         self.lock = Lock()
         self._torn = False
         self.inode = self.ledger.path.stat().st_ino
+        self.version = ""
+        self._views: dict[Any, Any] = {}
+        self._kept: dict[Any, Any] = {}
+        self._scenario: Scenario | str | None = None
+
+    def forget(self) -> None:
+        super().forget()
         self.sizes: dict[tuple[int, int], int] = {}
         self.participation: Counter[tuple[int, str]] = Counter()  # (client, status)
         self.missed: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (status, reason): (client, round)
         self.answered: set[tuple[int, int]] = set()  # round and client of every update that was sent, or may have been
-        self.version = ""
         self._seen = 0  # the last round whose observations were read
-        self._views: dict[Any, Any] = {}
-        self._kept: dict[Any, Any] = {}
-        self._scenario: Scenario | str | None = None
 
     @contextmanager
     def now(self) -> Iterator["Reading"]:

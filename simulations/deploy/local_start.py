@@ -175,7 +175,9 @@ def status(deployment: Deployment) -> tuple[dict[str, bool], list[str]]:
         lines.append(
             f"{run.name}: {state_of_training(run) or 'not started'}, round {rounds} of {meta.get('rounds', '?')}"
         )
-        lines.append(f"attacks: {progress.done} done, {progress.waiting} to come, {progress.failed} failed; {rows} score rows")
+        lines.append(
+            f"attacks: {progress.done} done, {progress.waiting} to come, {progress.failed} failed; {rows} score rows"
+        )
     return alive, lines
 
 

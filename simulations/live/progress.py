@@ -86,14 +86,17 @@ class RunProgress(LedgerReading):
         self.training = self.coming = training
         planned = ledger.planned()
         self.attacks, self.reconstructing = list(planned), [name for name in planned if planned[name].reconstructs]
-        self.cells: dict[tuple[str, int], AttackProgress] = {}
         self.fresh: list[tuple[str, int]] = []
         self.busy = 0
-        self.best: tuple[str, int, BestExample] | None = None
         self._version: object = None
         self._clock = clock
         self._started = clock()
         self._read_at = -inf
+
+    def forget(self) -> None:
+        super().forget()
+        self.cells: dict[tuple[str, int], AttackProgress] = {}
+        self.best: tuple[str, int, BestExample] | None = None
 
     def refresh(self, force: bool = False) -> bool:
         """Read what is new, at most once a second unless forced; returns whether anything was."""
@@ -110,16 +113,16 @@ class RunProgress(LedgerReading):
         return True
 
     def read(self) -> set[int]:
-        waiting, touched = self._waiting(), super().read()
+        waiting, known, touched = self._waiting(), self.cells, super().read()
         self.fresh = []
         for round in sorted(touched):
             rows = self.snapshot.scores.of_metric(self.measure.metric)
             rows = rows.where(rows.round == round)
             for leak in sorted(self.snapshot.of_round(self.measure.metric, round), key=_attacks_first):
                 cell = AttackProgress.of(leak, rows, not waiting[attack_of(leak.attack), round])
-                if cell != self.cells.get((leak.attack, round)):
-                    self.cells[leak.attack, round] = cell
+                if cell != known.get((leak.attack, round)):
                     self.fresh.append((leak.attack, round))
+                self.cells[leak.attack, round] = cell
         self._choose_best()
         return touched
 
@@ -138,7 +141,7 @@ class RunProgress(LedgerReading):
         return waiting
 
     def _choose_best(self) -> None:
-        newest = max((r for a, r in self.fresh if is_attack(a) and self.cells[a, r].best), default=None)
+        newest = max((r for (a, r), c in self.cells.items() if is_attack(a) and c.best), default=None)
         candidates = {a: c.best for (a, r), c in self.cells.items() if r == newest and is_attack(a) and c.best}
         if newest is not None:
             attack = self.measure.leakiest(candidates, lambda a: candidates[a].value)

@@ -4,6 +4,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
+from copy import copy
 from pathlib import Path
 
 import httpx
@@ -13,6 +15,7 @@ from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.dashboard.events import EventStream
 from fedgauge.server.dashboard.runs import RunCatalog
+from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
@@ -40,6 +43,46 @@ def test_what_is_read_in_pieces_is_what_is_read_at_once(
                 assert reading.version != before
                 assert reading.leaks("psnr") == leakage(Scores.read(ledger), "psnr")
     reading.close()
+
+
+def train_again(ledger: Ledger) -> None:
+    ledger.rewind(2)
+    ledger.record_intake(2, [Participation(0, "missing", "it was late")])
+    ledger.record_round(2, 0.9, 1.0, 1.0, 0.0)
+
+
+DELETIONS: dict[str, Callable[[Ledger], object]] = {
+    "a round is trained again": train_again,
+    "failed jobs are tried again": lambda ledger: ledger.retry_ended(["failed"], 2),
+    "a grade is taken back": lambda ledger: ledger.ungrade(1, []),
+}
+
+
+@pytest.mark.parametrize("delete", DELETIONS.values(), ids=DELETIONS)
+def test_what_is_deleted_is_shown_no_more(
+    delete: Callable[[Ledger], object],
+    make_scenario: Callable[..., Scenario],
+    make_taped: Callable[..., Run],
+    tmp_path: Path,
+) -> None:
+    def shown(reading: Reading) -> tuple[object, ...]:
+        with reading.now():
+            who = (reading.rounds, reading.sizes, reading.participation, reading.missed, reading.answered)
+            return reading.version, reading.leaks("psnr"), *map(copy, who)
+
+    run = make_taped(tmp_path / "live", make_scenario())
+    with run.ledger() as ledger, closing(Reading(run)) as reading:
+        while (lease := ledger.lease()) is not None:
+            if lease.round == 2:
+                ledger.fail(lease, "gone")
+            else:
+                rows = {c: [ScoreRecord(1, c, lease.attack.name, 0, "psnr", 9.0 + c, "", 0.1)] for c in lease.clients}
+                ledger.finish(lease, rows)
+        before = shown(reading)
+        delete(ledger)
+        with closing(Reading(run)) as another:
+            after = shown(another)
+        assert shown(reading) == after != before
 
 
 def test_a_change_is_told_to_who_listens(folder: Path) -> None:

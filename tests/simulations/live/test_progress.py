@@ -171,3 +171,22 @@ def test_the_picture_is_of_the_best_in_the_newest_round_that_brought_something_b
     work(ledger, lambda: 15.0, waves=1)
     run_progress.refresh(force=True)
     assert run_progress.best[:2] == ("other", 2), "the new round, though its best is worse"
+
+
+def test_a_round_that_is_trained_again_loses_what_was_read_of_it(ledger: Ledger) -> None:
+    run_progress = RunProgress(ledger, Scenario.from_tables(TABLES))
+    for round in (1, 2):
+        intake(ledger, round, clients=2)
+        ledger.record_round(round, 0.1 * round, 2.0, 1.0, 0.0)
+    psnr = iter([*[20.0] * 20, *[30.0] * 20])  # twenty values a round
+    work(ledger, lambda: next(psnr))
+    run_progress.refresh(force=True)
+    assert run_progress.best is not None and run_progress.best[1] == 2
+    ledger.rewind(2)
+    run_progress.refresh(force=True)
+    assert (run_progress.round, run_progress.best[1], run_progress.worst_case("other")) == (1, 1, 20)
+    assert run_progress.fresh == [], "and says nothing again"
+    intake(ledger, 2, clients=2)
+    work(ledger, lambda: 25.0, waves=1)
+    run_progress.refresh(force=True)
+    assert run_progress.means("matching") == {1: 20, 2: 25}
