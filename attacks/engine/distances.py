@@ -308,11 +308,13 @@ def _squared_rows(seen: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
 
 
 class _InnerProducts(Function):
-    """<seen, expected> and |expected|^2 of each row, without storing the elementwise products."""
+    """<seen, expected> and |expected|^2 of each row; on the CPU without storing the elementwise products."""
 
     @staticmethod
     def forward(ctx: Any, seen: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(seen, expected)
+        if expected.device.type != "cpu":  # there a call costs more than its products, so that rows share one
+            return (seen * expected).sum(1), expected.square().sum(1)
         pairs = list(zip(seen, expected, strict=True))
         return torch.stack([torch.dot(s, e) for s, e in pairs]), torch.stack([torch.dot(e, e) for _, e in pairs])
 

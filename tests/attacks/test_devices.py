@@ -14,7 +14,10 @@ from fedgauge.attacks.modality.sentences import TEXT_ATTACKS
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import build
+from fedgauge.client.models.vision import lenet
 from fedgauge.client.rng import generator
+from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, problem, step_of
+from tests import separate_device as separate
 from tests.attacks.test_attack_contract import ATTACKS, FEW
 from tests.attacks.text.test_text_contract import SMALL, TASKS
 from tests.separate_device import DEVICE, separate_device
@@ -147,3 +150,20 @@ def test_what_a_malicious_server_isolated_is_inverted_on_a_device_too(name: str,
     with separate_device() as device:
         same(expected, Auditor(fed, device=device).audit(plan, wave))
     assert expected[0].reconstruction.x is not None
+
+
+def test_more_problems_cost_a_device_no_more_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU waits for calls: a call for each problem left one idle for 96 % of the time."""
+    calls: list[Any] = []
+    run = separate._run
+    monkeypatch.setattr(separate, "_run", lambda func, *rest: calls.append(func) or run(func, *rest))
+
+    def count(size: int) -> int:
+        with separate_device() as device:
+            problems, variables, rows = step_of(problem(CIFAR_SHAPE, size, make=lenet, device=device))
+            problems.value_and_slopes(variables, rows)  # the first one checks the model
+            calls.clear()
+            problems.value_and_slopes(variables, rows)
+            return len(calls)
+
+    assert count(64) == count(16) > 0

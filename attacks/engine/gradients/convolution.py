@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn import grad as nn_grad
 
-from fedgauge.attacks.engine.gradients.factored import CACHE, apply, as_matrices
+from fedgauge.attacks.engine.gradients.factored import AT_ONCE, CACHE, apply, as_matrices
 from fedgauge.attacks.engine.gradients.windows import Windows
 
 
@@ -86,7 +86,7 @@ class WindowProduct(Function):
 class KernelGradient(Function):
     """The gradient (P, out, kh * kw * in) of a convolution's kernel for each problem: windows of the input times signals.
 
-    Windows have channels last, so that they are copied and summed in runs of kw * in numbers. They are made for a few
+    Windows have channels last, so that they are copied and summed in runs of kw * in numbers. On the CPU they are made for a few
     problems at a time, so that they stay in the cache. torch's own unfold and fold do neither.
     """
 
@@ -116,9 +116,10 @@ class KernelGradient(Function):
 def _parts(
     input: Tensor, signal: Tensor, problems: int, windows: "Windows"
 ) -> Iterator[tuple["Windows", int, Tensor, Tensor]]:
-    """(windows, problems, input, signal) of a few problems at a time, with about CACHE entries in their windows."""
+    """(windows, problems, input, signal) of a few problems at a time, with about as many entries in their windows as suit."""
     size = len(input) // problems
-    few = max(1, min(problems, CACHE * problems // windows.numbers))
+    entries = CACHE if input.device.type == "cpu" else AT_ONCE
+    few = max(1, min(problems, entries * problems // windows.numbers))
     for x, s in zip(input.split(few * size), signal.split(few * size), strict=True):
         yield replace(windows, shape=tuple(x.shape)), len(x) // size, x, s
 

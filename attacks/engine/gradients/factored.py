@@ -13,6 +13,7 @@ FORM_BELOW = (
     2**15
 )  # entries below which a gradient is formed although factors would do, and compared together with others
 CACHE = 2**18  # numbers that fit into a core's own cache besides other data
+AT_ONCE = 2**26  # numbers that a device beside the CPU computes at once: calls are what costs there
 
 
 class FactoredGradient(NamedTuple):

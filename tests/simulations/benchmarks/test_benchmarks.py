@@ -357,6 +357,7 @@ def test_the_kept_results_are_what_their_readme_shows() -> None:
         "page",
         "load",
         "learning",
+        "gpu",
         "training",
         "proximal",
         "modes",
