@@ -160,6 +160,21 @@ def test_a_mistake_is_one_sentence(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--junit", "--sarif"])
+def test_no_file_of_another_kind_is_replaced(
+    attacked: Run, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "ledger.sqlite"
+    other.write_bytes(b"SQLite format 3")
+    assert gate(str(attacked.folder), "--fail-above", "psnr=20", option, str(other)) == 2
+    assert "holds something else; name another file" in capsys.readouterr().err
+    assert other.read_bytes() == b"SQLite format 3"
+    other.write_bytes(b"")
+    for _ in range(2):  # an empty file, and its own
+        gate(str(attacked.folder), "--fail-above", "psnr=20", option, str(other))
+        assert len(other.read_bytes()) > 100
+
+
 @pytest.mark.parametrize("text", ["psnr", "psnr=", "=3", "psnr=nan", "psnr=inf", "psnr=a"])
 def test_what_is_no_threshold_is_refused(attacked: Run, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
