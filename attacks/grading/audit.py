@@ -277,7 +277,7 @@ class Auditor:
         fed, round = self.federation, wave.round
         augmented = fed.trained_on(wave.params, wave.buffers, client, round) if truth is None else None
         truth = truth or self._truth
-        paired, rows = self.grader.grade(attack, round, client, result, truth(client, round), augmented)
+        paired, rows, _ = self.grader.grade(attack, round, client, result, truth(client, round), augmented)
         if other is not None:
             unlabelled = replace(result, y=None)
             rows += self.grader.grade(wrong_client(attack), round, other, unlabelled, truth(other, round))[1]

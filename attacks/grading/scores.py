@@ -61,7 +61,7 @@ class Grader:
     def leaked(self, result: Reconstruction, truth: Batch) -> list[float]:
         """The main metric of each example, as it counts in a mean; empty if nothing came back."""
         main = self.modality.main
-        _, rows = replace(self, only={main.metric}).grade("", 0, 0, result, truth)
+        rows = replace(self, only={main.metric}).grade("", 0, 0, result, truth)[1]
         values = [row.value for row in rows if row.metric == main.metric and row.value is not None]
         return values if main.cap is None else [min(value, main.cap) for value in values]
 
@@ -73,8 +73,11 @@ class Grader:
         result: Reconstruction,
         truth: Batch,
         augmented: Batch | None = None,
-    ) -> tuple[Reconstruction, list[ScoreRecord]]:
-        """The reconstruction in the truth's order, and its rows.
+    ) -> tuple[Reconstruction, list[ScoreRecord], Tensor]:
+        """The reconstruction in the truth's order, its rows, and which example (B,) each was paired with; -1: none.
+
+        As many are paired, one to one, as truth and reconstruction both have; rows name the truth's examples. Labels are
+        compared with all of the truth's: those of the nearest examples were chosen with a look at the truth.
 
         Args:
             augmented: the examples as the chain changed them before training: a second truth, with rows of its own.
@@ -88,11 +91,12 @@ class Grader:
             rows.append(row(WHOLE_BATCH, "label_accuracy", label_accuracy(truth.y, result.y)))
         if result.x is None or not has_images(result.x):
             rows += [row(i, metric.name, None) for metric in self.metrics for i in range(len(truth.y))]
-            return result, rows
-        order = self.modality.pairing(truth.x, result.x)
-        x = result.x[order]
+            return result, rows, torch.empty(0, dtype=torch.int64)
+        own, order = self._pairs(truth.x, result.x)
+        paired, x = truth.x[own], result.x[order]
         for metric in self.metrics:
-            rows += [row(i, metric.name, value) for i, value in enumerate(metric(truth.x, x).double().tolist())]
+            values = metric(paired, x).double().tolist()
+            rows += [row(i, metric.name, value) for i, value in zip(own.tolist(), values, strict=True)]
         if augmented is not None:
             nearest = result.x[self.modality.pairing(augmented.x, result.x)]
             for metric in self.metrics:
@@ -100,9 +104,15 @@ class Grader:
                     rows += [row(i, name, v) for i, v in enumerate(metric(augmented.x, nearest).double().tolist())]
         y, confidence = (None if t is None else t[order] for t in (result.y, result.confidence))
         placed = replace(result, x=x, y=y, trace=_reordered(result.trace, order), confidence=confidence)
-        whole = self.modality.of_batch(truth.x, placed)
+        whole = self.modality.of_batch(paired, placed)
         rows += [row(WHOLE_BATCH, name, v) for name, v in whole.items() if self.only is None or name in self.only]
-        return placed, rows
+        return placed, rows, torch.full((len(result.x),), -1).index_put((order,), own)
+
+    def _pairs(self, truth: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
+        """Examples, and the guess that each is paired with."""
+        if len(guess) < len(truth):
+            return self.modality.pairing(guess, truth), torch.arange(len(guess))
+        return torch.arange(len(truth)), self.modality.pairing(truth, guess)
 
 
 def ungraded_rows(

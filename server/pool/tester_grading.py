@@ -5,16 +5,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from fedgauge.attacks.base import Reconstruction, Status
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.scores import (
     OBJECTIVE,
     Grader,
-    ScoreRecord,
-    has_images,
     ungraded_rows,
     wrong_client,
 )
@@ -165,12 +160,12 @@ def _grade(
         rows = ungraded_rows(job.attack, job.round, job.client, result, assumed, job.other, grader.modality.main.metric)
         ledger.ungrade(job.id, [row for row in rows if row.metric != OBJECTIVE])
         return f"no truth of client {job.client} in round {job.round}" if why == "" else why
-    example, rows = paired(grader, job.attack, job.round, job.client, result, own)
+    _, rows, example = grader.grade(job.attack, job.round, job.client, result, own)
     other = None if job.other is None else found[job.round, job.other]
     if other is not None and job.other is not None and len(other.y):
         name = wrong_client(job.attack)
-        rows += paired(grader, name, job.round, job.other, replace(result, y=None), other)[1]
-    if example is not None:
+        rows += grader.grade(name, job.round, job.other, replace(result, y=None), other)[1]
+    if len(example):
         run.write_reconstruction(job.round, job.client, job.attack, {**tensors, EXAMPLE: example})
     ledger.grade(job.id, rows, afresh=True)
     return ""
@@ -179,27 +174,3 @@ def _grade(
 def _status(status: str) -> Status:
     known: tuple[Status, ...] = ("converged", "out_of_budget", "diverged", "not_applicable")
     return next((s for s in known if s == status), "converged")
-
-
-def paired(
-    grader: Grader, attack: str, round: int, client: int, result: Reconstruction, truth: Batch
-) -> tuple[Tensor | None, list[ScoreRecord]]:
-    """Grade as many examples as truth and reconstruction both have, paired one to one; rows name the truth's examples.
-
-    If the attacker assumed fewer examples than there were, each reconstruction is graded against the nearest of them that is
-    left, and so are the baselines.
-    """
-    if result.x is None or not has_images(result.x):
-        return None, grader.grade(attack, round, client, result, truth)[1]
-    n, size = len(truth.y), len(result.x)
-    if size < n:
-        example = grader.modality.pairing(result.x, truth.x)
-        part = Batch(truth.x[example], truth.y[example])
-        _, rows = grader.grade(attack, round, client, replace(result, y=None), part)
-        # labels against all of the client's: those of the nearest examples were chosen with a look at the truth
-        labels = grader.grade(attack, round, client, replace(result, x=None), truth)[1]
-        rows += [r for r in labels if r.metric == "label_accuracy"]
-        return example, [replace(r, example=int(example[r.example])) if r.example >= 0 else r for r in rows]
-    example = torch.full((size,), -1, dtype=torch.int64)
-    example[grader.modality.pairing(truth.x, result.x)] = torch.arange(n)
-    return example, grader.grade(attack, round, client, result, truth)[1]

@@ -52,7 +52,7 @@ def test_the_surest_quarter_is_chosen_by_confidence_alone() -> None:
     sure[0, 5], sure[1, 5] = 0.5, 0.5
     guess = torch.stack([TRUTH[0], changed(1, 4), changed(2, 6, 7), changed(3, 8)])
     found = Reconstruction(guess[[2, 0, 3, 1]], None, 0.0, 1, 0.0, "converged", confidence=sure[[2, 0, 3, 1]])
-    placed, rows = Grader(ROWS, DATA.x).grade("x", 1, 0, found, Batch(TRUTH, DATA.y[:4]))
+    placed, rows, _ = Grader(ROWS, DATA.x).grade("x", 1, 0, found, Batch(TRUTH, DATA.y[:4]))
     assert placed.confidence is not None and torch.equal(placed.confidence, sure)
     values = {row.metric: row.value for row in rows if row.example == WHOLE_BATCH}
     assert values["sure_categories"] == pytest.approx(100 * 5 / 6)

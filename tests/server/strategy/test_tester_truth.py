@@ -12,7 +12,6 @@ from flwr.serverapp.strategy import FedAvg
 from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.client.update import Batch
-from fedgauge.server.pool.tester_grading import paired
 from fedgauge.server.store.run import Run
 from fedgauge.server.strategy import app_rounds
 from fedgauge.simulations.cli.main import main
@@ -115,7 +114,7 @@ def test_labels_are_no_leak_because_the_truth_has_more_of_them_or_fewer(
 
     def accuracy(guess: list[int], truth: Batch) -> float | None:
         found = Reconstruction(x[: len(guess)].flip(0), torch.tensor(guess), 0.0, 1, 0.0, "converged")
-        rows = paired(grader, "guess", 1, 0, found, truth)[1]
+        rows = grader.grade("guess", 1, 0, found, truth)[1]
         (value,) = [r.value for r in rows if r.metric == "label_accuracy"]
         return value
 
