@@ -30,23 +30,25 @@ BOUNDS = 40  # the same, where each needs the accounted epsilon of a record, whi
 
 
 def privacy(reading: Reading) -> dict[str, Any]:
-    """The largest epsilons that any client has spent so far; None, with the reason, if no epsilon holds."""
-    return reading.view("privacy", lambda: _privacy(reading))
+    """The largest epsilons that any client has spent so far, as they are shown; None, with the reason, if none holds."""
+    spent = spent_in(reading)
+    shown = {"epsilon": spent.record, "client": spent.client, "delta": spent.delta}
+    return {**{key: rounded(value) for key, value in shown.items()}, "words": spent.words}
 
 
-def _privacy(reading: Reading) -> dict[str, Any]:
+def spent_in(reading: Reading) -> PrivacyStatement:
+    """The same, exact; of an unknown delta where this machine cannot build the scenario."""
+    return reading.view("privacy", lambda: _spent_in(reading))
+
+
+def _spent_in(reading: Reading) -> PrivacyStatement:
     try:
         spending = Spending(reading.scenario, reading.ledger, reading.answered)
     except SpecError as error:
-        return {"epsilon": None, "client": None, "delta": None, "words": f"No epsilon on this machine: {error}."}
+        return PrivacyStatement(None, None, math.nan, f"No epsilon on this machine: {error}.", "unknown")
     statement = spending.of_all()
     assumed = ", as the clients are assumed to defend" if reading.ledger.deployed else ""
-    return {
-        "epsilon": rounded(statement.record),
-        "client": rounded(statement.client),
-        "delta": statement.delta,
-        "words": f"Differential privacy{assumed}: {statement.words}.",
-    }
+    return replace(statement, words=f"Differential privacy{assumed}: {statement.words}.")
 
 
 class Spending:

@@ -14,7 +14,7 @@ from fedgauge.server.views.formatting import in_unit, interval_label, number, pl
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import QUESTIONS, why_not_tested
 from fedgauge.server.views.outcomes import failure
-from fedgauge.server.views.privacy import privacy
+from fedgauge.server.views.privacy import spent_in
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.strength import best_of
@@ -150,8 +150,8 @@ def gate_of_run(reading: Reading, thresholds: Sequence[Threshold]) -> list[GateR
 
 def _measured(reading: Reading, metric: str) -> Measurement:
     if metric == EPSILON:
-        spent = privacy(reading)
-        return Measurement(spent[EPSILON], spent["words"])
+        spent = spent_in(reading)
+        return Measurement(spent.record, spent.words)
     name = metric.removeprefix(WORST)
     leaks = [k for k in reading.pooled(name).values() if is_attack(k.attack)] if name in reading.metrics else []
     leak = best_of(leaks, "attack")

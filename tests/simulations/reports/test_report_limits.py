@@ -15,6 +15,7 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger_types import DEPLOYMENT, REPEATED, Participation
 from fedgauge.server.store.run import Run
+from fedgauge.server.views.assurance.gate import Threshold, gate_of_run
 from fedgauge.server.views.formatting import rounded
 from fedgauge.server.views.participation import may_have_sent
 from fedgauge.server.views.privacy import Spending, privacy
@@ -135,6 +136,16 @@ def test_a_deployments_export_and_page_say_the_same_epsilon(tmp_path: Path) -> N
         told = privacy(reading)["epsilon"]
     rows = list(csv.DictReader(io.StringIO(exported(run))))
     assert told == rounded(max(float(r["epsilon"]) for r in rows))
+
+
+def test_a_gate_compares_the_exact_epsilon_and_not_the_five_digits_shown(hidden: Run) -> None:
+    with read_once(hidden) as reading:
+        sent = [(o["round"], o["client"]) for o in reading.ledger.observations() if may_have_sent(o, deployed=False)]
+        exact = Spending(reading.scenario, reading.ledger, sent).of_all().record
+        assert exact is not None and exact != privacy(reading)["epsilon"]
+        for bound, outcome in ((exact, "passed"), (math.nextafter(exact, 0), "failed")):
+            (result,) = gate_of_run(reading, [Threshold("epsilon", bound)])
+            assert result.outcome == outcome
 
 
 def test_the_replay_of_a_noisy_chain_is_exact(hidden: Run) -> None:
