@@ -21,7 +21,7 @@ from fedgauge.server.views.participation import app_clients
 from fedgauge.server.views.privacy import canaries, privacy
 from fedgauge.server.views.reading import Reading, jobs_of_run
 from fedgauge.server.views.roles import is_attack, is_baseline, planned_attacks, role_of
-from fedgauge.server.views.strength import Limits, error_in_db, newest
+from fedgauge.server.views.strength import Limits, error_in_db, final_accuracy, newest
 from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve, success_series, ungraded_table
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 
@@ -82,11 +82,10 @@ def _verdict(reading: Reading) -> dict[str, Any]:
 
 def training(reading: Reading) -> dict[str, Any]:
     """How far the training has come."""
-    last = reading.rounds[max(reading.rounds)] if reading.rounds else {"round": 0, "accuracy": None}
     return {
-        "round": last["round"],
+        "round": max(reading.rounds, default=0),
         "rounds": reading.tables["rounds"],
-        "accuracy": rounded(last["accuracy"]),
+        "accuracy": rounded(final_accuracy(reading.rounds)),
     }
 
 

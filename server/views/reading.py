@@ -30,6 +30,7 @@ from fedgauge.server.views.leakage import Leak, Snapshot
 from fedgauge.server.views.participation import may_have_sent
 from fedgauge.server.views.roles import attack_order, is_attack
 from fedgauge.server.views.scores import Scores, known_metrics
+from fedgauge.server.views.strength import final_accuracy
 
 IDLE = 0.1  # share of the time that attacks may have waited for rounds; above it their pace does not predict the end
 State = Literal["training", "attacking", "complete", "attacks waiting", "attacks failed", "interrupted", "failed"]
@@ -403,20 +404,18 @@ def run_summary(run: Run) -> dict[str, Any]:
     run.check(whole=False)
     with run.ledger(readonly=True) as ledger:
         tables = tables_of(run)
-        progress, last = ledger.progress(), ledger.last_round()
-        rounds = ledger.rounds_since(last)
-        best = ledger.best_so_far()
+        progress, best = ledger.progress(), ledger.best_so_far()
         return {
             "id": run.name,
             "state": state_of(run, ledger),
             "version": version_of(run, ledger),
-            "round": last,
+            "round": ledger.last_round(),
             "rounds": int(ledger.meta().get("rounds") or tables["rounds"]),
             "chain": chain(tables),
             "data": component(tables["data"]),
             "model": component(tables["model"]),
             "attacks": [row["name"] for row in ledger.attacks() if is_attack(row["name"])],
-            "accuracy": rounded(rounds[-1]["accuracy"]) if rounds else None,
+            "accuracy": rounded(final_accuracy({row["round"]: dict(row) for row in ledger.rounds()})),
             "best": rounded(best),
             "exact": is_exact(best),
             "measure": asdict(ledger.modality.main),

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from fedgauge.server.views.formatting import in_unit
 from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.strength import final_accuracy
 from fedgauge.simulations.live.progress import Clock, RunProgress
 
 PLAIN_EVERY = 5.0  # seconds between plain lines
@@ -69,8 +70,8 @@ class Lines(View):
 def progress_line(s: RunProgress) -> str:
     """The state of a run on one line."""
     jobs, parts = s.jobs, [f"round {s.round}/{s.scenario.protocol.rounds}"] if s.training else []
-    if s.training and s.accuracy:
-        parts.append(f"accuracy {s.accuracy[max(s.accuracy)]:.1%}")
+    if s.training and (accuracy := final_accuracy(s.rounds)) is not None:
+        parts.append(f"accuracy {accuracy:.1%}")
     parts.append(
         f"attacks on updates {s.progress.done}/{jobs.expected} (baselines too), {s.progress.queued} queued, "
         f"{s.progress.leased} at work{f' ({s.use})' if s.use else ''}"

@@ -92,6 +92,16 @@ def test_the_list_has_each_runs_verdict_and_waits_for_none(
     assert get("/api/runs")["runs"][0]["verdict"] is None, "and no longer once the run has changed"
 
 
+def test_accuracy_is_of_the_last_round_that_was_tested(get: Get, folder: Path) -> None:
+    with Run(folder / "complete").ledger() as ledger:
+        ledger.record_round(3, None, None, 1.0, 0.01)
+    (line,) = get("/api/runs")["runs"]
+    page = get("/api/runs/complete/overview")["training"]
+    (compared,) = get("/api/compare")["runs"]
+    assert line["accuracy"] == page["accuracy"] == compared["accuracy"] == 0.3
+    assert line["round"] == page["round"] == 3
+
+
 def test_classes_are_called_by_their_names(
     make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
 ) -> None:
