@@ -24,6 +24,7 @@ from fedgauge.server.store.ledger_types import REPEATED, STARTED, Participation,
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
+from fedgauge.server.store.uploads import read_observation
 from fedgauge.server.strategy.client_grading import ClientGrader
 from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 from fedgauge.server.strategy.deployed_sum import of_sums, secured
@@ -152,7 +153,8 @@ def _malicious(run: Run, ledger: Ledger, scenario: Scenario, inner: Strategy) ->
     for o in ledger.observations():
         if o["status"] == "accepted" and o["digest"] and malicious.is_stateful(o["round"], o["client"]):
             try:
-                malicious.remember(run.tape().read(o["round"], o["client"], o["digest"]))
+                key = o["round"], o["client"], o["digest"]
+                malicious.remember(read_observation(run, ledger, scenario.federation, *key))
             except TapeError as error:
                 trouble(f"an earlier reply is lost: {error}")
     return malicious

@@ -69,12 +69,8 @@ class TrainingEvidence:
     words: str
 
 
-def training_evidence(fed: Federation, seen: Observation, statistics: bool | None = None) -> TrainingEvidence:
-    """What an update says of its local training, compared with the one that the federation's chain assumes.
-
-    Args:
-        statistics: whether uploaded running statistics of norms moved; None: none were uploaded.
-    """
+def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
+    """What an update says of its local training, compared with the one that the federation's chain assumes."""
     local, assumed = fed.chain.local, "the clients' local training is assumed"
     if reason := _unreadable(fed, seen):
         return TrainingEvidence("undecided", None, f"{assumed} and was not checked: {reason}")
@@ -87,7 +83,7 @@ def training_evidence(fed: Federation, seen: Observation, statistics: bool | Non
             seen = replace(seen, update={k: t for k, t in seen.update.items() if k not in still})
             probes = probe_gradients(fed, seen)
         kind, evidence = _read(fed, seen, probes)
-        mode = _other_mode(fed, statistics)
+        mode = _other_mode(fed, seen)
         parts = " and ".join(filter(None, (thawed, _frozen_unsaid(fed, still), mode)))
         if kind != "undecided" and _many_steps_of_adam(local, kind):
             kind, evidence = "undecided", f"{evidence}, and {local.words} may do this or not"
@@ -141,12 +137,14 @@ def _named(parts: list[str]) -> str:
     return ", ".join(parts[:MOST_NAMED]) + (f" and {len(parts) - MOST_NAMED} more" if len(parts) > MOST_NAMED else "")
 
 
-def _other_mode(fed: Federation, statistics: bool | None) -> str:
+def _other_mode(fed: Federation, seen: Observation) -> str:
     """In words, that norms keep running statistics in the app and not in the model, or the other way round."""
-    trains = any(m.training and m.track_running_stats for m in fed.model.modules() if isinstance(m, _NormBase))
-    if statistics is None or statistics == trains:
+    norms = {name: module for name, module in fed.model.named_modules() if isinstance(module, _NormBase)}
+    own = {f"{name}.{part}" for name in norms for part in ("running_mean", "running_var")} & seen.returned.keys()
+    moved = any(not torch.equal(seen.returned[k], seen.buffers[k]) for k in own)
+    if not own or moved == any(norm.training and norm.track_running_stats for norm in norms.values()):
         return ""
-    found, mode = ("moved", "train") if statistics else ("did not move", "eval")
+    found, mode = ("moved", "train") if moved else ("did not move", "eval")
     return f'the running statistics of the app\'s norms {found}: set [model] mode = "{mode}"'
 
 

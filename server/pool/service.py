@@ -23,7 +23,7 @@ from fedgauge.server.store.ledger_types import ATTACKED_FROM, DeviceUse, Lease
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import AuditOptions, Scenario
 from fedgauge.server.store.tape import TapeError, as_arrays, as_tensors
-from fedgauge.server.store.uploads import UploadMismatch, read_observation, statistics_moved
+from fedgauge.server.store.uploads import UploadMismatch, read_observation
 
 NO_REPLAY = (
     "not possible in a deployment: only a client's own data, which stays with the client, can recompute its update"
@@ -175,7 +175,7 @@ def _check_replay(run: Run, ledger: Ledger, scenario: Scenario, coming: bool) ->
         ledger.set_meta(replay="unknown", replay_detail=detail)
         return True
     try:
-        check: ReplayCheck = replay(scenario.federation, run.tape().read(*first))
+        check: ReplayCheck = replay(scenario.federation, read_observation(run, ledger, scenario.federation, *first))
         detail = f"cosine {check.cosine:.7f}, relative error {check.relative_error:.1e}: {check.verdict}"
         ledger.set_meta(replay="ok" if check.ok else "mismatch", replay_detail=detail)
     except TapeError as error:
@@ -189,9 +189,9 @@ def _check_training(run: Run, ledger: Ledger, scenario: Scenario, taped: Sequenc
     if taped:
         try:
             first = taped[0]["round"], taped[0]["client"], taped[0]["digest"]
-            statistics = statistics_moved(run.tape().read(*first), scenario.federation.model)
-            seen = read_observation(run, ledger, scenario.federation, *first)
-            evidence = training_evidence(scenario.federation, seen, statistics)
+            evidence = training_evidence(
+                scenario.federation, read_observation(run, ledger, scenario.federation, *first)
+            )
             words, fits = evidence.words, evidence.fits
         except (TapeError, UploadMismatch) as error:
             words = f"whether the update fits this is not known: {error}"

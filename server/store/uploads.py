@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from fedgauge.attacks.base import Observation
 from fedgauge.client.federation import Federation
@@ -77,15 +76,6 @@ def as_the_model_has_it(seen: Observation, federation: Federation) -> Observatio
         buffers={**seen.buffers, **{k: sent[k].to(b.dtype) for k, b in buffers.items() if k in sent}},
         returned={**seen.returned, **{k: (sent[k] + update[k]).to(b.dtype) for k, b in buffers.items() if k in sent}},
     )
-
-
-def statistics_moved(seen: Observation, model: nn.Module) -> bool | None:
-    """Whether running statistics of the model's norms moved in an app's upload; None: it has none."""
-    names = names_of(seen.update, model)
-    norms = [name for name, module in model.named_modules() if isinstance(module, _NormBase)]
-    own = {f"{name}.{part}" for name in norms for part in ("running_mean", "running_var")}
-    moved = [bool(t.any()) for k, t in seen.update.items() if names[k] in own]
-    return any(moved) if moved else None
 
 
 def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:

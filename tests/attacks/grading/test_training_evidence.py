@@ -19,7 +19,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import local_training
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
-from fedgauge.server.store.uploads import statistics_moved
+from fedgauge.server.store.uploads import as_the_model_has_it
 
 BATCH = 8
 HEAD = ("linear.weight", "linear.bias")
@@ -323,15 +323,18 @@ def test_running_statistics_tell_the_mode_that_the_app_trains_in(trains: bool, m
     fed.__dict__["model"] = network
     params, buffers = fed.initial()
     seen = Observation(1, 0, params, fed.client_update(params, buffers, 0, 1), buffers)
-    sent = {**seen.update, "2.running_mean": torch.full((32,), 0.1 * moved), "2.num_batches_tracked": torch.tensor(1)}
-    statistics = statistics_moved(replace(seen, update=sent), network)
-    assert statistics is moved
-    found = training_evidence(fed, seen, statistics)
+
+    def told(moved: bool) -> TrainingEvidence:
+        mean = torch.full((32,), 0.1 * moved)
+        sent = {**seen.update, "2.running_mean": mean, "2.num_batches_tracked": torch.tensor(1)}
+        app = replace(seen, params={**network.state_dict(), **params, **buffers}, update=sent, buffers={})
+        return training_evidence(fed, as_the_model_has_it(app, fed))
+
+    found = told(moved)
     assert found.fits is False
     assert f'set [model] mode = "{"eval" if trains else "train"}"' in found.words
-    assert training_evidence(fed, seen, trains).fits is True
+    assert told(trains).fits is True
     assert training_evidence(fed, seen).fits is True
-    assert statistics_moved(seen, network) is None
 
 
 def test_a_network_of_made_weights_and_mixed_modes_is_read_and_left_as_it_was() -> None:
