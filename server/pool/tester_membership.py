@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import ClientState, Observation, Wave
-from fedgauge.attacks.grading.audit import NO_MEMBERS, Auditor
+from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, PlannedAttack
@@ -44,11 +44,11 @@ def finished_tests(ledger: Ledger, untested: bool = False) -> list[FinishedTest]
     """The finished tests of membership, and those of their limit.
 
     Args:
-        untested: only of tests of which some had no examples to tell members by.
+        untested: only of tests of which some have never had examples to tell members by.
     """
     names = [name for name, planned in ledger.planned().items() if _needs_members(planned)]
     tests = ledger.finished_tests(names)
-    without = {test.attack for test in tests if test.reason == NO_MEMBERS}
+    without = {test.attack for test in tests if test.blind}
     return [test for test in tests if test.attack in without] if untested else tests
 
 

@@ -182,11 +182,11 @@ class FinishedTest(FinishedJob):
 
     Args:
         digest: of the update that it is about; None: the update is no longer on the tape.
-        reason: why it gave no number; None if it did.
+        blind: whether no truth was ever asked for it.
     """
 
     digest: str | None
-    reason: str | None
+    blind: int
 
 
 @dataclass(frozen=True)

@@ -314,7 +314,7 @@ class JobQueue(LedgerReads):
     def finished_tests(self, names: Iterable[str]) -> list[FinishedTest]:
         """The finished jobs of these tests of membership, ordered by test, round and client."""
         rows = self._db.execute(
-            "SELECT j.id, a.name attack, j.round, j.client, j.other, o.digest, j.error reason FROM jobs j"
+            "SELECT j.id, a.name attack, j.round, j.client, j.other, o.digest, j.graded IS NULL blind FROM jobs j"
             " JOIN attacks a ON a.id = j.attack_id LEFT JOIN observations o ON o.round = j.round AND o.client = j.client"
             " WHERE j.state = 'done' ORDER BY a.id, j.round, j.client LIMIT -1"
         )
@@ -330,7 +330,8 @@ class JobQueue(LedgerReads):
             self._delete_scores(db, [job])
             self._write_scores(db, job, rows)
             newer = "(SELECT max(finished) + 1 FROM jobs)"
-            db.execute(f"UPDATE jobs SET error = ?, finished = {newer} WHERE id = ?", (reason or None, job))
+            values = (reason or None, reason, job)
+            db.execute(f"UPDATE jobs SET error = ?, graded = ?, finished = {newer} WHERE id = ?", values)
 
     def graded(self) -> list[sqlite3.Row]:
         """How the finished jobs were graded: attack, reason why nobody did (NULL: not yet asked), graded_to, number of jobs."""
