@@ -11,7 +11,7 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Str
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.measured import LABELS_ALONE
-from fedgauge.attacks.membership.scores import SCORES, Scoring, beside_null, classes_of
+from fedgauge.attacks.membership.scores import SCORES, Scoring, beside_null, classes_of, null_and_population
 from fedgauge.client.components import check_at_least
 from fedgauge.client.update import Batch, concatenate
 
@@ -66,9 +66,7 @@ class membership(Attack):
         Raises:
             ValueError: a score needs what is not there: public examples of a label, or a gradient of one example.
         """
-        if known.auxiliary is None:
-            raise ValueError("who is a stranger is learned from public examples: set [data] auxiliary above 0")
-        null, public = (Batch(known.auxiliary.x[i::2], known.auxiliary.y[i::2]) for i in range(2))
+        null, public = null_and_population(known)
         scored = CandidateGradients(known, wave.params, concatenate([candidates, null]))
         rest = None
         if self.score == "likelihood_ratio":

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Wave
+from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
 from fedgauge.attacks.membership.likelihood import RestOfBatch
@@ -180,6 +180,14 @@ def calibrated(ratios: Tensor, labels: Tensor, null: Tensor, null_labels: Tensor
     for mine, same in _by_label(labels, null, null_labels):
         found[:, mine] -= (same.logsumexp(1, keepdim=True) - math.log(same.shape[1])).clamp_min(0)
     return found
+
+
+def null_and_population(known: Knowledge) -> tuple[Batch, Batch]:
+    """The public examples in halves: strangers beside whose scores a candidate's is put, and what the rest of a batch is like."""
+    if known.auxiliary is None:
+        raise ValueError("who is a stranger is learned from public examples: set [data] auxiliary above 0")
+    null, population = (Batch(*(t[i::2] for t in known.auxiliary)) for i in range(2))
+    return null, population
 
 
 def beside_null(score: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

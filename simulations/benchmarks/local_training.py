@@ -165,12 +165,7 @@ class _Federation:
                 wave, known, Budget(self.iterations), [partial(generator, SEED, "proximal", k) for k in wave.clients]
             )
         ]
-        return [
-            float(v)
-            for batch, r in zip(truth, guesses, strict=True)
-            if r.x is not None
-            for v in psnr(batch.x, r.x[match(batch.x, r.x)])
-        ]
+        return [v for batch, guess in zip(truth, guesses, strict=True) for v in _paired_psnr(batch, guess)]
 
     def _batch(self, round: int, client: int) -> Batch:
         first = ((round - 1) * self.clients + client) * self.size
@@ -243,4 +238,8 @@ def _values(row: _Row, data: Dataset, public: Batch, batch: Batch, k: int, itera
             buffer.copy_(wave.buffers[name])
     found: Reconstruction
     (found,) = row.attack.reconstruct(wave, known, Budget(iterations), [partial(generator, SEED, "modes", k)])
-    return [] if found.x is None else [float(v) for v in psnr(batch.x, found.x[match(batch.x, found.x)])]
+    return _paired_psnr(batch, found)
+
+
+def _paired_psnr(batch: Batch, found: Reconstruction) -> list[float]:
+    return [] if found.x is None else psnr(batch.x, found.x[match(batch.x, found.x)]).tolist()

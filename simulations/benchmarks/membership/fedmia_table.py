@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.membership.roc import ScoredCandidates
-from fedgauge.attacks.membership.scores import SCORES, against_null
+from fedgauge.attacks.membership.scores import SCORES, against_null, null_and_population
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import Table
 from fedgauge.client.data.images import cifar10
@@ -105,8 +105,7 @@ def _measured(name: str, seed: int, rounds: Sequence[int]) -> _Standardised:
         fed = Federation(Protocol(seed, max(rounds), CLIENTS, data, {"use": "convsmall"}, ROWS[name]))
         public = fed.shards.auxiliary_batch()
         known = public_knowledge(fed, Batch(public.x[:PUBLIC], public.y[:PUBLIC]))
-        assert known.auxiliary is not None
-        null, population = (Batch(*(t[i::2] for t in known.auxiliary)) for i in range(2))
+        null, population = null_and_population(known)
         candidates = Candidates.of(fed, SCORED, STRANGERS, same_label=False)
         labels, everybody = candidates.images.y, concatenate([candidates.images, null])
         standard: dict[str, list[Tensor]] = {method: [] for method in METHODS}

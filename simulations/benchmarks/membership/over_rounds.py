@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.membership.scores import SCORES, against_null, calibrated
+from fedgauge.attacks.membership.scores import SCORES, against_null, calibrated, null_and_population
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import Table
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, concatenate
+from fedgauge.client.update import concatenate
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.benchmarks.membership.single_updates import SHOWN, tables_of_rows
 from fedgauge.simulations.benchmarks.membership.tables import RATE, Told, in_processes, numbers, pooled, scoring
@@ -117,8 +117,7 @@ def _measured(tables: Table, seed: int, rounds: Sequence[int]) -> _Told:
         fed = Federation(Scenario.from_tables({**tables, "seed": seed}).protocol)
         clients = range(fed.protocol.clients)
         known, data = public_knowledge(fed), fed.shards.dataset
-        assert known.auxiliary is not None
-        null, public = (Batch(*(t[i::2] for t in known.auxiliary)) for i in range(2))
+        null, public = null_and_population(known)
         shards = [fed.shards.indices[c] for c in clients]
         some = [
             s[torch.randperm(len(s), generator=generator(seed, "held", c))[:OF_SHARD]] for c, s in enumerate(shards)

@@ -14,13 +14,13 @@ from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.limit import area, detectability, power
 from fedgauge.attacks.membership.roc import ScoredCandidates
-from fedgauge.attacks.membership.scores import SCORES, Scoring, beside_null
+from fedgauge.attacks.membership.scores import SCORES, Scoring, beside_null, null_and_population
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import Table
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Params, concatenate
+from fedgauge.client.update import Params, concatenate
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.benchmarks.membership.tables import RATE, Told, in_processes, numbers, pooled, rates
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
@@ -135,8 +135,7 @@ def _scored(fed: Federation, params: Params, updates: int, seed: int) -> _Scored
     known, data = public_knowledge(fed), fed.shards.dataset
     rows = torch.cat([*truth, *held]).unique()
     strangers = batch_of(data.x_test, data.y_test, torch.arange(STRANGERS))
-    assert known.auxiliary is not None
-    null, public = (Batch(*(t[i::2] for t in known.auxiliary)) for i in range(2))
+    null, public = null_and_population(known)
     everybody = concatenate([batch_of(data.x, data.y, rows), strangers, null])
     candidates = CandidateGradients(known, params, everybody)
     rest = RestOfBatch.of_population(CandidateGradients(known, params, public))
