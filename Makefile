@@ -4,7 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/installed
 # one process more than cores, as some tests wait for other programs
 WORKERS := $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
+# bytecode is kept even where the shell forbids it: each process that a test starts would compile all files again
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
 .PHONY: install demo test test-full test-all lint bench pictures docs site clean
 

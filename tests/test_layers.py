@@ -61,16 +61,16 @@ def parse(file: str) -> ast.Module:
     return ast.parse((ROOT / file).read_text(), file)
 
 
-def lazy_nodes(tree: ast.Module) -> set[ast.AST]:
-    """Everything inside a function's body, which importing the file does not run."""
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
-    return {inner for function in functions for inner in ast.walk(function) if inner is not function}
+def nodes(tree: ast.AST, lazy: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Every node, and whether it stands inside a function, which importing the file does not run."""
+    yield tree, lazy
+    lazy = lazy or isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    for child in ast.iter_child_nodes(tree):
+        yield from nodes(child, lazy)
 
 
 def imports(file: str) -> Iterator[Import]:
-    tree = parse(file)
-    lazy = lazy_nodes(tree)
-    for node in ast.walk(tree):
+    for node, lazy in nodes(parse(file)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -81,7 +81,7 @@ def imports(file: str) -> Iterator[Import]:
         else:
             continue
         for name in names:
-            yield Import(file, node.lineno, name, node not in lazy)
+            yield Import(file, node.lineno, name, not lazy)
 
 
 def docstrings(tree: ast.Module) -> set[ast.AST]:
@@ -103,39 +103,51 @@ def names_in_strings(file: str) -> Iterator[Import]:
                     yield Import(file, node.lineno, dotted, False)
 
 
-ALL = [i for file in sources() for i in imports(file)]
-NAMED = [i for file in sources() for i in names_in_strings(file)]
+@cache
+def every_import() -> list[Import]:
+    return [i for file in sources() for i in imports(file)]
+
+
+@cache
+def every_name_in_a_string() -> list[Import]:
+    return [i for file in sources() for i in names_in_strings(file)]
 
 
 def outside(top: set[str], allowed: tuple[str, ...]) -> list[Import]:
     """Imports of these packages from files, or folders, that may not."""
-    return [i for i in ALL if i.top in top and not i.file.startswith(allowed)]
+    return [i for i in every_import() if i.top in top and not i.file.startswith(allowed)]
 
 
 def test_the_reader_sees_every_file_and_both_kinds_of_import() -> None:
-    assert {i.package for i in ALL} == set(OURS)
+    assert {i.package for i in every_import()} == set(OURS)
     assert len(sources()) > 40
-    assert Import("client/data/images.py", 0, "numpy", True) in {Import(i.file, 0, i.module, i.eager) for i in ALL}
-    assert Import("client/data/images.py", 0, "datasets", False) in {Import(i.file, 0, i.module, i.eager) for i in ALL}
+    assert Import("client/data/images.py", 0, "numpy", True) in {
+        Import(i.file, 0, i.module, i.eager) for i in every_import()
+    }
+    assert Import("client/data/images.py", 0, "datasets", False) in {
+        Import(i.file, 0, i.module, i.eager) for i in every_import()
+    }
 
 
 @pytest.mark.parametrize("package", OURS)
 def test_a_package_imports_only_what_stands_below_it(package: str) -> None:
-    everything = [i for i in [*ALL, *NAMED] if i.package == package and i.top in OURS]
+    everything = [i for i in [*every_import(), *every_name_in_a_string()] if i.package == package and i.top in OURS]
     assert [i for i in everything if i.top not in MAY_IMPORT[package]] == []
 
 
 def test_the_reader_sees_modules_that_are_named_in_strings() -> None:
-    assert {"server.app", "client.app"} <= {i.module for i in NAMED if i.file == "simulations/deploy/submission.py"}
+    assert {"server.app", "client.app"} <= {
+        i.module for i in every_name_in_a_string() if i.file == "simulations/deploy/submission.py"
+    }
 
 
 def test_attacks_and_defenses_do_not_know_each_other() -> None:
-    assert [i for i in ALL if i.package == "attacks" and i.top == "defenses"] == []
-    assert [i for i in ALL if i.package == "defenses" and i.top == "attacks"] == []
+    assert [i for i in every_import() if i.package == "attacks" and i.top == "defenses"] == []
+    assert [i for i in every_import() if i.package == "defenses" and i.top == "attacks"] == []
 
 
 def test_the_server_asks_defenses_only_what_they_promise() -> None:
-    found = {i.module for i in ALL if i.package == "server" and i.top == "defenses"}
+    found = {i.module for i in every_import() if i.package == "server" and i.top == "defenses"}
     assert found == {"fedgauge.defenses.accounting"}
 
 
@@ -157,7 +169,11 @@ def test_only_the_dashboard_imports_a_web_framework() -> None:
 
 def test_client_defenses_and_attacks_need_torch_alone_at_import() -> None:
     allowed = {*sys.stdlib_module_names, "torch", "numpy", *OURS}
-    eager = [i for i in ALL if i.package in LEAN and not i.file.startswith(FLOWER) and i.eager and i.top not in allowed]
+    eager = [
+        i
+        for i in every_import()
+        if i.package in LEAN and not i.file.startswith(FLOWER) and i.eager and i.top not in allowed
+    ]
     assert eager == [], "import it where it is used"
 
 
@@ -182,7 +198,7 @@ assert not loaded, loaded
 
 def test_nothing_of_the_server_side_is_imported_anywhere_in_them() -> None:
     heavy = {"flwr", "ray", "sqlite3", "starlette", "uvicorn", "fastapi", "server", "simulations"}
-    assert [i for i in ALL if i.package in LEAN and not i.file.startswith(FLOWER) and i.top in heavy] == []
+    assert [i for i in every_import() if i.package in LEAN and not i.file.startswith(FLOWER) and i.top in heavy] == []
 
 
 def test_a_package_mends_torchvision_before_anything_else() -> None:
