@@ -3,6 +3,7 @@
 import fedgauge.client  # isort: skip  # mends torchvision before anything can import it
 
 import fcntl
+import gc
 import os
 import shutil
 import tempfile
@@ -57,9 +58,10 @@ MakeFederation = Callable[..., Federation]
 def pytest_configure(config: pytest.Config) -> None:
     # a partition that an older version of the code left in the user's cache would hide a mistake in today's
     config.stash[_cache] = tempfile.TemporaryDirectory(prefix="fedgauge-tests-")
-    os.environ["XDG_CACHE_HOME"] = os.environ["XDG_STATE_HOME"] = config.stash[_cache].name
-    # torch reuses code compiled for wider registers after ATEN_CPU_CAPABILITY has narrowed them, and fails to compile
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # which has the variable from its parent
+    os.environ["XDG_STATE_HOME"] = config.stash[_cache].name
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # which has the variables from its parent, and shares what is cached
+        os.environ["XDG_CACHE_HOME"] = config.stash[_cache].name
+        # torch reuses code compiled for wider registers after ATEN_CPU_CAPABILITY has narrowed them, and fails to compile
         os.environ["TORCHINDUCTOR_CACHE_DIR"] += f"/tests-{torch.backends.cpu.get_cpu_capability()}"
     # datasets sorts with an argument that pyarrow 25 renames; it does so in flwr-datasets' shard partitioner
     config.addinivalue_line("filterwarnings", "ignore:Specifying null_placement in SortOptions:FutureWarning")
@@ -96,6 +98,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: next((k for k, folder in enumerate(slow) if item.path.is_relative_to(folder)), len(slow))
     )
+
+
+def pytest_collection_finish() -> None:
+    """Flower's strategies collect garbage after every array: they need not look at all of torch and all tests each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,7 @@
 """A client over whose reply a strategy fails, weighs by or takes by position: the others train on as if it had not answered."""
 
-import gc
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -32,14 +31,6 @@ CLIENTS = 4
 START = {"w": torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), "v": torch.zeros(2)}
 Reply = dict[str, Any]  # arrays and metrics
 Spoil = Callable[[Reply], Reply]
-
-
-@pytest.fixture(autouse=True)
-def quick() -> Iterator[None]:
-    """QFedAvg collects garbage after every array: it need not look at all of torch each time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def silent(reply: Reply) -> Reply:
@@ -290,6 +281,7 @@ NEED_ALL: dict[str, tuple[Callable[[], Strategy], Spoil]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("culprits", [{17}, {0}, {5, 40}, {62, 63}], ids=str)
 @pytest.mark.parametrize("use", NEED_ALL)
 def test_of_many_clients_those_are_named_with_whom_a_strategy_that_needs_all_has_no_result(
