@@ -47,7 +47,7 @@ def follow(
 ) -> tuple[list[Reconstruction], list[ClientState]]:
     memories, found = [attack.initial()], []
     for wave in waves:
-        (one,), memories = attack.advance(wave, known, Budget(300), [partial(generator, wave.round)], memories)
+        (one,), memories = attack.advance(wave, known, Budget(200), [partial(generator, wave.round)], memories)
         found.append(one)
     return found, memories
 
@@ -55,13 +55,13 @@ def follow(
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_what_each_round_hides_in_noise_several_tell_together(seed: int) -> None:
     known, batch = knowledge(chain(gaussian(0.05), local_sgd(0.1))), record(seed)
-    waves = rounds(known, [batch] * 6)
+    waves = rounds(known, [batch] * 4)
     together, _ = follow(BARE, known, waves)
     alone = [follow(BARE, known, [wave])[0][0] for wave in waves]
     scores = [[float(psnr(batch.x, r.x)) for r in found if r.x is not None] for found in (together, alone)]
     assert scores[0][0] == pytest.approx(scores[1][0])  # the first round has no others
-    # six times the information of one round are 7.8 dB
-    assert 4 < scores[0][-1] - sum(scores[1]) / len(scores[1]) < 11
+    # four times the information of one round are 6 dB
+    assert 3 < scores[0][-1] - sum(scores[1]) / len(scores[1]) < 9
 
 
 def test_rounds_with_another_record_are_not_listened_to() -> None:
