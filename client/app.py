@@ -259,10 +259,8 @@ def _objection(
     audit, policy = None, UpdatePolicy(limits.max_norm)
     if inversion is not None:
         audit = partial(inversion.leak, own, params, buffers, update, own.owner.batch(rows))
-        usual, unit, higher_leaks = inversion.limit(own)
-        policy = UpdatePolicy(
-            limits.max_norm, usual if limits.threshold is None else limits.threshold, unit, higher_leaks
-        )
+        scale = inversion.scale(own)
+        policy = UpdatePolicy(limits.max_norm, scale.threshold(limits.threshold), scale.unit, scale.higher_leaks)
     return UpdatePolicy().objection(moved) or policy.objection(update, audit)
 
 

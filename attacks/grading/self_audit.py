@@ -9,7 +9,7 @@ from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.client.deployment.deployed_client import SelfAudit
+from fedgauge.client.deployment.deployed_client import LeakScale, SelfAudit
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch, Params, Update
 
@@ -42,7 +42,7 @@ class invert_own(SelfAudit):
             raise ValueError("the attack would need the rounds before, from which scaffold's control variates follow")
         wave = Wave.stack([Observation(1, 0, params, update, buffers)])
         auditor = Auditor(own, blind=True)  # the main metric is all that is graded, below
-        (audited,) = auditor.audit(self._planned, wave, truth=lambda client, round: batch)
+        (audited,) = auditor.audit(self._planned, wave)
         result = audited.reconstruction
         # the server chooses the weights, so weights that make the attack diverge must not pass for safe
         if result.status in ("not_applicable", "diverged"):
@@ -52,6 +52,6 @@ class invert_own(SelfAudit):
             raise ValueError(f"the attack left no {main.private}s")
         return worst
 
-    def limit(self, own: Federation) -> tuple[float, str, bool]:
+    def scale(self, own: Federation) -> LeakScale:
         main = modality_of(own.shards.dataset).main
-        return main.leaked, main.unit, main.higher_is_better
+        return LeakScale(main.leaked, main.unit, main.higher_is_better, main.complete)

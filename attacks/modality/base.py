@@ -53,9 +53,13 @@ class Measured:
         """Of what was found the one whose value leaks most, the first of several; None if nothing was found."""
         return max(found, key=lambda one: self.sign * value(one), default=None)
 
+    @property
+    def complete(self) -> float:
+        """The value of an example that came back whole: the most that a mean counts; where nothing is capped, all that there is."""
+        return self.ceiling if self.cap is None else self.cap
+
     def came_back_whole(self, value: float) -> bool:
-        """Whether an example's value is the most that a mean counts; where nothing is capped, all that there is."""
-        return self.sign * value >= self.sign * (self.ceiling if self.cap is None else self.cap)
+        return self.sign * value >= self.sign * self.complete
 
     @property
     def whole(self) -> float | None:

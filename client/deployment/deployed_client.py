@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
@@ -247,8 +247,29 @@ class SelfAudit(ABC):
         """
 
     @abstractmethod
-    def limit(self, own: Federation) -> tuple[float, str, bool]:
-        """From which value on an example has leaked, where the owner names none; the unit, and whether higher values leak more."""
+    def scale(self, own: Federation) -> "LeakScale":
+        """The scale of what `leak` returns."""
+
+
+class LeakScale(NamedTuple):
+    """The scale of a metric.
+
+    Args:
+        leaked: from this value on an example has leaked, where the owner names none.
+        higher_leaks: whether higher values leak more.
+        best: the value that counts as the worst leak.
+    """
+
+    leaked: float
+    unit: str
+    higher_leaks: bool
+    best: float
+
+    def threshold(self, named: float | None) -> float:
+        """From which value on an update is withheld, where its owner names one or none: one beyond the best would withhold nothing."""
+        if named is None:
+            return self.leaked
+        return (min if self.higher_leaks else max)(named, self.best)
 
 
 SELF_AUDIT = ComponentKind("an audit of one's own update", ("fedgauge.audits",), SelfAudit)

@@ -102,7 +102,7 @@ def keep(result: Mapping[str, Any], folder: Path) -> None:
     """Write results/<name>.json, and the README with all results."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{result['benchmark']}.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
-    stored = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    stored = [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"), key=lambda path: path.name)]
     (folder / "README.md").write_text(readme(stored))
 
 

@@ -35,8 +35,8 @@ def test_a_client_audits_its_own_text_by_the_words_that_come_back(make_federatio
     params, buffers = fed.initial()
     batch, own = fed.batch_at(0, 1), invert_own("lamp", iterations=2)
     update = fed.client_update(params, buffers, 0, 1)
-    leak, (limit, *how) = own.leak(fed, params, buffers, update, batch), own.limit(fed)
-    assert 0 <= leak <= 100 and (limit, how) == (50.0, ["%", True])
+    leak, scale = own.leak(fed, params, buffers, update, batch), own.scale(fed)
+    assert 0 <= leak <= 100 and scale == (50.0, "%", True, 100.0)
     read_off = invert_own("dager").leak(fed, params, buffers, update, batch)
-    objection = UpdatePolicy(None, limit, *how).objection(update, lambda: read_off)
+    objection = UpdatePolicy(None, scale.threshold(None), scale.unit, scale.higher_leaks).objection(update, lambda: read_off)
     assert objection == "its audit reconstructs an example at 100.0 %"

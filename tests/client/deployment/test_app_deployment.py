@@ -416,6 +416,12 @@ def test_its_own_audit_keeps_an_update_from_which_it_reads_its_image(write: Writ
     assert cause.startswith("its audit reconstructs an example at ") and float(cause.split()[-2]) == 60  # the cap
 
 
+def test_a_threshold_beyond_the_cap_withholds_what_reaches_the_cap(write: Write) -> None:
+    """An exact image counts as 60 dB, which no threshold of 70 would meet."""
+    path = write(data=ONE, guard={**OWN, "threshold": 70.0})
+    assert error(app(ask(1), context(path))) == (WITHHELD, REASON)
+
+
 def test_its_own_audit_lets_an_update_go_that_hides_its_image(write: Write) -> None:
     chain = [SGD, {"use": "gaussian", "sigma": 10.0}]
     path = write(data=ONE, chain=chain, guard=OWN)

@@ -343,7 +343,7 @@ def _say(value: float, progress: Steps) -> BenchmarkReport:
 
 
 def test_the_kept_results_are_what_their_readme_shows() -> None:
-    stored = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    stored = [json.loads(path.read_text()) for path in sorted(RESULTS.rglob("*.json"), key=lambda path: path.name)]
     assert {r["benchmark"] for r in stored} == {
         "engine",
         "quality",
