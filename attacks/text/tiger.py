@@ -29,7 +29,9 @@ from fedgauge.client.models.language_parts import Projection
 from fedgauge.client.update import Batch
 
 CHUNK = 256  # words whose inputs in the first block are computed at once
-RIDGE = 1e-4  # of the inputs' inner products: directions that they leave by less are explained
+RIDGE = (
+    1e-4  # is added to inner products of inputs, so that inputs that hardly differ explain no direction between them
+)
 FAINT = 0.02  # weight of a direction below which it is left out
 MARGIN = 20  # dimensions that must be left outside a subspace
 START = 0.5  # standard deviation of the starts' logits
@@ -80,7 +82,8 @@ class tiger(Attack):
         search = _WordSearch(self, verifier, spaces, lengths, deadline)
         best: tuple[Tensor, float] | None = None
         for restart in range(budget.restarts):
-            starts = [search.nearest(), search.descend(budget.iterations, stream("start", restart))]
+            starts = [search.descend(budget.iterations, stream("start", restart))]
+            starts += [search.nearest()] if restart == 0 else []  # it is the same in each
             words = search.exchange(*min(starts, key=lambda start: search.value(start[0])))
             best = words if best is None or words[1] < best[1] else best
             if deadline.over():
@@ -105,8 +108,13 @@ class tiger(Attack):
             if found is None or float(found.weights.sum()) > found.basis.shape[1] - MARGIN:
                 if number > 1:
                     continue
-                why = "is lost in noise" if maps else "is not shared"
-                return f"the gradient of attention block 1 {why if found is None else 'spans nearly all dimensions'}"
+                if not maps:
+                    why = "is not shared as it is: try dager, which reads LoRA's factors, too"
+                elif found is None:
+                    why = "is lost in noise: try lamp"
+                else:
+                    why = "spans nearly all dimensions: a smaller batch has fewer"
+                return f"the gradient of attention block 1 {why}"
             part = module_of_weight(known.model, layer.query.weight)
             spaces.append((part, found))
         return spaces

@@ -266,7 +266,7 @@ class LeakScale(NamedTuple):
     best: float
 
     def threshold(self, named: float | None) -> float:
-        """From which value on an update is withheld, where its owner names one or none: one beyond the best would withhold nothing."""
+        """From which value on an update is withheld; one that is named beyond the best would withhold nothing."""
         if named is None:
             return self.leaked
         return (min if self.higher_leaks else max)(named, self.best)

@@ -15,18 +15,19 @@ def chosen_thresholds(options: argparse.Namespace) -> list[Threshold]:
     found += [Threshold(name, bound, above=False) for name, bound in options.fail_below]
     if not found and (options.junit or options.sarif):
         raise SpecError("--junit and --sarif write what a gate found: add a threshold, --fail-above psnr=20")
-    for option, path, first in (("--junit", options.junit, b"<"), ("--sarif", options.sarif, b"{")):
-        if path and not _replaceable(path, first):
+    for option, path, word in (("--junit", options.junit, b"<testsuites"), ("--sarif", options.sarif, b"sarif")):
+        if path and not _replaceable(path, word):
             raise SpecError(f"{option}: {path} exists and holds something else; name another file, or remove it")
     return found
 
 
-def _replaceable(path: Path, first: bytes) -> bool:
-    """Whether a path is no file yet, a link, an empty file, or one that begins as what is written."""
+def _replaceable(path: Path, word: bytes) -> bool:
+    """Whether a path is no file yet, a link, an empty file, or one with this word among its first, as what is written."""
     if path.is_symlink() or not path.is_file():
         return True
     with path.open("rb") as file:
-        return file.read(1) in (b"", first)
+        begins = file.read(256)
+    return not begins or word in begins
 
 
 def conclude_gate(options: argparse.Namespace, results: Sequence[GateResult], of: Path, quiet: bool = False) -> int:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from fedgauge.server.children import die_with_parent
@@ -52,14 +53,12 @@ def end(process: subprocess.Popen[bytes], patience: float = 10.0) -> None:
 
 def sweep(mark: str, patience: float = 5.0) -> list[int]:
     """End every process that carries a launch's mark; returns the ids of those that were still alive (Linux)."""
-    alive = marked(mark)
+    alive, asked = marked(mark), set[int]()
     for number, wait in ((signal.SIGTERM, patience), (signal.SIGKILL, 5.0)):
-        asked = marked(mark)
-        for pid in asked:
-            try:
+        for pid in (found := marked(mark)):
+            with suppress(ProcessLookupError):
                 os.kill(pid, number)
-            except ProcessLookupError:
-                continue
+        asked.update(found)
         deadline = time.monotonic() + wait
         # a process that gives its memory back has lost its environment, and so its mark, before it has ended
         while (marked(mark) or any(runs(pid) for pid in asked)) and time.monotonic() < deadline:

@@ -38,5 +38,7 @@ def test_a_client_audits_its_own_text_by_the_words_that_come_back(make_federatio
     leak, scale = own.leak(fed, params, buffers, update, batch), own.scale(fed)
     assert 0 <= leak <= 100 and scale == (50.0, "%", True, 100.0)
     read_off = invert_own("dager").leak(fed, params, buffers, update, batch)
-    objection = UpdatePolicy(None, scale.threshold(None), scale.unit, scale.higher_leaks).objection(update, lambda: read_off)
+    objection = UpdatePolicy(None, scale.threshold(None), scale.unit, scale.higher_leaks).objection(
+        update, lambda: read_off
+    )
     assert objection == "its audit reconstructs an example at 100.0 %"

@@ -11,7 +11,7 @@ from fedgauge.client.models.language_parts import Projection
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian
-from tests.attacks.text.test_dager import SGD, batches, bert, read, recovered, seen
+from tests.attacks.text.test_dager import SGD, batches, bert, gpt2, read, recovered, seen
 
 pytest.importorskip("transformers", reason="the extra [text] is not installed")
 WHOLE = [Projection("w", None)]
@@ -20,6 +20,11 @@ WHOLE = [Projection("w", None)]
 @pytest.fixture(scope="module")
 def classified() -> Text:
     return phrases(12)
+
+
+@pytest.fixture(scope="module")
+def spoken() -> Text:
+    return phrases(12, task="next_token")
 
 
 def shares(attack: Attack, wave: Wave, known: Knowledge, truth: list[Batch]) -> float:
@@ -56,6 +61,17 @@ def test_without_noise_a_sentence_comes_back_with_its_proof(classified: Text) ->
     assert all(f.reason.startswith("certified") for f in found)
 
 
+def test_a_decoders_sentence_comes_back_with_its_last_word_and_no_restart_loses_it(spoken: Text) -> None:
+    """The last word sends no gradient through the attention: it is found as a target."""
+    torch.manual_seed(0)
+    truth = batches(spoken, 2, 1)
+    seen_of = seen(gpt2(spoken), truth)
+    for budget in (Budget(30), Budget(10, 2)):
+        found = read(tiger(), *seen_of, budget)
+        assert recovered(found, truth) == [True] * 2
+        assert all(f.reason.startswith("certified") for f in found)
+
+
 def test_of_two_sentences_each_places_words_come_back(classified: Text) -> None:
     """Which of two words in one place belongs to which sentence is not always found."""
     torch.manual_seed(0)
@@ -76,4 +92,7 @@ def test_under_noise_words_come_back_that_dagers_test_refuses(classified: Text) 
 def test_noise_that_drowns_the_first_block_is_told(classified: Text) -> None:
     wave, known = seen(bert(classified), batches(classified, 1, 1), (gaussian(1.0), SGD))
     (found,) = read(tiger(), wave, known, Budget(1))
-    assert (found.status, found.reason) == ("not_applicable", "the gradient of attention block 1 is lost in noise")
+    assert (found.status, found.reason) == (
+        "not_applicable",
+        "the gradient of attention block 1 is lost in noise: try lamp",
+    )

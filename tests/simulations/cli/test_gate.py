@@ -164,11 +164,12 @@ def test_a_mistake_is_one_sentence(
 def test_no_file_of_another_kind_is_replaced(
     attacked: Run, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = tmp_path / "ledger.sqlite"
-    other.write_bytes(b"SQLite format 3")
-    assert gate(str(attacked.folder), "--fail-above", "psnr=20", option, str(other)) == 2
-    assert "holds something else; name another file" in capsys.readouterr().err
-    assert other.read_bytes() == b"SQLite format 3"
+    other = tmp_path / "other"
+    for begins in (b"SQLite format 3", b"<!doctype html>", b'{"run": 1}'):
+        other.write_bytes(begins)
+        assert gate(str(attacked.folder), "--fail-above", "psnr=20", option, str(other)) == 2
+        assert "holds something else; name another file" in capsys.readouterr().err
+        assert other.read_bytes() == begins
     other.write_bytes(b"")
     for _ in range(2):  # an empty file, and its own
         gate(str(attacked.folder), "--fail-above", "psnr=20", option, str(other))
