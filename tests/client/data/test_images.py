@@ -42,6 +42,7 @@ def numbers_of(x: torch.Tensor) -> list[int]:
 
 
 def test_mnist5k_is_five_thousand_digits(digits: Dataset) -> None:
+    assert images.mnist5k() is digits, "unpacked once for all federations of a process"
     assert digits.x.shape == (4000, 1, 28, 28)
     assert digits.x_test.shape == (1000, 1, 28, 28)
     assert digits.x.dtype == torch.uint8
