@@ -29,6 +29,7 @@ from fedgauge.server.store.scenario import Scenario
 from tests import small_runs
 
 assert fedgauge.client  # the import is the point
+gc.disable()  # until all tests are collected: nothing of them is garbage
 # a shared machine may take any time over an example, and over making one. Fresh seeds would let a test fail on a change that
 # has nothing to do with it, so each test derives its seed from its own code
 settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -102,6 +103,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Flower's strategies collect garbage after every array: they need not look at all of torch and all tests each time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -110,7 +110,7 @@ def test_clients_are_sent_one_layer_and_their_own_kernels() -> None:
 
 def test_a_sum_leaks_as_much_as_one_client_does_and_imprinting_less() -> None:
     """Of N images in K bins (1 - 1/K)^(N-1) are alone: N are a client's images here, and the sum's there."""
-    size, trials = 8, 40
+    size, trials = 8, 20
     known, whole = (
         knowledge(network(), size),
         knowledge(imprint_block(mlp(SHAPE, CLASSES, hidden=[20]), SHAPE, BINS), size),

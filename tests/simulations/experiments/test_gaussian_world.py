@@ -38,7 +38,7 @@ ELSEWHERE = (1.25e-5, 1.00e-3, 5.47e-3, 0.0230, 0.0434, 0.0502)
 MANY = pytest.param(512, marks=pytest.mark.full)
 
 
-@pytest.fixture(scope="module", params=[128, MANY])
+@pytest.fixture(scope="module", params=[64, MANY])
 def rows(request: pytest.FixtureRequest) -> list[ComparedFigure]:
     return world_of.gaussian_world(n=request.param)
 
@@ -46,7 +46,7 @@ def rows(request: pytest.FixtureRequest) -> list[ComparedFigure]:
 def test_the_attack_lands_on_the_bound_at_any_noise(rows: list[ComparedFigure]) -> None:
     assert [row.cell for row in rows] == [f"sigma / |g| = {ratio:g}" for ratio in RATIOS]
     for row in rows:
-        assert row.n in (128, 512)
+        assert row.n in (64, 512)
         assert row.reference is not None
         assert row.here <= 1.1 * row.reference, row
         assert row.high >= row.reference, "nothing is below the bound beyond its interval"
@@ -148,7 +148,7 @@ def test_an_attack_that_diverges_is_told_and_not_averaged() -> None:
         world_of.squared_errors(attack, lost, chain(local_sgd(1.0)), 0, 3)
 
 
-@pytest.mark.parametrize("n", [128, MANY])
+@pytest.mark.parametrize("n", [64, MANY])
 def test_the_true_prior_with_the_true_conditional_comes_closest(n: int) -> None:
     found = world_of.fig4_errors(n=n, iterations=150)
     truth = found["gaussian", "laplacian"]
