@@ -2,7 +2,7 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,13 +12,17 @@ from typing import TypeVar
 from fedgauge.server.store import predecessor
 from fedgauge.server.store.ledger_connection import LedgerError, reads_again
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import Reading, jobs_of_run
 from fedgauge.server.views.verdict import verdict_of
 
 LONGEST = 255  # bytes of a file's name
 OPEN = 24  # the most runs kept open, because a reading holds all scores of its run
 
 View = TypeVar("View")
+
+
+Facts = Mapping[str, str | int | None]
+UNKNOWN: Facts = {"verdict": None, "expected": None}
 
 
 class UnknownRun(Exception):
@@ -46,8 +50,8 @@ class RunCatalog:
         self.root = path if self._only is None else self._only.folder.parent
         self._readings: OrderedDict[str, Reading] = OrderedDict()
         self._lock = Lock()
-        self._words: dict[str, tuple[str, str]] = {}  # the verdict on each run, and the version that it is of
-        self._asked: dict[str, Future[str]] = {}  # verdicts that are being made
+        self._facts: dict[str, tuple[str, Facts]] = {}  # of each run, and the version that they are of
+        self._asked: dict[str, Future[Facts]] = {}  # those that are being read
         self._judging = Lock()
 
     def names(self) -> list[str]:
@@ -88,18 +92,18 @@ class RunCatalog:
             self._drop(name)  # it may be repaired by the time it is opened again
             raise
 
-    def word(self, name: str, version: str, patience: float) -> str | None:
-        """The verdict on a run in a word; None if it is not known within so many seconds: its scores and data are read on.
+    def facts(self, name: str, version: str, patience: float) -> Facts:
+        """What takes a run's scores and data: the verdict in a word, and how many attacks are expected.
+
+        UNKNOWN if that is not known within so many seconds; it is read on.
 
         Raises:
             UnknownRun: there is no such run.
             LedgerError: its ledger cannot be read.
         """
-        known, word = self._words.get(name, ("", ""))
-        if known == version:
-            return word
-        if patience <= 0:
-            return None
+        known, facts = self._facts.get(name, ("", UNKNOWN))
+        if known == version or patience <= 0:
+            return facts if known == version else UNKNOWN
         with self._lock:
             asked = self._asked.get(name)
             if asked is None:
@@ -108,14 +112,14 @@ class RunCatalog:
         try:
             return asked.result(patience)
         except TimeoutError:
-            return None
+            return UNKNOWN
 
-    def _judge(self, name: str, version: str, asked: Future[str]) -> None:
+    def _judge(self, name: str, version: str, asked: Future[Facts]) -> None:
         try:
             with self._judging:  # one at a time, as a run's data may be large
-                word = self.use(name, lambda reading: verdict_of(reading).word)
-            self._words[name] = version, word
-            asked.set_result(word)
+                facts = self.use(name, _facts_of)
+            self._facts[name] = version, facts
+            asked.set_result(facts)
         except Exception as error:  # of whoever asks
             asked.set_exception(error)
         finally:
@@ -151,3 +155,7 @@ class RunCatalog:
     def _drop(self, name: str) -> None:
         with self._lock:
             self._readings.pop(name, None)
+
+
+def _facts_of(reading: Reading) -> Facts:
+    return {"verdict": verdict_of(reading).word, "expected": jobs_of_run(reading).expected}

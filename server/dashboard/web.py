@@ -287,12 +287,12 @@ async def _runs(request: Request) -> Response:
 
 
 def _lines(catalog: RunCatalog) -> list[dict[str, Any]]:
-    """A line for each run; its verdict is None if it was not known in time, and comes with a later question."""
+    """A line for each run; what was not known in time is None, and comes with a later question."""
     lines = [_or_error(name, lambda name: run_summary(catalog.run(name))) for name in catalog.names()]
     versions = {line["id"]: line["version"] for line in lines if "error" not in line}
     until = monotonic() + PATIENCE
     for line in [line for line in lines if line["id"] in versions]:
-        line |= _or_error(line["id"], lambda name: {"verdict": catalog.word(name, versions[name], until - monotonic())})
+        line |= _or_error(line["id"], lambda name: {**catalog.facts(name, versions[name], until - monotonic())})
     return lines
 
 

@@ -54,7 +54,8 @@ def _columns(run: Run) -> list[str]:
     """State, rounds, chain, attacks by name, how many are done, and the best value that an attack reached."""
     told = run_summary(run)
     jobs, main, best = told["progress"], MainMetric(**told["measure"]), math.inf if told["exact"] else told["best"]
-    done = f"{jobs['done']}/{jobs['total']}" + (f", {jobs['failed']} failed" if jobs["failed"] else "")
+    done = f"{jobs['done']}/{jobs['total']}" + (" so far" if told["state"] == "training" else "")
+    done += f", {jobs['failed']} failed" if jobs["failed"] else ""
     reached = "" if best is None else f"{main.name} {in_unit(best, main)}"
     trained, attacks = f"{told['round']}/{told['rounds']}", ", ".join(told["attacks"])
     return [told["state"], trained, told["chain"], attacks, done, reached]

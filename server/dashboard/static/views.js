@@ -49,7 +49,7 @@ function runLine(run) {
     el("dl.numbers",
       fact("round", `${run.round} of ${run.rounds}`), fact("accuracy", percent(run.accuracy)),
       fact(`best ${run.measure.name}`, run.exact ? "∞" : inMetric(run.measure, run.best)), fact("attacks", run.attacks.join(", ") || NONE)),
-    progressBar(run.progress, run.progress.total),
+    progressBar(run.progress, run.expected ?? run.progress.total),
   ];
 }
 

@@ -136,6 +136,17 @@ def test_a_run_of_the_predecessor_is_listed_with_the_reason_and_hides_no_other(
     assert get("/api/runs/complete/overview")["name"] == "complete"
 
 
+def test_the_list_counts_the_attacks_of_rounds_to_come(
+    get: Get, folder: Path, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run]
+) -> None:
+    run = make_taped(folder / "half", make_scenario(rounds=4), rounds=2)
+    with run.lock("training"), run.ledger() as ledger:
+        lines = {line["id"]: line for line in get("/api/runs")["runs"]}
+        expected = get("/api/runs/half/overview")["progress"]["expected"]
+        assert lines["half"]["expected"] == expected > ledger.progress().total
+    assert lines["complete"]["expected"] == lines["complete"]["progress"]["total"]
+
+
 def test_no_end_is_foretold_while_the_attacks_wait_for_rounds(attacked_run: Run, tmp_path: Path) -> None:
     shutil.copytree(attacked_run.folder, tmp_path / "run")
     run = Run.open(tmp_path / "run")
