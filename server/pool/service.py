@@ -79,9 +79,14 @@ def serve(
         flying: dict[int, Lease] = {}
         use = _DeviceUse(ledger, executor)
         replayed = ledger.meta().get("replay") == "ok"  # otherwise check again: the difference may be repaired
-        tickets = 0
+        tickets, coming = 0, False
         while True:
-            coming = follow()  # asked before leasing: the next turn finds a job that arrives in between
+            trained, coming = (
+                coming,
+                follow(),
+            )  # asked before leasing: the next turn finds a job that arrives in between
+            if trained and not coming:  # the pace so far was that of the rounds
+                ledger.set_meta(**{ATTACKED_FROM: str(ledger.finished())})
             if not replayed:
                 replayed = _check_replay(run, ledger, scenario, coming)
                 if ledger.meta().get("replay") == "mismatch" and not force:

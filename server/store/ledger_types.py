@@ -27,9 +27,8 @@ ROUND_NOTE = (
 )
 MORE_NOTED = "more_rounds_with_notes"  # key in the meta table: how many more rounds there were
 USUAL_NORM = "usual_norm"  # key in the meta table: the largest median of a round's norms of updates
-ATTACKED_FROM = (
-    "attacked_from"  # key in the meta table: the number of the last job that ended before the last attack service began
-)
+# key in the meta table: the number of the last job that ended before the last attack service began, or its training ended
+ATTACKED_FROM = "attacked_from"
 RETRIED = "retried"  # key in the meta table: how often rows were deleted that a reader may have read
 DEVICES = "devices"  # key in the meta table: how the attack service uses each device, as JSON
 UNGRADED = "not_graded"  # status of a row that stands for a reconstruction which nobody has graded
