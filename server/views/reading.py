@@ -106,7 +106,7 @@ class Jobs:
         progress: of the jobs that there are.
         to_come: how many the remaining rounds will add if every client takes part.
         pace: jobs a second over the latest ones; None before the second.
-        idle: share of the time, since the first, in which the busiest device had none.
+        idle: share of the time, since the first, in which the workers of the busiest device had none.
     """
 
     progress: Progress
@@ -132,10 +132,10 @@ class Jobs:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the last expected one has ended, at this pace; None at the end, and while attacks wait for rounds."""
+        """Until the last expected one has ended, if workers wait no more; None at the end, and while attacks wait for rounds."""
         if not self.pace or not self.left or (self.to_come and (not self.progress.waiting or self.idle > IDLE)):
             return None
-        return self.left / self.pace
+        return self.left * (1 - self.idle) / self.pace
 
 
 class LedgerReading:

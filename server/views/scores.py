@@ -19,7 +19,7 @@ from fedgauge.attacks.plan import ERROR_LIMITS
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints
-from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.roles import is_attack, is_limit
 
 LARGEST = 1e100  # of a value: sums of squares of larger ones may be no numbers
 Mask = NDArray[np.bool_]
@@ -163,15 +163,21 @@ class Scores:
     def counts(self, metric: str) -> Ints:
         """(N,) how many examples each of these rows of a metric counts as: a batch that was lost as a whole, all of its own.
 
-        What nobody graded counts as one reconstruction.
+        What nobody graded counts as one reconstruction, and a limit is one number a batch, lost or not.
         """
         counts = np.ones(len(self), np.int64)
         if not MEASURED[metric].of_batch:
-            lost = np.flatnonzero((self.example == WHOLE_BATCH) & np.isnan(self.value) & ~self.ungraded)
+            whole = (self.example == WHOLE_BATCH) & ~self.by_limits
+            lost = np.flatnonzero(whole & np.isnan(self.value) & ~self.ungraded)
             counts[lost] = [
                 self.size_of(*key) for key in zip(self.round[lost].tolist(), self.client[lost].tolist(), strict=True)
             ]
         return counts
+
+    @property
+    def by_limits(self) -> Mask:
+        own: Mask = np.array([is_limit(a) for a in self.attacks], dtype=bool)[self.attack]
+        return own
 
     @property
     def by_attacks(self) -> Mask:

@@ -1,7 +1,7 @@
 """What is said of a run: numbers on paper and from scipy, failures counted, and verdicts that chance alone does not earn."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
-from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.attacks.plan import BAYES_LIMIT, AttackPlan, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, Participation
 from fedgauge.server.views.intervals import Rate
@@ -133,6 +133,12 @@ def test_a_dead_worker_fails_for_every_metric(ledger: Ledger) -> None:
         leak = one(leaks(ledger, metric), "matching", 1)
         assert (leak.n, leak.failed) == (n, {"failed": n}), metric
     assert curve_of(ledger)["matching"][0].n == 4
+
+
+@pytest.mark.parametrize(("attack", "lost"), [("matching", 8), (BAYES_LIMIT, 1)])
+def test_a_lost_batch_is_all_of_its_examples_and_a_lost_limit_the_one_number_that_it_is(attack: str, lost: int) -> None:
+    none = replace(Scores.empty(), size_of=lambda round, client: 8)
+    assert none.extended([(1, 0, attack, -1, "mse", "not_applicable", None)]).counts("mse").tolist() == [lost]
 
 
 def test_an_attack_that_does_not_apply_fails_its_labels_too_but_one_that_claims_none_does_not(ledger: Ledger) -> None:
