@@ -132,10 +132,10 @@ class Jobs:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the last expected one has ended, if workers wait no more; None at the end, and while attacks wait for rounds."""
+        """Until the last expected one has ended, at this pace; None at the end, and while attacks wait for rounds."""
         if not self.pace or not self.left or (self.to_come and (not self.progress.waiting or self.idle > IDLE)):
             return None
-        return self.left * (1 - self.idle) / self.pace
+        return self.left / self.pace
 
 
 class LedgerReading:

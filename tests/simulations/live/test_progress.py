@@ -149,7 +149,7 @@ def test_no_end_is_foretold_while_rounds_are_waited_for() -> None:
     assert Jobs(done, to_come=4, pace=2).seconds_left is None, "all that is there is done"
     assert Jobs(busy, to_come=4, pace=2, idle=0.7).seconds_left is None, "attacks are at work, but have mostly waited"
     assert Jobs(busy, to_come=4, pace=2).seconds_left == 4
-    assert Jobs(busy, pace=2, idle=0.75).seconds_left == 0.5, "after the last round nobody waits any more"
+    assert Jobs(busy, pace=2, idle=0.7).seconds_left == 2, "after the training the pace begins anew"
 
 
 def test_the_picture_is_of_the_best_in_the_newest_round_that_brought_something_back(ledger: Ledger) -> None:
