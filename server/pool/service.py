@@ -81,10 +81,8 @@ def serve(
         replayed = ledger.meta().get("replay") == "ok"  # otherwise check again: the difference may be repaired
         tickets, coming = 0, False
         while True:
-            training, coming = (
-                coming,
-                follow(),
-            )  # asked before leasing: the next turn finds a job that arrives in between
+            # asked before leasing: the next turn finds a job that arrives in between
+            training, coming = coming, follow()
             if training and not coming:  # the pace so far was that of the rounds
                 ledger.set_meta(**{ATTACKED_FROM: str(ledger.finished())})
             if not replayed:
