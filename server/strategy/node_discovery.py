@@ -10,7 +10,7 @@ from flwr.app import Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 TIMES = 3  # how often a node of a deployment is asked which client it is
-PATIENCE = 120.0  # seconds for the answers: to answer, a client may have to start a process
+PATIENCE = 120.0  # seconds for the answers in a deployment: to answer, a client may have to start a process
 
 
 def discover_nodes(grid: Grid, clients: int, patience: float | None = None) -> dict[int, int]:
@@ -29,7 +29,9 @@ def discover_nodes(grid: Grid, clients: int, patience: float | None = None) -> d
     while True:
         nodes = list(grid.get_node_ids())
         if len(nodes) >= clients or time.monotonic() >= deadline:
-            answers |= _answers(grid, [n for n in nodes if n not in answers], clients)
+            # a simulation's nodes always answer; on a busy machine it takes minutes
+            wait = None if patience is None else PATIENCE
+            answers |= _answers(grid, [n for n in nodes if n not in answers], clients, wait)
             # a SuperLink that was restarted calls the nodes of its last start connected, and answers for them with errors until
             # they come back: they are asked again
             if patience is None or answers.keys() >= set(nodes) or time.monotonic() >= deadline:
@@ -64,15 +66,15 @@ class LateJoiners:
         if not strangers:
             return
         self._asked.update(strangers)
-        numbers = _unique(_valid(_answers(self.grid, strangers, self.clients)))
+        numbers = _unique(_valid(_answers(self.grid, strangers, self.clients, PATIENCE)))
         taken = set(self.known.values())
         self.known.update({node: client for node, client in numbers.items() if client not in taken})
 
 
-def _answers(grid: Grid, nodes: Collection[int], clients: int) -> dict[int, int | None]:
-    """By each node that answered, the client number it gave; None: no valid one."""
+def _answers(grid: Grid, nodes: Collection[int], clients: int, wait: float | None) -> dict[int, int | None]:
+    """By each node that answered, within some seconds if they are limited, the client number it gave; None: no valid one."""
     questions = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
-    answers = [m for m in grid.send_and_receive(questions, timeout=PATIENCE) if not m.has_error()]
+    answers = [m for m in grid.send_and_receive(questions, timeout=wait) if not m.has_error()]
     times = Counter(m.metadata.src_node_id for m in answers)  # of two under one id, neither counts
     numbers = {m.metadata.src_node_id: _number(m, clients) for m in answers}
     return {node: number if times[node] == 1 else None for node, number in numbers.items()}

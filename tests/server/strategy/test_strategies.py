@@ -425,6 +425,16 @@ def test_the_census_says_which_client_each_node_is_and_waits_for_all(kit: Any) -
     assert discover_nodes(grid, 4) == grid.nodes
 
 
+def test_a_simulation_waits_for_its_clients_however_busy_the_machine_is(kit: Any) -> None:
+    """Processes that were starting for two minutes were taken for clients that do not exist."""
+    grid = kit.grid(kit.scenario())
+    deliver = grid.send_and_receive
+    grid.send_and_receive = lambda messages, timeout=None: deliver(messages) if timeout is None else []
+    assert discover_nodes(grid, 4) == grid.nodes
+    with pytest.raises(RuntimeError, match="none of 4 clients introduced itself"):
+        discover_nodes(grid, 4, patience=0.1)
+
+
 def test_a_census_in_which_two_nodes_are_the_same_client_is_refused(kit: Any) -> None:
     grid = kit.grid(kit.scenario())
     for context in grid.contexts.values():
