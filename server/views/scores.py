@@ -27,7 +27,7 @@ SizeOf = Callable[[int, int], int]  # (round, client) -> how many examples the u
 Number = TypeVar("Number", np.int64, np.float64)
 
 
-def alone(round: int, client: int) -> int:
+def one_example(round: int, client: int) -> int:
     """The size of every update of which nothing is known."""
     return 1
 
@@ -55,7 +55,7 @@ class Scores:
     metrics: tuple[str, ...]
     statuses: tuple[str, ...]
     modality: type[Modality] = ImageModality
-    size_of: SizeOf = alone
+    size_of: SizeOf = one_example
 
     @classmethod
     def read(cls, ledger: Ledger) -> "Scores":

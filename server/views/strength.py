@@ -19,10 +19,7 @@ from fedgauge.server.views.scores import Scores, capped
 
 
 def best_of(leaks: Iterable[Leak], role: Role) -> Leak | None:
-    """The strongest attack, the best baseline or the highest limit: that whose mean leaks most; None if none has a mean.
-
-    Nothing else is called the strongest, by the verdict, a gate, a sweep, a page or a figure.
-    """
+    """The strongest attack, the best baseline or the highest limit: that whose mean leaks most; None if none has a mean."""
     graded = sorted(
         (leak for leak in leaks if leak.mean is not None and role_of(leak.attack) == role), key=lambda k: k.attack
     )

@@ -162,7 +162,7 @@ def _content(reading: Reading) -> dict[str, Any]:
         "maps_to": MAPS_TO,
         "measure": scores.measure,
         "identifies": "identified" in scores.modality.measured,
-        "measured": scores.modality.measured,
+        "measured": MEASURED,
     }
 
 

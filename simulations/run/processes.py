@@ -61,12 +61,12 @@ def sweep(mark: str, patience: float = 5.0) -> list[int]:
         asked.update(found)
         deadline = time.monotonic() + wait
         # a process that gives its memory back has lost its environment, and so its mark, before it has ended
-        while (marked(mark) or any(runs(pid) for pid in asked)) and time.monotonic() < deadline:
+        while (marked(mark) or any(is_running(pid) for pid in asked)) and time.monotonic() < deadline:
             time.sleep(0.1)
     return alive
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Whether a process runs; one that ended and was not yet collected does not (Linux)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
@@ -84,7 +84,7 @@ def marked(mark: str, variable: str = MARK) -> list[int]:
         except OSError:  # it has just ended, or belongs to another user
             continue
         pid = int(entry.name)
-        if wanted in environment.split(b"\0") and pid != os.getpid() and runs(pid):
+        if wanted in environment.split(b"\0") and pid != os.getpid() and is_running(pid):
             pids.append(pid)
     return pids
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedgauge.simulations.run.processes import MARK, end, free_port, listens, runs, start, sweep
+from fedgauge.simulations.run.processes import MARK, end, free_port, is_running, listens, start, sweep
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and asks for the parent-death signal: Linux")
 
@@ -114,9 +114,9 @@ print(inner.pid, flush=True)
 """
     child, lines = launch(code, 2)
     inner = int(lines[0])
-    assert runs(inner)
+    assert is_running(inner)
     end(child)
-    wait_for(lambda: not runs(inner))
+    wait_for(lambda: not is_running(inner))
 
 
 @linux
@@ -132,9 +132,9 @@ print(inner.pid, flush=True)
     inner = int(lines[0])
     end(child, patience=0.3)
     try:
-        wait_for(lambda: not runs(inner))
+        wait_for(lambda: not is_running(inner))
     finally:
-        if runs(inner):
+        if is_running(inner):
             os.kill(inner, signal.SIGKILL)
 
 
@@ -143,9 +143,9 @@ def test_a_grandchild_that_left_the_session_is_found_by_its_mark(launch: Launch)
     child, lines = launch(PARENT_OF_STRAY, 2)
     stray = int(lines[0])
     end(child)
-    assert runs(stray), "it left the group, so ending the child did not reach it"
+    assert is_running(stray), "it left the group, so ending the child did not reach it"
     assert sweep(launch.mark, patience=0.3) == [stray]
-    assert not runs(stray)
+    assert not is_running(stray)
     assert sweep(launch.mark) == []
 
 
@@ -153,7 +153,7 @@ def test_a_grandchild_that_left_the_session_is_found_by_its_mark(launch: Launch)
 def test_a_sweep_waits_for_a_process_that_gives_its_memory_back(launch: Launch) -> None:
     child, _ = launch("held = bytearray(1 << 29); held[::4096] = b'x' * (1 << 17)\n" + DEAF)
     assert sweep(launch.mark, patience=0.1) == [child.pid]
-    assert not runs(child.pid), "its environment went first"
+    assert not is_running(child.pid), "its environment went first"
 
 
 @linux
@@ -190,11 +190,11 @@ time.sleep(120)
     parent.kill()
     parent.communicate()
     if code is SLEEP:
-        wait_for(lambda: not runs(pid))
+        wait_for(lambda: not is_running(pid))
         assert log.read_text().splitlines() == ["ready", "told"]
     else:  # a request and no more: who ignores it stays, and is what `sweep` is for
         time.sleep(0.3)
-        assert runs(pid)
+        assert is_running(pid)
         os.kill(pid, signal.SIGKILL)
 
 
