@@ -1,5 +1,6 @@
 """A client over whose reply a strategy fails, weighs by or takes by position: the others train on as if it had not answered."""
 
+import gc
 import math
 from collections.abc import Callable, Collection
 from typing import Any
@@ -31,6 +32,12 @@ CLIENTS = 4
 START = {"w": torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), "v": torch.zeros(2)}
 Reply = dict[str, Any]  # arrays and metrics
 Spoil = Callable[[Reply], Reply]
+
+
+@pytest.fixture(autouse=True)
+def quick() -> None:
+    """QFedAvg collects garbage after every array: it need not look each time at what was imported since the collection of tests."""
+    gc.freeze()
 
 
 def silent(reply: Reply) -> Reply:
