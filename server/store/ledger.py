@@ -54,6 +54,14 @@ class Ledger(JobQueue):
         return self.meta().get("mode") == DEPLOYMENT
 
     @property
+    def graded_by_clients(self) -> bool:
+        """Whether clients graded, who number examples as they came back: the order of their batch stays with them."""
+        if not self.deployed:
+            return False
+        (found,) = self._db.execute("SELECT EXISTS (SELECT 1 FROM jobs WHERE graded_to NOTNULL)").fetchone()
+        return bool(found)
+
+    @property
     def foreign(self) -> bool:
         """Whether a user's own app trains the run, so that no client of ours can grade."""
         meta = self.meta()

@@ -168,7 +168,8 @@ class Snapshot:
         if (finished := ledger.finished()) <= self._finished:
             return set()
         touched: set[int] = set()
-        known = replace(self.scores, modality=ledger.modality, size_of=self._size_of)
+        unordered = ledger.graded_by_clients
+        known = replace(self.scores, modality=ledger.modality, size_of=self._size_of, unordered=unordered)
         self.scores = known.extended(_noting(ledger.scores_since(self._finished), touched))
         for rounds in self._by_round.values():
             for round in touched:

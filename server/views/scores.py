@@ -42,6 +42,7 @@ class Scores:
         attack, metric, status: indices into attacks, metrics and statuses, which are in alphabetical order.
         modality: the kind of the run's data.
         size_of: how many examples an update is of: so many are lost with a batch that came to nothing as a whole.
+        unordered: whether `example` is the place in the reconstruction, as clients grade, and not in the batch.
     """
 
     round: Ints
@@ -56,11 +57,15 @@ class Scores:
     statuses: tuple[str, ...]
     modality: type[Modality] = ImageModality
     size_of: SizeOf = one_example
+    unordered: bool = False
 
     @classmethod
     def read(cls, ledger: Ledger) -> "Scores":
         """All score rows, in one query."""
-        return replace(cls.empty(), modality=ledger.modality, size_of=ledger.size_of).extended(ledger.scores_since(0))
+        none = replace(
+            cls.empty(), modality=ledger.modality, size_of=ledger.size_of, unordered=ledger.graded_by_clients
+        )
+        return none.extended(ledger.scores_since(0))
 
     @classmethod
     def empty(cls) -> "Scores":
@@ -98,7 +103,7 @@ class Scores:
             columns[name] = columns[name][order]
         read = Scores(
             **columns, value=values[order], attacks=attack.sorted, metrics=metric.sorted, statuses=status.sorted,
-            modality=self.modality, size_of=self.size_of,
+            modality=self.modality, size_of=self.size_of, unordered=self.unordered,
         )  # fmt: skip
         return read._without_answered()
 
@@ -153,12 +158,27 @@ class Scores:
         """The rows of an attack."""
         return self.where(self.attack == (self.attacks.index(attack) if attack in self.attacks else -1))
 
+    def comparable(self, metric: str) -> "Scores":
+        """Rows of one metric, all with a value, whose `example` is the same one under every attack.
+
+        Nobody but the client knows which example a value is of that it graded. So the best of one attack is compared with the best
+        of another, the second with the second: no more is told apart than is known.
+        """
+        if not self.unordered or not len(self):
+            return self
+        rows = self.where(np.lexsort((-MEASURED[metric].sign * self.value, self.attack, self.client, self.round)))
+        batch = self._pack(rows.round, rows.client, rows.attack)
+        first = np.append(True, np.diff(batch) != 0)
+        places = np.arange(len(rows))
+        return replace(rows, example=places - np.maximum.accumulate(np.where(first, places, 0)))
+
     def leakiest(self, metric: str) -> "Scores":
         """Of rows of one metric, for each example the one that leaks most."""
-        keys = self.example_keys()
-        order = np.lexsort((MEASURED[metric].sign * self.value, keys))
-        last = np.append(np.diff(keys[order]) != 0, True) if len(self) else np.zeros(0, bool)
-        return self.where(order[last])
+        rows = self.comparable(metric)
+        keys = rows.example_keys()
+        order = np.lexsort((MEASURED[metric].sign * rows.value, keys))
+        last = np.append(np.diff(keys[order]) != 0, True) if len(rows) else np.zeros(0, bool)
+        return rows.where(order[last])
 
     def counts(self, metric: str) -> Ints:
         """(N,) how many examples each of these rows of a metric counts as: a batch that was lost as a whole, all of its own.

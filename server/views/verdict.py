@@ -135,6 +135,7 @@ def excesses(scores: Scores) -> list[ExcessLeakage]:
     """One for each attack that shares examples with a baseline."""
     main, identified = (scores.of_metric(m) for m in (scores.measure.metric, "identified"))
     main, identified = (rows.where(~np.isnan(rows.value)) for rows in (main, identified))
+    main = main.comparable(scores.measure.metric)
     gains = {a: gain for a in main.attacks if is_attack(a) and (gain := paired(main, a)) is not None}
     return [_excess(main, identified, a, gain, len(gains)) for a, gain in gains.items()]
 

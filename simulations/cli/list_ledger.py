@@ -68,7 +68,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "job_id": "the job's `id`",
         "attack": "the attack, baseline or limit",
         "client": "",
-        "example": "its place in the batch; -1 speaks of the whole batch",
+        "example": "its place in the batch, or in the reconstruction if a client graded; -1 speaks of the whole batch",
         "metric": "see [measurement](../measurement.md#metrics)",
         "round": "",
         "value": "infinite: an exact hit; empty: there was nothing to grade",

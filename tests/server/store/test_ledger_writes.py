@@ -569,6 +569,18 @@ def test_a_failed_wave_leaves_a_row_of_the_runs_main_metric(path: Path) -> None:
         assert {row["metric"] for row in ledger.scores()} == {"rouge1"}
 
 
+@pytest.mark.parametrize(
+    ("limit", "metric"), [("bayes_limit", "mse"), ("candidate_bound", "mse"), ("membership_limit", "membership")]
+)
+def test_a_limit_that_failed_leaves_a_row_of_its_own_metric(path: Path, limit: str, metric: str) -> None:
+    """A limit on membership stood among the attacks that gave no PSNR."""
+    with filled(path, plan_of(limit)) as ledger:
+        lease = ledger.lease()
+        assert lease is not None
+        ledger.fail(lease, "gone")
+        assert {row["metric"] for row in ledger.scores()} == {metric}
+
+
 def test_an_older_ledger_is_of_the_data_whose_metric_was_measured(path: Path) -> None:
     """It does not name its main metric, and what failed has a row of PSNR there, whatever the data."""
     with filled(path, plan_of("a", wave=2)) as ledger:

@@ -135,6 +135,32 @@ def test_a_dead_worker_fails_for_every_metric(ledger: Ledger) -> None:
     assert curve_of(ledger)["matching"][0].n == 4
 
 
+@given(st.permutations(range(3)), st.permutations(range(3)))
+def test_the_order_in_which_a_reconstruction_lists_its_images_changes_no_verdict(
+    one: Sequence[int], other: Sequence[int]
+) -> None:
+    """Clients grade in that order. An attack as good as its baseline once exposed half of the examples by it."""
+    none = replace(Scores.empty(), unordered=True)
+    values = [30.0, 10.0, 20.0]
+
+    def found(*orders: Sequence[int]) -> Scores:
+        named = zip(("matching", "mean_image"), orders, strict=True)
+        return none.extended(
+            [
+                (1, c, name, i, "psnr", "converged", values[k])
+                for name, o in named
+                for c in range(4)
+                for i, k in enumerate(o)
+            ]
+        )
+
+    (excess,) = excesses(found(one, other))
+    assert (excess.exposed, excess.leaks, excess.mean) == (0, False, pytest.approx(0))
+    assert sorted(found(one, other).leakiest("psnr").value) == sorted(values * 4)
+    ordered = replace(found((0, 1, 2), (1, 0, 2)), unordered=False)
+    assert excesses(ordered)[0].exposed == 4, "where the order is known, an example that no guess reaches counts"
+
+
 @pytest.mark.parametrize(("attack", "lost"), [("matching", 8), (BAYES_LIMIT, 1)])
 def test_a_lost_batch_is_all_of_its_examples_and_a_lost_limit_the_one_number_that_it_is(attack: str, lost: int) -> None:
     none = replace(Scores.empty(), size_of=lambda round, client: 8)
@@ -207,7 +233,9 @@ def test_one_query_reads_the_scores(ledger: Ledger) -> None:
     ledger._db.set_trace_callback(asked.append)
     leaks(ledger, "psnr")
     ledger._db.set_trace_callback(None)
-    assert ["JOIN scores" in query for query in asked] == [False, True], "which kind of data it is, then all scores"
+    assert ["JOIN scores" in query for query in asked] == [False, False, True], (
+        "which data, who graded, then all scores"
+    )
 
 
 @given(
