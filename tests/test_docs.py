@@ -698,8 +698,12 @@ def test_what_comes_back_of_each_model_is_what_was_kept() -> None:
     assert row(MODELS, "a trained ResNet-20, CIFAR-10")[1] == f"nothing: {resnet:.1f} dB, mean of 2"
     cells, rows = (kept("tableak", "Adult B=32", metric, "tableak") for metric in ("cells", "exact_row"))
     assert row(MODELS, "an MLP, Adult")[1] == f"{cells:.1f} % of the cells, {rows:.1f} % of the rows"
-    large = kept("tableak_128", "Adult B=128", "cells", "tableak")
-    assert row(MODELS, "the same", "128 rows, one update")[0].startswith(f"{large:.1f} % of the cells, no row;")
+    large, whole, sure = (
+        kept("tableak_128", "Adult B=128", metric, "tableak") for metric in ("cells", "exact_row", "sure_numbers")
+    )
+    assert row(MODELS, "the same", "128 rows")[0] == (
+        f"{large:.1f} % of the cells, {whole:.1f} % of the rows; of the quarter of which the attack is surest {sure:.1f} %"
+    )
     words = kept("lti_text", "none", "token_accuracy", "learned_rows")
     assert row(MODELS, "an untrained three-layer decoder, WikiText-2")[1].startswith(f"{words:.1f} %")
     one, first = (kept(f"adapters_rank_16_{r}", f"rank 16, B=1, {r}", "exact_sentence") for r in ("later", "first"))
