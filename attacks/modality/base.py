@@ -59,6 +59,7 @@ class Measured:
         return self.ceiling if self.cap is None else self.cap
 
     def came_back_whole(self, value: float) -> bool:
+        """Whether an example's value is that or leaks more."""
         return self.sign * value >= self.sign * self.complete
 
     @property
@@ -186,8 +187,12 @@ class Modality(ABC):
 
     def words(self, x: Tensor) -> list[str]:
         """One example as words, where examples are shown as text."""
-        raise NotImplementedError(f"{type(self).__name__} shows its examples as {self.shown_as}")  # only text is asked
+        raise NotImplementedError(
+            f"{type(self).__name__} shows its examples as {self.shown_as}"
+        )  # no view asks pictures for words
 
     def marked(self, guess: Tensor, truth: Tensor | None) -> tuple[tuple[str, Mark], ...]:
         """A guess's words, each compared with the truth; all are wrong without one."""
-        raise NotImplementedError(f"{type(self).__name__} shows its examples as {self.shown_as}")  # only text is asked
+        raise NotImplementedError(
+            f"{type(self).__name__} shows its examples as {self.shown_as}"
+        )  # no view asks pictures for words

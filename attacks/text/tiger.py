@@ -29,9 +29,7 @@ from fedgauge.client.models.language_parts import Projection
 from fedgauge.client.update import Batch
 
 CHUNK = 256  # words whose inputs in the first block are computed at once
-RIDGE = (
-    1e-4  # is added to inner products of inputs, so that inputs that hardly differ explain no direction between them
-)
+RIDGE = 1e-4  # added to inner products of inputs: those that hardly differ explain no direction between them
 FAINT = 0.02  # weight of a direction below which it is left out
 MARGIN = 20  # dimensions that must be left outside a subspace
 START = 0.5  # standard deviation of the starts' logits

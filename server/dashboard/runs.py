@@ -19,8 +19,6 @@ LONGEST = 255  # bytes of a file's name
 OPEN = 24  # the most runs kept open, because a reading holds all scores of its run
 
 View = TypeVar("View")
-
-
 Facts = Mapping[str, str | int | None]
 UNKNOWN: Facts = {"verdict": None, "expected": None}
 

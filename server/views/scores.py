@@ -196,6 +196,7 @@ class Scores:
 
     @property
     def by_limits(self) -> Mask:
+        """(N,) whether a row is of a limit."""
         own: Mask = np.array([is_limit(a) for a in self.attacks], dtype=bool)[self.attack]
         return own
 
