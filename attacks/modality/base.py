@@ -187,12 +187,8 @@ class Modality(ABC):
 
     def words(self, x: Tensor) -> list[str]:
         """One example as words, where examples are shown as text."""
-        raise NotImplementedError(
-            f"{type(self).__name__} shows its examples as {self.shown_as}"
-        )  # no view asks pictures for words
+        raise NotImplementedError(f"{type(self).__name__} shows examples as {self.shown_as}")  # pictures have no words
 
     def marked(self, guess: Tensor, truth: Tensor | None) -> tuple[tuple[str, Mark], ...]:
         """A guess's words, each compared with the truth; all are wrong without one."""
-        raise NotImplementedError(
-            f"{type(self).__name__} shows its examples as {self.shown_as}"
-        )  # no view asks pictures for words
+        raise NotImplementedError(f"{type(self).__name__} shows examples as {self.shown_as}")  # pictures have no words
