@@ -6,17 +6,28 @@ import json
 import typing
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from fedgauge.attacks.base import Attack, Budget
 from fedgauge.attacks.learned.auxiliary import Auxiliary
-from fedgauge.attacks.membership.measured import GUESSES
+from fedgauge.attacks.membership.measured import GUESSES, HELD, MEMBER
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import BASELINES, MODALITIES
-from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments, coerce, resolve
+from fedgauge.client.components import (
+    ComponentKind,
+    SpecError,
+    Table,
+    build,
+    call,
+    check_arguments,
+    coerce,
+    is_own,
+    resolve,
+)
 
-MEMBERSHIP = "fedgauge.membership"  # a group of the registry: they tell who was in a batch, and reconstruct nothing
+MEMBERSHIP = "fedgauge.membership"  # the registry's group of tests of membership
 _RECONSTRUCTING = dict.fromkeys(group for modality in MODALITIES.values() for group in modality.attacks)
 ATTACK = ComponentKind("an attack", (*_RECONSTRUCTING, MEMBERSHIP, "fedgauge.baselines"), Attack)
 BAYES_LIMIT, CANDIDATE_BOUND, MEMBERSHIP_LIMIT, CANARIES = (
@@ -119,10 +130,20 @@ class PlannedAttack:
         """Whether it is a limit, or what canaries show, which reconstructs nothing."""
         return self.name in LIMITS
 
+    @cached_property
+    def question(self) -> str:
+        """What it asks of members, MEMBER or HELD, as the attack announces; empty of an attack that reconstructs, and of a limit.
+
+        Of a user's own attack a ledger has it (`to_json`), as a module that may not be loaded is listed, too.
+        """
+        if self.is_limit or not self._type.scores_candidates:
+            return ""
+        return HELD if self._type.is_stateful else MEMBER
+
     @property
     def tells_members(self) -> bool:
-        """Whether it tells who was in a batch, and reconstructs nothing; a user's own module is not loaded to know it."""
-        return any((entry.group, entry.name) == (MEMBERSHIP, self.table["use"]) for entry in ATTACK.entries())
+        """Whether it tells who was in a batch, or whom a client's data holds, and reconstructs nothing."""
+        return bool(self.question)
 
     @property
     def reconstructs(self) -> bool:
@@ -132,11 +153,16 @@ class PlannedAttack:
     @property
     def is_stateful(self) -> bool:
         """Whether a client's earlier rounds influence the attack on the next one, so that its jobs must run in order."""
-        if self.is_limit:
-            return False
-        target = resolve(self.table, f"[[attack]] {self.name}", self.kind)  # the type tells; nothing needs to be built
+        return not self.is_limit and self._type.is_stateful
+
+    @property
+    def _type(self) -> type[Attack]:
+        """The attack's class, which announces what it can do; a user's own is built, as its annotation may say less."""
+        if not is_own(self.table, self.kind):
+            return type(self.build())
+        target = resolve(self.table, f"[[attack]] {self.name}", self.kind)
         kind = target if inspect.isclass(target) else typing.get_type_hints(target)["return"]
-        return typing.cast(type[Attack], kind).is_stateful
+        return typing.cast(type[Attack], kind)
 
     def to_json(self) -> str:
         """Every field on one line, equal for equal plans: part of a job's key, and what a worker receives."""
@@ -149,6 +175,8 @@ class PlannedAttack:
             del spec["lengths"]
         if self.tune == "off":  # ledgers older than tuning lack the key
             del spec["tune"]
+        if self.question and not is_own(self.table, self.kind):
+            spec["question"] = self.question
         return json.dumps(spec, sort_keys=True)
 
     @classmethod
@@ -160,10 +188,15 @@ class PlannedAttack:
         except (ValueError, RecursionError) as error:
             raise SpecError(f"{where} cannot be read: {error}") from error
         budget = coerce(stored.pop("budget", {}), dict, f"{where}: budget")
+        question = coerce(
+            stored.pop("question", ""), Literal["", "membership", "held_membership"], f"{where}: question"
+        )
         spent: Budget = call(Budget, check_arguments(Budget, budget, where), where)
         planned: PlannedAttack = call(cls, {**check_arguments(cls, stored, where), "budget": spent}, where)
         if not isinstance(planned.table.get("use"), str):
             raise SpecError(f"{where} names no component")
+        if not is_own(planned.table, planned.kind):
+            vars(planned).update(question=question)
         return planned
 
 

@@ -10,7 +10,7 @@ from scipy.special import bdtrc
 from fedgauge.attacks.membership.limit import mu_of, power
 from fedgauge.attacks.membership.measured import ANYBODY, HELD, MEMBER, RATES
 from fedgauge.attacks.modality.registry import MEASURED
-from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, PlannedAttack
+from fedgauge.attacks.plan import MEMBERSHIP_LIMIT
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.formatting import percent
 from fedgauge.server.views.intervals import LUCK, Rate, clustered_interval
@@ -240,15 +240,9 @@ def members_sentences(told: Sequence[ToldMembers], ledger: Ledger) -> list[str]:
     return sentences
 
 
-def question_of(test: PlannedAttack) -> str:
-    """The question that a test answers: one that remembers a client's rounds tells whom its data holds."""
-    return HELD if test.is_stateful else MEMBER
-
-
 def tests_of(ledger: Ledger, question: str) -> list[str]:
     """A question's planned tests."""
-    tests = [(name, planned) for name, planned in ledger.planned().items() if planned.tells_members and is_attack(name)]
-    return [name for name, planned in tests if question_of(planned) == question]
+    return [name for name, planned in ledger.planned().items() if planned.question == question and is_attack(name)]
 
 
 def why_not_tested(ledger: Ledger, question: str) -> str:

@@ -92,11 +92,6 @@ class AttackSpec(PlannedAttack):
 
     kind: ClassVar[ComponentKind] = TABLE_ATTACK
 
-    @property
-    def tells_members(self) -> bool:
-        """Whether it tells who was in a batch; a user's own module, too, may hold such a test."""
-        return not self.is_limit and self.build().scores_candidates
-
 
 @dataclass(frozen=True)
 class Setting:

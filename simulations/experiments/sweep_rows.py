@@ -20,7 +20,7 @@ from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
-from fedgauge.server.views.membership import ONE_PERCENT, question_of
+from fedgauge.server.views.membership import ONE_PERCENT
 from fedgauge.server.views.privacy import privacy
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.strength import Limits, best_of, error_in_db, final_accuracy, mean_of
@@ -103,7 +103,7 @@ def _failed_row(cell: SweepCell, attack: str, reason: str) -> SweepRow:
 
 def _row(cell: SweepCell, attack: str, reading: Reading) -> SweepRow:
     planned = reading.ledger.planned()[attack]
-    metric = question_of(planned) if planned.tells_members else reading.scores.measure.metric
+    metric = planned.question or reading.scores.measure.metric
     pooled = reading.pooled(metric)
     told = reading.pooled(metric + ONE_PERCENT).get(attack) if planned.tells_members else None
     changed = reading.pooled(metric + AUGMENTED) if metric + AUGMENTED in MEASURED else {}
