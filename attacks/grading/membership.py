@@ -276,14 +276,19 @@ def _records(
     ]
 
 
+def wins(scores: Tensor, others: Tensor) -> Tensor:
+    """(P,) float64, how many of the others (N,) each score exceeds, ties counting half."""
+    lower, higher = (torch.searchsorted(others.sort().values, scores, right=right) for right in (False, True))
+    return (lower + higher).double() / 2
+
+
 def above(scores: Tensor, strangers: Tensor) -> Tensor:
     """(P,) float64, the share of strangers (S,) that each score exceeds, ties counting half."""
     if not len(strangers):
         raise ValueError(
             "no stranger has a label of the members, so there is nothing to tell them from: raise strangers, or give more test data"
         )
-    lower, higher = (torch.searchsorted(strangers.sort().values, scores, right=right) for right in (False, True))
-    return (lower + higher).double() / (2 * len(strangers))
+    return wins(scores, strangers) / len(strangers)
 
 
 def exceeded_by(scores: Tensor, strangers: Tensor) -> Tensor:

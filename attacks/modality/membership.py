@@ -1,14 +1,27 @@
 """What is measured of a test of membership, whatever the kind of data."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from fedgauge.attacks.membership.measured import ANYBODY, HELD, MEMBER, RATES
 from fedgauge.attacks.modality.base import Measured
 
-QUESTIONS: Mapping[str, str] = {MEMBER: "in the batch", ANYBODY: "in anybody's batch", HELD: "in the client's data"}
+
+class Question(NamedTuple):
+    """What a test asks, as the subject of a sentence, and where the members it tells are."""
+
+    asked: str
+    where: str
+
+
+QUESTIONS: Mapping[str, Question] = {
+    MEMBER: Question("Who was in a batch", "in the batch"),
+    ANYBODY: Question("Who was in anybody's batch", "in anybody's batch"),
+    HELD: Question("Whom a client's data holds", "in the client's data"),
+}
 MEMBERSHIP: Mapping[str, Measured] = {
     name: measured
-    for metric, where in QUESTIONS.items()
+    for metric, (_, where) in QUESTIONS.items()
     for name, measured in (
         (metric, Measured(f"{where}: area under the ROC curve", share=True)),
         *(

@@ -8,7 +8,8 @@ import numpy as np
 from scipy.special import bdtrc
 
 from fedgauge.attacks.membership.limit import mu_of, power
-from fedgauge.attacks.membership.measured import ANYBODY, HELD, MEMBER, RATES
+from fedgauge.attacks.membership.measured import HELD, MEMBER, RATES
+from fedgauge.attacks.modality.membership import QUESTIONS
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT
 from fedgauge.server.store.ledger import Ledger
@@ -20,11 +21,6 @@ from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import PairedDifference, paired, rivals_of, values_of
 
 Word = Literal["leaks", "not shown to leak", "undetermined"]
-QUESTIONS: Mapping[str, str] = {
-    MEMBER: "Who was in a batch",
-    ANYBODY: "Who was in anybody's batch",
-    HELD: "Whom a client's data holds",
-}
 ONE_PERCENT, ONE = "_at_1_percent", 0.01
 CHANCE = 0.5  # of two examples, which is the member
 RATES_SHOWN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of false positives
@@ -89,10 +85,10 @@ class ToldMembers:
     def sentence(self) -> str:
         """What was found, and that another test may find more."""
         if self.word == "leaks":
-            return f"{QUESTIONS[self.metric]} leaks: {self}."
+            return f"{QUESTIONS[self.metric].asked} leaks: {self}."
         if self.word == "undetermined":
-            return f"{QUESTIONS[self.metric]} is not known, as one client gives no interval: {self}."
-        return f"{QUESTIONS[self.metric]} is not shown to leak: {self}; a stronger test may still tell."
+            return f"{QUESTIONS[self.metric].asked} is not known, as one client gives no interval: {self}."
+        return f"{QUESTIONS[self.metric].asked} is not shown to leak: {self}; a stronger test may still tell."
 
 
 def told_members(scores: Scores) -> list[ToldMembers]:
@@ -141,7 +137,7 @@ def membership_table(scores: Scores, order: Sequence[str]) -> list[MembershipRow
         order: of the names.
     """
     table = []
-    for metric, question in QUESTIONS.items():
+    for metric, (question, _) in QUESTIONS.items():
         leaks, *told = (
             {leak.attack: leak for leak in leakage_of_all(scores, m) if leak.n}
             for m in (metric, *(metric + ending for ending in RATES))
@@ -236,7 +232,7 @@ def members_sentences(told: Sequence[ToldMembers], ledger: Ledger) -> list[str]:
     """What is known of membership: a sentence for each question that was tested, and why nobody tested who was in a batch."""
     sentences = [t.sentence for t in told]
     if not any(t.metric == MEMBER for t in told):
-        sentences.append(f"{QUESTIONS[MEMBER]} was not tested: {why_not_tested(ledger, MEMBER)}.")
+        sentences.append(f"{QUESTIONS[MEMBER].asked} was not tested: {why_not_tested(ledger, MEMBER)}.")
     return sentences
 
 

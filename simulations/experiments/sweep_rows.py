@@ -165,7 +165,7 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[str]
     least error.
     """
     by = measure_of(found)
-    asked = {q: words for q, words in QUESTIONS.items() if q == MEMBER or any(r.metric == q for r in found)}
+    asked = {q: words.where for q, words in QUESTIONS.items() if q == MEMBER or any(r.metric == q for r in found)}
     compared = any(r.gap is not None or r.bound is not None for r in found)  # an older sweep has no such numbers
     lines = [
         f"| defense | what it promises | strongest attack | {by.name}, {by.unit} (interval) | baseline | limit "

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fedgauge.attacks.membership.measured import HELD, MEMBER
-from fedgauge.server.views.membership import QUESTIONS, tests_of, told_members, why_not_tested
+from fedgauge.attacks.modality.membership import QUESTIONS
+from fedgauge.server.views.membership import tests_of, told_members, why_not_tested
 from fedgauge.server.views.privacy import canaries, privacy
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, planned_attacks
@@ -66,10 +67,10 @@ def _membership(reading: Reading) -> Iterator[TestedClass]:
     for metric in (MEMBER, HELD):  # anybody's batch is the first question again, asked of a whole round
         by = tuple(n for n in _names(reading, members=True) if n in tests_of(reading.ledger, metric))
         if metric in told:
-            yield TestedClass(QUESTIONS[metric], by, told[metric].sentence, _OF_MEMBERS)
+            yield TestedClass(QUESTIONS[metric].asked, by, told[metric].sentence, _OF_MEMBERS)
         else:
             why = f"not tested: {why_not_tested(reading.ledger, metric)}"
-            yield TestedClass(QUESTIONS[metric], (), why, _OF_MEMBERS)
+            yield TestedClass(QUESTIONS[metric].asked, (), why, _OF_MEMBERS)
 
 
 _OF_MEMBERS = ("membership inference", "membership inference", "AITG-MOD-04, membership inference")

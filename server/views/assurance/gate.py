@@ -7,12 +7,12 @@ from typing import Literal
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.modality.base import Modality
-from fedgauge.attacks.modality.membership import MEMBERSHIP
+from fedgauge.attacks.modality.membership import MEMBERSHIP, QUESTIONS
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.components import SpecError
 from fedgauge.server.views.formatting import in_unit, interval_label, number, plotted_value
 from fedgauge.server.views.leakage import Leak
-from fedgauge.server.views.membership import QUESTIONS, why_not_tested
+from fedgauge.server.views.membership import why_not_tested
 from fedgauge.server.views.outcomes import failure
 from fedgauge.server.views.privacy import spent_in
 from fedgauge.server.views.reading import Reading

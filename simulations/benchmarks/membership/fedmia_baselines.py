@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.membership.roc import ScoredCandidates
 from fedgauge.attacks.membership.scores import SCORES, Scoring
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import Table
@@ -21,6 +20,7 @@ from fedgauge.client.local_data import has_images
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
+from fedgauge.simulations.benchmarks.membership.roc import ScoredCandidates
 from fedgauge.simulations.benchmarks.membership.tables import (
     Candidates,
     figure,

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.membership.roc import ScoredCandidates
 from fedgauge.attacks.membership.scores import SCORES, against_null, null_and_population
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import Table
@@ -19,6 +18,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, concatenate
+from fedgauge.simulations.benchmarks.membership.roc import ScoredCandidates
 from fedgauge.simulations.benchmarks.membership.tables import (
     RATE,
     Candidates,

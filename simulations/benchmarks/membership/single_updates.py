@@ -13,7 +13,6 @@ from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.limit import area, detectability, power
-from fedgauge.attacks.membership.roc import ScoredCandidates
 from fedgauge.attacks.membership.scores import SCORES, Scoring, beside_null, null_and_population
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import Table
@@ -22,6 +21,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params, concatenate
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.benchmarks.membership.roc import ScoredCandidates
 from fedgauge.simulations.benchmarks.membership.tables import RATE, Told, in_processes, numbers, pooled, rates
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 from fedgauge.simulations.experiments.sweep_file import Sweep

@@ -14,11 +14,11 @@ from torch import Generator, Tensor
 from fedgauge.attacks.base import Knowledge, Observation, Wave
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch
-from fedgauge.attacks.membership.roc import Estimate, ScoredCandidates
 from fedgauge.attacks.membership.scores import Scoring
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch, concatenate
+from fedgauge.simulations.benchmarks.membership.roc import Estimate, ScoredCandidates
 from fedgauge.simulations.benchmarks.reporting import Figure, Progress
 from fedgauge.simulations.run.honest_rounds import HonestRound
 

@@ -13,7 +13,6 @@ from torch.distributions import MultivariateNormal
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
 from fedgauge.attacks.membership.likelihood import RestOfBatch, _Expected, _slopes, gain
-from fedgauge.attacks.membership.roc import ScoredCandidates
 from fedgauge.attacks.membership.scores import SCORES, Scoring, against_null
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params
@@ -28,6 +27,7 @@ from fedgauge.defenses.noise import gaussian, laplace
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.quantize import quantize
 from fedgauge.defenses.sign import sign
+from fedgauge.simulations.benchmarks.membership.roc import ScoredCandidates
 
 SIZE, CLASSES, WIDTH = 3, 3, 8
 CHAINS: Mapping[str, Chain] = {

@@ -9,12 +9,13 @@ import pytest
 
 from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.membership.limit import area, power
+from fedgauge.attacks.modality.membership import QUESTIONS
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.leakage import leakage, leakage_of_all
-from fedgauge.server.views.membership import QUESTIONS, RATES_SHOWN, membership_table, roc_curves, told_members
+from fedgauge.server.views.membership import RATES_SHOWN, membership_table, roc_curves, told_members
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.verdict import Verdict, verdict
@@ -156,14 +157,14 @@ def test_every_place_takes_the_same_mean_of_the_same_rows(tmp_path: Path) -> Non
     with written(tmp_path / "l.sqlite", {**cells, **alone, **anybody}, TESTS) as ledger:
         scores = Scores.read(ledger)
     table = {(row.question, row.name): row for row in membership_table(scores, ["membership", "over"])}
-    for metric, question in QUESTIONS.items():
+    for metric, (question, _) in QUESTIONS.items():
         pooled = {leak.attack: leak for leak in leakage(scores, metric) if leak.round is None}
         assert {(q, name) for q, name in table if q == question} == {(question, name) for name in pooled}
         for name, leak in pooled.items():
             row = table[question, name]
             assert (row.n, row.area, row.low, row.high) == (leak.n, leak.mean, leak.low, leak.high)
-    assert table[QUESTIONS["held_membership"], "over"].area == pytest.approx(0.9)
-    assert table[QUESTIONS["anybody_membership"], "membership"].low is None, "one round"
+    assert table[QUESTIONS["held_membership"].asked, "over"].area == pytest.approx(0.9)
+    assert table[QUESTIONS["anybody_membership"].asked, "membership"].low is None, "one round"
     (hits,) = leakage_of_all(scores, "held_membership_at_1_percent")
     assert (hits.n, hits.mean) == (2, 1.0)
 

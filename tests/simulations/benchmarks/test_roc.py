@@ -5,8 +5,9 @@ import torch
 from sklearn.metrics import roc_auc_score, roc_curve  # type: ignore[import-untyped]
 from torch import Tensor
 
-from fedgauge.attacks.membership.roc import ScoredCandidates
+from fedgauge.attacks.grading.membership import above
 from fedgauge.client.rng import generator
+from fedgauge.simulations.benchmarks.membership.roc import ScoredCandidates
 
 
 def scored(members: Tensor, others: Tensor, clients: int = 4) -> ScoredCandidates:
@@ -33,6 +34,13 @@ def test_auc_and_curve_are_scikit_learns(seed: int, ties: bool) -> None:
     false, true, _ = roc_curve(truth, values, drop_intermediate=False)
     ours = found.curve()
     assert ours[0].tolist() == pytest.approx(false.tolist()) and ours[1].tolist() == pytest.approx(true.tolist())
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_area_of_one_client_is_that_of_a_run(ties: bool) -> None:
+    found = drawn(2, ties)
+    alone = scored(found.members, found.others, clients=1).auc(generator(0))
+    assert alone.value == pytest.approx(float(above(found.members, found.others).mean()), abs=1e-12)
 
 
 def test_true_positives_on_paper() -> None:

@@ -1,4 +1,8 @@
-"""How well scores tell members from others: AUC and true positives at a false-positive rate, with bootstrap intervals."""
+"""How well scores tell members from others, as published tables say it: all clients' scores pooled, with bootstrap intervals.
+
+A run compares a member with the strangers of its own update alone (fedgauge.attacks.grading.membership), as scores of several
+updates need not have one scale. Of one client the two areas are equal.
+"""
 
 import math
 from collections.abc import Callable
@@ -7,6 +11,8 @@ from functools import cached_property
 
 import torch
 from torch import Generator, Tensor
+
+from fedgauge.attacks.grading.membership import wins
 
 DRAWS = 2000  # of the bootstrap
 CHUNK = 64  # draws that are evaluated together
@@ -102,9 +108,8 @@ class ScoredCandidates:
         mine, theirs, count = self._clusters
         found = torch.zeros(count, count, dtype=torch.float64)
         for c in range(count):
-            rivals = self.others[theirs == c].sort().values
-            below, upto = (torch.searchsorted(rivals, self.members, right=right).double() for right in (False, True))
-            found[:, c] = torch.zeros(count, dtype=torch.float64).index_add_(0, mine, (below + upto) / 2)
+            won = wins(self.members, self.others[theirs == c])
+            found[:, c] = torch.zeros(count, dtype=torch.float64).index_add_(0, mine, won)
         return found
 
     def _wins(self, weights: Tensor) -> Tensor:
