@@ -204,7 +204,7 @@ class Auditor:
                     planned.name, wave.round, client, result, examples, other, self.modality.main.metric
                 )
             else:
-                result, rows = self._grade(planned.name, wave, client, other, result, truth)
+                result, rows = self.grade(planned.name, wave, client, result, other, truth)
             audited.append(AuditResult(client, result, tuple(rows), memory))
         return audited
 
@@ -270,8 +270,14 @@ class Auditor:
             return attack, f"not tuned: {error}"
         return found.attack, found.words
 
-    def _grade(
-        self, attack: str, wave: Wave, client: int, other: int | None, result: Reconstruction, truth: Truth | None
+    def grade(
+        self,
+        attack: str,
+        wave: Wave,
+        client: int,
+        result: Reconstruction,
+        other: int | None = None,
+        truth: Truth | None = None,
     ) -> tuple[Reconstruction, list[ScoreRecord]]:
         """The reconstruction in the truth's order, with rows against its client's truth and against another client's."""
         fed, round = self.federation, wave.round

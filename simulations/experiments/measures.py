@@ -28,9 +28,9 @@ class ComparedFigure:
         reference, spread: the paper's figure and standard deviation, or the bound; None if it gives none.
         here, low, high: our figure and its 95 % interval; no interval from a single update.
         n: images, or inputs; of a limit on the error the public images that it was computed from.
-        floor: score of the mean public image, without an attack.
+        floor: score of the first baseline (the mean public image, random words ...), without an attack.
         budget: ours, and the paper's where it differs.
-        note: failed attacks, training.
+        note: failed attacks, which count as a blank guess; training.
     """
 
     cell: str
@@ -61,7 +61,7 @@ class AttackOutcome:
         scores: of this attack alone; each update has a client of its own.
         iterations: (n,) spent on each update.
         failed: attacks that reconstructed nothing; reasons: why.
-        floor: score of the mean public image, or of random words, by metric.
+        floor: score of the first baseline, by metric.
         isolated: for each batch, the example that the server attack isolates.
     """
 

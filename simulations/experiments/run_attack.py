@@ -26,7 +26,7 @@ RANDOM_DRAWS = 10  # of random words for each update, whose mean is the floor
 def run_attack(
     spec: AttackSpec, setup: Setup, wave: int, on_progress: Callable[[int], None] = lambda count: None
 ) -> AttackOutcome:
-    """Attack and grade every update of a setup; a failed attack is counted, and graded as a blank guess.
+    """Attack and grade every update of a setup; a failed attack is counted, and enters the figures as `_published` says.
 
     A limit on the error reads no update, so it is computed once. Where nobody can tell who was in a batch, there is no value.
 
@@ -42,7 +42,7 @@ def run_attack(
     seconds = time.perf_counter() - started
     failed = [r.reconstruction for r in results if _failed(spec, r)]
     return AttackOutcome(
-        scores=_scores([results]),
+        scores=_scores([[_published(spec, setup, r) for r in results]]),
         iterations=np.array([r.reconstruction.iterations for r in results], float),
         failed=len(failed),
         seconds=seconds,
@@ -57,6 +57,20 @@ def _failed(spec: AttackSpec, result: AuditResult) -> bool:
     if spec.is_limit or spec.tells_members:
         return all(row.value is None for row in result.rows)
     return not has_images(result.reconstruction.x)
+
+
+def _published(spec: AttackSpec, setup: Setup, result: AuditResult) -> AuditResult:
+    """A result as a published figure counts it: what a failed attack did not bring back counts as a blank guess.
+
+    So all attacks of a cell are compared on the same examples, and a share of exact ones is of all. A run, which compares an attack
+    with its baselines on the examples that both have, leaves a failure out of its mean and counts it beside n.
+    """
+    if spec.is_limit or spec.tells_members or not _failed(spec, result):
+        return result
+    auditor, seen = setup.auditor, next(o for o in setup.observations if o.client == result.client)
+    blank = auditor.modality.blank(auditor.federation.batch_at(seen.client, seen.round).x)
+    guess = replace(result.reconstruction, x=blank, y=None)
+    return replace(result, rows=tuple(auditor.grade(spec.name, Wave.stack([seen]), seen.client, guess)[1]))
 
 
 def _waves(spec: AttackSpec, setup: Setup, most: int) -> Iterator[slice]:

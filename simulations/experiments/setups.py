@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Observation, Reconstruction, Stream, Wave
-from fedgauge.attacks.grading.audit import Auditor, Truth
-from fedgauge.attacks.grading.scores import Grader, ScoreRecord, has_images
+from fedgauge.attacks.base import Observation, Stream
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.grading.scores import Grader
 from fedgauge.attacks.modality.image_metrics import AUGMENTED
 from fedgauge.attacks.modality.registry import examples_of, modality_of
 from fedgauge.attacks.plan import PlannedAttack
@@ -50,10 +50,10 @@ class ChosenShards(Shards):
 
 @dataclass(frozen=True, eq=False)
 class TableAuditor(Auditor):
-    """Attacks and grades as papers do.
+    """Attacks as papers do, and grades as a run does.
 
     Attacks of one setting share their starts, so that luck of the draw does not separate them; given labels come in the
-    client's order; a failed attack is graded as a blank guess.
+    client's order.
 
     Args:
         metrics: those to grade by.
@@ -73,14 +73,6 @@ class TableAuditor(Auditor):
         return partial(
             generator, self.seed, *self.purpose, client // len(self.federation.protocol.members(client, round))
         )
-
-    def _grade(
-        self, attack: str, wave: Wave, client: int, other: int | None, result: Reconstruction, truth: Truth | None
-    ) -> tuple[Reconstruction, list[ScoreRecord]]:
-        if has_images(result.x):
-            return super()._grade(attack, wave, client, other, result, truth)
-        blank = self.modality.blank(self.federation.batch_at(client, wave.round).x)
-        return result, super()._grade(attack, wave, client, other, replace(result, x=blank, y=None), truth)[1]
 
 
 @dataclass(frozen=True, eq=False)

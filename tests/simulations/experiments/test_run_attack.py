@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from fedgauge.attacks.base import Wave
+from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.client.data.corpora import Text
 from fedgauge.simulations.experiments import run_attack as attacking
@@ -101,6 +103,18 @@ def test_an_estimate_of_text_looks_at_few_sentences() -> None:
         patch.setattr(attacking, "_audit", watched)
         assert estimate_seconds(cell.attacks[0], setup, 16) > 0
     assert seen == 3 * [attacking.PILOT_UPDATES]
+
+
+def test_a_failed_attack_has_no_number_in_a_table_as_in_a_run_and_counts_as_blank_in_a_figure() -> None:
+    cell = only(paper_table(cell={"model": {"use": "lenet"}}))  # its first layer is a convolution: not applicable
+    setup, (spec,) = build_setup(cell, 0), cell.attacks
+    for auditor in (setup.auditor, Auditor(setup.auditor.federation)):
+        results = auditor.audit(spec, Wave.stack(setup.observations))
+        assert {row.value for result in results for row in result.rows} == {None}
+    found = run_attack(spec, setup, cell.wave)
+    assert found.failed == 4
+    grey = (torch.cat([batch.x for batch in setup.truth]) - 0.5).square().mean()
+    assert float(found.values("mse").mean()) == pytest.approx(float(grey))
 
 
 def test_blending_remembers_each_clients_own_images_in_turns() -> None:
