@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
-from torch.func import functional_call, grad, jvp, vmap
+from torch import Generator, Tensor
+from torch.func import functional_call, jvp, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedgauge.attacks.base import Knowledge
@@ -32,24 +32,29 @@ class CandidateGradients:
         params: the weights that the server sent.
         batch: the candidates: x (N, ...) in [0, 1], y (N,).
         chunk: candidates that are differentiated together.
+        draws: source of what the network itself draws (PRECODE); None: it counts with its mean.
 
     Raises:
-        ValueError: the network or the loss mixes examples, or draws noise, so that a candidate has no gradient of its own.
+        ValueError: the network or the loss mixes examples, so that a candidate has no gradient of its own.
     """
 
     known: Knowledge
     params: Params
     batch: Batch
     chunk: int = CHUNK
+    draws: Generator | None = None
 
     def __post_init__(self) -> None:
         for name, module in self.known.model.named_modules():
             if isinstance(module, _BatchNorm) and module.training:
                 raise ValueError(f"layer {name!r} (BatchNorm in train mode) mixes examples: set the model to eval mode")
-            if isinstance(module, StochasticLayer):
-                raise ValueError(f"layer {name!r} draws noise, so a candidate has no gradient of its own")
         if not is_mean(self.known.loss, self.known.classes):
             raise ValueError("the loss is no mean over examples, so a candidate has no gradient of its own")
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether the network draws, and may add to the loss what the logits do not tell."""
+        return any(isinstance(module, StochasticLayer) for module in self.known.model.modules())
 
     def __len__(self) -> int:
         return len(self.batch.x)
@@ -74,7 +79,7 @@ class CandidateGradients:
 
         A few directions take a forward-mode derivative each; many share one pass that forms a chunk of gradients at a time.
         """
-        if len(directions) > FEW or self.known.plain:
+        if len(directions) > FEW or self.known.plain or self.is_stochastic:
             return torch.cat([(rows @ directions.T).double() for rows in self.rows()]).T
         return torch.stack([self._along(unflattened(direction, self.params)) for direction in directions])
 
@@ -112,22 +117,18 @@ class CandidateGradients:
 
     def _formed(self, part: Batch) -> Update:
         bare = gradient(self.known.model, self.known.loss, normalise=self.known.normalise, plain=self.known.plain)
-        if self.known.plain:
-            each = [bare(self.params, Batch(x[None], y[None]), None) for x, y in zip(*part, strict=True)]
+        if self.known.plain or self.draws is not None:
+            each = [bare(self.params, Batch(x[None], y[None]), self.draws) for x, y in zip(*part, strict=True)]
             return {k: torch.stack([one[k] for one in each]) for k in self.params}
         try:
             return {k: formed(t, self.params[k].shape).detach() for k, t in self._factored(part, False).items()}
         except Unsupported:
-
-            def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
-                return self.known.loss(self._logits(params, x[None]), y[None])
-
-            found: Update = vmap(grad(loss), in_dims=(None, 0, 0))(self.params, *part)
+            found: Update = vmap(lambda x, y: bare(self.params, Batch(x[None], y[None]), None))(*part)
             return found
 
     def _factored(self, part: Batch, factors: bool) -> dict[str, Tensor | FactoredGradient]:
-        if self.known.plain or not part.x.is_floating_point():
-            raise Unsupported("the gradients of words, and plain autograd, are formed as a whole")
+        if self.known.plain or self.is_stochastic or not part.x.is_floating_point():
+            raise Unsupported("the gradients of words, of penalties, and plain autograd, are formed as a whole")
         x = self.known.normalise(part.x)[:, None].requires_grad_()
         return gradients(self.known.model, self.params, x, part.y[:, None], 1.0, factors, self.known.loss)
 

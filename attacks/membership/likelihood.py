@@ -20,6 +20,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Wave
 from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
 from fedgauge.client.chain import Chain
+from fedgauge.client.rng import generator
 from fedgauge.client.transforms import Link, UpdateDistribution, is_per_example
 from fedgauge.client.update import Batch, Params
 
@@ -58,7 +59,9 @@ class RestOfBatch:
             raise ValueError(f"the rest of the batch is estimated from at least 2 public examples, got {len(public)}")
         tensors = [t.numel() for t in public.params.values()]
         count = max(2, min(len(public), AT_ONCE // sum(tensors)))
-        used = CandidateGradients(public.known, public.params, Batch(public.batch.x[:count], public.batch.y[:count]))
+        some = Batch(public.batch.x[:count], public.batch.y[:count])
+        draws = generator("what a network draws") if public.is_stochastic else None  # the clients' networks drew, too
+        used = CandidateGradients(public.known, public.params, some, draws=draws)
         rows = torch.cat(list(used.rows()))
         rows *= used.kept.to(rows)[:, None]
         if not (rows.isfinite().all() and rows.any()):
@@ -160,7 +163,9 @@ def likelihood_ratio(candidates: CandidateGradients, wave: Wave, rest: RestOfBat
 
     Where the chain's density has no closed form, noise counts as normal, of the size that each tensor of the updates shows.
     """
-    factor, evidence = _seen(candidates, wave, rest, candidates.known.batch_size - 1)
+    # a network that draws makes of the candidate, too, what is known in distribution alone
+    unknown = candidates.known.batch_size - (not candidates.is_stochastic)
+    factor, evidence = _seen(candidates, wave, rest, unknown)
     found, first = torch.zeros(len(wave), len(candidates), dtype=torch.float64), 0
     for change in _changes(candidates, rest, factor):
         for part in evidence:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.membership.gradients import CandidateGradients
+from fedgauge.client.training import StochasticLayer
 from fedgauge.client.transforms import BatchTransform, GroupMean, Link, is_identity, is_per_example, noise_free
 
 
@@ -84,6 +85,8 @@ def _scale(known: Knowledge) -> float:
     density, chain = known.chain.update_distribution, known.chain
     if density is None or not density.sigma > 0 or density.scale or density.shrink != 1 or density.signed:
         raise ValueError("the exact curve is of normal noise alone, and this chain's noise is another")
+    if drawing := next((name for name, m in known.model.named_modules() if isinstance(m, StochasticLayer)), None):
+        raise ValueError(f"the exact curve is of the chain's noise alone, and layer {drawing!r} draws noise, too")
     others = [link for link in chain.links if link is not chain.local and not isinstance(link, GroupMean)]
     if any(isinstance(link, BatchTransform) for link in others):
         raise ValueError("the exact curve is of examples as they are, and this chain changes them")

@@ -1,6 +1,7 @@
 """The limit: closed forms, and a Gaussian world in which the likelihood ratio reaches the curve and nothing exceeds it."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -20,6 +21,7 @@ from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch
 from fedgauge.defenses.dp_sgd import dp_sgd
 from fedgauge.defenses.noise import gaussian, laplace
+from fedgauge.defenses.precode import precode
 
 DRAWS = 4000  # updates with the candidate, and as many without
 ALPHAS = (0.01, 0.1, 0.3)
@@ -127,3 +129,10 @@ def test_a_chain_without_normal_noise_has_no_exact_curve(links: Chain) -> None:
     known, batch = world(links)
     with pytest.raises(ValueError, match="the exact curve is of normal noise alone"):
         detectability(CandidateGradients(known, detached_params(known.model), batch))
+
+
+def test_noise_inside_the_network_has_no_exact_curve() -> None:
+    known, batch = world(chain(gaussian(0.1), local_sgd(0.1)))
+    guarded = replace(known, model=precode(known.model, latent=2))
+    with pytest.raises(ValueError, match=r"of the chain's noise alone, and layer '.*bottleneck' draws noise, too"):
+        detectability(CandidateGradients(guarded, detached_params(guarded.model), batch))

@@ -19,11 +19,12 @@ from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import UpdateDistribution, UpdateTransform, per_example
-from fedgauge.client.update import Batch, Update
+from fedgauge.client.update import Batch, Update, concatenate
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.dp_sgd import dp_sgd
 from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian, laplace
+from fedgauge.defenses.precode import precode
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.quantize import quantize
 from fedgauge.defenses.sign import sign
@@ -294,3 +295,18 @@ def test_what_a_score_needs_is_said_in_words() -> None:
         )
     with pytest.raises(ValueError, match="at least 2 public examples, got 1"):
         RestOfBatch.of_population(replace(found.candidates, batch=people(1, "others")))
+
+
+@pytest.mark.parametrize("latent", [4, 64])
+def test_noise_inside_the_network_hides_no_member(latent: int) -> None:
+    """PRECODE's clients draw: the rest of the batch has drawn, too, and the candidate counts at the mean of its draws."""
+    plain = knowledge(CHAINS["none"])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        known = replace(plain, model=precode(plain.model, latent=latent))
+    members, others = people(8 * SIZE, "members"), people(90, "others")
+    found = scoring(known, observed(known, members, updates=8), concatenate([members, others]))
+    for method, least in (("likelihood_ratio", 0.9), ("matched_filter", 0.6)):
+        values = SCORES[method](found)
+        mine = torch.stack([values[k, k * SIZE : (k + 1) * SIZE] for k in range(8)])
+        assert (mine[:, :, None] > values[:, None, len(members.y) :]).double().mean() > least, method
