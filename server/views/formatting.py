@@ -1,8 +1,9 @@
-"""Numbers and names as the page and the report show them."""
+"""Numbers and names as the page and the report show them; static/format.js writes numbers in the same way."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import fields
+from decimal import Context, Decimal
 from typing import Any
 
 from fedgauge.attacks.modality.base import Measured
@@ -11,16 +12,21 @@ from fedgauge.attacks.plan import describe
 from fedgauge.server.views.leakage import Leak, as_rate
 from fedgauge.server.views.roles import is_limit
 
+NONE = "–"
+FIVE_DIGITS = Context(prec=5)
 ENDED = {"converged": "finished"}  # an attack that ran its schedule to the end is not known to have converged
 
 
 def number(value: float | None, digits: int | None = 3) -> str:
-    """A number to `digits` decimals (None: three significant digits), infinity as ∞, a missing one as a dash."""
+    """A number to `digits` decimals (None: three significant digits), infinity as ∞, a missing one as a dash.
+
+    Halves go to the even digit, as everywhere in Python.
+    """
     if value is None or math.isnan(value):
-        return "–"
+        return NONE
     if math.isinf(value):
         return "−∞" if value < 0 else "∞"
-    return f"{value:.3g}" if digits is None else f"{value:.{digits}f}"
+    return f"{value:z.3g}" if digits is None else f"{value:z.{digits}f}"
 
 
 def decibel(value: float | None) -> str:
@@ -30,12 +36,13 @@ def decibel(value: float | None) -> str:
 
 def in_unit(value: float | None, by: Measured) -> str:
     """A metric's value with its unit."""
-    return f"{number(value, by.digits)} {by.unit}".strip()
+    text = number(value, by.digits)
+    return text if text == NONE else f"{text} {by.unit}".strip()
 
 
-def percent(value: float | None) -> str:
-    """A fraction in whole percent."""
-    return "–" if value is None else f"{100 * value:.0f}\u00a0%"
+def percent(value: float | None, digits: int = 0, space: str = "\u00a0") -> str:
+    """A fraction in percent."""
+    return NONE if value is None or math.isnan(value) else f"{number(100 * value, digits)}{space}%"
 
 
 def status_words(status: str) -> str:
@@ -44,8 +51,16 @@ def status_words(status: str) -> str:
 
 
 def rounded(value: float | None) -> float | None:
-    """Five significant digits, None if not finite: valid JSON, and a report of a thousand rounds stays small."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+    """Five significant digits, None if not finite: valid JSON, and a report of a thousand rounds stays small.
+
+    Rounding to fewer digits then gives what the value itself gives: 12.49996 is no half, so it becomes 12.499.
+    """
+    if value is None or not math.isfinite(value):
+        return None
+    text = f"{value:.4e}"
+    if float(text) != value and text.partition("e")[0].rstrip("0").endswith("5"):
+        return float(Decimal(text).next_toward(Decimal(float(value)), FIVE_DIGITS))
+    return float(text)
 
 
 def plotted_value(metric: str, value: float | None) -> float | None:

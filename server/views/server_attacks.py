@@ -9,7 +9,7 @@ import numpy as np
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.formatting import in_unit
+from fedgauge.server.views.formatting import in_unit, percent
 from fedgauge.server.views.scores import Scores
 
 MOST_WORDS = 240  # letters of a client's message that are shown
@@ -67,9 +67,7 @@ def _exact(values: Iterable[float], by: MainMetric) -> str:
     if not found:
         return "none was graded"
     exact = sum(map(by.came_back_whole, found))
-    nearest = (
-        f" ({100 * exact / len(found):.0f} %)" if exact else f", the best {in_unit(by.leakiest(found, float), by)}"
-    )
+    nearest = f" ({percent(exact / len(found))})" if exact else f", the best {in_unit(by.leakiest(found, float), by)}"
     level = f"at {by.ceiling:g} {by.unit}" if by.cap is None else f"at {by.cap:g} {by.unit} or more"
     return f"{exact} of {len(found)} {level}{nearest}"
 

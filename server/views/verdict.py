@@ -12,7 +12,7 @@ from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED
-from fedgauge.server.views.formatting import in_unit, status_words
+from fedgauge.server.views.formatting import in_unit, percent, status_words
 from fedgauge.server.views.intervals import (
     LUCK,
     Ints,
@@ -105,7 +105,7 @@ class RestoredLabels:
         return self.by_luck <= LUCK
 
     def __str__(self) -> str:
-        return f"{100 * self.share:.0f} % of the labels are restored (a guess without the update: {100 * self.guess:.0f} %)"
+        return f"{percent(self.share)} of the labels are restored (a guess without the update: {percent(self.guess)})"
 
 
 @dataclass(frozen=True)

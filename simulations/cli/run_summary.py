@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.deployment.self_grading import NOT_ALLOWED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import printable
-from fedgauge.server.views.formatting import status_words
+from fedgauge.server.views.formatting import number, percent, status_words
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on, failure, inapplicable, none_accepted
@@ -129,8 +130,7 @@ def _print_ungraded(console: Console, ledger: Ledger, rows: Sequence[UngradedAtt
     """Print what came back without a truth, and why nobody graded it."""
     table = Table("round", "accuracy", "attack", "came back", "median objective", "ended", box=None)
     for row in rows:
-        accuracy = "" if row.accuracy is None else f"{row.accuracy:.1%}"
-        objective = "" if row.objective is None else f"{row.objective:.3g}"
+        accuracy, objective = percent(row.accuracy, 1), number(row.objective, None)
         table.add_row(
             str(row.round), accuracy, printable(row.attack), str(row.reconstructions), objective, row.statuses
         )
@@ -185,15 +185,13 @@ def _without_value(leak: Leak) -> str:
 
 
 def _cells(line: RoundLeak) -> list[str]:
-    def number(value: float | None, form: str) -> str:
-        return "" if value is None or value != value else format(value, form)
-
+    leak, digits = line.leak, MEASURED[line.leak.metric].digits
     return [
         str(line.round),
-        number(line.accuracy, ".1%"),
+        percent(line.accuracy, 1),
         printable(line.attack),
-        " ".join(filter(None, [number(line.leak.mean, ".1f"), _without_value(line.leak)])),
-        number(line.leak.best, ".1f"),
-        number(line.baseline.mean if line.baseline else None, ".1f"),
-        number(line.labels, ".0%"),
+        " ".join(filter(None, [number(leak.mean, digits) if leak.n else "", _without_value(leak)])),
+        number(leak.best, digits),
+        number(line.baseline.mean if line.baseline else None, digits),
+        percent(line.labels),
     ]

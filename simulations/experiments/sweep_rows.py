@@ -20,6 +20,7 @@ from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
+from fedgauge.server.views.formatting import number, percent
 from fedgauge.server.views.membership import ONE_PERCENT
 from fedgauge.server.views.privacy import privacy
 from fedgauge.server.views.reading import Reading, read_once
@@ -183,13 +184,13 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[str]
             name,
             promises.get(name, ""),
             *_strongest(own, by),
-            _number(_mean([r.baseline for r in own])),
-            _number(_mean([r.limit for r in own])),
-            *([_number(_mean([r.bound for r in own])), _number(_gap(own))] if compared else []),
+            number(_mean([r.baseline for r in own]), 1),
+            number(_mean([r.limit for r in own]), 1),
+            *([number(_mean([r.bound for r in own]), 1), number(_gap(own), 1)] if compared else []),
             *(_told([row for row in every if row.metric == question]) for question in asked),
             _epsilon([r.epsilon for r in every]),
-            "–" if accuracy is None else f"{100 * accuracy:.0f} %",
-            "–" if cost is None else str(round(cost)),
+            percent(accuracy, space=" "),
+            number(cost, 0),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -206,11 +207,11 @@ def _strongest(own: Sequence[SweepRow], by: MainMetric) -> tuple[str, str]:
     best, other = (by.leakiest(sorted(found), found.__getitem__) for found in (means, augmented))
     if best is None:
         return "none gave a number", "–"
-    words, of_best = _number(means[best]), [r for r in own if r.attack == best]
+    words, of_best = number(means[best], 1), [r for r in own if r.attack == best]
     if len(of_best) == 1 and of_best[0].low is not None and of_best[0].high is not None:
-        words += f" ({of_best[0].low:.1f} to {of_best[0].high:.1f})"
+        words += f" ({number(of_best[0].low, 1)} to {number(of_best[0].high, 1)})"
     if other is not None:
-        words += f"; {augmented[other]:.1f} to what was trained on" + f", by `{other}`" * (other != best)
+        words += f"; {number(augmented[other], 1)} to what was trained on" + f", by `{other}`" * (other != best)
     return f"`{best}`", words
 
 
@@ -232,7 +233,7 @@ def _told(tests: Sequence[SweepRow]) -> str:
     if best is None:
         return "no test gave a number" if tests else "not tested"
     told = _means(tests, "told").get(best)
-    return f"{areas[best]:.2f}" + ("" if told is None else f"; {100 * told:.0f} % told")
+    return number(areas[best], 2) + ("" if told is None else f"; {percent(told, space=' ')} told")
 
 
 def _accuracy(own: Sequence[SweepRow]) -> float | None:
@@ -251,11 +252,11 @@ def matrix(found: Sequence[SweepRow]) -> Grid:
         accuracy = _accuracy(own)
         grid.add_row(
             defense,
-            "–" if accuracy is None else f"{100 * accuracy:.1f} %",
-            *(_number(cell, 2 if attack in tests else 1) for attack, cell in zip(attacks, cells, strict=True)),
-            _number(_mean([r.baseline for r in own if r.attack not in tests])),
-            _number(_mean([r.limit for r in own if r.attack not in tests])),
-            _number(_gap(own)),
+            percent(accuracy, 1, " "),
+            *(number(cell, 2 if attack in tests else 1) for attack, cell in zip(attacks, cells, strict=True)),
+            number(_mean([r.baseline for r in own if r.attack not in tests]), 1),
+            number(_mean([r.limit for r in own if r.attack not in tests]), 1),
+            number(_gap(own), 1),
             _epsilon([r.epsilon for r in own]),
         )
     return grid
@@ -268,9 +269,4 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _epsilon(values: Sequence[float | None]) -> str:
     """The largest: of several seeds' guarantees, only it holds for all."""
-    present = [v for v in values if v is not None]
-    return f"{max(present):.3g}" if present else "–"
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
+    return number(max((v for v in values if v is not None), default=None), None)

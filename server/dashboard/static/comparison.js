@@ -22,8 +22,7 @@ function matrix({ matrix: m, metric, runs }, named) {
     : el("td.tint", { vars: { "--tint": `${tint(v, floor)}%` } }, inMetric(metric, v));
   const head = words => el("th", { scope: "col" }, breakable(words));
   const price = r => [
-    ...[r.limit, r.bound, r.gap].map(v => el("td", inDecibel(v))), el("td", r.accuracy === null ? NONE : percent(r.accuracy)),
-    el("td", r.epsilon === null ? NONE : r.epsilon.toPrecision(3)),
+    ...[r.limit, r.bound, r.gap].map(v => el("td", inDecibel(v))), el("td", percent(r.accuracy)), el("td", decimal(r.epsilon)),
   ];
   const limits = ["Gaussian estimate (dB of the mean error)", "bound (dB of the mean error)", "gap (dB)"];
   const prices = ["best baseline", ...limits, "test accuracy", "epsilon"].map(head);
@@ -43,7 +42,7 @@ function compareTable(compare, state, change, named) {
     mean, interval, worst, HITS, LABELS, EXAMPLES,
     {
       key: "epsilon", head: "epsilon", less: true, value: r => r.epsilon,
-      cell: r => r.epsilon === null ? NONE : r.epsilon.toPrecision(3),
+      cell: r => decimal(r.epsilon),
     },
   ];
   const caption = `Every attack on every run, ${compare.metric.label}`;
@@ -99,7 +98,7 @@ function frontTrace({ name, points }) {
   };
 }
 
-const epsilon = p => p.epsilon === null ? "no epsilon" : `epsilon ${p.epsilon.toPrecision(3)} for one record`;
+const epsilon = p => p.epsilon === null ? "no epsilon" : `epsilon ${decimal(p.epsilon)} for one record`;
 
 function pointTrace(p, compare, color, symbol, number) {
   const band = p.low === null || p.high === null ? undefined : {

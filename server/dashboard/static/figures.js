@@ -260,7 +260,7 @@ function traceFigure(trace, attack, step) {
     const axis = { title: { text: "objective" }, ...logarithmic };
     draw(node, [line, here], layout({ title: { text: "iteration", standoff: 6 } }, axis, height, { showlegend: false }));
   };
-  const [from, to] = [trace.objective[0], trace.objective.at(-1)].map(v => v === null ? "no number" : v.toPrecision(3));
+  const [from, to] = [trace.objective[0], trace.objective.at(-1)].map(v => v === null ? "no number" : decimal(v));
   const taken = many(trace.iterations.at(-1), "iteration");
   const meaning = `${attack} takes its own objective from ${from} to ${to} in ${taken}; it never sees the true image.`;
   return figure("The attack's objective", meaning, drawing, height);

@@ -1,19 +1,35 @@
 "use strict";
-// Numbers and names as text, for the live page and the reports.
+// Numbers and names as text, for the live page and the reports; numbers as in server/views/formatting.py.
 
 const NONE = "–";
+const isMissing = value => value === null || value === undefined;
 
-const percent = value => value === null || value === undefined ? NONE : `${Math.round(100 * value)}\u00a0%`;
-const decimal = value => value === null || value === undefined ? NONE : value.toPrecision(3);
+/** Digits with halves rounded to even, as Python writes them, where JavaScript rounds halves up; write: digits => text. */
+function halfToEven(write, digits) {
+  const exact = write(digits + 25), half = /([02468])\.?50{24}(?=e|$)/;
+  return half.test(exact) ? exact.replace(half, "$1") : write(digits);
+}
+
+const fixed = (value, digits) => halfToEven(n => value.toFixed(n), digits).replace(/^-(?=[0.]+$)/, "");
+const percent = value => isMissing(value) ? NONE : `${fixed(100 * value, 0)}\u00a0%`;
+
+/** Three significant digits. */
+function decimal(value) {
+  if (isMissing(value)) return NONE;
+  const [digits, power] = halfToEven(n => value.toExponential(n), 2).split("e");
+  if (power >= -4 && power < 3) return String(Number(`${digits}e${power}`));
+  return `${Number(digits)}e${power[0]}${power.slice(1).padStart(2, "0")}`;
+}
+
 const many = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 const article = noun => /^[aeiou]/.test(noun) ? "an" : "a";
 const plain = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
 /** A value of a metric, which the data says how to show; bare: its unit stands elsewhere. */
 function inMetric({ digits, unit, fraction }, value, bare = false) {
-  if (value === null || value === undefined) return NONE;
+  if (isMissing(value)) return NONE;
   if (fraction) return percent(value);
-  const number = digits === null ? value.toPrecision(3) : value.toFixed(digits);
+  const number = digits === null ? decimal(value) : fixed(value, digits);
   return bare || !unit ? number : `${number} ${unit}`;
 }
 
@@ -28,5 +44,5 @@ function interval(row, metric) {
 
 /** The item of the highest value; undefined if there is none. */
 function highest(items, value) {
-  return items.filter(i => value(i) !== null && value(i) !== undefined).sort((a, b) => value(b) - value(a))[0];
+  return items.filter(i => !isMissing(value(i))).sort((a, b) => value(b) - value(a))[0];
 }

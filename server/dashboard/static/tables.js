@@ -58,7 +58,7 @@ const HITS = {
 const LABELS = { key: "labels", head: "labels", first: true, value: r => r.labels, cell: r => percent(r.labels) };
 const EXAMPLES = { key: "n", head: "examples", value: r => r.n, cell: r => r.kind === "limit" ? NONE : String(r.n) };
 
-const inDecibel = value => value === null ? NONE : value.toFixed(1);
+const inDecibel = value => isMissing(value) ? NONE : fixed(value, 1);
 const OF_ERROR = {
   key: "of_error", head: "PSNR of the mean error (dB)", value: r => r.of_error, cell: r => inDecibel(r.of_error),
 };
@@ -93,12 +93,12 @@ function summaryTable(rows, state, change, measure) {
 
 /** What canaries show, round by round. */
 function canariesTable({ kind, rows }) {
-  const number = value => value === null ? NONE : value.toPrecision(3), between = (low, high) => `${number(low)} to ${number(high)}`;
+  const between = (low, high) => `${decimal(low)} to ${decimal(high)}`;
   if (kind === "examples") {
-    const cells = r => [String(r.round), String(r.canaries), `${r.right} of ${r.guesses}`, number(r.epsilon), number(r.most), number(r.accounted)];
+    const cells = r => [String(r.round), String(r.canaries), `${r.right} of ${r.guesses}`, decimal(r.epsilon), decimal(r.most), decimal(r.accounted)];
     return list("Canaries", ["round", "canaries", "surest guesses right", "epsilon at least", "at least, if all were right", "accounted"], rows.map(cells));
   }
-  const cells = r => [String(r.round), number(r.epsilon), between(r.low, r.high), number(r.measured), between(r.measured_low, r.measured_high), number(r.accounted)];
+  const cells = r => [String(r.round), decimal(r.epsilon), between(r.low, r.high), decimal(r.measured), between(r.measured_low, r.measured_high), decimal(r.accounted)];
   return list("Canaries", ["round", "epsilon seen", "95 % interval", "with the spread measured", "95 % interval", "accounted"], rows.map(cells));
 }
 

@@ -488,14 +488,12 @@ def labelled(clients: int, accuracy: Sequence[float]) -> dict[Cell, Values | Non
 def test_labels_that_are_read_off_are_a_leak_whatever_the_images(tmp_path: Path) -> None:
     found = judged(tmp_path, labelled(12, [1.0] * 12))
     assert found.word == "leaks"
-    words = (
-        "The clients' labels leak: 100 % of the labels are restored (a guess without the update: 81 %), by matching."
-    )
+    words = "The clients' labels leak: 100\u00a0% of the labels are restored (a guess without the update: 81\u00a0%), by matching."
     assert found.sentence.startswith(f"{words} Their images come back no better than from a guess at this budget")
     assert "not shown" not in found.sentence
     lucky = judged(tmp_path, labelled(12, [0.75, 0.75, 1.0] * 4))  # two classes, four examples: 81 % without the update
     assert lucky.reconstruction == "not shown to leak"
-    assert "83 % of the labels are restored (a guess without the update: 81 %)" in lucky.sentence
+    assert "83\u00a0% of the labels are restored (a guess without the update: 81\u00a0%)" in lucky.sentence
 
 
 def test_how_well_labels_are_guessed_depends_on_how_common_the_classes_are(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a run leaves on standard output: its results, what failed, and what to do next."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,17 @@ def test_what_attacks_say_of_themselves_is_told_once_each(taped: Run, capsys: py
     assert told == ["analytic (4 x): [no] label"] + [
         f"random_image (1 x): [no] label ({r}, {c})" for r in (1, 2) for c in (0, 1)
     ]
+
+
+def test_numbers_are_written_as_on_the_page(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with taped.ledger() as ledger:
+        while (lease := ledger.lease()) is not None:
+            name = lease.attack.name
+            exact = {c: ScoreRecord(lease.round, c, name, 0, "psnr", math.inf, "exact", 0.1) for c in lease.clients}
+            ledger.finish(lease, {c: [record] for c, record in exact.items()})
+    print_summary(taped, "auto")
+    told = [line.split() for line in capsys.readouterr().out.splitlines() if " analytic " in line]
+    assert told == [[str(r), f"{r}0.0", "%", "analytic", "60.0", "∞", "60.0", "–"] for r in (1, 2)]
 
 
 def state_after(run: Run, state: str) -> str:
