@@ -202,19 +202,16 @@ class _Probe:
                 )
                 break
         if self.size > 1 and (share := self._held_by_a_neuron()) > 0:
-            self._reaches(share * self.full, f"{percent(share)} of the stand-ins' examples are read off exactly")
+            self._reaches(
+                share * self.auditor.modality.main.complete,
+                f"{percent(share)} of the stand-ins' examples are read off exactly",
+            )
             yield PreflightFinding(
                 "leaks",
                 f"{percent(share)} of the stand-ins' examples are read off a row of the first fully connected layer's gradient: "
                 "each is the only one that excites its neuron",
                 "larger batches, a convolution before it, or noise after it; a malicious server raises that share to 100 %",
             )
-
-    @property
-    def full(self) -> float:
-        """The main metric's value of an example that came back as it was."""
-        main = self.auditor.modality.main
-        return main.ceiling if main.cap is None else main.cap
 
     def _reaches(self, value: float, words: str) -> None:
         """Note what an attacker reaches at least of the main metric, on average and without any search."""
@@ -274,8 +271,7 @@ class _Probe:
             return None
         mean = sum(values) / len(values)
         self._reaches(mean, f"{use} on {len(values)} stand-ins")
-        exact = sum(v >= self.full for v in values)
-        if exact:
+        if exact := sum(map(grader.modality.main.came_back_whole, values)):
             return PreflightFinding(
                 "leaks",
                 f"{where} holds the {grader.modality.main.private}: read off {exact} of {len(values)} stand-ins without any search "
