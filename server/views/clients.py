@@ -42,7 +42,7 @@ def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]
         "left_out": {"clients": len(ids) - len(shown), "rounds": len(rounds) - len(some)},
         "z": [
             [formatting.rounded(formatting.plotted_value(metric, v)) for v in row]
-            for row in _cells(_worst(rows, shown, metric), shown, some).tolist()
+            for row in _cells(_of_clients(rows, shown).leakiest(metric, of_batch=True), shown, some).tolist()
         ],
         "floor": _floor(reading, metric, ids),
         "table": table,
@@ -69,7 +69,7 @@ def _floor(reading: Reading, metric: str, ids: list[int]) -> dict[str, Any] | No
         return {"value": formatting.rounded(labels.guess), "name": guess} if labels else None
     found: list[tuple[float, str]] = []
     for name in filter(is_baseline, reading.order):
-        worst = _worst(_graded(counted(reading.scores, metric), metric, name), ids, metric)
+        worst = _of_clients(_graded(counted(reading.scores, metric), metric, name), ids).leakiest(metric, of_batch=True)
         if len(worst):
             found.append((float(capped(metric, worst.value).mean()), name))
     if not found:
@@ -84,13 +84,9 @@ def _graded(rows: Scores, metric: str, attack: str | None) -> Scores:
     return rows.where(chosen[rows.attack] & own[rows.metric] & ~np.isnan(rows.value))
 
 
-def _worst(rows: Scores, ids: list[int], metric: str) -> Scores:
-    """Of each of these clients in each round the row that leaks most."""
-    rows = rows.where(np.isin(rows.client, ids))  # somebody else's ledger may lack some
-    keys = rows.batch_keys()
-    order = np.lexsort((MEASURED[metric].sign * rows.value, keys))
-    last = np.append(np.diff(keys[order]) != 0, True) if len(rows) else np.zeros(0, bool)
-    return rows.where(order[last])
+def _of_clients(rows: Scores, ids: list[int]) -> Scores:
+    """The rows of these clients: somebody else's ledger may lack some."""
+    return rows.where(np.isin(rows.client, ids))
 
 
 def _cells(worst: Scores, ids: list[int], rounds: list[int]) -> Floats:

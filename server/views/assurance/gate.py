@@ -163,7 +163,8 @@ def _measured(reading: Reading, metric: str) -> Measurement:
             return Measurement(None, f"it was not tested: {why_not_tested(reading.ledger, metric)}{missing}")
         return Measurement(None, f"no attack of this run has a value of {name}{missing}")
     if metric.startswith(WORST):
-        best = max((k for k in leaks if k.best is not None), key=lambda k: MEASURED[name].sign * (k.best or 0.0))
+        best = MEASURED[name].leakiest((k for k in leaks if k.best is not None), lambda k: k.best or 0.0)
+        assert best is not None  # as there is a mean
         words = f"the worst of {best.n} examples, by {best.attack}{missing}"
         return Measurement(plotted_value(name, best.best), words, not unseen)
     return Measurement(leak.mean, f"{_words(leak)}{missing}", not unseen)
