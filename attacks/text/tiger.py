@@ -203,9 +203,11 @@ class _WordSearch:
         self.attack, self.verifier, self.model, self.deadline = attack, verifier, model, deadline
         self.spaces, self.spent = spaces, 0
         self.table = model.value(model.parts.word, verifier.params).detach()
+        # a decoder's last word sends no gradient through the attention
+        self.unseen = int(model.task == "next_token")
         fit = self._fit()
-        self._place(fit, lengths)
-        self._choose(fit)
+        self.mask, self.free, self.ids = self._places(fit, lengths)
+        self.candidates, self.prior = self._likely(fit[:, : self.mask.shape[1]])
 
     def _fit(self) -> Tensor:
         """How far every word lies outside the first block's subspace in every position (V, L), of what words do on average."""
@@ -218,8 +220,8 @@ class _WordSearch:
         fit = torch.cat(outside).cpu()
         return fit / fit.mean(0)
 
-    def _place(self, fit: Tensor, lengths: Tensor) -> None:
-        """Where words, the tokens around them and padding stand."""
+    def _places(self, fit: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where tokens stand and where free words (B, L), and the ids (B, L) of start, end and padding."""
         model, known = self.model, self.verifier.known
         first, last, size = len(model.start), len(model.end), known.batch_size
         assert known.text is not None
@@ -230,26 +232,23 @@ class _WordSearch:
             # sentences of one length leave fewer places that fit
             near = places[ends[places] <= (4 * ends[places[0]]).clamp(min=1e-4)]
             lengths = 1 + near.repeat(size)[:size].sort(descending=True).values
-        # a decoder's last word sends no gradient through the attention
-        self.unseen = int(model.task == "next_token")
         lengths = (lengths - self.unseen).clamp(min=first + last + 1)
         at = torch.arange(int(lengths.max()))
-        self.mask = at < lengths[:, None]
-        self.free = (at >= first) & (at < lengths[:, None] - last)
-        self.ids = torch.full(self.mask.shape, model.pad)
-        self.ids[:, :first] = torch.tensor(model.start, dtype=torch.int64)
+        mask = at < lengths[:, None]
+        ids = torch.full(mask.shape, model.pad)
+        ids[:, :first] = torch.tensor(model.start, dtype=torch.int64)
         for i, token in enumerate(model.end):
-            self.ids.scatter_(1, (lengths - last + i)[:, None], token)
+            ids.scatter_(1, (lengths - last + i)[:, None], token)
+        return mask, (at >= first) & (at < lengths[:, None] - last), ids
 
-    def _choose(self, fit: Tensor) -> None:
-        """Each position's candidates (L, K), the nearest first, and the logits from which they start."""
-        words = fit[:, : self.mask.shape[1]].clone()
+    def _likely(self, fit: Tensor) -> tuple[Tensor, Tensor]:
+        """Each position's candidates (L, K), the nearest first, and the logits (L, K) from which they start."""
+        words = fit.clone()
         words[sorted({*self.model.special, self.model.pad})] = torch.inf
         words[self.model.tokenizer.size :] = torch.inf
         count = min(self.attack.candidates, int(words[:, 0].isfinite().sum()))
         nearest, chosen = words.topk(count, dim=0, largest=False)
-        self.candidates = chosen.mT.contiguous()
-        self.prior = ((1 - nearest) / fit[:, : self.mask.shape[1]].std(0)).mT
+        return chosen.mT.contiguous(), ((1 - nearest) / fit.std(0)).mT
 
     def _inputs(self, x: Tensor, mask: Tensor) -> list[Tensor]:
         """The inputs (B, L, width) of all blocks that count, of words' ids (B, L) or embeddings (B, L, width)."""
