@@ -652,6 +652,42 @@ def test_what_interception_costs_is_what_was_kept() -> None:
     ]
 
 
+# the first words of a row of the table, and the kept figures in it
+GPU_ROWS = {
+    "Inverting Gradients, LeNet": ["LeNet at .*: engine / published loop"],
+    "ConvNet 64": ["ConvNet .* 8 forwards an iteration", "ConvNet .*: engine / published loop"],
+    "ResNet-18 .*: the same": ["ResNet-18 .* 8 forwards an iteration", "ResNet-18 .*: engine / published loop"],
+    "ResNet-18 .*, one image": ["ResNet-18 .*, one image: .* iterations"],
+    "mean PSNR": ["LeNet: PSNR on the GPU against the CPU"],
+    "TF32": [".*: TF32 / IEEE", "LeNet: PSNR with TF32 - with IEEE", ".*: without / with deterministic algorithms"],
+    "Learning To Invert": ["Learning To Invert, .* epochs"],
+    "moving a wave": ["ResNet-18, .*: transfers of a wave of 10 s"],
+    "LAMP": ["LAMP on BERT-base, .*"],
+    "a step": [f"LeNet .* K = 1: a step, {how}" for how in ("eager", "recorded", "compiled", "recorded, CUDA graph")],
+}
+
+
+def test_what_attacks_cost_on_a_gpu_is_what_was_kept() -> None:
+    """A page's number is the kept one at the page's own decimals; what was not measured, and nothing else, is open there."""
+    kept_ones, page = json.loads(text_of("simulations/benchmarks/results/h100/gpu.json")), text_of("docs/gpu.md")
+    number, shown = r"(\d*\.?\d+|open|equally)([^\d.,;]*)", []
+    table = [cells_of(line) for line in page.splitlines() if line.startswith("|")]
+    for start, names in GPU_ROWS.items():
+        ((_, target, cell, _),) = (cells for cells in table if re.match(start, cells[0]))
+        found = [[f for f in kept_ones["figures"] if re.fullmatch(name, f["name"])] for name in names]
+        figures_of_page = re.findall(number, cell.rpartition(": ")[2])
+        for (digits, words), figures in zip(figures_of_page, found, strict=True):
+            shown, digits = [*shown, *figures], digits.replace("equally", "1.0")
+            written = [f"{abs(f['value']):.{len(digits.partition('.')[2])}f}".removeprefix("0") for f in figures]
+            assert written == [digits] * (digits != "open"), f"{start}: {digits}"
+            assert ("less" in words) == any(f["value"] < 0 for f in figures), f"{start}: {digits}{words}"
+        targets = re.findall(r"[\d.]+", " ".join(f["target"] for figures in found for f in figures))
+        assert list(map(float, re.findall(r"[\d.]+", target))) == list(map(float, targets)), start
+    assert not [f["name"] for f in kept_ones["figures"] if f["target"] and f not in shown], "a target that is not shown"
+    (made,) = re.findall(r"torch ([\d.]+), driver ([\d.]+)", page)
+    assert all(kept_ones["settings"][key].startswith(v) for key, v in zip(("torch", "driver"), made, strict=True))
+
+
 # -------------------------------------------------------------------------------------------------- the way of an update
 
 
