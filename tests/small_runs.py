@@ -1,14 +1,20 @@
 """Small runs as training leaves them, made without Flower."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.client.federation import Federation
+from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.leakage import Snapshot
+from fedgauge.server.views.reading import Jobs
+from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.verdict import UNKNOWN, Verdict, verdict
 
 SMALLEST: dict[str, Any] = {
     "rounds": 1,
@@ -52,6 +58,18 @@ def scenario(**changes: Any) -> Scenario:
         "audit": {"executor": "local"},
     }
     return Scenario.from_tables(tables | changes)
+
+
+def scores_of(ledger: Ledger) -> Scores:
+    """The scores that are in a ledger by now, as every view reads them."""
+    snapshot = Snapshot(ledger.size_of)
+    snapshot.read(ledger)
+    return snapshot.scores
+
+
+def verdict_on(ledger: Ledger, shares: Sequence[float] = UNKNOWN) -> Verdict:
+    """The verdict on a ledger to which no more jobs come."""
+    return verdict(scores_of(ledger), ledger, shares, Jobs(ledger.progress()))
 
 
 def trained(folder: Path, chosen: Scenario) -> list[Observation]:

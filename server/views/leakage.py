@@ -13,7 +13,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints, Rate, clustered_interval
 from fedgauge.server.views.roles import is_attack
-from fedgauge.server.views.scores import Scores, SizeOf, capped, one_example
+from fedgauge.server.views.scores import Scores, SizeOf, capped
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def as_rate(leak: Leak) -> Rate:
 class Snapshot:
     """The scores of a ledger as read so far, and how much came back by them; only what is new is read and computed."""
 
-    def __init__(self, size_of: SizeOf = one_example) -> None:
+    def __init__(self, size_of: SizeOf) -> None:
         self._size_of = size_of
         self.scores, self._finished = Scores.empty(), 0
         self._by_round: dict[str, dict[int, list[Leak]]] = {}

@@ -16,7 +16,6 @@ from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import ERROR_LIMITS
-from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.roles import is_attack, is_limit
@@ -58,14 +57,6 @@ class Scores:
     modality: type[Modality] = ImageModality
     size_of: SizeOf = one_example
     unordered: bool = False
-
-    @classmethod
-    def read(cls, ledger: Ledger) -> "Scores":
-        """All score rows, in one query."""
-        none = replace(
-            cls.empty(), modality=ledger.modality, size_of=ledger.size_of, unordered=ledger.graded_by_clients
-        )
-        return none.extended(ledger.scores_since(0))
 
     @classmethod
     def empty(cls) -> "Scores":

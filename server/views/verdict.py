@@ -200,14 +200,13 @@ def class_shares(reading: Reading) -> tuple[float, ...]:
     return reading.keep("shares", shares)
 
 
-def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float] = UNKNOWN, jobs: Jobs | None = None) -> Verdict:
+def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float], jobs: Jobs) -> Verdict:
     """The run's verdict on both kinds of leak. It never says that a run is private.
 
     Args:
         shares: how often each class occurs in the data, for what a guess restores of labels.
-        jobs: default: those that there are.
+        jobs: what is done and what is still to come.
     """
-    jobs = jobs or Jobs(ledger.progress())
     subject = f"So far ({jobs.words}), the clients'" if jobs.left else "The clients'"
     examples, members = _of_examples(scores, ledger, shares, subject), told_members(scores)
     words = {examples.word, *(told.word for told in members)}

@@ -13,8 +13,8 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.checks.attack_trial import try_attacks
+from tests.small_runs import scores_of
 
 LOCAL = {"use": "local_sgd", "rate": 0.1}
 NOISE = [{"use": "gaussian", "sigma": 0.1}, LOCAL]
@@ -126,5 +126,5 @@ def test_behind_noise_the_efforts_own_attacks_pass_what_the_labels_tell(
     )
     serve(run, LocalExecutor())
     with run.ledger() as ledger:
-        means = {k.attack: k.mean for k in leakage(Scores.read(ledger), "psnr") if k.round is None}
+        means = {k.attack: k.mean for k in leakage(scores_of(ledger), "psnr") if k.round is None}
     assert means["bayes_tuned"] > 1 + max(means["class_mean_image"], means["inverting_gradients"]), means

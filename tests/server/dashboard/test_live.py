@@ -21,8 +21,8 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.scores import Scores
 from tests.server.dashboard.pages import served
+from tests.small_runs import scores_of
 
 
 def test_what_is_read_in_pieces_is_what_is_read_at_once(
@@ -41,7 +41,7 @@ def test_what_is_read_in_pieces_is_what_is_read_at_once(
             ledger.finish(lease, rows)
             with reading.now():
                 assert reading.version != before
-                assert reading.leaks("psnr") == leakage(Scores.read(ledger), "psnr")
+                assert reading.leaks("psnr") == leakage(scores_of(ledger), "psnr")
     reading.close()
 
 

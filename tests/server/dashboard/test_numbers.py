@@ -30,16 +30,16 @@ from fedgauge.server.views.notices import notices
 from fedgauge.server.views.overview import progress
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_baseline
-from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.live.progress import RunProgress
 from tests.server.dashboard.pages import Get, Http, pixels, score_all
+from tests.small_runs import scores_of
 
 
 def test_the_overview_is_what_the_ledger_says(get: Get, attacked_run: Run) -> None:
     page = get("/api/runs/complete/overview")
     with attacked_run.ledger() as ledger:
-        scores = Scores.read(ledger)
+        scores = scores_of(ledger)
         told = {m: leakage(scores, m) for m in ("psnr", "ssim", "identified")}
     with closing(Reading(attacked_run)) as reading, reading.now():
         assert tuple(page["verdict"]["sentences"]) == verdict_of(reading).sentences

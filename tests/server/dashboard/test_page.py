@@ -25,9 +25,9 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.reports.report import write_comparison, write_report
+from tests.small_runs import scores_of
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 uvicorn = pytest.importorskip("uvicorn")
@@ -144,7 +144,7 @@ def test_a_finished_run_opens_with_its_numbers(watched: Watched, address: str, f
     page = watched.open(f"{address}/run/first")
     expect(page.locator(".js-line").first).to_be_visible()
     with Run(folder / "first").ledger() as ledger:
-        scores = Scores.read(ledger)
+        scores = scores_of(ledger)
         (leak,) = [k for k in leakage(scores, "psnr") if k.round is None and k.attack == "inverting_gradients"]
     with closing(Reading(Run(folder / "first"))) as reading, reading.now():
         expect(page.locator(".verdict p")).to_have_text(list(verdict_of(reading).sentences))

@@ -25,14 +25,13 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gallery import Gallery, Query
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import round_table
-from fedgauge.server.views.verdict import verdict
 from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.terminal import LiveDisplay
 from fedgauge.simulations.live.view import progress_line
 from fedgauge.simulations.reports.figures.write import write_figures
 from fedgauge.simulations.reports.report import write_report
+from tests.small_runs import scores_of, verdict_on
 
 pytest.importorskip("transformers", reason="the extra [text] is not installed")
 pytest.importorskip("rouge_score", reason="the extra [text] is not installed")
@@ -128,8 +127,8 @@ def test_a_failed_attack_on_text_leaves_it_text(run: Run, tmp_path: Path) -> Non
 
 def test_the_verdict_compares_by_rouge_with_the_floor_of_text(run: Run) -> None:
     with run.ledger() as ledger:
-        scores = Scores.read(ledger)
-        found, lines = verdict(scores, ledger), round_table(scores, ledger)
+        scores = scores_of(ledger)
+        found, lines = verdict_on(ledger), round_table(scores, ledger)
     assert scores.measure == SentenceModality.main
     assert "% ROUGE-1 on average" in found.sentence and "sentences" in found.sentence and "dB" not in found.sentence
     assert found.strongest is not None

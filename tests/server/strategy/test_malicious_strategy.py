@@ -30,12 +30,12 @@ from fedgauge.server.store.tape import read_tensors
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.simulations.live.participation import guarded
 from fedgauge.simulations.reports.report import write_report
 from fedgauge.simulations.run.create import cards
 from fedgauge.simulations.run.in_memory import train
+from tests.small_runs import scores_of
 
 FISHING = {"use": "class_fishing", "target": 3}
 LONE = {"use": "lone_example", "iterations": 40}
@@ -271,18 +271,18 @@ def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
     run = begun(tmp_path / "run", scenario)
     train(run)
     with run.ledger() as ledger:
-        assert server_attack_effects(scenario, Scores.read(ledger), ledger)["recovered"] == "no image has been graded"
+        assert server_attack_effects(scenario, scores_of(ledger), ledger)["recovered"] == "no image has been graded"
     serve(run, LocalExecutor())
     with run.ledger() as ledger:
-        told = server_attack_effects(scenario, Scores.read(ledger), ledger)
+        told = server_attack_effects(scenario, scores_of(ledger), ledger)
         rows = [r for r in ledger.scores("psnr") if r["attack"] == "read_rows" and r["value"] is not None]
         exact = [r for r in rows if r["client"] == 1 and r["round"] > 1 and r["value"] >= 60]
         accuracy = [r["accuracy"] for r in ledger.rounds()]
     assert told["sent"].endswith("trap_weights() to client 1 in rounds 2, 3: 2 messages answered in 2 rounds")
     others = [r["value"] >= 60 for r in rows if r not in exact and (r["client"] != 1 or r["round"] == 1)]
     assert exact and told["recovered"] == (
-        f"of the images behind altered weights {len(exact)} of 16 at 60 dB or more ({100 * len(exact) / 16:.0f} %), the first "
-        f"after 1 such round (round 2); of all others {sum(others)} of 56 at 60 dB or more ({100 * sum(others) / 56:.0f} %)"
+        f"of the images behind altered weights {len(exact)} of 16 at 60 dB or more ({100 * len(exact) / 16:.0f}\u00a0%), the first "
+        f"after 1 such round (round 2); of all others {sum(others)} of 56 at 60 dB or more ({100 * sum(others) / 56:.0f}\u00a0%)"
     )
     assert told["noticed"].startswith("guards alarmed at 2 of 2 altered messages and 0 of 7 honest ones; suspicion ")
     moved = 100 * (accuracy[3] - accuracy[1]) / 2, 100 * (accuracy[1] - accuracy[0])
@@ -306,7 +306,7 @@ def test_of_a_secure_sum_the_messages_are_counted_and_not_the_sums(
     run = begun(tmp_path / "run", scenario)
     train(run)
     with run.ledger() as ledger:
-        told = server_attack_effects(scenario, Scores.read(ledger), ledger)
+        told = server_attack_effects(scenario, scores_of(ledger), ledger)
     assert told["sent"].endswith("to all clients but client 0 in every round: 2 messages answered in 1 round")
     assert told["noticed"].startswith("guards alarmed at 1 of 1 altered sum and 0 of 0 honest ones; suspicion ")
     first = told["noticed"].partition("; first in round 1, on client 0's update: ")[2]
@@ -338,14 +338,14 @@ def test_a_clients_words_are_no_alarm_whatever_they_say(
             said = (words, 2, None, alarm, suspicion)
             seen = [Participation(c, "accepted", *(said if c == 1 and r > 1 else ("", 2))) for c in range(3)]
             ledger.record_intake(r, seen, None)
-        assert noticed in server_attack_effects(scenario, Scores.read(ledger), ledger)["noticed"]
+        assert noticed in server_attack_effects(scenario, scores_of(ledger), ledger)["noticed"]
 
 
 def test_nobody_is_said_to_have_inspected_where_nobody_does(
     make_scenario: Callable[..., Scenario], fishing: Run
 ) -> None:
     with fishing.ledger() as ledger:
-        told = server_attack_effects(fishing.scenario(), Scores.read(ledger), ledger)
+        told = server_attack_effects(fishing.scenario(), scores_of(ledger), ledger)
     assert told["noticed"].startswith("no client's guard reported anything")
 
 
@@ -381,7 +381,7 @@ def test_weights_that_cannot_be_crafted_in_a_later_round_are_the_honest_ones_and
     train(run)
     assert all(torch.equal(t, sent(run, 2, 0)[k]) for k, t in sent(run, 2, 1).items())
     with run.ledger() as ledger:
-        told = server_attack_effects(scenario, Scores.read(ledger), ledger)["sent"]
+        told = server_attack_effects(scenario, scores_of(ledger), ledger)["sent"]
     assert told.endswith("; round 2, client 1: honest weights were sent: no such luck")
 
 

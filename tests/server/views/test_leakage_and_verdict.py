@@ -21,7 +21,8 @@ from fedgauge.server.views.roles import attack_order, is_baseline, role_of
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import RoundLeak, best_of, paired, round_table
 from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
-from fedgauge.server.views.verdict import Verdict, excesses, verdict
+from fedgauge.server.views.verdict import Verdict, excesses
+from tests.small_runs import scores_of, verdict_on
 
 PLAN = AttackPlan(
     (
@@ -84,19 +85,15 @@ def score(
 
 
 def leaks(ledger: Ledger, metric: str) -> list[Leak]:
-    return leakage(Scores.read(ledger), metric)
+    return leakage(scores_of(ledger), metric)
 
 
 def table_of(ledger: Ledger) -> list[RoundLeak]:
-    return round_table(Scores.read(ledger), ledger)
+    return round_table(scores_of(ledger), ledger)
 
 
 def curve_of(ledger: Ledger) -> dict[str, list[Rate]]:
-    return success_curve(Scores.read(ledger), ledger)
-
-
-def verdict_of(ledger: Ledger) -> Verdict:
-    return verdict(Scores.read(ledger), ledger)
+    return success_curve(scores_of(ledger), ledger)
 
 
 def one(found: Sequence[Leak], attack: str, round: int | None) -> Leak:
@@ -233,8 +230,8 @@ def test_one_query_reads_the_scores(ledger: Ledger) -> None:
     ledger._db.set_trace_callback(asked.append)
     leaks(ledger, "psnr")
     ledger._db.set_trace_callback(None)
-    assert ["JOIN scores" in query for query in asked] == [False, False, True], (
-        "which data, who graded, then all scores"
+    assert ["JOIN scores" in query for query in asked] == [False, False, False, True], (
+        "whether anything is new, which data, who graded, then all scores"
     )
 
 
@@ -328,7 +325,7 @@ def test_what_nobody_graded_counts_neither_way(ledger: Ledger) -> None:
     assert (curve[20], curve[40], curve[41]) == (Rate(1, 1), Rate(1, 1), Rate(0, 1))
     leak = one(leaks(ledger, "psnr"), "matching", 1)
     assert (leak.n, leak.failed, leak.ungraded, leak.mean) == (1, {}, 2, 40.0)
-    assert count_ungraded(Scores.read(ledger)) == 2
+    assert count_ungraded(scores_of(ledger)) == 2
 
 
 def test_where_nobody_grades_there_is_no_curve_and_no_word_of_a_missing_image(ledger: Ledger) -> None:
@@ -337,7 +334,7 @@ def test_where_nobody_grades_there_is_no_curve_and_no_word_of_a_missing_image(le
     refuse(ledger, (0, 1))
     ledger.set_meta(ungraded="the owner does not allow it")
     assert curve_of(ledger) == {}
-    said = verdict_of(ledger)
+    said = verdict_on(ledger)
     assert said.word == "undetermined"
     assert said.sentence.startswith(
         "Nothing can be said about reconstruction: 2 reconstructions came back, and nobody graded any "
@@ -374,7 +371,7 @@ def judged(folder: Path, cells: Mapping[Cell, Values | None], **meta: str) -> Ve
         if meta:
             ledger.set_meta(**meta)
         score(ledger, cells, examples=4)
-        return verdict_of(ledger)
+        return verdict_on(ledger)
 
 
 def test_chance_alone_leaks_seldom_and_three_decibels_always(tmp_path: Path) -> None:
@@ -401,7 +398,7 @@ def test_of_many_attacks_the_best_must_be_rarer_by_luck(tmp_path: Path) -> None:
         with Ledger(tmp_path / f"{len(others)}.sqlite", create=True) as ledger:
             ledger.add_attacks(plan, {p.name: "" for p in plan.attacks})
             score(ledger, cells, examples=4, plan=plan)
-            return verdict_of(ledger)
+            return verdict_on(ledger)
 
     alone, best = with_others([]), with_others(blind)
     assert (alone.reconstruction, best.reconstruction) == ("leaks", "not shown to leak")
@@ -430,7 +427,7 @@ def test_the_strongest_attack_is_the_same_everywhere(tmp_path: Path, own: Mappin
     with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
         ledger.add_attacks(plan, {p.name: "" for p in plan.attacks})
         score(ledger, cells, examples=1, plan=plan)
-        said, strongest = verdict_of(ledger), best_of(leakage_of_all(Scores.read(ledger), "psnr"), "attack")
+        said, strongest = verdict_on(ledger), best_of(leakage_of_all(scores_of(ledger), "psnr"), "attack")
     assert strongest is not None and strongest.attack == "matching"
     assert named in said.sentence
 
@@ -500,10 +497,9 @@ def test_how_well_labels_are_guessed_depends_on_how_common_the_classes_are(tmp_p
     with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
         ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
         score(ledger, labelled(12, [0.75] * 12), examples=4)
-        scores = Scores.read(ledger)
-        assert verdict(scores, ledger).reconstruction == "not shown to leak"
-        assert verdict(scores, ledger, [0.1] * 10).word == "leaks"
-        assert verdict(scores, ledger, [0.9, 0.1]).reconstruction == "not shown to leak"
+        assert verdict_on(ledger).reconstruction == "not shown to leak"
+        assert verdict_on(ledger, [0.1] * 10).word == "leaks"
+        assert verdict_on(ledger, [0.9, 0.1]).reconstruction == "not shown to leak"
 
 
 def test_labels_leak_even_where_nothing_can_be_said_of_the_images(tmp_path: Path) -> None:
@@ -535,7 +531,7 @@ def test_attacks_that_could_not_move_prove_nothing(tmp_path: Path, blind: tuple[
     with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
         ledger.add_attacks(PLAN, {p.name: f"a; {NO_DERIVATIVE}; b" for p in PLAN.attacks}, flat=blind)
         score(ledger, drawn(0, gain=-3.0, chance=0.0), examples=4)
-        verdict = verdict_of(ledger)
+        verdict = verdict_on(ledger)
     assert verdict.reconstruction == ("undetermined" if blind else "not shown to leak")
     assert ("differentiable mean" in verdict.sentence) == bool(blind)
 
@@ -572,16 +568,16 @@ def test_an_assumed_training_that_does_not_explain_the_update_forbids_it_too(tmp
 
 def test_what_cannot_be_said(tmp_path: Path) -> None:
     with Ledger(tmp_path / "none.sqlite", create=True) as ledger:
-        assert verdict_of(ledger).sentence.startswith(
+        assert verdict_on(ledger).sentence.startswith(
             "Nothing can be said about reconstruction: no attack was planned."
         )
         assert (leaks(ledger, "psnr"), table_of(ledger), curve_of(ledger)) == ([], [], {})
         ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
-        assert verdict_of(ledger).sentence.startswith(
+        assert verdict_on(ledger).sentence.startswith(
             "Nothing can be said about reconstruction yet: no attack has been done."
         )
         ledger.set_meta(replay="mismatch")
-        assert verdict_of(ledger).sentence.startswith(
+        assert verdict_on(ledger).sentence.startswith(
             "Nothing can be said about reconstruction: the replay check failed, so no attack was run."
         )
     nothing: Values = {"psnr": [None] * 4}
@@ -595,9 +591,9 @@ def test_what_cannot_be_said(tmp_path: Path) -> None:
 
 def test_an_unfinished_audit_says_so_far(ledger: Ledger) -> None:
     score(ledger, drawn(0, gain=3.0))
-    assert verdict_of(ledger).sentence.startswith("The clients' images leak")
+    assert verdict_on(ledger).sentence.startswith("The clients' images leak")
     ledger.record_intake(2, [Participation(0, "accepted", "", 4, "digest")], PLAN)
-    assert verdict_of(ledger).sentence.startswith("So far (36 of 39 attacks done), the clients' images leak")
+    assert verdict_on(ledger).sentence.startswith("So far (36 of 39 attacks done), the clients' images leak")
 
 
 def test_pairs_are_of_the_same_example(ledger: Ledger) -> None:
@@ -610,7 +606,7 @@ def test_pairs_are_of_the_same_example(ledger: Ledger) -> None:
             (1, 1, "mean_image"): {"psnr": [50.0, 50.0]},
         },
     )
-    (excess,) = excesses(Scores.read(ledger))
+    (excess,) = excesses(scores_of(ledger))
     assert (excess.mean, excess.reached, excess.floor, excess.baseline) == (5.0, 20.0, 15.0, "mean_image")
 
 
@@ -632,7 +628,7 @@ def test_a_limit_above_every_attack_changes_no_verdict(tmp_path: Path) -> None:
     with Ledger(tmp_path / "with.sqlite", create=True) as ledger:
         ledger.add_attacks(plan, {p.name: "card" for p in plan.attacks})
         score(ledger, cells, examples=1, plan=plan)
-        assert verdict_of(ledger).reconstruction == "not shown to leak"
+        assert verdict_on(ledger).reconstruction == "not shown to leak"
         assert [line.attack for line in table_of(ledger)] == ["matching"]
         assert "bayes_limit" not in curve_of(ledger)
         assert one(leaks(ledger, "mse"), "bayes_limit", 1).mean == 1e-4
@@ -647,7 +643,7 @@ def test_a_plan_of_baselines_and_limits_has_no_attack(tmp_path: Path) -> None:
     plan = AttackPlan((*PLAN.attacks[1:], PlannedAttack("bayes_limit", {"use": "bayes_limit"})))
     with Ledger(tmp_path / "without.sqlite", create=True) as ledger:
         ledger.add_attacks(plan, {p.name: "card" for p in plan.attacks})
-        assert verdict_of(ledger).sentence.startswith(
+        assert verdict_on(ledger).sentence.startswith(
             "Nothing can be said about reconstruction: the plan has no attack that reconstructs."
         )
 

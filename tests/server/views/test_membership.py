@@ -17,9 +17,9 @@ from fedgauge.server.views.clients import clients
 from fedgauge.server.views.leakage import leakage, leakage_of_all
 from fedgauge.server.views.membership import RATES_SHOWN, membership_table, roc_curves, told_members
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.scores import Scores
-from fedgauge.server.views.verdict import Verdict, verdict
+from fedgauge.server.views.verdict import Verdict
 from tests.simulations.reports.figures.graded_runs import graded
+from tests.small_runs import scores_of, verdict_on
 
 TESTS = (PlannedAttack("membership", {"use": "membership"}), PlannedAttack("over", {"use": "membership_over_rounds"}))
 GUESSES = (PlannedAttack("label_frequency", {"use": "membership", "score": "label_frequency"}),)
@@ -53,7 +53,7 @@ def written(path: Path, cells: Cells, attacks: Sequence[PlannedAttack] = (*MATCH
 
 def judged(path: Path, cells: Cells, attacks: Sequence[PlannedAttack] = (*MATCHING, *TESTS, *GUESSES)) -> Verdict:
     with written(path, cells, attacks) as ledger:
-        return verdict(Scores.read(ledger), ledger)
+        return verdict_on(ledger)
 
 
 NOTHING = {"psnr": [12.0, 12.0]}
@@ -72,12 +72,12 @@ def test_the_numbers_of_a_test_are_means_over_members(tmp_path: Path) -> None:
     found = of_members([[1.0, 0.9], [1.0, 0.7], [1.0, 0.8]])
     guesses = of_members([[0.5, 0.6]] * 3, "label_frequency")
     ledger = written(tmp_path / "l.sqlite", {**IMAGES, **found, **guesses})
-    (told,) = told_members(Scores.read(ledger))
+    (told,) = told_members(scores_of(ledger))
     assert told.area == pytest.approx(0.9)
     assert (told.baseline, told.floor) == ("label_frequency", pytest.approx(0.55))
     assert told.hits is not None and (told.hits.count, told.hits.n) == (3, 6)
     assert told.leaks and told.interval is not None and told.interval[0] < 0.9 < told.interval[1]
-    row, guess = membership_table(Scores.read(ledger), ["membership", "label_frequency"])
+    row, guess = membership_table(scores_of(ledger), ["membership", "label_frequency"])
     assert (row.n, row.area, row.told[0.01].count, guess.kind) == (6, pytest.approx(0.9), 3, "baseline")
     assert (
         "Who was in a batch leaks: by membership, a member scores above a stranger in 90\u00a0% of all pairs"
@@ -92,7 +92,7 @@ def test_chance_alone_leaks_seldom(tmp_path: Path) -> None:
         found = of_members(rng.uniform(size=(4, 8)).tolist())
         guesses = of_members(rng.uniform(size=(4, 8)).tolist(), "label_frequency")
         with written(tmp_path / f"{seed}.sqlite", {**found, **guesses}, (*TESTS, *GUESSES)) as ledger:
-            alarms += any(told.leaks for told in told_members(Scores.read(ledger)))
+            alarms += any(told.leaks for told in told_members(scores_of(ledger)))
     assert alarms <= 3  # of 40 at 2.5 %, with a probability of 98 %
 
 
@@ -103,7 +103,7 @@ def test_one_client_leaks_where_whole_batches_are_told(tmp_path: Path) -> None:
         for round in (1, 2, 3)
     }
     with written(tmp_path / "l.sqlite", cells, TESTS) as ledger:
-        (told,) = told_members(Scores.read(ledger))
+        (told,) = told_members(scores_of(ledger))
     assert told.interval is None and told.leaks
     assert told.hits_by_luck == pytest.approx(2 * 0.02**3)
 
@@ -116,7 +116,7 @@ def test_what_the_weights_tell_as_well_is_no_leak_of_the_update(tmp_path: Path) 
         cells = {(1, c, attack): told for c in range(count) for attack in ("membership", "loss")}
         plan = (*TESTS, PlannedAttack("loss", {"use": "membership", "score": "loss"}))
         with written(tmp_path / f"{name}.sqlite", cells, plan) as ledger:
-            (found,) = told_members(Scores.read(ledger))
+            (found,) = told_members(scores_of(ledger))
         assert not found.leaks and found.baseline == "loss"
         assert found.word == ("undetermined" if count == 1 else "not shown to leak")
 
@@ -127,7 +127,7 @@ def test_what_a_baseline_tells_too_leaves_the_batch_as_large_as_it_is(tmp_path: 
     loss = {"membership": [1.0] * 3 + [0.4], "membership_at_1_percent": [1.0] * 3 + [0.0]}
     plan = (*TESTS, PlannedAttack("loss", {"use": "membership", "score": "loss"}))
     with written(tmp_path / "l.sqlite", {(1, 0, "membership"): own, (1, 0, "loss"): loss}, plan) as ledger:
-        (found,) = told_members(Scores.read(ledger))
+        (found,) = told_members(scores_of(ledger))
     assert found.hits_by_luck == pytest.approx(2 * 0.04), "any of four, and not half"
 
 
@@ -138,7 +138,7 @@ def test_over_rounds_the_last_round_counts(tmp_path: Path) -> None:
         for client in range(3)
     }
     with written(tmp_path / "l.sqlite", cells, TESTS) as ledger:
-        (told,) = told_members(Scores.read(ledger))
+        (told,) = told_members(scores_of(ledger))
     assert (told.metric, told.area) == ("held_membership", pytest.approx(0.9))
     assert told.sentence.startswith("Whom a client's data holds leaks")
 
@@ -155,7 +155,7 @@ def test_every_place_takes_the_same_mean_of_the_same_rows(tmp_path: Path) -> Non
         (1, c, "membership"): {**alone[1, c, "membership"], "anybody_membership": [0.6 + c / 10]} for c in (0, 1)
     }
     with written(tmp_path / "l.sqlite", {**cells, **alone, **anybody}, TESTS) as ledger:
-        scores = Scores.read(ledger)
+        scores = scores_of(ledger)
     table = {(row.question, row.name): row for row in membership_table(scores, ["membership", "over"])}
     for metric, (question, _) in QUESTIONS.items():
         pooled = {leak.attack: leak for leak in leakage(scores, metric) if leak.round is None}
@@ -197,7 +197,7 @@ def test_many_clients_are_not_looked_at_one_by_one(tmp_path: Path) -> None:
         for client in range(clients)
     }
     with written(tmp_path / "ledger.sqlite", many, (*TESTS,)) as ledger:
-        scores = Scores.read(ledger)
+        scores = scores_of(ledger)
     sys.setprofile(note)
     try:
         (told,) = told_members(scores)
@@ -218,8 +218,8 @@ def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> Non
     }
     plan = (*TESTS, PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}))
     with written(tmp_path / "l.sqlite", cells, plan) as ledger:
-        curves = roc_curves(Scores.read(ledger))
-        row = next(row for row in membership_table(Scores.read(ledger), [MEMBERSHIP_LIMIT]) if row.kind == "limit")
+        curves = roc_curves(scores_of(ledger))
+        row = next(row for row in membership_table(scores_of(ledger), [MEMBERSHIP_LIMIT]) if row.kind == "limit")
     by_curve = dict(zip(RATES_SHOWN, curves[MEMBERSHIP_LIMIT], strict=True))[0.01]
     assert row.shares == {0.01: pytest.approx(by_curve)} and not row.told, "a power is no count of members"
     assert curves[MEMBERSHIP_LIMIT] == pytest.approx([np.mean([power(r, mu) for mu in mus]) for r in RATES_SHOWN])
@@ -235,9 +235,9 @@ def test_values_that_no_test_gives_break_nothing(tmp_path: Path) -> None:
         odd = {"membership": [value, 0.5], "membership_at_1_percent": [value, 1.0], "held_membership": [value]}
         cells = {(1, client, name): odd for client in range(2) for name in names}
         with written(tmp_path / f"{value}.sqlite", cells, plan) as ledger:
-            scores = Scores.read(ledger)
+            scores = scores_of(ledger)
             assert roc_curves(scores) and membership_table(scores, list(names)) and told_members(scores)
-            assert verdict(scores, ledger).sentence
+            assert verdict_on(ledger).sentence
 
 
 def test_no_verdict_says_that_nothing_leaks_where_membership_was_not_tested(tmp_path: Path) -> None:
@@ -277,6 +277,6 @@ def test_no_verdict_says_that_nothing_leaks_where_membership_was_not_tested(tmp_
 def test_a_test_of_membership_is_no_failed_reconstruction_and_the_other_way_round(tmp_path: Path) -> None:
     cells: Cells = {(1, 0, "matching"): {"psnr": [None, None]}, (1, 0, "membership"): {"membership": [0.9, 0.8]}}
     with written(tmp_path / "l.sqlite", cells, (*MATCHING, *TESTS)) as ledger:
-        scores = Scores.read(ledger)
+        scores = scores_of(ledger)
         assert set(scores.of_metric("membership").attack) == {scores.attacks.index("membership")}
         assert set(scores.of_metric("psnr").attack) == {scores.attacks.index("matching")}

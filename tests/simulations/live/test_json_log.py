@@ -14,11 +14,11 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.live.json_log import Events
 from fedgauge.simulations.live.progress import RunProgress
 from tests.simulations.live.conftest import TABLES, intake, work
+from tests.small_runs import scores_of
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
@@ -42,7 +42,7 @@ def test_the_events_of_an_audit_carry_the_ledgers_numbers(taped: Run, capsys: py
     assert start["attacks"] == ["analytic", "mean_image", "class_mean_image", "random_image"]
     with taped.ledger() as ledger:
         rounds = [(r["round"], r["accuracy"], r["loss"], r["seconds"]) for r in ledger.rounds()]
-        leaks = leakage(Scores.read(ledger), "psnr")
+        leaks = leakage(scores_of(ledger), "psnr")
         meta = ledger.meta()
     of = {kind: [e for e in events if e["event"] == kind] for kind in ("round", "scores", "progress", "replay")}
     assert [(e["round"], e["accuracy"], e["loss"], e["seconds"]) for e in of["round"]] == rounds

@@ -11,9 +11,9 @@ from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.reading import Jobs
-from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.live.progress import RunProgress
 from tests.simulations.live.conftest import TABLES, Clock, intake, work
+from tests.small_runs import scores_of
 
 
 def test_what_is_read_in_pieces_is_what_the_analysis_finds_in_the_whole(ledger: Ledger, tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_what_is_read_in_pieces_is_what_the_analysis_finds_in_the_whole(ledger: 
         assert ledger.lease() is None, "three attacks on five clients in waves of two: nine waves"
         assert incomplete > 0
         found = {k: run_progress.cells.pop(k) for k in list(run_progress.cells)}
-    whole = {(k.attack, k.round): k for k in leakage(Scores.read(ledger), "psnr") if k.round is not None}
+    whole = {(k.attack, k.round): k for k in leakage(scores_of(ledger), "psnr") if k.round is not None}
     assert found.keys() == whole.keys()
     for key, leak in whole.items():
         cell = found[key]

@@ -16,11 +16,11 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.live import thumbnails
 from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.terminal import Glyphs, LiveDisplay, bar, duration, sparkline
 from tests.simulations.live.conftest import Clock, begun, plain
+from tests.small_runs import scores_of
 
 
 def test_a_sparkline_stands_on_paper() -> None:
@@ -128,7 +128,7 @@ def test_a_file_that_a_tester_graded_is_shown_by_its_examples(looking: RunProgre
 
 def test_the_picture_carries_the_ledgers_numbers(looking: RunProgress, attacked: Run) -> None:
     with attacked.ledger() as ledger:
-        leaks = {k.attack: k for k in leakage(Scores.read(ledger), "psnr") if k.round == 2}
+        leaks = {k.attack: k for k in leakage(scores_of(ledger), "psnr") if k.round == 2}
         worst = max(r["value"] for r in ledger.scores("psnr") if r["attack"] == "analytic")
     floor = max(k.mean for a, k in leaks.items() if a != "analytic" and k.mean is not None)
     rows = {

@@ -9,7 +9,6 @@ from rich.console import Console
 from fedgauge.server.store.ledger_types import DeviceUse
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.live.choose_view import view_of
 from fedgauge.simulations.live.json_log import Events
@@ -17,6 +16,7 @@ from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.terminal import Glyphs, LiveDisplay
 from fedgauge.simulations.live.view import Lines, View, progress_line
 from tests.simulations.live.conftest import Clock
+from tests.small_runs import scores_of
 
 
 def test_who_looks_decides_on_the_view(taped: Run) -> None:
@@ -61,7 +61,7 @@ def test_a_line_says_what_it_counts_and_what_it_waits_for(
 def test_a_line_has_the_best_and_the_mean_of_the_attacks(looking: RunProgress, attacked: Run) -> None:
     with attacked.ledger() as ledger:
         best = ledger.best_so_far()
-        mean = {k.attack: k.mean for k in leakage(Scores.read(ledger), "psnr") if k.round is None}["analytic"]
+        mean = {k.attack: k.mean for k in leakage(scores_of(ledger), "psnr") if k.round is None}["analytic"]
     assert f"PSNR best {best:.1f} dB, mean {mean:.1f} dB" in progress_line(looking)
     assert mean == 60.0
 

@@ -23,9 +23,10 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.scores import Scores, known_metrics
+from fedgauge.server.views.scores import known_metrics
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports.export import MARK, write_tensorboard
+from tests.small_runs import scores_of
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="needs TensorBoard: pip install fedgauge[tensorboard]"
@@ -132,7 +133,7 @@ def test_each_attack_and_the_training_is_a_run_of_its_own(exported: Path) -> Non
 
 def test_scalars_are_the_analysis(attacked: Run, exported: Path) -> None:
     with attacked.ledger() as ledger:
-        scores = Scores.read(ledger)
+        scores = scores_of(ledger)
     for attack in (*ATTACKS, *BASELINES):
         expected = {}
         for metric in known_metrics(scores):

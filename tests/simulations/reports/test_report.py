@@ -17,10 +17,9 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.formatting import number
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.reports.report import write_comparison, write_report
 from tests.simulations.reports.report_pages import BROWSER, HOSTILE, Page, as_bytes, page_of, pixels, taped
-from tests.small_runs import scenario
+from tests.small_runs import scenario, scores_of
 
 
 def test_the_file_is_the_owners_alone_and_equal_runs_give_equal_reports(attacked: Run) -> None:
@@ -68,7 +67,7 @@ def test_captions_and_table_hold_the_ledgers_numbers(attacked: Run) -> None:
     page = page_of(attacked)
     with attacked.ledger() as ledger:
         rows = [r for r in ledger.scores("psnr") if r["attack"] == "inverting_gradients"]
-        found = leakage(Scores.read(ledger), "psnr")
+        found = leakage(scores_of(ledger), "psnr")
     tiles = page.tiles("inverting_gradients")
     assert [float(tile["note"].removesuffix(" dB")) for tile in tiles] == pytest.approx(
         [r["value"] for r in rows], abs=0.051
@@ -88,7 +87,7 @@ def test_the_figures_data_is_the_analysis(attacked: Run) -> None:
     assert [m["name"] for m in figure["metrics"]] == ["psnr", "ssim", "mse", "identified", "label_accuracy"]
     with attacked.ledger() as ledger:
         for metric in figure["metrics"]:
-            leaks = {(k.attack, k.round): k for k in leakage(Scores.read(ledger), metric["name"]) if k.mean is not None}
+            leaks = {(k.attack, k.round): k for k in leakage(scores_of(ledger), metric["name"]) if k.mean is not None}
             drawn = {(s["name"], r): v for s in metric["series"] for r, v in zip(s["x"], s["mean"], strict=True)}
             assert drawn.keys() == {key for key in leaks if key[1] is not None}
             assert drawn == {key: pytest.approx(leaks[key].mean, rel=1e-4) for key in drawn}
@@ -221,7 +220,7 @@ def test_a_comparison_holds_every_run_and_metric(attacked: Run, copied: Run, tmp
     data = {found["metric"]["name"]: found for found in page.data}
     assert list(data) == ["psnr", "ssim", "mse", "identified", "label_accuracy"]
     with attacked.ledger() as ledger:
-        pooled = {k.attack: k for k in leakage(Scores.read(ledger), "ssim") if k.round is None}
+        pooled = {k.attack: k for k in leakage(scores_of(ledger), "ssim") if k.round is None}
     points = {(p["run"], p["attack"]): p["mean"] for p in data["ssim"]["points"]}
     for name in (attacked.name, copied.name):
         assert points[name, "inverting_gradients"] == pytest.approx(pooled["inverting_gradients"].mean, rel=1e-4)

@@ -11,10 +11,10 @@ from matplotlib.collections import QuadMesh
 
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.reports.figures.clients import clients_figure, worst_case_by_client
 from fedgauge.simulations.reports.figures.write import write_figures
 from tests.simulations.reports.figures.graded_runs import drawn, graded
+from tests.small_runs import scores_of
 
 
 def test_the_heat_map_is_the_worst_psnr_of_each_client_and_round(run: Run) -> None:
@@ -34,7 +34,7 @@ def test_who_was_not_graded_is_blank_and_baselines_are_no_leak(tmp_path: Path) -
 
     run = graded(tmp_path / "one", one, limit=False)
     with run.ledger() as ledger:
-        worst = worst_case_by_client(Scores.read(ledger))
+        worst = worst_case_by_client(scores_of(ledger))
     assert len(worst) == 9
     assert {key for key, value in worst.items() if not math.isnan(value)} == {(1, 2)}
     assert worst[1, 2] == 60.0
@@ -47,8 +47,8 @@ def test_where_a_lower_value_leaks_more_the_lowest_is_the_worst(run: Run, monkey
     main = replace(ImageModality.main, higher_is_better=False, cap=None)
     monkeypatch.setattr(ImageModality, "main", main)
     with run.ledger() as ledger:
-        worst = worst_case_by_client(Scores.read(ledger))
-        rows = Scores.read(ledger).of_metric("psnr")
+        worst = worst_case_by_client(scores_of(ledger))
+        rows = scores_of(ledger).of_metric("psnr")
     rows = rows.where(rows.by_attacks)
     for (client, round), value in worst.items():
         assert value == rows.value[(rows.client == client) & (rows.round == round)].min()

@@ -11,7 +11,6 @@ from matplotlib.colors import to_hex
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.reports.figures.style import MUTED, PURPLE
 from fedgauge.simulations.reports.figures.write import write_figures
 from tests.simulations.reports.figures.graded_runs import (
@@ -24,13 +23,14 @@ from tests.simulations.reports.figures.graded_runs import (
     only_psnr,
     points,
 )
+from tests.small_runs import scores_of
 
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_lines_are_the_analysis(run: Run, metric: str) -> None:
     axes, right = drawn(run)[f"leakage-{metric}"].axes
     with run.ledger() as ledger:
-        leaks = [k for k in leakage(Scores.read(ledger), metric) if k.round is not None]
+        leaks = [k for k in leakage(scores_of(ledger), metric) if k.round is not None]
     for attack, color in (("first", BLUE), ("second", VERMILION)):
         own = [k for k in leaks if k.attack == attack]
         (mean,) = points(axes, color, "-")
@@ -50,7 +50,7 @@ def test_lines_are_the_analysis(run: Run, metric: str) -> None:
 def test_bands_are_the_intervals(run: Run) -> None:
     axes = drawn(run)["leakage-psnr"].axes[0]
     with run.ledger() as ledger:
-        leaks = [k for k in leakage(Scores.read(ledger), "psnr") if k.round and k.attack in ("first", "second")]
+        leaks = [k for k in leakage(scores_of(ledger), "psnr") if k.round and k.attack in ("first", "second")]
     bands = [c for c in axes.collections if isinstance(c, FillBetweenPolyCollection)]
     assert len(bands) == 2
     for band, attack in zip(bands, ("first", "second"), strict=True):
@@ -109,7 +109,7 @@ def test_one_round_is_drawn_in_points_that_can_be_told_apart(tmp_path: Path) -> 
     assert firsts[0][0][0] != seconds[0][0][0], "side by side"
     with run.ledger() as ledger:
         bands = [
-            (k.low, k.high) for k in leakage(Scores.read(ledger), "psnr") if k.round and k.attack in ("first", "second")
+            (k.low, k.high) for k in leakage(scores_of(ledger), "psnr") if k.round and k.attack in ("first", "second")
         ]
     bars = [c.get_segments()[0][:, 1].tolist() for c in axes.collections if isinstance(c, LineCollection)]
     assert bars == [pytest.approx(band) for band in bands]
