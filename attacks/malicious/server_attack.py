@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave
 from fedgauge.attacks.plan import ATTACK
-from fedgauge.client.components import ComponentKind, Table, build
+from fedgauge.client.components import ComponentKind, SpecError, Table, build, call
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import UpdateTransform
@@ -52,6 +52,34 @@ class ServerAttack(ABC):
 
 
 SERVER_ATTACK = ComponentKind("a server attack", ("fedgauge.server_attacks",), ServerAttack)
+
+
+def craft_weights(
+    attack: ServerAttack,
+    where: str,
+    sent: Params,
+    known: Knowledge,
+    rng: Generator,
+    seen: Sequence[Observation] = (),
+    place: int = 0,
+) -> Params:
+    """What a malicious server sends to one client: the one way in which runs, paper tables, checks and experiments craft weights.
+
+    Args:
+        where: names the attack in an error.
+        seen: the client's earlier updates under this attack; only what the attack may use of them reaches it.
+        place: of the client in its secure sum.
+
+    Raises:
+        SpecError: the network lacks what the attack needs, or the weights are not finite.
+    """
+    own = call(attack.for_member, {"place": place}, where)
+    earlier = [classifier_only(o, known.model) for o in seen] if own.is_stateful else []
+    arguments = {"sent": sent, "known": known, "rng": rng, "seen": earlier}
+    made = {k: t.detach().contiguous() for k, t in call(own.craft, arguments, where).items()}
+    if not all(bool(t.isfinite().all()) for t in made.values()):  # this client's update would be refused for it
+        raise SpecError(f"{where}: the crafted weights are not finite")
+    return made
 
 
 def fill_with_mean(x: Tensor, size: int, known: Knowledge) -> Tensor:

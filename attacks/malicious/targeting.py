@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack, craft_weights
 from fedgauge.attacks.plan import PlannedAttack, describe
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import SpecError, Table, build, call, check_arguments
@@ -95,8 +95,7 @@ def check(plan: Sequence[TargetedServerAttack], fed: Federation) -> None:
                 "that hold one batch each"
             )
         last = max(map(len, fed.protocol.groups(1))) - 1  # in the largest secure sum
-        attack = call(targeted.server_attack.for_member, {"place": last}, where)
-        call(attack.craft, {"sent": params, "known": known, "rng": generator("a malice is tried")}, where)
+        craft_weights(targeted.server_attack, where, params, known, generator("a malice is tried"), place=last)
         for j, other in enumerate(plan[: i - 1], 1):
             if _overlap(other.targeting, targeted.targeting, fed.protocol):
                 raise SpecError(

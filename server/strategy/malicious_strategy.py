@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedgauge.attacks.base import Knowledge, Observation
-from fedgauge.attacks.malicious.server_attack import classifier_only
+from fedgauge.attacks.malicious.server_attack import classifier_only, craft_weights
 from fedgauge.attacks.malicious.targeting import TargetedServerAttack
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
@@ -76,16 +76,9 @@ class MaliciousStrategy(Wrapper):
         # one generator for a whole secure sum: weights that no attack needs to differ must not, as their updates are added
         (group,) = (group for group in self.protocol.groups(round) if client in group)
         rng = generator(self.protocol.seed, "malice", round, group[0])
-        server_attack = attack.server_attack.for_member(group.index(client))
-        seen = (
-            [o for o in self.seen.get(client, []) if attack.targeting.applies_to(o.round, client)]
-            if server_attack.is_stateful
-            else []
-        )
-        made = {k: t.detach().contiguous() for k, t in server_attack.craft(honest, self.known, rng, seen).items()}
-        if not all(bool(t.isfinite().all()) for t in made.values()):  # this client's update would be refused for it
-            raise ValueError("the crafted weights are not finite")
-        return made
+        seen = [o for o in self.seen.get(client, []) if attack.targeting.applies_to(o.round, client)]
+        name = str(attack.table["use"])
+        return craft_weights(attack.server_attack, name, honest, self.known, rng, seen, group.index(client))
 
     def note(self, intake: RoundReplies) -> None:
         """Remember replies to altered weights, because the next round's attack may depend on them."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Generator, Tensor
 
-from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack, craft_weights
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import Table, build
 from fedgauge.client.federation import Federation
@@ -114,7 +114,8 @@ class InspectedRound:
     def crafted(self, server_attack: ServerAttack) -> Params:
         """The weights that a malicious server sends instead; ValueError if the network lacks what the attack needs."""
         rng = generator(self.federation.protocol.seed, "malice", self.client, self.round)
-        return server_attack.craft(self.params, public_knowledge(self.federation), rng)
+        known = public_knowledge(self.federation)
+        return craft_weights(server_attack, "server attack", self.params, known, rng)
 
 
 def honest(fed: Federation, rounds: int) -> Iterator[InspectedRound]:

@@ -12,12 +12,13 @@ from torch import Tensor
 from fedgauge.attacks.base import Observation, Stream
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.scores import Grader
+from fedgauge.attacks.malicious.server_attack import craft_weights
 from fedgauge.attacks.modality.image_metrics import AUGMENTED
 from fedgauge.attacks.modality.registry import examples_of, modality_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import SpecError, build, call
+from fedgauge.client.components import SpecError, build
 from fedgauge.client.data.images import Dataset, Shards, batch_of
 from fedgauge.client.federation import DATASET, Federation
 from fedgauge.client.local_data import data_folder
@@ -218,10 +219,10 @@ class _Clients:
             weights_by_member = [honest] * cell.members
             for place in range(cell.members):
                 if server_attack is not None and not (server_attack.spares_one and place == 0 and cell.members > 1):
-                    own = server_attack.for_member(place)
-                    rng = generator(fed.protocol.seed, "malice", k, round)
-                    arguments = {"sent": honest, "known": known, "rng": rng, "seen": observations}
-                    weights_by_member[place] = call(own.craft, arguments, f"cell {cell.name}: server attack")
+                    rng, where = generator(fed.protocol.seed, "malice", k, round), f"cell {cell.name}: server attack"
+                    weights_by_member[place] = craft_weights(
+                        server_attack, where, honest, known, rng, observations, place
+                    )
             updates = [
                 {name: t.detach() for name, t in fed.own_update(params, buffers, first + i, round).items()}
                 for i, params in enumerate(weights_by_member)

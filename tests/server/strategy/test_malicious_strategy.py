@@ -385,6 +385,12 @@ def test_weights_that_cannot_be_crafted_in_a_later_round_are_the_honest_ones_and
     assert told.endswith("; round 2, client 1: honest weights were sent: no such luck")
 
 
+def test_weights_that_are_not_finite_are_refused_before_the_run(make_scenario: Callable[..., Scenario]) -> None:
+    """Each round sent honest weights instead, as every client would refuse them."""
+    with pytest.raises(SpecError, match=r"\[\[server_attack\]\] #1: imprint: the crafted weights are not finite"):
+        malicious_setup(make_scenario, {"use": "imprint", "strength": 1e39}, attack=[{"use": "read_rows"}])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
