@@ -160,8 +160,9 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[str]
     Args:
         promises: of every defense, in the sweep's order.
 
-    The strongest attack is, as anywhere, that whose mean leaks most, here over the seeds; what came back best of what a defense
-    made of the examples stands beside it. Membership: of the strongest test, the area under the ROC curve, and the members told at
+    The strongest attack is, as anywhere, that whose mean leaks most, here over the seeds; in brackets stands the interval of a
+    single seed, or the least and the largest mean of several. What came back best of what a defense made of the examples stands
+    beside it. Membership: of the strongest test, the area under the ROC curve, and the members told at
     1 % false positives. Limit, bound and gap are PSNRs of mean squared errors; the gap is from the limit to the attack of the
     least error.
     """
@@ -210,6 +211,8 @@ def _strongest(own: Sequence[SweepRow], by: MainMetric) -> tuple[str, str]:
     words, of_best = number(means[best], 1), [r for r in own if r.attack == best]
     if len(of_best) == 1 and of_best[0].low is not None and of_best[0].high is not None:
         words += f" ({number(of_best[0].low, 1)} to {number(of_best[0].high, 1)})"
+    elif len(seeds := [r.mean for r in of_best if r.mean is not None]) > 1:
+        words += f" (seeds {number(min(seeds), 1)} to {number(max(seeds), 1)})"
     if other is not None:
         words += f"; {number(augmented[other], 1)} to what was trained on" + f", by `{other}`" * (other != best)
     return f"`{best}`", words
