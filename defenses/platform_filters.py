@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedgauge.client.components import check_part
-from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform, transformed
+from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
 from fedgauge.defenses.noise import gaussian
 
@@ -93,15 +93,11 @@ class svt_privacy(UpdateTransform):
         wanted = math.ceil(self.fraction * len(flat))
         threshold = self.tau + _laplace(1, 2 * gamma / self.epsilon, rng)
         queries = 4 * gamma * wanted / (self.epsilon * (2 * wanted) ** (2 / 3))
-        size, accepted = flat.abs().clamp(max=gamma), torch.zeros_like(flat, dtype=torch.bool)
-        for _ in range(PASSES):  # tensors throughout, as an attacker computes many clients at once
-            more = accepted.sum() < wanted
-            if not transformed() and not more:
-                break
-            accepted = accepted | (more & (size + _laplace(len(flat), queries, rng) >= threshold))
-        first = accepted.logical_not().to(torch.uint8).argsort(stable=True)
-        place = torch.rand(wanted, generator=rng, dtype=torch.float64) * accepted.sum().clamp_min(1)
-        drawn = first[place.long()]
+        passes = _first_accepted(threshold - flat.abs().clamp(max=gamma), queries, rng)
+        order = passes.argsort()
+        accepted = (passes <= passes[order[wanted - 1]].clamp(max=PASSES)).sum()
+        place = torch.rand(wanted, generator=rng, dtype=torch.float64) * accepted.clamp_min(1)
+        drawn = order[place.long()]
         noisy = (flat[drawn] + _laplace(wanted, 2 * gamma / self.noise_var, rng)).clamp(-gamma, gamma)
         most = _within(gamma * self.steps, update)
         noisy = (noisy * self.steps).clamp(-most, most)
@@ -144,6 +140,19 @@ def _within(bound: float, update: Update) -> float:
 
 def _flat(update: Update) -> Tensor:
     return torch.cat([t.flatten() for t in update.values()])
+
+
+def _first_accepted(missing: Tensor, scale: float, rng: Generator | None) -> Tensor:
+    """(n,) numbers of the pass, from 1, in which Laplace noise of this scale first exceeds what an entry (n,) is missing.
+
+    Passes draw anew, so the number is geometric: one uniform draw gives it.
+    """
+    far = -missing.double().abs() / scale
+    stays = torch.where(
+        missing > 0, torch.log1p(-0.5 * far.exp()), math.log(0.5) + far
+    )  # log of the chance in one pass
+    chance = torch.rand(len(missing), generator=rng, dtype=torch.float64).clamp_min(1e-300)
+    return (chance.log() / stays).ceil().clamp_min(1)
 
 
 def _laplace(n: int, scale: float, rng: Generator | None) -> Tensor:

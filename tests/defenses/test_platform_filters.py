@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.supercore.differential_privacy import add_localdp_gaussian_noise_to_params
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fedgauge.client.rng import generator
 from fedgauge.defenses.noise import gaussian
-from fedgauge.defenses.platform_filters import local_dp, percentile_privacy, svt_privacy
+from fedgauge.defenses.platform_filters import _first_accepted, local_dp, percentile_privacy, svt_privacy
 
 
 def drawn(scale: float, *shape: int) -> Tensor:
@@ -49,6 +50,18 @@ def test_without_noise_the_sparse_vector_sends_the_cut_values_above_its_threshol
     sent = found != 0
     assert torch.allclose(found[sent], update["a"][sent].clamp(-0.8, 0.8), atol=1e-6)
     assert float(update["a"][sent].abs().min()) >= 0.5 - 1e-6
+
+
+@pytest.mark.parametrize("missing", [-3.0, -0.2, 0.0, 0.4, 2.0, 1e4])
+def test_the_pass_that_accepts_an_entry_is_as_if_each_had_noise_of_its_own(missing: float) -> None:
+    n, scale = 20_000, 0.7
+    found = _first_accepted(torch.full((n,), missing), scale, generator("passes", str(missing)))
+    once = scipy.stats.laplace.sf(missing, scale=scale)
+    for passes in (1, 2, 5):
+        expected = 1 - (1 - once) ** passes
+        seen = float((found <= passes).double().mean())
+        assert abs(seen - expected) <= 5 * math.sqrt(expected * (1 - expected) / n), passes
+    assert found.min() >= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
