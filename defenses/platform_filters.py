@@ -148,9 +148,8 @@ def _first_accepted(missing: Tensor, scale: float, rng: Generator | None) -> Ten
     Passes draw anew, so the number is geometric: one uniform draw gives it.
     """
     far = -missing.double().abs() / scale
-    stays = torch.where(
-        missing > 0, torch.log1p(-0.5 * far.exp()), math.log(0.5) + far
-    )  # log of the chance in one pass
+    # the logarithm of the chance that a pass does not accept it
+    stays = torch.where(missing > 0, torch.log1p(-0.5 * far.exp()), math.log(0.5) + far)
     chance = torch.rand(len(missing), generator=rng, dtype=torch.float64).clamp_min(1e-300)
     return (chance.log() / stays).ceil().clamp_min(1)
 
