@@ -23,6 +23,7 @@ from fedgauge.client.training import StochasticLayer
 Effort = Literal["quick", "standard", "thorough"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
 ITERATIONS = {"quick": 100, "standard": 300, "thorough": 1000}
+GENERATED = 3 * 64 * 64  # values of an example, up to which a generator is trained in a minute or two
 RIDGE_PARAMETERS = 1_000_000  # of a network, up to which a regression on its whole updates stays cheap
 
 
@@ -69,7 +70,7 @@ class _Setting:
         """Whether the network begins with a fully connected layer over the whole example."""
         with_parameters = (m for m in self.federation.model.modules() if m._parameters)
         first = next(with_parameters, None)
-        return isinstance(first, nn.Linear) and first.in_features == prod(self.federation.shards.dataset.shape)
+        return isinstance(first, nn.Linear) and first.in_features == self.pixels
 
     @cached_property
     def reads_batches(self) -> bool:
@@ -85,6 +86,10 @@ class _Setting:
     def repeats(self) -> bool:
         """Whether some client trains on the same examples in every round."""
         return min(map(len, self.federation.shards.indices)) <= self.federation.shards.batch_size
+
+    @cached_property
+    def pixels(self) -> int:
+        return prod(self.federation.shards.dataset.shape)
 
     @cached_property
     def parameters(self) -> int:
@@ -125,6 +130,10 @@ def _choices() -> Iterator[_Choice]:
     yield _Choice(_search("precode_joint", "off"), "quick", lambda s: s.stochastic)
     yield _Choice(_search("precode_joint", "shadow"), "standard", lambda s: s.stochastic)
     yield _Choice({"use": "grad_inversion"}, "standard", lambda s: s.has(nn.modules.batchnorm._BatchNorm))
+    yield _Choice({"use": "gifd"}, "standard", lambda s: s.pixels <= GENERATED)
+    yield _Choice(
+        {"use": "gifd", "name": "gifd_labels_given", "labels": "given"}, "thorough", lambda s: s.pixels <= GENERATED
+    )
     yield _Choice({"use": "surrogate"}, "standard", lambda s: s.federation.chain.local.steps > 1)
     yield _Choice({"use": "several_rounds"}, "standard", lambda s: s.repeats)
     yield _Choice({"use": "lamp"}, "standard")

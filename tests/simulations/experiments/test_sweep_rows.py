@@ -52,7 +52,9 @@ def test_before_the_first_defense_has_ended_no_cost_is_told() -> None:
 
 def test_over_several_seeds_the_summary_takes_means_and_their_range() -> None:
     found = [row("none", "a", 0), row("none", "a", 1, mean=22.0, accuracy=0.7), row("none", "b", 0, mean=20.9)]
-    assert summary(found, {})[2] == "| none |  | `a` | 21.0 (seeds 20.0 to 22.0) | 11.0 | – | not tested | – | 75 % | 0 |"
+    assert (
+        summary(found, {})[2] == "| none |  | `a` | 21.0 (seeds 20.0 to 22.0) | 11.0 | – | not tested | – | 75 % | 0 |"
+    )
 
 
 def test_membership_stands_beside_the_strongest_attack_and_is_never_it() -> None:
