@@ -41,6 +41,7 @@ class ToldMembers:
         hits_by_luck: how probable it is that members are told so, and by no baseline, in as many batches by luck.
         limit: the area that the noise of one update allows; None where it is not known.
         tests: how many chances there are to find something by luck: tests, questions, and two criteria of each.
+        doubt: why it would prove nothing that the test finds nothing; empty if nothing is amiss.
     """
 
     metric: str
@@ -54,14 +55,15 @@ class ToldMembers:
     hits_by_luck: float
     limit: float | None
     tests: int
+    doubt: str = ""
 
     @property
     def word(self) -> Word:
-        """What can be said; without an interval a test that finds nothing says nothing."""
+        """What can be said; in doubt, or without an interval, a test that finds nothing says nothing."""
         surely = self.more_than_guessed is not None and self.more_than_guessed > 0
         if surely or self.hits_by_luck <= LUCK / self.tests:
             return "leaks"
-        return "undetermined" if self.more_than_guessed is None else "not shown to leak"
+        return "undetermined" if self.doubt or self.more_than_guessed is None else "not shown to leak"
 
     @property
     def leaks(self) -> bool:
@@ -86,6 +88,9 @@ class ToldMembers:
         """What was found, and that another test may find more."""
         if self.word == "leaks":
             return f"{QUESTIONS[self.metric].asked} leaks: {self}."
+        if self.word == "undetermined" and self.doubt:
+            nothing = f"{self.doubt}. So it proves nothing that no test tells members"
+            return f"{QUESTIONS[self.metric].asked} is not known: {nothing}: {self}."
         if self.word == "undetermined":
             return f"{QUESTIONS[self.metric].asked} is not known, as one client gives no interval: {self}."
         return f"{QUESTIONS[self.metric].asked} is not shown to leak: {self}; a stronger test may still tell."

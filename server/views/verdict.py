@@ -1,8 +1,9 @@
 """The verdict on a run: whether an attack beats every baseline, reads labels or tells members by more than chance."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -23,12 +24,21 @@ from fedgauge.server.views.intervals import (
 )
 from fedgauge.server.views.leakage import leakage_of_all
 from fedgauge.server.views.membership import ToldMembers, Word, members_sentences, told_members
-from fedgauge.server.views.reading import Jobs, Reading, jobs_of_run
+from fedgauge.server.views.outcomes import failure
+from fedgauge.server.views.reading import Jobs, Reading, State, jobs_of_run
 from fedgauge.server.views.roles import is_attack, planned_attacks
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import PairedDifference, best_of, paired, rivals_of, values_of
+from fedgauge.server.views.success import count_ungraded
 
 UNKNOWN = (0.5, 0.5)  # shares of the classes, where they are not known
+Kind = Literal["examples", "members"]
+UNFINISHED: Mapping[State, str] = {  # of a run none of whose attacks waits or has failed
+    "training": "the run is still training",
+    "attacking": "the audit is still at work",
+    "interrupted": "the training was interrupted",
+    "failed": "the training failed",
+}
 
 
 @dataclass(frozen=True)
@@ -184,7 +194,8 @@ def _rate_of(rows: Scores) -> Rate | None:
 def verdict_of(reading: Reading) -> Verdict:
     """The verdict on a run as read so far, cached until the run changes."""
     return reading.view(
-        "verdict", lambda: verdict(reading.scores, reading.ledger, class_shares(reading), jobs_of_run(reading))
+        "verdict",
+        lambda: verdict(reading.scores, reading.ledger, class_shares(reading), jobs_of_run(reading), reading.state),
     )
 
 
@@ -200,15 +211,17 @@ def class_shares(reading: Reading) -> tuple[float, ...]:
     return reading.keep("shares", shares)
 
 
-def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float], jobs: Jobs) -> Verdict:
+def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float], jobs: Jobs, state: State = "complete") -> Verdict:
     """The run's verdict on both kinds of leak. It never says that a run is private.
 
     Args:
         shares: how often each class occurs in the data, for what a guess restores of labels.
         jobs: what is done and what is still to come.
+        state: the run's.
     """
     subject = f"So far ({jobs.words}), the clients'" if jobs.left else "The clients'"
-    examples, members = _of_examples(scores, ledger, shares, subject), told_members(scores)
+    examples, doubt = _of_examples(scores, ledger, shares, state, subject), _doubts(scores, ledger, state, "members")
+    members = [replace(told, doubt=doubt) for told in told_members(scores)]
     words = {examples.word, *(told.word for told in members)}
     word: Word = "undetermined"
     if "leaks" in words:
@@ -216,12 +229,10 @@ def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float], jobs: Jobs)
     elif words == {"not shown to leak"} and any(told.metric == MEMBER for told in members):
         word = "not shown to leak"
     sentences = (*examples.sentences, *members_sentences(members, ledger))
-    if word == "not shown to leak" and (why := computed_otherwise(ledger)):
-        word, sentences = "undetermined", (*sentences, f"A test that finds nothing proves nothing here: {why}.")
     return Verdict(word, sentences, examples.strongest, tuple(members), examples.word)
 
 
-def _of_examples(scores: Scores, ledger: Ledger, shares: Sequence[float], subject: str) -> Verdict:
+def _of_examples(scores: Scores, ledger: Ledger, shares: Sequence[float], state: State, subject: str) -> Verdict:
     """The verdict on what comes back of the examples, with the attack that decides it.
 
     Args:
@@ -232,11 +243,13 @@ def _of_examples(scores: Scores, ledger: Ledger, shares: Sequence[float], subjec
     if not compared:
         return _undetermined(read_off, _nothing_to_judge(scores, ledger))
     strongest, title = _strongest(scores, compared)
-    if not strongest.leaks and (why := _proves_nothing(compared, ledger)):
-        why = f": {why}, so their failure proves nothing"
-        return _undetermined(read_off, why, strongest)
     budget, private = planned_attacks(ledger)[strongest.attack].budget, f"{scores.measure.private}s"
     numbers = _numbers(strongest, compared, scores.measure)
+    if not strongest.leaks and (doubt := _doubts(scores, ledger, state, "examples")):
+        why = f"{doubt}. So it proves nothing that no attack beats a guess"
+        return _undetermined(
+            read_off, f": {why}: the {title}, {strongest.attack} ({budget}), reaches {numbers}", strongest
+        )
     if not strongest.leaks and strongest.looks_identified:
         few = (
             f"{strongest.n} {private} of one client are too few to tell a leak from luck. {strongest.attack} ({budget})"
@@ -297,17 +310,43 @@ def _numbers(strongest: ExcessLeakage, compared: Sequence[ExcessLeakage], by: Ma
     return numbers
 
 
-def _proves_nothing(compared: Sequence[ExcessLeakage], ledger: Ledger) -> str:
-    """Why the failure of these attacks proves nothing; empty if it does."""
-    if why := computed_otherwise(ledger):
+def doubts(reading: Reading, kind: Kind) -> str:
+    """Why it proves nothing that no leak of a kind was found, for verdict and gate alike; empty if nothing is amiss."""
+    return _doubts(reading.scores, reading.ledger, reading.state, kind)
+
+
+def _doubts(scores: Scores, ledger: Ledger, state: State, kind: Kind) -> str:
+    if waiting := ledger.progress().waiting:
+        return f"{waiting} attack{' has' if waiting == 1 else 's have'} not ended"
+    if why := failure(ledger) or _computed_otherwise(ledger):
         return why
+    if wrong := ledger.meta().get("truth_doubts"):
+        return f"the grades may be against wrong examples: {wrong}"
+    if kind == "examples" and (why := _not_graded(scores, ledger) or _none_moved(scores, ledger)):
+        return why
+    return UNFINISHED.get(state, "")
+
+
+def _not_graded(scores: Scores, ledger: Ledger) -> str:
+    """How many reconstructions nobody graded, which may be the better ones; empty if each was graded."""
+    if not (count := count_ungraded(scores)):
+        return ""
+    reason = ungraded_reason(ledger)
+    return f"{count} reconstruction{' was' if count == 1 else 's were'} not graded{f' ({reason})' if reason else ''}"
+
+
+def _none_moved(scores: Scores, ledger: Ledger) -> str:
+    """That no attack on the examples could move, of those that are compared with a guess; empty if one could."""
     flat = {row["name"] for row in ledger.attacks() if row["flat"]}
-    if all(e.attack in flat for e in compared):
-        return f"{NO_DERIVATIVE}. The attacks never moved"
-    return ""
+    if not flat:
+        return ""
+    graded, planned = scores.where(scores.by_attacks & ~np.isnan(scores.value)), planned_attacks(ledger)
+    names = (graded.attacks[attack] for attack in np.unique(graded.attack))
+    tried = [e.attack for e in excesses(scores)] or [name for name in names if not planned[name].tells_members]
+    return NO_DERIVATIVE if tried and flat.issuperset(tried) else ""
 
 
-def computed_otherwise(ledger: Ledger) -> str:
+def _computed_otherwise(ledger: Ledger) -> str:
     """Why attacks and tests assumed another computation than the clients'; empty if they did not."""
     if ledger.meta().get("replay") == "mismatch":
         return "the replay check failed, so the attacks inverted a different computation from the clients'"

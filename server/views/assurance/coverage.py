@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fedgauge.attacks.membership.measured import HELD, MEMBER
 from fedgauge.attacks.modality.membership import QUESTIONS
-from fedgauge.server.views.membership import tests_of, told_members, why_not_tested
+from fedgauge.server.views.membership import tests_of, why_not_tested
 from fedgauge.server.views.privacy import canaries, privacy
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack, planned_attacks
@@ -63,7 +63,7 @@ def _reconstruction(reading: Reading) -> Iterator[TestedClass]:
 
 
 def _membership(reading: Reading) -> Iterator[TestedClass]:
-    told = {found.metric: found for found in told_members(reading.scores)}
+    told = {found.metric: found for found in verdict_of(reading).members}
     for metric in (MEMBER, HELD):  # anybody's batch is the first question again, asked of a whole round
         by = tuple(n for n in _names(reading, members=True) if n in tests_of(reading.ledger, metric))
         if metric in told:

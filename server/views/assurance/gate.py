@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.membership import MEMBERSHIP, QUESTIONS
 from fedgauge.attacks.modality.registry import MEASURED
@@ -13,12 +12,11 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.views.formatting import in_unit, interval_label, number, plotted_value
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import why_not_tested
-from fedgauge.server.views.outcomes import failure
 from fedgauge.server.views.privacy import spent_in
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.strength import best_of
-from fedgauge.server.views.verdict import computed_otherwise
+from fedgauge.server.views.verdict import Kind, doubts
 
 Outcome = Literal["passed", "failed", "not measured"]
 EPSILON = "epsilon"  # of one record, the largest of any client
@@ -136,14 +134,13 @@ def gate_of_run(reading: Reading, thresholds: Sequence[Threshold]) -> list[GateR
     A value is the mean of the attack that leaks most over all rounds, with `worst.` that of the example that leaks most.
     """
     check_thresholds(thresholds, reading.scores.modality)
-    doubts = _doubts(reading)
     results = []
     for threshold in thresholds:
-        found = _measured(reading, threshold.metric)
-        if found.value is not None and (doubt := doubts or _flat(reading, threshold.metric)):
-            found = Measurement(
-                found.value, f"{found.words}; a value within the threshold proves nothing: {doubt}", False
-            )
+        found, metric = _measured(reading, threshold.metric), threshold.metric
+        kind: Kind = "members" if metric == EPSILON or metric in MEMBERSHIP else "examples"
+        if doubt := doubts(reading, kind):
+            why = doubt if found.value is None else f"a value within the threshold proves nothing: {doubt}"
+            found = Measurement(found.value, f"{found.words}; {why}", False)
         results.append(GateResult(threshold, found))
     return results
 
@@ -155,9 +152,7 @@ def _measured(reading: Reading, metric: str) -> Measurement:
     name = metric.removeprefix(WORST)
     leaks = [k for k in reading.pooled(name).values() if is_attack(k.attack)] if name in reading.metrics else []
     leak = best_of(leaks, "attack")
-    # of any attack: what nobody graded may have leaked more than what was graded
-    unseen = sum(k.ungraded for k in leaks)
-    missing = f"{_lost(leaks)}{_hidden(unseen)}"
+    missing = _lost(leaks)
     if leak is None or leak.mean is None:
         if metric in QUESTIONS:
             return Measurement(None, f"it was not tested: {why_not_tested(reading.ledger, metric)}{missing}")
@@ -166,8 +161,8 @@ def _measured(reading: Reading, metric: str) -> Measurement:
         best = MEASURED[name].leakiest((k for k in leaks if k.best is not None), lambda k: k.best or 0.0)
         assert best is not None  # as there is a mean
         words = f"the worst of {best.n} examples, by {best.attack}{missing}"
-        return Measurement(plotted_value(name, best.best), words, not unseen)
-    return Measurement(leak.mean, f"{_words(leak)}{missing}", not unseen)
+        return Measurement(plotted_value(name, best.best), words)
+    return Measurement(leak.mean, f"{_words(leak)}{missing}")
 
 
 def _words(leak: Leak) -> str:
@@ -187,26 +182,3 @@ def _lost(leaks: Iterable[Leak]) -> str:
         if k.failed
     ]
     return f"; without a value: {', '.join(of_each)}" if of_each else ""
-
-
-def _hidden(unseen: int) -> str:
-    return f"; {unseen} reconstructions were not graded" if unseen else ""
-
-
-def _doubts(reading: Reading) -> str:
-    """Why no value of this run says that there is no more to find; empty if nothing is amiss."""
-    if waiting := reading.progress.waiting:
-        return f"{waiting} attacks have not ended"
-    if why := failure(reading.ledger) or computed_otherwise(reading.ledger):
-        return why
-    if doubts := reading.ledger.meta().get("truth_doubts"):
-        return f"the grades may be against wrong examples: {doubts}"
-    return "" if reading.state == "complete" else f"the run's state is {reading.state!r}"
-
-
-def _flat(reading: Reading, metric: str) -> str:
-    """That no attack on the examples could move; empty if one could, or if the metric is of membership or epsilon."""
-    if metric == EPSILON or metric in MEMBERSHIP:
-        return ""
-    real = [row for row in reading.ledger.attacks() if is_attack(row["name"])]
-    return NO_DERIVATIVE if real and all(row["flat"] for row in real) else ""
