@@ -1,0 +1,321 @@
+"""SOMP: sentences by matching pursuit among those that attention heads' subspaces let pass (Li and Li, 2026).
+
+DAGER asks whether a word's input lies in the span of a block's inputs, and where there are as many tokens as dimensions every word
+does. Here each attention head's gradient gives a subspace of its own, and how much the heads together see of an input still ranks
+words and sentences. A beam grows sentences word by word. The update is then a sparse sum of sentences' own updates: orthogonal
+matching pursuit chooses the sentence that correlates most with what remains, and fits all coefficients again.
+
+The steps follow the paper's abstract. The measure in which heads agree, how last words are found and the exchange of sentences are
+this package's. A correlation is the slope of a sentence's loss along the residual, so most sentences' updates are never computed.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, sentences_are_labels, why_not_applicable
+from fedgauge.attacks.text.layer_inputs import layer_inputs, module_of_weight
+from fedgauge.attacks.text.sentence_assembly import Ids
+from fedgauge.client.components import check_at_least
+from fedgauge.client.data.corpora import targets
+from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.models.language_parts import BlockParts
+from fedgauge.client.models.tokenizer import framed
+from fedgauge.client.update import Batch
+
+CHUNK = 256  # words or sentences that run through the model at once
+ROUNDING = 1e-5  # of a head's largest singular value: smaller ones are rounding
+RIDGE = 1e-8  # added to the heads' mean projection: an input outside all of them is this unlikely
+FORMED = 8  # sentences of the best slopes whose updates are computed
+
+
+@dataclass(frozen=True)
+class somp(Attack):
+    """Sentences of a decoder's batches, also with as many tokens as dimensions or more; iterations are passes of exchanges.
+
+    Args:
+        each: words kept for one position, as a multiple of the batch size.
+        beam: sentences that grow at once.
+    """
+
+    each: int = 4
+    beam: int = 64
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "each", "beam")
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        deadline = Deadline(time.perf_counter(), budget.seconds)
+        if reason := why_not_applicable(known) or _missing(wave, known):
+            return not_applicable(wave, reason)
+        return [self._read(GuessVerifier(wave, known, k), budget, deadline) for k in range(len(wave))]
+
+    def _read(self, verifier: GuessVerifier, budget: Budget, deadline: Deadline) -> Reconstruction:
+        started = time.perf_counter()
+        beginnings = {} if verifier.reason else grown(verifier, self.each, self.beam)
+        if not beginnings:
+            reason = verifier.reason or "no head's gradient shows a subspace"
+            answer = not_applicable(verifier.wave.of([verifier.k]), reason)[0]
+            return replace(answer, seconds=time.perf_counter() - started)
+        pursuit = Pursuit(verifier, beginnings, deadline)
+        pursuit.choose(verifier.known.batch_size)
+        for _ in range(budget.iterations):
+            if not pursuit.exchange():
+                break
+        batch = pursuit.batch()
+        answer = verifier.answer(batch, verifier.error(batch), time.perf_counter() - started)
+        if deadline.over():
+            return replace(answer, status="out_of_budget", reason=f"its seconds were over; {answer.reason}")
+        return answer
+
+
+def _missing(wave: Wave, known: Knowledge) -> str:
+    """Why the model or the update lacks what the attack needs; empty where nothing is missing."""
+    assert isinstance(known.model, LanguageModel)
+    if not sentences_are_labels(known):
+        return "it grows sentences word by word, and this model's words depend on those that follow: use dager or tiger"
+    layers = known.model.parts.layers
+    if len(layers) < 2:
+        return "it reads two attention blocks, and the model has one"
+    absent = [layer.query.weight for layer in layers[:2] if layer.query.weight not in wave.update]
+    return (
+        f"the gradient of {absent[0]} is not shared as it is: try dager, which reads LoRA's factors, too"
+        if absent
+        else ""
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ subspaces
+
+
+@dataclass(frozen=True, eq=False)
+class HeadSubspaces:
+    """The subspaces of one block's inputs that its attention heads' gradients show.
+
+    Args:
+        inverse: (d, d), of the mean projection onto the subspaces.
+    """
+
+    inverse: Tensor
+
+    def misfit(self, vectors: Tensor) -> Tensor:
+        """The logarithm of how little heads see of vectors (..., d): low where many see much."""
+        unit = torch.nn.functional.normalize(vectors.double(), dim=-1)
+        found: Tensor = ((unit @ self.inverse) * unit).sum(-1).log()
+        return found
+
+
+def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) -> HeadSubspaces | None:
+    """Those of a block's queries, keys and values; None where their gradients are zero.
+
+    Args:
+        heads: of the queries; keys and values may have fewer.
+    """
+    maps = [m for m in (layer.query, layer.key, layer.value) if m.weight in update]
+    parts = [m.of(update)[0].double() for m in maps]
+    size = len(parts[0]) // heads
+    total, width = torch.zeros_like(parts[0][:1].mT @ parts[0][:1]), parts[0].shape[1]
+    for rows in torch.cat(parts).split(size):
+        values, basis = torch.linalg.svd(rows, full_matrices=False)[1:]
+        basis = basis[values > ROUNDING * values[0]]
+        total += basis.mT @ basis
+    if not float(total.trace()) > 0:
+        return None
+    mean = total * (width / total.trace())
+    return HeadSubspaces(torch.linalg.inv(mean + RIDGE * torch.eye(width).to(mean)))
+
+
+def _heads(model: LanguageModel) -> int:
+    net: Any = model.net
+    return int(net.config.num_attention_heads if hasattr(net, "config") else net.blocks[0].heads)
+
+
+# ----------------------------------------------------------------------------------------------------------------- beam
+
+
+@torch.no_grad()
+def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
+    """Beginnings of sentences, of every length, that fit the subspaces of two blocks best, with their worst word's misfit.
+
+
+    Args:
+        each: words tried in one position, as a multiple of the batch size.
+        beam: beginnings of one length.
+    """
+    model, known = verifier.known.model, verifier.known
+    assert isinstance(model, LanguageModel)
+    first, second = (head_subspaces(verifier.update, layer, _heads(model)) for layer in model.parts.layers[:2])
+    if first is None or second is None:
+        return {}
+    parts = [module_of_weight(model, layer.query.weight) for layer in model.parts.layers[:2]]
+
+    def inputs(part: torch.nn.Module, x: Tensor) -> Tensor:
+        return layer_inputs(model, verifier.params, part, x, torch.ones_like(x, dtype=torch.bool))
+
+    words = torch.tensor([i for i in range(model.tokenizer.size) if i != model.pad])
+    places = known.shape[0] - 1  # a decoder's last word sends no gradient through the attention
+    chunks = [inputs(parts[0], some[:, None].expand(-1, places).contiguous()) for some in words.split(CHUNK)]
+    misfit = torch.cat([first.misfit(chunk) for chunk in chunks]).cpu()
+    live = torch.empty(1, 0, dtype=torch.int64)
+    value, worst = torch.zeros(2, 1, dtype=torch.float64)
+    found: dict[Ids, float] = {}
+    for place in range(places):
+        if place < len(model.start):
+            live = torch.cat([live, torch.tensor([[model.start[place]]])], 1)
+            continue
+        near = misfit[:, place].topk(min(each * known.batch_size, len(words)), largest=False).indices
+        longer = torch.cat([live.repeat_interleave(len(near), 0), words[near].repeat(len(live))[:, None]], 1)
+        apart = [second.misfit(inputs(parts[1], some)[:, place]).cpu() for some in longer.split(CHUNK)]
+        added = misfit[near, place].repeat(len(live)) + torch.cat(apart)
+        values = value.repeat_interleave(len(near)) + added
+        value, kept = values.topk(min(beam, len(values)), largest=False)
+        worst = torch.maximum(worst.repeat_interleave(len(near)), added)[kept]
+        live = longer[kept]
+        found |= {tuple(ids): float(w) for ids, w in zip(live.tolist(), worst, strict=True)}
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- pursuit
+
+
+class Pursuit:
+    """Chooses sentences whose own updates, with coefficients of least squares, explain an update.
+
+    Args:
+        beginnings: words of possible sentences without the last, with misfits; every word of the vocabulary may follow.
+
+    Attributes:
+        chosen: sentences; coefficients (n,) of their updates; residual: what these leave of the update, as one vector.
+    """
+
+    def __init__(self, verifier: GuessVerifier, beginnings: Mapping[Ids, float], deadline: Deadline) -> None:
+        model = verifier.known.model
+        assert isinstance(model, LanguageModel)
+        self.verifier, self.model, self.beginnings, self.deadline = verifier, model, beginnings, deadline
+        # gradients of biases and norms are nearly alike for all sentences
+        self.matrices = {name: t for name, t in verifier.update.items() if t.dim() > 1}
+        self.seen = self._flat(verifier.update)
+        self.chosen: list[Ids] = []
+        self.residual = self.seen
+        self.coefficients = self.seen.new_zeros(0)
+        self._updates: dict[Ids, Tensor] = {}
+
+    def _flat(self, update: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([update[name].flatten().double() for name in self.matrices])
+
+    def _named(self, flat: Tensor) -> dict[str, Tensor]:
+        sizes = [t.numel() for t in self.matrices.values()]
+        parts = zip(self.matrices.items(), flat.split(sizes), strict=True)
+        return {name: part.view_as(t).to(t) for (name, t), part in parts}
+
+    def update_of(self, ids: Ids) -> Tensor:
+        """The update of a client that has this sentence alone, as one vector."""
+        if ids not in self._updates:
+            x = framed([ids], self.verifier.known.shape[0], self.model.pad)
+            self._updates[ids] = self._flat(self.verifier.update_of(Batch(x, targets(x, self.model.pad))))
+        return self._updates[ids]
+
+    def _fitted(self, sentences: Sequence[Ids]) -> tuple[Tensor, Tensor]:
+        """The coefficients that explain the update best by these sentences, and the residual."""
+        if not sentences:
+            return self.seen.new_zeros(0), self.seen
+        updates = torch.stack([self.update_of(ids) for ids in sentences])
+        coefficients = torch.linalg.pinv(updates @ updates.mT, hermitian=True) @ (updates @ self.seen)
+        return coefficients, self.seen - coefficients @ updates
+
+    def _slopes(self, residual: Tensor, x: Tensor) -> Tensor:
+        """How likely the residual, as a step, makes beginnings (N, L) and each word after them (N, V): a mean of their words."""
+        x, step = x.to(residual.device), self._named(residual)
+        leaves = {name: self.verifier.params[name].detach().requires_grad_() for name in step}
+        with torch.enable_grad():
+            mask = torch.ones_like(x, dtype=torch.bool)
+            logits: Tensor = functional_call(self.model, {**self.verifier.params, **leaves}, (x, mask))
+            likely = logits.log_softmax(-1)
+            signal = torch.zeros_like(likely, requires_grad=True)
+            back = torch.autograd.grad(likely, list(leaves.values()), signal, create_graph=True)
+            # linear in the signal: its derivative by the signal is that of the words' likelihoods along the step
+            (slopes,) = torch.autograd.grad(back, signal, list(step.values()))
+        before = slopes[:, :-1].gather(2, x[:, 1:, None])[..., 0].sum(1)
+        after: Tensor = (before[:, None] + slopes[:, -1]) / x.shape[1]
+        after[:, self.model.pad] = after[:, self.model.tokenizer.size :] = -torch.inf
+        return after
+
+    def _seen_share(self, beginning: Ids) -> float:
+        """How much the heads see of a beginning's worst word: near 1 or above where they may have seen all of it."""
+        return math.exp(-self.beginnings[beginning] / 4)  # half a logarithm, of the mean over two blocks
+
+    @torch.no_grad()
+    def best(self, residual: Tensor, taken: Sequence[Ids]) -> Ids:
+        """The sentence whose update correlates most with a residual, of those that are not taken."""
+        most, found = FORMED + len(taken), list[tuple[float, Ids]]()
+        for length in sorted({len(ids) for ids in self.beginnings}):
+            same = [ids for ids in self.beginnings if len(ids) == length]
+            slopes = torch.cat([self._slopes(residual, some) for some in torch.tensor(same).split(CHUNK)]).cpu()
+            # the longer a sentence, the smaller its update: its norm is about the inverse root
+            slopes *= torch.tensor([self._seen_share(ids) * length**0.5 for ids in same])[:, None]
+            values, at = slopes.flatten().topk(min(most, slopes.numel()))
+            for value, i in zip(values.tolist(), at.tolist(), strict=True):
+                found.append((value, (*same[i // slopes.shape[1]], i % slopes.shape[1])))
+        likely = [ids for _, ids in sorted(found, reverse=True) if ids not in taken][:FORMED]
+        return max(likely, key=lambda ids: self._correlation(ids, residual))
+
+    def _correlation(self, ids: Ids, residual: Tensor) -> float:
+        update = self.update_of(ids)
+        return self._seen_share(ids[:-1]) * float(update @ residual / update.norm())
+
+    @property
+    def explained(self) -> bool:
+        """Whether nothing but rounding is left of the update."""
+        return float(self.residual.norm()) <= TOLERANCE * float(self.seen.norm())
+
+    def choose(self, count: int) -> None:
+        """Orthogonal matching pursuit: one sentence after the other, until there are so many or nothing is left."""
+        while len(self.chosen) < count and not (self.explained or (self.chosen and self.deadline.over())):
+            self.chosen.append(self.best(self.residual, self.chosen))
+            self.coefficients, self.residual = self._fitted(self.chosen)
+
+    def exchange(self) -> bool:
+        """Exchange each sentence for a better one given the others, and two sentences' last words; returns whether any was."""
+        changed = False
+        for i in range(len(self.chosen)):
+            if self.explained or self.deadline.over():
+                return False
+            others = [*self.chosen[:i], *self.chosen[i + 1 :]]
+            changed |= self._improved({i: self.best(self._fitted(others)[1], others)})
+        for i, j in combinations(range(len(self.chosen)), 2):
+            a, b = self.chosen[i], self.chosen[j]
+            changed |= self._improved({i: (*a[:-1], b[-1]), j: (*b[:-1], a[-1])})
+        return changed
+
+    def _improved(self, changes: Mapping[int, Ids]) -> bool:
+        """Exchange sentences by their index where less is left then; returns whether it is."""
+        made = [changes.get(i, ids) for i, ids in enumerate(self.chosen)]
+        if len(set(made)) < len(made):
+            return False
+        coefficients, residual = self._fitted(made)
+        better = float(residual.norm()) < (1 - TOLERANCE) * float(self.residual.norm())
+        if better:
+            self.chosen, self.coefficients, self.residual = made, coefficients, residual
+        return better
+
+    def batch(self) -> Batch:
+        """The sentences as a batch; that of the largest coefficients twice where there are too few."""
+        count, shares = self.verifier.known.batch_size, self.coefficients.clone()
+        sentences = list(self.chosen)
+        while len(sentences) < count:
+            most = int(shares.argmax())
+            shares[most] -= 1 / count
+            sentences.append(self.chosen[most])
+        x = framed(sentences, self.verifier.known.shape[0], self.model.pad)
+        return Batch(x, targets(x, self.model.pad))

@@ -1,0 +1,93 @@
+"""Claims about SOMP: heads' subspaces rank inputs where these fill the space, and pursuit finds a batch among decoys."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedgauge.attacks.base import Budget
+from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.text.certificate import GuessVerifier
+from fedgauge.attacks.text.dager import dager
+from fedgauge.attacks.text.sentence_assembly import Ids
+from fedgauge.attacks.text.somp import Pursuit, head_subspaces, somp
+from fedgauge.client.data.corpora import Text, phrases
+from fedgauge.client.models.language_parts import BlockParts, Projection
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch
+from tests.attacks.text.test_dager import batches, bert, gpt2, read, recovered, seen
+
+pytest.importorskip("transformers", reason="the extra [text] is not installed")
+BLOCK = BlockParts(Projection("q", None), Projection("k", None), Projection("v", None), ())
+
+
+@pytest.fixture(scope="module")
+def spoken() -> Text:
+    return phrases(12, task="next_token")
+
+
+def sentences(batch: Batch) -> list[Ids]:
+    return [tuple(word for word in ids if word) for ids in batch.x.tolist()]
+
+
+def misfits(inputs: int, width: int, heads: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of the inputs of which a block's gradients are made, and of as many other vectors."""
+    rng = generator("heads", seed)
+    x, other = torch.randn(2, inputs, width, generator=rng)
+    update = {name: torch.randn(width, inputs, generator=rng) @ x for name in "qk"}
+    found = head_subspaces(update, BLOCK, heads)
+    assert found is not None
+    return found.misfit(x), found.misfit(other)
+
+
+@given(inputs=st.integers(1, 20), heads=st.sampled_from([1, 2, 4, 8]), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_where_inputs_are_few_all_fit_and_nothing_else_does(inputs: int, heads: int, seed: int) -> None:
+    own, other = misfits(inputs, 32, heads, seed)
+    assert float(own.max()) < float(other.min()) - 3
+
+
+def test_where_inputs_fill_the_space_they_still_fit_better_than_others() -> None:
+    """No span tells 40 inputs of 32 dimensions from others; the subspaces of 8 heads see more of the inputs on average."""
+    pairs = [misfits(40, 32, 8, seed) for seed in range(20)]
+    own, other = (torch.stack(some) for some in zip(*pairs, strict=True))
+    assert float(own.mean()) < float(other.mean()) - 2 * float(own.mean(1).std() / 20**0.5)
+
+
+def test_a_block_without_a_gradient_has_no_subspaces() -> None:
+    assert head_subspaces({"q": torch.zeros(8, 8)}, BLOCK, 2) is None
+
+
+@pytest.mark.parametrize(("seed", "size"), [(0, 1), (1, 2), (2, 4)])
+def test_pursuit_finds_the_batch_among_decoys_with_equal_coefficients(spoken: Text, seed: int, size: int) -> None:
+    torch.manual_seed(seed)
+    rows = torch.randperm(len(spoken.x), generator=generator("rows", seed))[: size + 20]
+    every = sentences(Batch(spoken.x[rows], spoken.y[rows]))
+    truth = Batch(spoken.x[rows[:size]], spoken.y[rows[:size]])
+    wave, known = seen(gpt2(spoken), [truth])
+    pursuit = Pursuit(GuessVerifier(wave, known, 0), {ids[:-1]: 0.0 for ids in every}, Deadline(0.0, None))
+    pursuit.choose(size)
+    while pursuit.exchange():
+        pass
+    assert sorted(pursuit.chosen) == sorted(sentences(truth))
+    torch.testing.assert_close(pursuit.coefficients, torch.full((size,), 1 / size).double(), atol=1e-4, rtol=0)
+
+
+def test_a_batch_whose_tokens_leave_dager_no_margin_comes_back_with_its_proof(spoken: Text) -> None:
+    torch.manual_seed(0)
+    truth = batches(spoken, 4, 8)[1:2]
+    wave, known = seen(gpt2(spoken), truth)
+    (refused,) = read(dager(), wave, known)
+    assert refused.x is None and "set a smaller margin" in refused.reason
+    found = read(somp(), wave, known, Budget(6))
+    assert recovered(found, truth) == [True]
+    assert found[0].reason.startswith("certified")
+
+
+def test_an_encoder_is_left_to_other_attacks() -> None:
+    data = phrases(12)
+    (found,) = read(somp(), *seen(bert(data), batches(data, 1, 1)))
+    assert (found.status, found.reason) == (
+        "not_applicable",
+        "it grows sentences word by word, and this model's words depend on those that follow: use dager or tiger",
+    )
