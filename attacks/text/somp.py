@@ -42,6 +42,8 @@ FORMED = 8  # sentences of the best slopes whose updates are computed
 class somp(Attack):
     """Sentences of a decoder's batches, also with as many tokens as dimensions or more; iterations are passes of exchanges.
 
+    An encoder's words see those that follow, so a beam chooses worse among them: use dager or tiger.
+
     Args:
         each: words kept for one position, as a multiple of the batch size.
         beam: sentences that grow at once.
@@ -83,8 +85,6 @@ class somp(Attack):
 def _missing(wave: Wave, known: Knowledge) -> str:
     """Why the model or the update lacks what the attack needs; empty where nothing is missing."""
     assert isinstance(known.model, LanguageModel)
-    if not sentences_are_labels(known):
-        return "it grows sentences word by word, and this model's words depend on those that follow: use dager or tiger"
     layers = known.model.parts.layers
     if len(layers) < 2:
         return "it reads two attention blocks, and the model has one"
@@ -148,6 +148,7 @@ def _heads(model: LanguageModel) -> int:
 def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
     """Beginnings of sentences, of every length, that fit the subspaces of two blocks best, with their worst word's misfit.
 
+    They lack a decoder's last word, which sends no gradient through the attention. Those of an encoder are whole sentences.
 
     Args:
         each: words tried in one position, as a multiple of the batch size.
@@ -164,7 +165,9 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
         return layer_inputs(model, verifier.params, part, x, torch.ones_like(x, dtype=torch.bool))
 
     words = torch.tensor([i for i in range(model.tokenizer.size) if i != model.pad])
-    places = known.shape[0] - 1  # a decoder's last word sends no gradient through the attention
+    end = torch.tensor(model.end, dtype=torch.int64)
+    decoder = sentences_are_labels(known)
+    places = known.shape[0] - (1 if decoder else len(end))
     chunks = [inputs(parts[0], some[:, None].expand(-1, places).contiguous()) for some in words.split(CHUNK)]
     misfit = torch.cat([first.misfit(chunk) for chunk in chunks]).cpu()
     live = torch.empty(1, 0, dtype=torch.int64)
@@ -176,13 +179,20 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
             continue
         near = misfit[:, place].topk(min(each * known.batch_size, len(words)), largest=False).indices
         longer = torch.cat([live.repeat_interleave(len(near), 0), words[near].repeat(len(live))[:, None]], 1)
-        apart = [second.misfit(inputs(parts[1], some)[:, place]).cpu() for some in longer.split(CHUNK)]
-        added = misfit[near, place].repeat(len(live)) + torch.cat(apart)
+        added = misfit[near, place].repeat(len(live))
+        if decoder:
+            apart = [second.misfit(inputs(parts[1], some)[:, place]).cpu() for some in longer.split(CHUNK)]
+            added = added + torch.cat(apart)
         values = value.repeat_interleave(len(near)) + added
         value, kept = values.topk(min(beam, len(values)), largest=False)
         worst = torch.maximum(worst.repeat_interleave(len(near)), added)[kept]
         live = longer[kept]
-        found |= {tuple(ids): float(w) for ids, w in zip(live.tolist(), worst, strict=True)}
+        whole = live if decoder else torch.cat([live, end.expand(len(live), -1)], 1)
+        worse = worst
+        if not decoder and len(model.parts.layers) > 2:
+            # later words change every word's input; of a classifier's last block only the first one's is seen
+            worse = 2 * second.misfit(inputs(parts[1], whole)).amax(1).cpu()
+        found |= {tuple(ids): float(w) for ids, w in zip(whole.tolist(), worse, strict=True)}
     return found
 
 
@@ -193,7 +203,8 @@ class Pursuit:
     """Chooses sentences whose own updates, with coefficients of least squares, explain an update.
 
     Args:
-        beginnings: words of possible sentences without the last, with misfits; every word of the vocabulary may follow.
+        beginnings: words of possible sentences without the last, with misfits; every word of the vocabulary may follow. Where
+            labels are classes, whole sentences, and every class may follow.
 
     Attributes:
         chosen: sentences; coefficients (n,) of their updates; residual: what these leave of the update, as one vector.
@@ -222,9 +233,16 @@ class Pursuit:
     def update_of(self, ids: Ids) -> Tensor:
         """The update of a client that has this sentence alone, as one vector."""
         if ids not in self._updates:
-            x = framed([ids], self.verifier.known.shape[0], self.model.pad)
-            self._updates[ids] = self._flat(self.verifier.update_of(Batch(x, targets(x, self.model.pad))))
+            self._updates[ids] = self._flat(self.verifier.update_of(self._batch([ids])))
         return self._updates[ids]
+
+    def _batch(self, sentences: Sequence[Ids]) -> Batch:
+        """Sentences as a batch; where labels are classes, these stand last."""
+        length, pad = self.verifier.known.shape[0], self.model.pad
+        if sentences_are_labels(self.verifier.known):
+            x = framed(sentences, length, pad)
+            return Batch(x, targets(x, pad))
+        return Batch(framed([ids[:-1] for ids in sentences], length, pad), torch.tensor([ids[-1] for ids in sentences]))
 
     def _fitted(self, sentences: Sequence[Ids]) -> tuple[Tensor, Tensor]:
         """The coefficients that explain the update best by these sentences, and the residual."""
@@ -235,8 +253,8 @@ class Pursuit:
         return coefficients, self.seen - coefficients @ updates
 
     def _slopes(self, residual: Tensor, x: Tensor) -> Tensor:
-        """How likely the residual, as a step, makes beginnings (N, L) and each word after them (N, V): a mean of their words."""
-        x, step = x.to(residual.device), self._named(residual)
+        """How likely the residual, as a step, makes beginnings (N, L) and each word or class after them (N, V): a mean."""
+        x, step = x.to(residual.device), self._named(residual / residual.norm())
         leaves = {name: self.verifier.params[name].detach().requires_grad_() for name in step}
         with torch.enable_grad():
             mask = torch.ones_like(x, dtype=torch.bool)
@@ -246,6 +264,8 @@ class Pursuit:
             back = torch.autograd.grad(likely, list(leaves.values()), signal, create_graph=True)
             # linear in the signal: its derivative by the signal is that of the words' likelihoods along the step
             (slopes,) = torch.autograd.grad(back, signal, list(step.values()))
+        if not sentences_are_labels(self.verifier.known):
+            return slopes
         before = slopes[:, :-1].gather(2, x[:, 1:, None])[..., 0].sum(1)
         after: Tensor = (before[:, None] + slopes[:, -1]) / x.shape[1]
         after[:, self.model.pad] = after[:, self.model.tokenizer.size :] = -torch.inf
@@ -268,7 +288,7 @@ class Pursuit:
             for value, i in zip(values.tolist(), at.tolist(), strict=True):
                 found.append((value, (*same[i // slopes.shape[1]], i % slopes.shape[1])))
         likely = [ids for _, ids in sorted(found, reverse=True) if ids not in taken][:FORMED]
-        return max(likely, key=lambda ids: self._correlation(ids, residual))
+        return max(likely or taken, key=lambda ids: self._correlation(ids, residual))
 
     def _correlation(self, ids: Ids, residual: Tensor) -> float:
         update = self.update_of(ids)
@@ -317,5 +337,4 @@ class Pursuit:
             most = int(shares.argmax())
             shares[most] -= 1 / count
             sentences.append(self.chosen[most])
-        x = framed(sentences, self.verifier.known.shape[0], self.model.pad)
-        return Batch(x, targets(x, self.model.pad))
+        return self._batch(sentences)
