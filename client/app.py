@@ -258,7 +258,7 @@ def _objection(
     inversion = self_audit(limits)
     audit, policy = None, UpdatePolicy(limits.max_norm)
     if inversion is not None:
-        audit = partial(inversion.leak, own, params, buffers, update, own.owner.batch(rows))
+        audit = partial(inversion.leak, own, params, buffers, update, moved, own.owner.batch(rows))
         scale = inversion.scale(own)
         policy = UpdatePolicy(limits.max_norm, scale.threshold(limits.threshold), scale.unit, scale.higher_leaks)
     return UpdatePolicy().objection(moved) or policy.objection(update, audit)

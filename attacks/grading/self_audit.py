@@ -36,11 +36,17 @@ class invert_own(SelfAudit):
         return PlannedAttack.from_table(table, "audit")
 
     def leak(
-        self, own: Federation, params: Params, buffers: Mapping[str, Tensor], update: Update, batch: Batch
+        self,
+        own: Federation,
+        params: Params,
+        buffers: Mapping[str, Tensor],
+        update: Update,
+        returned: Mapping[str, Tensor],
+        batch: Batch,
     ) -> float:
         if own.chain.local.remembers:
             raise ValueError("the attack would need the rounds before, from which scaffold's control variates follow")
-        wave = Wave.stack([Observation(1, 0, params, update, buffers)])
+        wave = Wave.stack([Observation(1, 0, params, update, buffers, returned=returned)])
         auditor = Auditor(own, blind=True)  # the main metric is all that is graded, below
         (audited,) = auditor.audit(self._planned, wave)
         result = audited.reconstruction

@@ -238,9 +238,18 @@ class SelfAudit(ABC):
 
     @abstractmethod
     def leak(
-        self, own: Federation, params: Params, buffers: Mapping[str, Tensor], update: Update, batch: Batch
+        self,
+        own: Federation,
+        params: Params,
+        buffers: Mapping[str, Tensor],
+        update: Update,
+        returned: Mapping[str, Tensor],
+        batch: Batch,
     ) -> float:
         """The best reconstructed example's value of its modality's main metric.
+
+        Args:
+            returned: the buffers that would leave with the update; {}: none.
 
         Raises:
             ValueError: the attack does not apply to this update.

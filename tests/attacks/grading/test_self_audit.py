@@ -21,10 +21,10 @@ def test_a_clients_own_audit_that_ends_without_images_says_nothing_rather_than_s
     wave = observe(fed, (0,))
     update = {k: t[0] for k, t in wave.update.items()}
     own = invert_own("inverting_gradients", iterations=2)
-    assert own.leak(fed, wave.params, wave.buffers, update, fed.batch_at(0, wave.round)) > 0
+    assert own.leak(fed, wave.params, wave.buffers, update, {}, fed.batch_at(0, wave.round)) > 0
     broken = {k: torch.full_like(t, 1e38) for k, t in wave.params.items()}
     with pytest.raises(ValueError, match="not finite|no images|overflow"):
-        own.leak(fed, broken, wave.buffers, update, fed.batch_at(0, wave.round))
+        own.leak(fed, broken, wave.buffers, update, {}, fed.batch_at(0, wave.round))
 
 
 def test_a_client_audits_its_own_text_by_the_words_that_come_back(make_federation: Make) -> None:
@@ -35,9 +35,9 @@ def test_a_client_audits_its_own_text_by_the_words_that_come_back(make_federatio
     params, buffers = fed.initial()
     batch, own = fed.batch_at(0, 1), invert_own("lamp", iterations=2)
     update = fed.client_update(params, buffers, 0, 1)
-    leak, scale = own.leak(fed, params, buffers, update, batch), own.scale(fed)
+    leak, scale = own.leak(fed, params, buffers, update, {}, batch), own.scale(fed)
     assert 0 <= leak <= 100 and scale == (50.0, "%", True, 100.0)
-    read_off = invert_own("dager").leak(fed, params, buffers, update, batch)
+    read_off = invert_own("dager").leak(fed, params, buffers, update, {}, batch)
     objection = UpdatePolicy(None, scale.threshold(None), scale.unit, scale.higher_leaks).objection(
         update, lambda: read_off
     )

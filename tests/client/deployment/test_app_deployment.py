@@ -22,6 +22,7 @@ from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from torch import Tensor
 
+from fedgauge.attacks.grading.self_audit import invert_own
 from fedgauge.client import app as module
 from fedgauge.client.app import FAILED, NOT_GRADED, REFUSED, app
 from fedgauge.client.components import SpecError
@@ -449,3 +450,18 @@ def test_the_audit_leaves_the_reply_as_it_was(write: Write) -> None:
     audited = app(ask(1, agreed), context(write(0) and write(1, guard=own), agreed, run=2))
     for name in ("update", "buffers"):
         assert identical(tensors(plain, name), tensors(audited, name))
+
+
+def test_its_own_audit_knows_what_leaves_beside_the_update(write: Write) -> None:
+    """BatchNorm's buffers tell the server the batch's statistics, with which its attack is stronger."""
+    agreed = protocol(model=BATCHNORM, data={**DATA, "batch_size": 1})
+    fed = Federation(agreed)
+    params, buffers = fed.initial()
+    update = fed.own_update(params, buffers, 1, 1)
+    returned = {k: b.clone() for k, b in fed.returned_buffers(buffers).items()}
+    own, batch = invert_own("grad_inversion", iterations=100), fed.batch_at(1, 1)
+    without, servers = (own.leak(fed, params, buffers, update, beside, batch) for beside in ({}, returned))
+    assert without < servers - 0.1
+    path = write(data=ONE, guard={"audit": "grad_inversion", "iterations": 100, "threshold": (without + servers) / 2})
+    assert error(app(ask(1, agreed), context(path, agreed))) == (WITHHELD, REASON)
+    assert log(path)[-1]["cause"] == f"its audit reconstructs an example at {servers:.1f} dB"
