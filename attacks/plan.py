@@ -82,7 +82,7 @@ class PlannedAttack:
         budget = call(Budget, check_arguments(Budget, spent, where), where)
         component = {k: v for k, v in table.items() if k not in _OWN}
         attack = build(component, where, ATTACK, beside=_OWN)
-        name = coerce(table.get("name", str(component["use"]).split(":")[-1]), str, f"{where}: name")
+        name = coerce(attack_name(table), str, f"{where}: name")
         if not name or not name.replace("_", "").replace("-", "").isalnum():
             raise SpecError(f"{where}: name must be letters, digits, - and _, got {name!r}")
         if name in LIMITS:
@@ -300,6 +300,11 @@ class AttackPlan:
         if planned.name == CANARIES:
             return sorted(canaries)
         return sorted(attacked if "examples" in looked_at else attacked - canaries)
+
+
+def attack_name(table: Table) -> Any:
+    """What an [[attack]] table is called: by its name, or as the component that it uses; of any type, as nothing is checked."""
+    return table.get("name", str(table.get("use")).split(":")[-1])
 
 
 def _attack(table: Table, where: str) -> PlannedAttack:

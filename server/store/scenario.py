@@ -20,7 +20,7 @@ from fedgauge.attacks.malicious import targeting
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.malicious.targeting import TargetedServerAttack
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan
+from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, attack_name
 from fedgauge.client import toml_text
 from fedgauge.client.components import (
     SpecError,
@@ -302,8 +302,8 @@ def _with_effort(tables: list[Table], options: AuditOptions, federation: Federat
     """The [[attack]] tables, then those of the effort whose names they leave free."""
     if options.effort is None:
         return tables
-    named = [t.get("name", t.get("use")) for t in tables]  # of any kind: what is no name is refused with the plan
-    return tables + [t for t in attacks_by_effort(options.effort, federation) if t.get("name", t["use"]) not in named]
+    named = [attack_name(t) for t in tables]  # of any type: what is no name is refused with the plan
+    return tables + [t for t in attacks_by_effort(options.effort, federation) if attack_name(t) not in named]
 
 
 def plan_of(tables: Sequence[Table], options: Table, federation: Federation) -> AttackPlan:

@@ -10,6 +10,7 @@ from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, Table, coerce
 from fedgauge.client.files import read_file
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.roles import is_attack
 from fedgauge.simulations.experiments.grids import check_keys, layered, names_of, selection, tables_of
 
 TOP_KEYS = ("scenario", "seeds", "defense", "attack")
@@ -21,11 +22,17 @@ MERGED_KEYS = ("data", "model", "strategy", "secure_sum", "audit", "privacy")
 
 @dataclass(frozen=True)
 class SweepCell:
-    """One run of the grid: a defense and a seed; promise: what the defense claims, for the summary."""
+    """One run of the grid: a defense and a seed.
+
+    Args:
+        attacks: the names of those that its scenario plans.
+        promise: what the defense claims, for the summary.
+    """
 
     defense: str
     seed: int
     tables: Table
+    attacks: tuple[str, ...]
     promise: str = ""
 
     @property
@@ -80,17 +87,13 @@ def _cells(tables: Table) -> list[SweepCell]:
     names = names_of("defense", defenses)
     attacks = [selection(attack, {"defense": names}, f"[[attack]] #{i}") for i, attack in enumerate(found, 1)]
     cells = [
-        SweepCell(
+        _cell(
             name,
             seed,
-            _scenario(
-                shared,
-                defense,
-                [attack for chosen, attack in attacks if name in chosen["defense"]],
-                seed,
-                f"[[defense]] #{i} ({name})",
-            ),
-            coerce(defense.get("promise", ""), str, f"[[defense]] #{i} ({name}): promise"),
+            shared,
+            defense,
+            [attack for chosen, attack in attacks if name in chosen["defense"]],
+            f"[[defense]] #{i} ({name})",
         )
         for i, (name, defense) in enumerate(zip(names, defenses, strict=True), 1)
         for seed in seeds
@@ -101,8 +104,8 @@ def _cells(tables: Table) -> list[SweepCell]:
     return cells
 
 
-def _scenario(shared: Table, defense: Table, attacks: Sequence[Table], seed: int, where: str) -> Table:
-    """The scenario of one cell; it is built once, so that mistakes show before anything runs."""
+def _cell(name: str, seed: int, shared: Table, defense: Table, attacks: Sequence[Table], where: str) -> SweepCell:
+    """One cell; its scenario is built once, so that mistakes show before anything runs."""
     check_keys(defense, (*OWN_KEYS, *MERGED_KEYS), where)
     own = {key: defense[key] for key in MERGED_KEYS if key in defense}
     tables = {
@@ -112,7 +115,8 @@ def _scenario(shared: Table, defense: Table, attacks: Sequence[Table], seed: int
         "attack": list(attacks),
     }
     try:
-        Scenario.from_tables(tables)
+        planned = Scenario.from_tables(tables).plan.attacks
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from error
-    return tables
+    promise = coerce(defense.get("promise", ""), str, f"{where}: promise")
+    return SweepCell(name, seed, tables, tuple(p.name for p in planned if is_attack(p.name)), promise)

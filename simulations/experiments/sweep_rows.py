@@ -16,6 +16,7 @@ from fedgauge.attacks.modality.image_metrics import AUGMENTED
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import QUESTIONS
 from fedgauge.attacks.modality.registry import MEASURED, modality_measured
+from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
@@ -24,6 +25,7 @@ from fedgauge.server.views.formatting import number, percent
 from fedgauge.server.views.membership import ONE_PERCENT
 from fedgauge.server.views.privacy import privacy
 from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.strength import Limits, best_of, error_in_db, final_accuracy, mean_of
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
 
@@ -85,15 +87,11 @@ def rows(found: Sweep, folder: Path, failures: Mapping[str, str] | None = None) 
     for cell in found.cells:
         path = folder / cell.folder
         if failures and cell.folder in failures:
-            result += [_failed_row(cell, attack, failures[cell.folder]) for attack in _attacks(cell)]
+            result += [_failed_row(cell, attack, failures[cell.folder]) for attack in cell.attacks]
         elif is_done(path):
             with read_once(Run(path)) as reading:
-                result += [_row(cell, attack, reading) for attack in _attacks(cell)]
+                result += [_row(cell, p, reading) for p in reading.ledger.planned().values() if is_attack(p.name)]
     return result
-
-
-def _attacks(cell: SweepCell) -> list[str]:
-    return [str(a.get("name", str(a["use"]).split(":")[-1])) for a in cell.tables["attack"]]
 
 
 def _failed_row(cell: SweepCell, attack: str, reason: str) -> SweepRow:
@@ -102,8 +100,8 @@ def _failed_row(cell: SweepCell, attack: str, reason: str) -> SweepRow:
                   "reason": reason, "run": cell.folder, "metric": ""})  # fmt: skip
 
 
-def _row(cell: SweepCell, attack: str, reading: Reading) -> SweepRow:
-    planned = reading.ledger.planned()[attack]
+def _row(cell: SweepCell, planned: PlannedAttack, reading: Reading) -> SweepRow:
+    attack = planned.name
     metric = planned.question or reading.scores.measure.metric
     pooled = reading.pooled(metric)
     told = reading.pooled(metric + ONE_PERCENT).get(attack) if planned.tells_members else None

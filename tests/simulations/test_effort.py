@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fedgauge.attacks.effort import EFFORTS, attacks_by_effort
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, allowing
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
@@ -97,6 +97,20 @@ def test_a_table_of_the_same_name_takes_the_place_of_the_efforts() -> None:
     planned = [p for p in scenario.plan.attacks if p.name == "inverting_gradients"]
     assert [p.budget.iterations for p in planned] == [7]
     assert "spear" in {p.name for p in scenario.plan.attacks}
+
+
+def test_an_attack_of_ones_own_takes_the_place_of_the_efforts_by_its_last_name(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "my_attacks.py").write_text(
+        "from fedgauge.attacks.base import Attack\nfrom fedgauge.attacks.matching import recipes\n\n\n"
+        "def inverting_gradients() -> Attack:\n    return recipes.inverting_gradients(tv=0.1)\n"
+    )
+    own = {"use": "my_attacks:inverting_gradients", "iterations": 7}
+    with allowing(["my_attacks"], [tmp_path]):
+        scenario = Scenario.from_tables(tables(data=TWO, audit={"effort": "quick"}, attack=[own]))
+    planned = [p for p in scenario.plan.attacks if p.name == "inverting_gradients"]
+    assert [p.table["use"] for p in planned] == ["my_attacks:inverting_gradients"]
 
 
 def test_no_effort_is_no_attack_and_an_unknown_one_is_named() -> None:

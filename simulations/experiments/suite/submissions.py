@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fedgauge.attacks.plan import modalities_of
+from fedgauge.attacks.plan import attack_name, modalities_of
 from fedgauge.client.components import SpecError, Table
 from fedgauge.server.store.scenario import component_of
 from fedgauge.simulations.experiments.paper_tables import AttackSpec, PaperTable, Setting, check_link
@@ -49,6 +49,8 @@ def component(text: str, option: str) -> Table:
     table = component_of(text, option)
     if wrong := [key for key in table if key in NOT_SUBMITTED]:
         raise SpecError(f"{option}: {wrong[0]} is the same for every attack of a cell; leave it out")
+    if not _called(table):
+        raise SpecError(f"{option}: name must be a text of at least one letter, or left out")
     return table
 
 
@@ -58,7 +60,7 @@ def called(text: str) -> str:
 
 
 def _called(table: Table) -> str:
-    return str(table.get("name") or str(table["use"]).rpartition(":")[2])
+    return str(attack_name(table))
 
 
 def _attacked(cell: Setting, tables: Sequence[Table]) -> Setting:

@@ -78,6 +78,7 @@ def test_a_defense_adds_a_cell_beside_each_that_has_none() -> None:
     [
         (["dlgg"], [], "dlgg"),
         (["dlg iterations=9"], [], "iterations is the same for every attack of a cell"),
+        (["dlg name="], [], "name must be a text of at least one letter"),
         (["idlg"], [], "has an attack called idlg already; add name=another"),
         ([""], [], "--attack is empty"),
         (["membership"], [], "membership fits none of the chosen cells"),

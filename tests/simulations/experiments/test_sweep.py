@@ -103,6 +103,22 @@ def test_every_cell_has_a_number_or_a_reason_and_the_files_say_the_same(
     assert [column.header for column in shown.columns][:4] == ["defense", "accuracy", "inverting_gradients", "analytic"]
 
 
+def test_a_row_stands_for_each_attack_that_the_run_planned(tmp_path: Path, in_this_process: list[str]) -> None:
+    """What an effort adds is compared with the others on the same page, and may be the strongest."""
+    scenario = {**TABLES["scenario"], "rounds": 1, "audit": {"effort": "quick"}}
+    found = Sweep.load(write(tmp_path, seeds=[0], scenario=scenario, defense=TABLES["defense"][:1], attack=[IG]))
+    (cell,) = found.cells
+    result = run_cells(found, tmp_path / "out", 1, Interrupt(), lambda words: None)
+    attacked = [row.attack for row in result]
+    assert attacked[0] == "inverting_gradients" and "analytic" in attacked
+    with Run(tmp_path / "out" / cell.folder).ledger() as ledger:
+        assert attacked == [p.name for p in ledger.planned().values() if not p.is_baseline and not p.is_limit]
+    lines = (tmp_path / "out" / "sweep.md").read_text().splitlines()
+    assert lines[2].split(" | ")[2] == "`analytic`"
+    failed = rows(found, tmp_path / "out", {cell.folder: "its process ended"})
+    assert [row.attack for row in failed] == attacked, "a cell that failed has the same rows"
+
+
 def test_a_sweep_tests_membership_beside_its_attacks(tmp_path: Path, in_this_process: list[str]) -> None:
     membership = {"use": "membership", "strangers": 120, "held": 0, "defenses": ["none"]}
     scenario = {**TABLES["scenario"], "data": {"use": "mnist5k", "auxiliary": 400}}
