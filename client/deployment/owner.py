@@ -29,6 +29,7 @@ from fedgauge.client.federation import DATASET
 from fedgauge.client.files import read_file
 from fedgauge.client.inspection.policy import InspectionPolicy, Mode
 from fedgauge.client.models.losses import CROSS_ENTROPY
+from fedgauge.client.pairing import PSNR_CAP
 from fedgauge.client.protocol import MOST_CLIENTS
 from fedgauge.client.update import Batch
 
@@ -56,7 +57,7 @@ class GradingPolicy:
 
     Args:
         mode: off: no answer; scores: the PSNR of each reconstruction.
-        precision: PSNR is rounded to multiples of this, in dB, > 0.
+        precision: PSNR is rounded to steps of this, in dB, counted from 60 dB down, > 0 and at most 60.
         queries: the most answers about one batch of examples, >= 1, over all rounds.
     """
 
@@ -65,8 +66,8 @@ class GradingPolicy:
     queries: int = 8
 
     def __post_init__(self) -> None:
-        if not self.precision > 0:
-            raise ValueError(f"precision must be above 0 dB, got {self.precision}")
+        if not 0 < self.precision <= PSNR_CAP:  # a coarser one would tell every reconstruction as exact
+            raise ValueError(f"precision must be above 0 and at most {PSNR_CAP:g} dB, got {self.precision}")
         if self.queries < 1:
             raise ValueError(f'queries must be at least 1, got {self.queries}; mode = "off" answers none')
 

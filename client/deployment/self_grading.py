@@ -5,7 +5,6 @@ the client's own folder, rounded, and PSNR only.
 """
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -90,10 +89,9 @@ def grade(
 
 
 def rounded(value: float, precision: float) -> float:
-    """PSNR rounded to a multiple of precision dB; an exact hit becomes the largest multiple up to the cap."""
-    if value >= PSNR_CAP:
-        return math.floor(PSNR_CAP / precision) * precision
-    return round(value / precision) * precision
+    """PSNR >= 0 dB in whole steps of precision below the cap, so that an exact hit is told as the cap, and nothing above it."""
+    steps = round((PSNR_CAP - min(value, PSNR_CAP)) / precision)
+    return max(PSNR_CAP - steps * precision, 0.0)
 
 
 def _unfit(images: Tensor, batch: Batch) -> str:

@@ -36,7 +36,8 @@ MISTAKES = [
     ),
     ({"grading": {"mode": "all"}}, "[grading]: mode must be one of 'off', 'scores', got 'all'"),
     ({"grading": {"modus": "off"}}, "[grading]: unknown key 'modus' (it has: mode, precision, queries)"),
-    ({"grading": {"precision": 0.0}}, "[grading]: precision must be above 0 dB, got 0.0"),
+    ({"grading": {"precision": 0.0}}, "[grading]: precision must be above 0 and at most 60 dB, got 0.0"),
+    ({"grading": {"precision": 61.0}}, "[grading]: precision must be above 0 and at most 60 dB, got 61.0"),
     ({"grading": {"queries": 0}}, "[grading]: queries must be at least 1, got 0"),
     ({"guard": {"max_norm": -1.0}}, "[guard]: max_norm must be above 0, got -1.0"),
     (

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.client.deployment.owner import GradingPolicy, OwnerConfig
 from fedgauge.client.deployment.self_grading import MOST_NAMES, batch_to_grade, grade, rounded
 from fedgauge.client.deployment.state_folder import ClientFolder, DrawnBatch, digest_of
@@ -48,11 +49,21 @@ def test_an_exact_hit_is_sixty_decibels_and_the_worst_guess_none(tmp_path: Path)
     assert dict(answer.psnr) == {"hit": (60.0,), "miss": (0.0,)}
 
 
-@given(st.floats(0, 200), st.sampled_from([0.1, 0.5, 0.7, 1.0, 7.0]))
-def test_answers_are_multiples_within_half_a_step(value: float, precision: float) -> None:
-    told = rounded(value, precision)
-    assert math.isclose(told / precision, round(told / precision), abs_tol=1e-9)
-    assert abs(told - min(value, 60)) <= (precision / 2 if value < 60 else precision) + 1e-9
+@given(st.floats(0, 200), st.floats(0, 200), st.sampled_from([0.1, 0.5, 0.7, 1.0, 7.0, 8.5, 60.0]))
+def test_answers_are_steps_below_the_cap_within_half_a_step_and_in_order(a: float, b: float, precision: float) -> None:
+    told = rounded(a, precision)
+    steps = (60 - told) / precision
+    assert told == 0 or math.isclose(steps, round(steps), abs_tol=1e-9)
+    assert 0 <= told <= 60 and abs(told - min(a, 60)) <= precision / 2 + 1e-9
+    assert (a <= b) <= (told <= rounded(b, precision))
+
+
+@pytest.mark.parametrize("precision", [0.1, 0.5, 0.7, 7.0, 8.5])
+def test_an_exact_hit_is_told_as_whole_and_nothing_ranks_above_it(precision: float) -> None:
+    exact = rounded(math.inf, precision)
+    assert ImageModality.main.came_back_whole(exact) and rounded(59.9, precision) <= exact
+    told = {rounded(v / 1000, precision) for v in range(0, 200_000)}
+    assert len(told) <= 60 / precision + 1.5, "an exact hit takes no value more than the steps have"
 
 
 def test_eight_answers_are_at_most_56_bits() -> None:
