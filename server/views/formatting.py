@@ -55,12 +55,17 @@ def rounded(value: float | None) -> float | None:
 
     Rounding to fewer digits then gives what the value itself gives: 12.49996 is no half, so it becomes 12.499.
     """
-    if value is None or not math.isfinite(value):
+    if (value := finite(value)) is None:
         return None
     text = f"{value:.4e}"
     if float(text) != value and text.partition("e")[0].rstrip("0").endswith("5"):
         return float(Decimal(text).next_toward(Decimal(float(value)), FIVE_DIGITS))
     return float(text)
+
+
+def finite(value: float | None) -> float | None:
+    """The value as JSON may hold it: None if it is infinite or NaN."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def plotted_value(metric: str, value: float | None) -> float | None:

@@ -40,7 +40,7 @@ from fedgauge.client.update import Batch
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.assurance.gate import EPSILON, Measurement
-from fedgauge.server.views.formatting import decibel, in_unit, percent
+from fedgauge.server.views.formatting import decibel, finite, in_unit, percent
 from fedgauge.simulations.checks.network_check import SOFTMAX, ends_in_softmax
 from fedgauge.simulations.checks.stand_ins import StandIns
 
@@ -388,7 +388,7 @@ class _Probe:
         rounds = {client: self.fed.protocol.rounds for client in range(self.fed.protocol.clients)}
         statement = privacy_statement(self.fed, rounds, self.scenario.privacy.delta)
         self.measured[EPSILON] = Measurement(
-            _finite(statement.record), f"if every client takes part in every round: {statement.words}"
+            finite(statement.record), f"if every client takes part in every round: {statement.words}"
         )
         if statement.record is None:  # nobody knows: neither a leak nor a guarantee
             return PreflightFinding("unknown" if statement.state == "unknown" else "note", statement.words)
@@ -397,10 +397,6 @@ class _Probe:
         return PreflightFinding(
             "holds" if strong else "weak", f"if every client takes part in every round: {statement.words}", change
         )
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _examples(n: int) -> str:

@@ -21,7 +21,7 @@ from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
-from fedgauge.server.views.formatting import number, percent
+from fedgauge.server.views.formatting import finite, is_exact, number, percent
 from fedgauge.server.views.membership import ONE_PERCENT
 from fedgauge.server.views.privacy import privacy
 from fedgauge.server.views.reading import Reading, read_once
@@ -46,6 +46,7 @@ class SweepRow:
         reason: why there is no number, or why some are missing.
         metric: by which the attacks are compared, or the question of membership; an older sweep's rows do not name it.
         told: of a test of membership, the share of members that it tells at 1 % false positives.
+        exact: the best is an exact hit, which is inf here and in CSV, and null in JSON.
     """
 
     defense: str
@@ -69,6 +70,7 @@ class SweepRow:
     of_error: float | None = None
     bound: float | None = None
     gap: float | None = None
+    exact: bool = False
 
 
 def is_done(path: Path) -> bool:
@@ -137,6 +139,7 @@ def _row(cell: SweepCell, planned: PlannedAttack, reading: Reading) -> SweepRow:
         of_error=reached,
         bound=limits.bound,
         gap=None if limits.estimate is None or reached is None else limits.estimate - reached,
+        exact=leak is not None and is_exact(leak.best),
     )
 
 
@@ -147,7 +150,8 @@ def write_rows(folder: Path, found: Sequence[SweepRow], sweep: Sweep) -> None:
     writer.writeheader()
     writer.writerows(asdict(row) for row in found)
     write_bytes(folder / "sweep.csv", text.getvalue().encode())
-    write_bytes(folder / "sweep.json", (json.dumps([asdict(r) for r in found], indent=1) + "\n").encode())
+    whole = [{**asdict(row), "best": finite(row.best)} for row in found]
+    write_bytes(folder / "sweep.json", (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
     promises = {cell.defense: cell.promise for cell in sweep.cells}
     write_bytes(folder / "sweep.md", ("\n".join(summary(found, promises)) + "\n").encode())
 

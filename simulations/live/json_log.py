@@ -5,10 +5,10 @@ A number that is not finite is null; `exact` says of a PSNR that it is null beca
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import isfinite
 from pathlib import Path
 
 from fedgauge.server.store.run import Run
+from fedgauge.server.views.formatting import finite, is_exact
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.reading import read_once
 from fedgauge.server.views.roles import attack_order, role_of
@@ -60,7 +60,7 @@ class Events(View):
             "leased": p.leased,
             "failed": p.failed,
         }
-        self._once("progress", "progress", counts, seconds_left=_finite(jobs.seconds_left))
+        self._once("progress", "progress", counts, seconds_left=finite(jobs.seconds_left))
         verdict, words = s.replay
         if verdict:
             self._once("replay", "replay", {"verdict": verdict, "words": words})
@@ -91,7 +91,7 @@ def finish(run: Run, report: Path) -> None:
 
 
 def _round(round: int, row: Mapping[str, float | None]) -> dict[str, object]:
-    return {"round": round, **{k: _finite(row[k]) for k in ("accuracy", "loss", "seconds")}}
+    return {"round": round, **{k: finite(row[k]) for k in ("accuracy", "loss", "seconds")}}
 
 
 def _scores(attack: str, round: int, cell: AttackProgress, metric: str) -> dict[str, object]:
@@ -107,16 +107,11 @@ def _pooled(leak: Leak) -> dict[str, object]:
 
 def _measured(metric: str, attack: str, mean: float | None, best: float | None) -> dict[str, object]:
     """Values are capped in the mean and raw in the best."""
-    exact = best is not None and not isfinite(best)
     return {
         "attack": attack,
         "kind": role_of(attack),
         "metric": metric,
         "mean": mean,
-        "best": _finite(best),
-        "exact": exact,
+        "best": finite(best),
+        "exact": is_exact(best),
     }
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and isfinite(value) else None

@@ -1,7 +1,6 @@
 """What a gate found, for people and for machines: lines, JUnit XML, and a log in the form of SARIF 2.1.0."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from xml.etree import ElementTree
 from fedgauge.client.files import writing
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.assurance.gate import GateResult, Outcome
+from fedgauge.server.views.formatting import finite
 from fedgauge.simulations.run.environment import package
 from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE
 
@@ -30,16 +30,11 @@ def gate_lines(results: Sequence[GateResult]) -> list[str]:
 
 
 def gate_tables(results: Sequence[GateResult]) -> list[dict[str, Any]]:
-    """The results as plain data."""
+    """The results as plain data; what is infinite stands in the words alone."""
     return [
-        {**asdict(r.threshold), **asdict(r.measurement), "value": _finite(r.measurement.value), "outcome": r.outcome}
+        {**asdict(r.threshold), **asdict(r.measurement), "value": finite(r.measurement.value), "outcome": r.outcome}
         for r in results
     ]
-
-
-def _finite(value: float | None) -> float | None:
-    """The value as JSON may hold it: what is infinite stands in the words alone."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def write_junit(results: Sequence[GateResult], of: str, path: Path) -> None:
@@ -82,7 +77,7 @@ def write_sarif(results: Sequence[GateResult], of: Path, path: Path) -> None:
             "level": "error" if r.outcome == "failed" else "none",
             "message": {"text": printable(r)},
             "locations": [{"physicalLocation": {"artifactLocation": {"uri": printable(of.as_posix())}}}],
-            "properties": {"value": _finite(r.measurement.value), "bound": r.threshold.bound, "outcome": r.outcome},
+            "properties": {"value": finite(r.measurement.value), "bound": r.threshold.bound, "outcome": r.outcome},
         }
         for r in results
     ]

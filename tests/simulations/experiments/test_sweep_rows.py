@@ -1,9 +1,13 @@
 """Rows and summaries of a sweep."""
 
+import csv
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.simulations.experiments.sweep_file import Sweep
@@ -26,6 +30,15 @@ def test_rows_are_written_whole(tmp_path: Path) -> None:
     write_rows(tmp_path, [], Sweep("none", "", ()))
     assert (tmp_path / "sweep.csv").read_text().startswith("defense,attack,seed,accuracy,mean,")
     assert json.loads((tmp_path / "sweep.json").read_text()) == []
+
+
+def test_an_exact_hit_is_inf_in_csv_and_null_in_json_which_says_so(tmp_path: Path) -> None:
+    found = [row("none", "a", 0, best=math.inf, exact=True), row("none", "b", 0, best=None)]
+    write_rows(tmp_path, found, Sweep("none", "", ()))
+    hit, missing = json.loads((tmp_path / "sweep.json").read_text(), parse_constant=pytest.fail)
+    assert (hit["best"], hit["exact"]) == (None, True) and (missing["best"], missing["exact"]) == (None, False)
+    with (tmp_path / "sweep.csv").open() as file:
+        assert [line["best"] for line in csv.DictReader(file)] == ["inf", ""]
 
 
 def test_the_summary_names_the_strongest_attack_and_the_cost_beside_the_first_defense() -> None:
