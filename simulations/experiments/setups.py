@@ -229,7 +229,7 @@ class _Clients:
             ]
             update = updates[0] if cell.members == 1 else average(updates, [1] * cell.members)
             observations.append(Observation(round, first, weights_by_member[0], update, buffers))
-        return replace(observations[-1], round=1)
+        return observations[-1]
 
 
 def _shards(cell: Setting, dataset: Dataset, rows: Sequence[Tensor], seed: int) -> Shards:

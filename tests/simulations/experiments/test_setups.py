@@ -80,6 +80,19 @@ def test_a_scene_is_what_clients_upload_and_what_a_server_knows() -> None:
     )
 
 
+def test_the_last_of_several_rounds_is_graded_against_what_it_was_trained_on() -> None:
+    """Each round draws its blends anew."""
+    chain, data = [{"use": "mixup", "alpha": 1.0}, SGD], {"use": "mnist5k", "batch_size": 3}
+    setup = build_setup(only(paper_table(chain=chain, data=data, cell={"rounds": 2})), seed=5)
+    fed = setup.auditor.federation
+    plain = gradient(fed.model, normalise=mnist5k().normalise)
+    for seen in setup.observations:
+        blends = fed.trained_on(seen.params, seen.buffers, seen.client, seen.round)
+        assert blends is not None
+        for name, g in plain(seen.params, blends, None).items():
+            torch.testing.assert_close(seen.update[name], -0.5 * g)
+
+
 def test_mean_and_std_can_be_those_the_network_was_trained_with() -> None:
     data = {"use": "mnist5k", "mean": [0.5], "std": [0.25]}
     setup = build_setup(only(paper_table(data=data)), 0)
