@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from fedgauge.server.views.formatting import in_unit
 from fedgauge.server.views.roles import is_attack
-from fedgauge.server.views.strength import final_accuracy
+from fedgauge.server.views.strength import best_of, final_accuracy
 from fedgauge.simulations.live.progress import Clock, RunProgress
 
 PLAIN_EVERY = 5.0  # seconds between plain lines
@@ -78,14 +78,11 @@ def progress_line(s: RunProgress) -> str:
     )
     if s.progress.failed:
         parts.append(f"{s.progress.failed} failed")
-    graded = [
-        (c.n, c.mean, c.best.value) for (a, _), c in s.cells.items() if is_attack(a) and c.mean is not None and c.best
-    ]
-    if graded:
-        mean = sum(n * mean for n, mean, _ in graded) / sum(n for n, _, _ in graded)
-        by = s.measure
-        best = by.sign * max(by.sign * best for _, _, best in graded)
-        parts.append(f"{by.name} best {in_unit(best, by)}, mean {in_unit(mean, by)}")
+    by = s.measure
+    leaks = [k for k in s.snapshot.leaks(by.metric) if k.round is None and is_attack(k.attack)]
+    best = by.leakiest((k.best for k in leaks if k.best is not None), float)
+    if best is not None and (strongest := best_of(leaks, "attack")):
+        parts.append(f"{by.name} best {in_unit(best, by)}, mean {in_unit(strongest.mean, by)} by {strongest.attack}")
     if (left := jobs.seconds_left) is not None:
         parts.append(f"about {left:.0f} s left")
     return "; ".join(parts)

@@ -6,16 +6,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fedgauge.attacks.grading.scores import ScoreRecord
+from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import DeviceUse
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.leakage import leakage
+from fedgauge.server.views.leakage import leakage, leakage_of_all
+from fedgauge.server.views.strength import best_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.live.choose_view import view_of
 from fedgauge.simulations.live.json_log import Events
 from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.terminal import Glyphs, LiveDisplay
 from fedgauge.simulations.live.view import Lines, View, progress_line
-from tests.simulations.live.conftest import Clock
+from tests.simulations.live.conftest import Clock, intake
 from tests.small_runs import scores_of
 
 
@@ -62,8 +65,25 @@ def test_a_line_has_the_best_and_the_mean_of_the_attacks(looking: RunProgress, a
     with attacked.ledger() as ledger:
         best = ledger.best_so_far()
         mean = {k.attack: k.mean for k in leakage(scores_of(ledger), "psnr") if k.round is None}["analytic"]
-    assert f"PSNR best {best:.1f} dB, mean {mean:.1f} dB" in progress_line(looking)
+    assert f"PSNR best {best:.1f} dB, mean {mean:.1f} dB by analytic" in progress_line(looking)
     assert mean == 60.0
+
+
+def test_the_mean_in_a_line_is_the_strongest_attacks_as_in_the_gate(taped: Run, ledger: Ledger, clock: Clock) -> None:
+    """Of two attacks the second has the higher mean, and the first the best example."""
+    values = {"matching": {0: 40.0, 1: 2.0}, "other": {0: 30.0, 1: 20.0}, "mean_image": {0: 50.0, 1: 50.0}}
+    intake(ledger, 1, clients=2)
+    while (lease := ledger.lease()) is not None:
+        name = lease.attack.name
+        ledger.finish(
+            lease,
+            {c: [ScoreRecord(1, c, name, 0, "psnr", values[name][c], "converged", 0.1)] for c in lease.clients},
+        )
+    run_progress = RunProgress(ledger, taped.scenario(), clock=clock)
+    run_progress.refresh()
+    strongest = best_of(leakage_of_all(scores_of(ledger), "psnr"), "attack")
+    assert strongest is not None and (strongest.attack, strongest.mean) == ("other", 25.0)
+    assert "PSNR best 40.0 dB, mean 25.0 dB by other" in progress_line(run_progress)
 
 
 def test_quiet_says_nothing_but_where_the_results_are(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
