@@ -12,7 +12,7 @@ from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.leakage import counted, counted_of_all
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.roles import is_attack, is_baseline, planned_attacks
+from fedgauge.server.views.roles import is_attack, is_baseline
 from fedgauge.server.views.scores import Scores, capped
 from fedgauge.server.views.success import count_ungraded
 from fedgauge.server.views.verdict import class_shares, restored_labels
@@ -106,10 +106,8 @@ def _places(rows: Scores) -> dict[int, Ints]:
 
 def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) -> list[dict[str, Any]]:
     rows = _graded(counted_of_all(reading.scores, metric), metric, attack)
-    given = {name for name, planned in planned_attacks(reading.ledger).items() if planned.labels == "given"}
     hits, labels = (_graded(reading.scores.of_metric(m), m, attack) for m in ("identified", "label_accuracy"))
-    if attack is None:  # per example the value that leaks most; labels that the threat model gives away do not count
-        labels = labels.where(np.array([a not in given for a in labels.attacks], bool)[labels.attack])
+    if attack is None:  # per example the value that leaks most
         rows, hits, labels = (
             rows.leakiest(metric),
             hits.leakiest("identified"),

@@ -168,9 +168,12 @@ class Snapshot:
         if (finished := ledger.finished()) <= self._finished:
             return set()
         touched: set[int] = set()
-        unordered = ledger.graded_by_clients
+        unordered, before = ledger.graded_by_clients, self.scores.attacks
         known = replace(self.scores, modality=ledger.modality, size_of=self._size_of, unordered=unordered)
         self.scores = known.extended(_noting(ledger.scores_since(self._finished), touched))
+        if self.scores.attacks != before:
+            told = frozenset(name for name, planned in ledger.planned().items() if planned.labels == "given")
+            self.scores = replace(self.scores, told_labels=told)
         for rounds in self._by_round.values():
             for round in touched:
                 rounds.pop(round, None)

@@ -20,6 +20,7 @@ from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.roles import is_attack, is_limit
 
+LABELS = "label_accuracy"
 LARGEST = 1e100  # of a value: sums of squares of larger ones may be no numbers
 Mask = NDArray[np.bool_]
 SizeOf = Callable[[int, int], int]  # (round, client) -> how many examples the update is of
@@ -42,6 +43,7 @@ class Scores:
         modality: the kind of the run's data.
         size_of: how many examples an update is of: so many are lost with a batch that came to nothing as a whole.
         unordered: whether `example` is the place in the reconstruction, as clients grade, and not in the batch.
+        told_labels: the attacks to which the threat model gives the labels, which are then no leak: `of_metric` leaves them out.
     """
 
     round: Ints
@@ -57,6 +59,7 @@ class Scores:
     modality: type[Modality] = ImageModality
     size_of: SizeOf = one_example
     unordered: bool = False
+    told_labels: frozenset[str] = frozenset()
 
     @classmethod
     def empty(cls) -> "Scores":
@@ -94,7 +97,7 @@ class Scores:
             columns[name] = columns[name][order]
         read = Scores(
             **columns, value=values[order], attacks=attack.sorted, metrics=metric.sorted, statuses=status.sorted,
-            modality=self.modality, size_of=self.size_of, unordered=self.unordered,
+            modality=self.modality, size_of=self.size_of, unordered=self.unordered, told_labels=self.told_labels,
         )  # fmt: skip
         return read._without_answered()
 
@@ -123,15 +126,17 @@ class Scores:
     def of_metric(self, metric: str) -> "Scores":
         """The rows of a metric, and one row for each observation of which an attack gave nothing that any metric could grade.
 
-        A limit on the error is of the mean squared error alone, since a mean of PSNRs lies above the PSNR of the mean error.
+        A limit on the error is of the mean squared error alone, since a mean of PSNRs lies above the PSNR of the mean error. Of
+        labels, an attack that is given them has none.
 
         A wave whose worker died leaves one row of the main metric, and an attack that restores no example may restore no label
         either: under every metric that counts as a failed attempt.
         """
-        if metric != mse.name and (limits := [i for i, name in enumerate(self.attacks) if name in ERROR_LIMITS]):
-            of_limits = np.isin(self.attack, limits)
-            if of_limits.any():
-                return self.where(~of_limits).of_metric(metric)
+        without = {*(ERROR_LIMITS if metric != mse.name else ()), *(self.told_labels if metric == LABELS else ())}
+        if left_out := [i for i, name in enumerate(self.attacks) if name in without]:
+            of_them = np.isin(self.attack, left_out)
+            if of_them.any():
+                return self.where(~of_them).of_metric(metric)
         own = self.named(metric)
         # an attack on examples does not fail at membership, nor the other way round
         of_members = np.array([name in MEMBERSHIP for name in self.metrics], dtype=bool)[self.metric]
@@ -274,6 +279,8 @@ class _Names:
 def known_metrics(scores: Scores) -> list[str]:
     """The metrics with at least one value, of those that this version of fedgauge knows."""
     present = {scores.metrics[i] for i in np.unique(scores.metric[~np.isnan(scores.value)])}
+    if LABELS in present and np.isnan(scores.of_metric(LABELS).value).all():
+        present.remove(LABELS)  # every attack was given them
     return [m for m in MEASURED if m in present]
 
 

@@ -360,9 +360,9 @@ def _computed_otherwise(ledger: Ledger) -> str:
 def restored_labels(scores: Scores, ledger: Ledger, shares: Sequence[float]) -> RestoredLabels | None:
     """The labels of the attack that restored most, of those that were not given them; None if none restored any."""
     known, found = scores.where(~np.isnan(scores.value)).of_metric("label_accuracy"), []
-    for attack, planned in planned_attacks(ledger).items():
+    for attack in planned_attacks(ledger):
         rows = known.of_attack(attack)
-        if planned.labels != "restored" or not len(rows):
+        if not len(rows):
             continue
         sizes = _batch_sizes(scores.of_attack(attack), rows)
         guesses = {size: guessed_labels(shares, size) for size in set(sizes.tolist())}

@@ -230,8 +230,8 @@ def test_one_query_reads_the_scores(ledger: Ledger) -> None:
     ledger._db.set_trace_callback(asked.append)
     leaks(ledger, "psnr")
     ledger._db.set_trace_callback(None)
-    assert ["JOIN scores" in query for query in asked] == [False, False, False, True], (
-        "whether anything is new, which data, who graded, then all scores"
+    assert ["JOIN scores" in query for query in asked] == [False, False, False, True, False], (
+        "whether anything is new, which data, who graded, then all scores, and of new attacks who is given the labels"
     )
 
 
