@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.labels import METHODS
+from fedgauge.attacks.modality.image_metrics import label_accuracy
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import Dataset, batch_of, mnist5k
 from fedgauge.client.models.vision import detached_params, lenet, mlp
@@ -34,7 +35,7 @@ FLOORS = {
 }
 UNDEFENDED = "undefended"
 
-Seen = tuple[Update, Params, Knowledge, list[int]]
+Seen = tuple[Update, Params, Knowledge, Tensor]
 
 
 def labels(progress: Progress, batches: int = 100, sizes: Sequence[int] = (2, 4, 8)) -> BenchmarkReport:
@@ -71,7 +72,7 @@ def _chains(size: int) -> Mapping[str, Chain]:
 
 
 def _observe(dataset: Dataset, net: str, links: Chain, size: int, k: int) -> Seen:
-    """The k-th batch's update, the weights, what the server knows, and the true labels, sorted."""
+    """The k-th batch's update, the weights, what the server knows, and the true labels."""
     seed = seed_of(SEED, "labels", "network", k)
     model = untrained(partial(NETS[net], dataset.shape, dataset.classes), seed)
     draw = partial(generator, SEED, "labels", k)
@@ -79,7 +80,7 @@ def _observe(dataset: Dataset, net: str, links: Chain, size: int, k: int) -> See
     known = known_of(model, links, dataset, size)
     params = detached_params(model)
     update = links(gradient(model, normalise=dataset.normalise))(params, batch, draw("noise"))
-    return update, params, known, batch.y.sort().values.tolist()
+    return update, params, known, batch.y
 
 
 def _figure(net: str, name: str, size: int, seen: Sequence[Seen]) -> Figure:
@@ -87,7 +88,7 @@ def _figure(net: str, name: str, size: int, seen: Sequence[Seen]) -> Figure:
     left_out = {"idlg"} | ({"grad_inversion"} if size > classes else set())  # one label; distinct labels
     exact = {
         method: 100
-        * sum(restore(update, params, known, None).tolist() == y for update, params, known, y in seen)
+        * sum(label_accuracy(y, restore(update, params, known, None)) == 1 for update, params, known, y in seen)
         / len(seen)
         for method, restore in METHODS.items()
         if method not in left_out

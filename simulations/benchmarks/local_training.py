@@ -22,12 +22,11 @@ from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset, batch_of, cifar10
 from fedgauge.client.local_training import local_training, pull_in, scaffold
 from fedgauge.client.models.vision import convnet, detached_params, floating_buffers, lenet, resnet20
-from fedgauge.client.pairing import match
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import TransformState
 from fedgauge.client.update import Batch
-from fedgauge.simulations.benchmarks.observed_updates import known_of, observed, singles, untrained
+from fedgauge.simulations.benchmarks.observed_updates import GradedImages, known_of, observed, singles, untrained
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 
 SEED = 0
@@ -77,11 +76,7 @@ def training(progress: Progress, images: int = 16, iterations: int = 1000) -> Be
                 wave = observed(known, truth, own(gradient(model, normalise=data.normalise)))
                 streams = [partial(generator, SEED, "training", k) for k in range(images)]
                 found = inverting_gradients(TV).reconstruct(wave, known, Budget(iterations), streams)
-                values = [float(psnr(batch.x, r.x)) for batch, r in zip(truth, found, strict=True) if r.x is not None]
-                note = (
-                    f"n = {len(values)}, best {max(values):.1f}, worst {min(values):.1f}" if values else found[0].reason
-                )
-                figures.append(Figure(f"{net}, {name}: mean PSNR", mean(values) if values else None, "dB", note=note))
+                figures.append(GradedImages(found, truth, data).mean_psnr(f"{net}, {name}"))
                 progress(len(figures) - 1, len(nets) * len(TRAININGS))
     settings = dict(
         dataset=f"{data.name}, first training images", networks="untrained, torch's initialisation", seed=SEED, tv=TV,
@@ -100,14 +95,12 @@ def proximal(progress: Progress, batches: int = 8, iterations: int = 500) -> Ben
     data, size, steps, weights = cifar10(), 4, 4, (0.0, 0.01, 0.1, 1.0)
     trial = _Federation(data, size, batches, iterations)
     figures: list[Figure] = []
-    found: dict[str, float] = {}
+    found: dict[str, GradedImages] = {}
     total = len(weights) + 3
 
     def measured(name: str, own: local_sgd, rounds: int, assumed: local_sgd | None = None) -> None:
-        values = trial.attacked(own, rounds, assumed)
-        found[name] = mean(values)
-        note = f"n = {len(values)} in {batches} batches, best {max(values):.1f}, worst {min(values):.1f}"
-        figures.append(Figure(f"{name}: mean PSNR", found[name], "dB", note=note))
+        found[name] = trial.attacked(own, rounds, assumed)
+        figures.append(found[name].mean_psnr(name, f" in {batches} batches"))
         progress(len(figures), total)
 
     with one_thread():
@@ -117,8 +110,9 @@ def proximal(progress: Progress, batches: int = 8, iterations: int = 500) -> Ben
         measured("SCAFFOLD, round 3", scaffold(0.1, steps), 3)
         measured("SCAFFOLD, round 3, taken for FedAvg", scaffold(0.1, steps), 3, local_sgd(0.1, steps))
     pairs = {f"FedProx, mu {mu:g}": "FedAvg" for mu in weights if mu} | {"SCAFFOLD, round 3": "FedAvg, round 3"}
-    most = max(abs(found[name] - found[plain]) for name, plain in pairs.items())
-    figures.append(Figure("largest difference from FedAvg", most, "dB", at_most=1.0))
+    lost = next((graded.lost for graded in found.values() if graded.lost), "")  # means of other images do not compare
+    most = None if lost else max(abs(mean(found[name].psnr) - mean(found[plain].psnr)) for name, plain in pairs.items())
+    figures.append(Figure("largest difference from FedAvg", most, "dB", at_most=1.0, note=lost))
     settings = dict(
         dataset=f"{data.name}, first training images, others in each round", network="LeNet, untrained before round 1",
         seed=SEED, tv=TV, batch_size=size, clients=batches, local_steps=steps, rate=0.1, iterations=iterations,
@@ -136,8 +130,8 @@ class _Federation:
     clients: int
     iterations: int
 
-    def attacked(self, own: local_sgd, rounds: int, assumed: local_sgd | None) -> list[float]:
-        """PSNR of each image of the last round.
+    def attacked(self, own: local_sgd, rounds: int, assumed: local_sgd | None) -> GradedImages:
+        """What is found of the last round's images.
 
         Args:
             assumed: the local training that the attacker takes for the clients'; default: their own.
@@ -165,7 +159,7 @@ class _Federation:
                 wave, known, Budget(self.iterations), [partial(generator, SEED, "proximal", k) for k in wave.clients]
             )
         ]
-        return [v for batch, guess in zip(truth, guesses, strict=True) for v in _paired_psnr(batch, guess)]
+        return GradedImages(guesses, truth, self.data)
 
     def _batch(self, round: int, client: int) -> Batch:
         first = ((round - 1) * self.clients + client) * self.size
@@ -212,9 +206,8 @@ def modes(progress: Progress, batches: int = 2, iterations: int = 200) -> Benchm
     figures = [Figure("the mean of the auxiliary images: mean PSNR", mean(floor), "dB", note=f"n = {len(floor)}")]
     with one_thread():
         for row in ROWS:
-            values = [v for k, batch in enumerate(truth) for v in _values(row, data, public, batch, k, iterations)]
-            note = f"n = {len(values)} in {batches} batches, best {max(values):.1f}, worst {min(values):.1f}"
-            figures.append(Figure(f"{row.name}: mean PSNR", mean(values), "dB", note=note))
+            found = [_reconstructed(row, data, public, batch, k, iterations) for k, batch in enumerate(truth)]
+            figures.append(GradedImages(found, truth, data).mean_psnr(row.name, f" in {batches} batches"))
             progress(len(figures) - 1, len(ROWS))
     settings = dict(
         dataset=f"{data.name}, first training images", networks="untrained", seed=SEED, tv=SMOOTH, statistics=STATISTICS,
@@ -224,8 +217,8 @@ def modes(progress: Progress, batches: int = 2, iterations: int = 200) -> Benchm
     return BenchmarkReport(tuple(figures), settings)
 
 
-def _values(row: _Row, data: Dataset, public: Batch, batch: Batch, k: int, iterations: int) -> list[float]:
-    """PSNR of each image of one client's batch."""
+def _reconstructed(row: _Row, data: Dataset, public: Batch, batch: Batch, k: int, iterations: int) -> Reconstruction:
+    """What is found of one client's batch."""
     model = untrained(partial(row.make, data.shape, data.classes), SEED).train(row.train)
     params, sent = detached_params(model), floating_buffers(model)
     own = local_sgd(0.1)
@@ -238,8 +231,4 @@ def _values(row: _Row, data: Dataset, public: Batch, batch: Batch, k: int, itera
             buffer.copy_(wave.buffers[name])
     found: Reconstruction
     (found,) = row.attack.reconstruct(wave, known, Budget(iterations), [partial(generator, SEED, "modes", k)])
-    return _paired_psnr(batch, found)
-
-
-def _paired_psnr(batch: Batch, found: Reconstruction) -> list[float]:
-    return [] if found.x is None else psnr(batch.x, found.x[match(batch.x, found.x)]).tolist()
+    return found

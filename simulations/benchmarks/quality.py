@@ -7,11 +7,11 @@ from statistics import mean, median
 import torch
 from torch import nn
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Wave
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.labels import restore
 from fedgauge.attacks.matching.recipes import inverting_gradients
-from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset, batch_of, cifar10, mnist5k
@@ -20,7 +20,7 @@ from fedgauge.client.models.vision import convnet, lenet, mlp, resnet20
 from fedgauge.client.rng import generator
 from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
-from fedgauge.simulations.benchmarks.observed_updates import known_of, observed, singles, untrained
+from fedgauge.simulations.benchmarks.observed_updates import GradedImages, known_of, observed, singles, untrained
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 
 RATE = 0.1
@@ -62,7 +62,7 @@ def _inverting_gradients(dataset: Dataset, images: int, iterations: int) -> list
     if dataset.name != "cifar10":
         reason = "skipped: needs cifar10-train-*.npz and cifar10-test-*.npz in the local data folder (FEDGAUGE_DATA)"
         return [Figure(f"{name}: mean PSNR", None, "dB", at_least=16.5, note=reason)]
-    values = _psnr(inverting_gradients(TV), _untrained(lenet, dataset), dataset, images, iterations)
+    values = _graded(inverting_gradients(TV), _untrained(lenet, dataset), dataset, images, iterations).psnr
     return [
         Figure(f"{name}: mean PSNR", mean(values), "dB", at_least=16.5, note=f"n = {images}"),
         Figure(f"{name}: worst PSNR", min(values), "dB"),
@@ -71,42 +71,39 @@ def _inverting_gradients(dataset: Dataset, images: int, iterations: int) -> list
 
 
 def _analytic(dataset: Dataset, inputs: int) -> list[Figure]:
-    values = _psnr(analytic(), _untrained(mlp, dataset), dataset, inputs, 1)
-    capped = [min(v, PSNR_CAP) for v in values]
+    graded = _graded(analytic(), _untrained(mlp, dataset), dataset, inputs, 1)
+    values = graded.psnr
     exact = (
         f"n = {inputs}; capped at {PSNR_CAP:g} dB, which {sum(map(ImageModality.main.came_back_whole, values))} reach"
     )
     return [
-        Figure("analytic, mlp: mean PSNR", mean(capped), "dB", note=exact),
-        Figure("analytic, mlp: worst PSNR", min(capped), "dB", at_least=PSNR_CAP),
-        Figure("analytic, mlp: median raw PSNR", median(min(v, 1e3) for v in values), "dB"),
+        Figure("analytic, mlp: mean PSNR", mean(values), "dB", note=exact),
+        Figure("analytic, mlp: worst PSNR", min(values), "dB", at_least=PSNR_CAP),
+        Figure("analytic, mlp: median raw PSNR", median(min(v, 1e3) for v in graded.values("psnr")), "dB"),
     ]
 
 
 def _label_accuracy(name: str, model: nn.Module, dataset: Dataset, labels: int) -> Figure:
     wave, known, truth = _observe(model, dataset, labels)
-    right = (restore(wave, known) == truth.y[:, None]).double().mean()
-    return Figure(f"iDLG, {name}: labels right", 100 * float(right), "%", at_least=100.0, note=f"n = {labels}")
+    right = mean(label_accuracy(batch.y, y) for batch, y in zip(truth, restore(wave, known), strict=True))
+    return Figure(f"iDLG, {name}: labels right", 100 * right, "%", at_least=100.0, note=f"n = {labels}")
 
 
-def _psnr(attack: Attack, model: nn.Module, dataset: Dataset, images: int, iterations: int) -> list[float]:
+def _graded(attack: Attack, model: nn.Module, dataset: Dataset, images: int, iterations: int) -> GradedImages:
+    """RuntimeError if an attack fails: the targets are of every image."""
     wave, known, truth = _observe(model, dataset, images)
     streams = [partial(generator, SEED, "quality", k) for k in range(images)]
-    found = attack.reconstruct(wave, known, Budget(iterations), streams)
-    return [_graded(r, truth.x[[k]]) for k, r in enumerate(found)]
+    graded = GradedImages(attack.reconstruct(wave, known, Budget(iterations), streams), truth, dataset)
+    if graded.lost:
+        raise RuntimeError(f"{type(attack).__name__} gave no image of every client: {graded.lost}")
+    return graded
 
 
-def _graded(found: Reconstruction, truth: torch.Tensor) -> float:
-    if found.x is None:
-        raise RuntimeError(f"the attack gave no image: {found.status}, {found.reason}")
-    return float(psnr(truth, found.x))
-
-
-def _observe(model: nn.Module, dataset: Dataset, count: int) -> tuple[Wave, Knowledge, Batch]:
+def _observe(model: nn.Module, dataset: Dataset, count: int) -> tuple[Wave, Knowledge, list[Batch]]:
     """What a server observes of `count` clients with one test image each, what it knows, and the true images."""
-    truth = batch_of(dataset.x_test, dataset.y_test, torch.arange(count))
+    truth = singles(batch_of(dataset.x_test, dataset.y_test, torch.arange(count)))
     known = known_of(model, chain(local_sgd(RATE)), dataset)
-    return observed(known, singles(truth)), known, truth
+    return observed(known, truth), known, truth
 
 
 def _untrained(make: Callable[..., nn.Module], dataset: Dataset) -> nn.Module:

@@ -8,18 +8,17 @@ import torch
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.recipes import dlg, idlg
-from fedgauge.attacks.modality.image_metrics import PSNR_CAP, mse, psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset, batch_of, cifar100, mnist5k
 from fedgauge.client.local_data import has_images
 from fedgauge.client.models.vision import lenet
 from fedgauge.client.rng import generator
 from fedgauge.client.training import local_sgd
-from fedgauge.simulations.benchmarks.observed_updates import known_of, observed, singles, untrained
+from fedgauge.simulations.benchmarks.observed_updates import GradedImages, known_of, observed, singles, untrained
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
+from fedgauge.simulations.experiments.measures import SUCCESS_MSE
 
 EVALUATIONS = 300 * 20  # of the published loops: 300 steps of L-BFGS, each of up to 20 evaluations
-SUCCESS = 1e-3  # mean squared error, judged by the papers' images
 
 
 def success(progress: Progress, digits: int = 64, colours: int = 6, evaluations: int = EVALUATIONS) -> BenchmarkReport:
@@ -36,23 +35,22 @@ def success(progress: Progress, digits: int = 64, colours: int = 6, evaluations:
         reason = "skipped: needs cifar100-train-*.npz and cifar100-test-*.npz in the local data folder (FEDGAUGE_DATA)"
         figures.append(Figure("cifar100: successes", None, "%", at_least=95.0, note=reason))
     settings = dict(
-        network="lenet, untrained", images="first test images, one an update", success=f"MSE < {SUCCESS:g}", seed=0,
+        network="lenet, untrained", images="first test images, one an update", success=f"MSE < {SUCCESS_MSE:g}", seed=0,
         evaluations=f"at most {evaluations}, restarts included", published_loops="75 % (MNIST), 75-100 % (CIFAR-100)",
     )  # fmt: skip
     return BenchmarkReport(tuple(figures), settings)
 
 
 def _measured(dataset: Dataset, count: int, attack: GradientMatching, evaluations: int) -> list[Figure]:
-    truth = batch_of(dataset.x_test, dataset.y_test, torch.arange(count))
+    truth = singles(batch_of(dataset.x_test, dataset.y_test, torch.arange(count)))
     model = untrained(partial(lenet, dataset.shape, dataset.classes))
     known = known_of(model, chain(local_sgd(0.1)), dataset)
     streams = [partial(generator, 0, "success", k) for k in range(count)]
-    found = attack.reconstruct(observed(known, singles(truth)), known, Budget(evaluations), streams)
-    images = torch.stack([r.x[0] for r in found if r.x is not None])
-    errors = mse(truth.x, images)
-    rate = 100 * float((errors < SUCCESS).double().mean())
+    found = attack.reconstruct(observed(known, truth), known, Budget(evaluations), streams)
+    graded = GradedImages(found, truth, dataset)
+    rate = 100 * sum(error < SUCCESS_MSE for error in graded.values("mse")) / count  # a failed attack is no success
     name = f"{'DLG' if attack.label_source == 'optimised' else 'iDLG'}, {dataset.name}"
     spent = median(r.iterations for r in found)
-    quality = median(min(v, PSNR_CAP) for v in psnr(truth.x, images).tolist())
-    note = f"n = {count}; median {spent:.0f} evaluations, {quality:.1f} dB"
+    quality = f", {median(graded.psnr):.1f} dB" if graded.psnr else ""
+    note = f"n = {count}; median {spent:.0f} evaluations{quality}" + (f"; {graded.lost}" if graded.lost else "")
     return [Figure(f"{name}: successes", rate, "%", at_least=95.0, note=note)]

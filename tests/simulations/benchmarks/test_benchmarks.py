@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,12 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Wave
 from fedgauge.attacks.matching.compiled_step import missing
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.recipes import idlg
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP
+from fedgauge.client.data.images import batch_of, mnist5k
 from fedgauge.client.local_data import data_folder
 from fedgauge.client.models.vision import lenet
 from fedgauge.client.rng import generator
 from fedgauge.simulations.benchmarks import memory_growth
+from fedgauge.simulations.benchmarks import success as success_rates
 from fedgauge.simulations.benchmarks.__main__ import RESULTS, main, readme
 from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, DIGITS, PUBLISHED, SpeedCase, engine, problem
 from fedgauge.simulations.benchmarks.intercept import InterceptCase, intercept
@@ -29,6 +34,7 @@ from fedgauge.simulations.benchmarks.memory_growth import (
     own_memory,
     train,
 )
+from fedgauge.simulations.benchmarks.observed_updates import GradedImages
 from fedgauge.simulations.benchmarks.page_crowd import crowd
 from fedgauge.simulations.benchmarks.page_speed import page
 from fedgauge.simulations.benchmarks.quality import quality
@@ -171,6 +177,27 @@ def test_quality_on_local_images(local_data: Path, steps: Steps) -> None:
     assert best is not None
     assert 0 < worst < mean < best < 20
     assert mean == pytest.approx((worst + best) / 2)
+
+
+def test_images_are_graded_as_in_a_run() -> None:
+    """An exact hit counts as the cap, the images' order does not count, and what failed is counted without a number."""
+    data = mnist5k()
+    truth = [batch_of(data.x, data.y, torch.tensor(rows)) for rows in ([0, 1], [2], [3])]
+    off = truth[0].x.clone()
+    off[0] += 0.1
+    found = [
+        Reconstruction(off.flip(0), None, 0.0, 1, 0.0, "converged"),
+        Reconstruction(None, None, 0.0, 1, 0.0, "diverged", "the objective is not finite"),
+        Reconstruction(torch.full_like(truth[2].x, torch.nan), None, 0.0, 1, 0.0, "converged"),
+    ]
+    graded = GradedImages(found, truth, data)
+    assert graded.values("psnr") == pytest.approx([20.0, torch.inf], abs=1e-4)
+    assert graded.values("mse") == pytest.approx([0.01, 0.0], abs=1e-6)
+    figure = graded.mean_psnr("three clients", " in 3 batches")
+    assert figure.value == pytest.approx((20 + PSNR_CAP) / 2, abs=1e-4)
+    assert figure.note == "n = 2 in 3 batches, best 60.0, worst 20.0, 2 lost: the objective is not finite"
+    nothing = GradedImages(found[1:2], truth[1:2], data).mean_psnr("nothing")
+    assert (nothing.value, nothing.note) == (None, "n = 0, 1 lost: the objective is not finite")
 
 
 # ------------------------------------------------------------------------------------------------------- intercept
@@ -393,6 +420,22 @@ def test_success_counts_the_images_that_were_found(no_local_data: Path, steps: S
     assert figures["cifar100: successes [%]"].note.startswith("skipped: needs cifar100-train")
     nothing = by_name(success(steps, digits=2, evaluations=3))
     assert nothing["DLG, mnist5k: successes [%]"].value == 0.0, "three evaluations find nothing"
+
+
+class LosesTheFirst(GradientMatching):
+    """An attack that diverges on the first client."""
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        first, *others = super().reconstruct(wave, known, budget, streams)
+        return [replace(first, x=None, status="diverged"), *others]
+
+
+def test_an_attack_that_failed_is_no_success() -> None:
+    (figure,) = success_rates._measured(mnist5k(), 2, LosesTheFirst(**vars(idlg())), 450)
+    assert (figure.value, figure.met) == (50.0, False)
+    assert figure.note.startswith("n = 2; ") and figure.note.endswith(" dB; 1 lost: diverged")
 
 
 # ------------------------------------------------------------------------------------------------------------ page
