@@ -36,6 +36,7 @@ CHUNK = 256  # words or sentences that run through the model at once
 ROUNDING = 1e-5  # of a head's largest singular value: smaller ones are rounding
 RIDGE = 1e-8  # added to the heads' mean projection: an input outside all of them is this unlikely
 FORMED = 8  # sentences of the best slopes whose updates are computed
+MOST_NUMBERS = 2**29  # of the updates of sentences that are held at once: 4 GB
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class somp(Attack):
                 break
         batch = pursuit.batch()
         answer = verifier.answer(batch, verifier.error(batch), time.perf_counter() - started)
-        if deadline.over():
+        if deadline.over() and not pursuit.explained:
             return replace(answer, status="out_of_budget", reason=f"its seconds were over; {answer.reason}")
         return answer
 
@@ -89,11 +90,14 @@ def _missing(wave: Wave, known: Knowledge) -> str:
     if len(layers) < 2:
         return "it reads two attention blocks, and the model has one"
     absent = [layer.query.weight for layer in layers[:2] if layer.query.weight not in wave.update]
-    return (
-        f"the gradient of {absent[0]} is not shared as it is: try dager, which reads LoRA's factors, too"
-        if absent
-        else ""
-    )
+    if absent:
+        return f"the gradient of {absent[0]} is not shared as it is: try dager, which reads LoRA's factors, too"
+    if _heads(known.model) is None:
+        return "it reads each attention head by itself, and the model does not say how many it has (config.num_attention_heads)"
+    held = (known.batch_size + FORMED) * sum(t[0].numel() for t in wave.update.values() if t.dim() > 2)
+    if held > MOST_NUMBERS:
+        return f"it holds {known.batch_size + FORMED} sentences' updates, {8 * held / 2**30:.0f} GB: try dager, which holds none"
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------------------ subspaces
@@ -136,9 +140,12 @@ def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) 
     return HeadSubspaces(torch.linalg.inv(mean + RIDGE * torch.eye(width).to(mean)))
 
 
-def _heads(model: LanguageModel) -> int:
+def _heads(model: LanguageModel) -> int | None:
+    """Attention heads of a block; None if the network does not say."""
     net: Any = model.net
-    return int(net.config.num_attention_heads if hasattr(net, "config") else net.blocks[0].heads)
+    own = next(iter(getattr(net, "blocks", ())), None)
+    found = getattr(getattr(net, "config", None), "num_attention_heads", None) or getattr(own, "heads", None)
+    return None if found is None else int(found)
 
 
 # ----------------------------------------------------------------------------------------------------------------- beam
@@ -156,7 +163,9 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
     """
     model, known = verifier.known.model, verifier.known
     assert isinstance(model, LanguageModel)
-    first, second = (head_subspaces(verifier.update, layer, _heads(model)) for layer in model.parts.layers[:2])
+    heads = _heads(model)
+    assert heads is not None
+    first, second = (head_subspaces(verifier.update, layer, heads) for layer in model.parts.layers[:2])
     if first is None or second is None:
         return {}
     parts = [module_of_weight(model, layer.query.weight) for layer in model.parts.layers[:2]]
@@ -272,7 +281,7 @@ class Pursuit:
         return after
 
     def _seen_share(self, beginning: Ids) -> float:
-        """How much the heads see of a beginning's worst word: near 1 or above where they may have seen all of it."""
+        """How much the heads see of a beginning's worst word: near 1 where they may have seen all of it."""
         return math.exp(-self.beginnings[beginning] / 4)  # half a logarithm, of the mean over two blocks
 
     @torch.no_grad()
@@ -304,6 +313,11 @@ class Pursuit:
         while len(self.chosen) < count and not (self.explained or (self.chosen and self.deadline.over())):
             self.chosen.append(self.best(self.residual, self.chosen))
             self.coefficients, self.residual = self._fitted(self.chosen)
+            self._forget()
+
+    def _forget(self) -> None:
+        """Keep the updates of chosen sentences alone, as each is as large as the network."""
+        self._updates = {ids: t for ids, t in self._updates.items() if ids in self.chosen}
 
     def exchange(self) -> bool:
         """Exchange each sentence for a better one given the others, and two sentences' last words; returns whether any was."""
@@ -313,6 +327,7 @@ class Pursuit:
                 return False
             others = [*self.chosen[:i], *self.chosen[i + 1 :]]
             changed |= self._improved({i: self.best(self._fitted(others)[1], others)})
+            self._forget()
         for i, j in combinations(range(len(self.chosen)), 2):
             a, b = self.chosen[i], self.chosen[j]
             changed |= self._improved({i: (*a[:-1], b[-1]), j: (*b[:-1], a[-1])})

@@ -1,5 +1,7 @@
 """Claims about SOMP: heads' subspaces rank inputs where these fill the space, and pursuit finds a batch among decoys."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,8 +12,9 @@ from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import GuessVerifier
 from fedgauge.attacks.text.dager import dager
 from fedgauge.attacks.text.sentence_assembly import Ids
-from fedgauge.attacks.text.somp import Pursuit, head_subspaces, somp
+from fedgauge.attacks.text.somp import Pursuit, _heads, head_subspaces, somp
 from fedgauge.client.data.corpora import Text, phrases
+from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.language_parts import BlockParts, Projection
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
@@ -89,3 +92,17 @@ def test_an_encoders_sentence_comes_back_with_its_label() -> None:
     data = phrases(12)
     truth = batches(data, 2, 1)
     assert recovered(read(somp(), *seen(bert(data), truth), Budget(3)), truth) == [True] * 2
+
+
+def test_an_update_too_large_to_hold_several_of_is_declined_and_heads_are_not_guessed(
+    spoken: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wave, known = seen(gpt2(spoken), batches(spoken, 2, 1)[:1])
+    with monkeypatch.context() as smaller:
+        smaller.setattr("fedgauge.attacks.text.somp.MOST_NUMBERS", 1000)
+        (answer,) = read(somp(), wave, known)
+    assert answer.status == "not_applicable" and "try dager, which holds none" in answer.reason
+    model = copy.copy(known.model)
+    assert isinstance(model, LanguageModel)
+    model.net = torch.nn.Linear(1, 1)
+    assert _heads(model) is None
