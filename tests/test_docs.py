@@ -464,7 +464,9 @@ def test_five_defenses_at_three_seeds_are_as_they_were_measured() -> None:
     kept_rows = [
         row
         for row in csv.DictReader(text_of("simulations/results/defenses/sweep.csv").splitlines())
-        if row["metric"] == "psnr" and row["mean"] and not row["attack"].startswith("gifd")
+        if row["metric"] == "psnr"
+        and row["mean"]
+        and not row["attack"].startswith(("gifd", "ridge", "defense", "tuned_defense"))
     ]
     for defense in ("noise .1", "DP-SGD .05", "sign", "prune to 1 %", "2 bits"):
         cells = [
@@ -487,10 +489,20 @@ def test_the_defenses_are_as_they_were_measured() -> None:
     measured = json.loads(text_of("simulations/results/defenses/sweep.json"))
     lines = summary([SweepRow(**row) for row in measured], {cell.defense: cell.promise for cell in found.cells})
     assert "\n".join(lines) in text_of("docs/defenses.md")
-    assert {row["defense"] for row in measured} == {cell.defense for cell in found.cells}, (
-        "a row for each of the ready sweep"
-    )
+    planned = {(cell.defense, attack) for cell in found.cells for attack in cell.attacks}
+    assert {(row["defense"], row["attack"]) for row in measured} == planned, "a row for each of the ready sweep"
     assert all(row["mean"] is not None or row["reason"] for row in measured), "a number or a reason"
+
+
+def test_three_attackers_of_the_same_updates_are_as_they_were_measured() -> None:
+    found: dict[str, dict[tuple[str, str], str]] = {}
+    for r in csv.DictReader(text_of("simulations/results/defenses/same_updates.csv").splitlines()):
+        found.setdefault(r["defense"], {})[r["round"], r["attack"]] = f"{float(r['psnr']):.1f}"
+    attacks = ("gifd", "inverting_gradients", "inverting_gradients, tuned")
+    for defense, psnr in found.items():
+        rounds = [", ".join(psnr[round, attack] for attack in attacks) for round in ("1", "40")]
+        assert row("docs/explanation/weak-attacks.md", defense) == rounds
+    assert len(found) > 7
 
 
 # ------------------------------------------------------------------------------------------------- Learning To Invert

@@ -41,7 +41,7 @@ MOST_NUMBERS = 2**29  # of the updates of sentences that are held at once: 4 GB
 
 @dataclass(frozen=True)
 class somp(Attack):
-    """Sentences of a decoder's batches, also with as many tokens as dimensions or more; iterations are passes of exchanges.
+    """Sentences of a decoder's batches, also with nearly as many tokens as dimensions; iterations are passes of exchanges.
 
     An encoder's words see those that follow, so a beam chooses worse among them: use dager or tiger.
 
