@@ -357,5 +357,5 @@ def assert_read_off(elsewhere: Path, printed: str) -> None:
     assert "exact to rounding" in printed and "failed" not in printed, printed
     (run,) = (elsewhere / "runs").iterdir()
     assert f'path = "{elsewhere / "data"}"' in (run / "scenario.toml").read_text(), "relative to where it was called"
-    line = next(line for line in printed.splitlines() if line.split()[2:3] == ["analytic"])
-    assert float(line.split()[4]) > 60, "the best PSNR: one example into a fully connected layer is read off"
+    line = next(line for line in printed.splitlines() if line.split()[3:4] == ["analytic"])
+    assert float(line.split()[5]) > 60, "the best PSNR: one example into a fully connected layer is read off"

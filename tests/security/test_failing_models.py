@@ -156,7 +156,7 @@ def trouble(run: Run) -> str:
 def test_an_update_after_which_all_images_score_the_same_ends_no_fishing(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", {1: closing}, rounds=3, **FISHING)
     assert trouble(run).startswith(
-        "round 2, client 0: honest weights were sent: the weights give all public examples one"
+        "round 2, client 0: honest weights were sent: feature_fishing: the weights give all public examples one"
     )
     with run.ledger() as ledger:
         assert len(ledger.rounds()) == 4 and not refused(run)
@@ -180,7 +180,9 @@ def test_whatever_a_server_attack_raises_or_makes_its_client_gets_honest_weights
     monkeypatch.setattr(feature_fishing, "craft", craft)
     federate(run, MemoryGrid(scenario.protocol))
     reason = (
-        "ZeroDivisionError: float division" if isinstance(value, Exception) else "the crafted weights are not finite"
+        "ZeroDivisionError: float division"
+        if isinstance(value, Exception)
+        else "feature_fishing: the crafted weights are not finite"
     )
     assert trouble(run).startswith(f"round 2, client 0: honest weights were sent: {reason}")
     assert identical(model(run), model(trained(tmp_path / "honest", {}, rounds=3, model=FISHING["model"])))

@@ -62,7 +62,11 @@ def taped_with(folder: Path, *attacks: dict[str, Any]) -> Run:
 
 
 def table(told: str, attack: str) -> list[list[str]]:
-    return [line.split() for line in told.splitlines() if f" {attack} " in f"{line} " and "%" in line]
+    return [
+        line.replace("\u00a0%", "%").split()
+        for line in told.splitlines()
+        if f" {attack} " in f"{line} " and "%" in line
+    ]
 
 
 def all_rows(run: Run) -> list[tuple[Any, ...]]:
