@@ -148,6 +148,7 @@ def test_the_doctor_finds_everything_in_a_users_folder(python: Path, folder: Pat
     assert "Ray" in run(python, folder, "doctor")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
 def test_a_run_with_ray_workers_works_in_a_users_folder(python: Path, folder: Path, tmp_path: Path) -> None:
@@ -162,6 +163,7 @@ def test_a_run_with_ray_workers_works_in_a_users_folder(python: Path, folder: Pa
         assert ledger.progress().done == ledger.progress().total > 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
 def test_a_foreign_app_has_a_curious_strategy_under_flower(python: Path, folder: Path, tmp_path: Path) -> None:

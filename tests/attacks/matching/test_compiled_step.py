@@ -61,7 +61,9 @@ CASES: dict[str, tuple[Distance, Chain]] = {
 @pytest.mark.parametrize(
     ("case", "backend"),
     [
-        ("by vmap", "aot_eager"),  # all but C++ kernels, which would take half a minute; the test below has some
+        pytest.param(
+            "by vmap", "aot_eager", marks=pytest.mark.full
+        ),  # all but C++ kernels; the test below is in `make test`
         pytest.param("by vmap", "inductor", marks=pytest.mark.full),
         pytest.param("factors of a large layer", "inductor", marks=pytest.mark.full),
     ],
