@@ -2,8 +2,9 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -11,10 +12,11 @@ from torch.func import vmap
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.distances import likelihood
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned.generators import GeneratorTraining, ImageGenerator, check, generator_of
 from fedgauge.attacks.matching.objective import Objective
-from fedgauge.attacks.matching.priors import total_variation
+from fedgauge.attacks.matching.priors import Prior, gaussian, other_priors, total_variation
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.client.components import Table, check_above_zero, check_at_least
 from fedgauge.client.update import Params
@@ -30,6 +32,7 @@ class GeneratorSearch(Attack):
         latent, width, training: of the generator trained on auxiliary images: its latents, channels and Adam steps.
         rate: of Adam on the latents.
         prior: weight of the latents' normal density, as a mean square; tv: of the total variation.
+        normal: weight of normal densities around the class means, fitted to auxiliary images; 1 beside noise of a known density.
     """
 
     latent: int = 128
@@ -38,10 +41,12 @@ class GeneratorSearch(Attack):
     rate: float = 0.05
     prior: float = 1e-4
     tv: float = 1e-4
+    normal: float = 0.0
+    tunes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "latent", "width", "training")
-        check_at_least(self, 0, "prior", "tv")
+        check_at_least(self, 0, "prior", "tv", "normal")
         check_above_zero(self, "rate")
 
     @property
@@ -53,6 +58,20 @@ class GeneratorSearch(Attack):
     def trains_first(self) -> bool:
         return self.own_generator is None
 
+    @property
+    def image_priors(self) -> tuple[Prior, ...]:
+        """What it expects of the generator's images."""
+        return (total_variation(self.tv), *((gaussian(self.normal, by_class=True),) if self.normal else ()))
+
+    def variants(self, known: Knowledge) -> Mapping[str, Self]:
+        """The priors that a search of pixels is tried with, on the generator's images."""
+        density = likelihood(known.chain.update_distribution, known.batch_size).density
+        found = {}
+        for words, priors in other_priors(self.image_priors, known, density).items():
+            tv = sum(p.weight for p in priors if isinstance(p, total_variation))
+            found[words] = replace(self, tv=tv, normal=sum(p.weight for p in priors if isinstance(p, gaussian)))
+        return found
+
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
@@ -63,8 +82,7 @@ class GeneratorSearch(Attack):
             generator = generator_of(self.own_generator, trained, known).to(like)
             labels = labelling.restore(wave, known)
             each = labels.repeat_interleave(budget.restarts, 0)
-            objective = Objective(priors=(total_variation(self.tv),))
-            problems = Problems(objective, wave, known, each, budget.restarts, like.dtype)
+            problems = Problems(Objective(priors=self.image_priors), wave, known, each, budget.restarts, like.dtype)
         except ValueError as error:
             return not_applicable(wave, str(error))
         size = (known.batch_size, generator.numbers)

@@ -79,7 +79,7 @@ class Tuning:
         spent = shadows * (first * (len(candidates) - 1) + last + iterations)
 
         def choice() -> dict[str, Tensor]:
-            trial = self._trial(known, wave, shadows)
+            trial = self._trial(known, wave, shadows, attack.trains_first)
             scores = [-torch.inf, *(trial.score(one, first) for one in list(candidates.values())[1:])]
             other = max(range(len(scores)), key=scores.__getitem__)
             final = [trial.score(attack, iterations), trial.score(list(candidates.values())[other], last)]
@@ -103,8 +103,12 @@ class Tuning:
             words += f"no other setting was better ({given:.1f} {main.unit} there)"
         return Tuned(candidates[label], words, spent)
 
-    def _trial(self, known: Knowledge, wave: Wave, shadows: int) -> "Trial":
-        """Shadow updates, and the attacker's knowledge without the images behind them."""
+    def _trial(self, known: Knowledge, wave: Wave, shadows: int, one_split: bool) -> "Trial":
+        """Shadow updates, and the attacker's knowledge without the images behind them.
+
+        Args:
+            one_split: whether these are the same images in all rounds, so that what is trained on the others is trained once.
+        """
         if known.auxiliary is None:
             raise ValueError("an attack is tuned on auxiliary images, and the attacker has none")
         count = shadows * known.batch_size
@@ -112,9 +116,10 @@ class Tuning:
             raise ValueError(
                 f"tuning takes {count} auxiliary images and leaves at least as many, and there are {len(known.auxiliary.y)}"
             )
-        order = torch.randperm(len(known.auxiliary.y), generator=generator(self.seed, "tuning", self.round))
+        part = () if one_split else (self.round,)
+        order = torch.randperm(len(known.auxiliary.y), generator=generator(self.seed, "tuning", *part))
         chosen, rest = (
-            Batch(*(t[part.to(t.device)] for t in known.auxiliary)) for part in (order[:count], order[count:])
+            Batch(*(t[rows.to(t.device)] for t in known.auxiliary)) for rows in (order[:count], order[count:])
         )
         x, y = (t.view(shadows, known.batch_size, *t.shape[1:]) for t in chosen)
         simulated = Simulator(known, wave.params).updates(x, y, generator(self.seed, "tuning updates", self.round))

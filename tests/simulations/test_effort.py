@@ -27,7 +27,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], set[str]]] = {  # the tables, and what
     "a batch, dense": ({"data": TWO}, {"spear", "spear_plus_plus"}),
     "a sum, dense": ({"data": ONE, "clients": 4, "secure_sum": {"group": 2}}, {"spear"}),
     "a batch, dense, noise": ({"data": TWO, "chain": NOISE}, {"spear_plus_plus", "bayes_tuned"}),
-    "convolutions": ({"data": TWO, "model": CONVSMALL}, {"inverting_gradients_tuned_labels_given", "gifd"}),
+    "convolutions": ({"data": TWO, "model": CONVSMALL}, {"inverting_gradients_tuned_labels_given", "gifd_tuned"}),
     "noise": ({"data": TWO, "model": CONVSMALL, "chain": NOISE}, {"bayes_tuned", "bayes_tuned_labels_given"}),
     "local steps": ({"data": TWO, "chain": [LOCAL | {"steps": 2}]}, {"surrogate"}),
     "batch norm": ({"data": ONE, "model": {"use": "resnet20"}}, {"grad_inversion"}),

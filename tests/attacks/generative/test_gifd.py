@@ -42,6 +42,18 @@ def test_inner_features_reach_lower_objectives_than_latents_and_smaller_balls() 
     assert runs[1] < 0.7 * runs[0]
 
 
+def test_a_normal_prior_draws_images_to_their_class_mean() -> None:
+    known, wave, _ = world()
+    assert known.auxiliary is not None and known.labels is not None
+    x, y = known.auxiliary
+    means = torch.cat([x[y == c].mean(0, keepdim=True) for c in known.labels.flatten()])
+    apart = []
+    for weight in (0.0, 1.0):
+        found = gifd(4, 8, 60, tv=0.0, normal=weight).reconstruct(wave, known, Budget(60), STREAMS)
+        apart.append(float((torch.cat([r.x for r in found if r.x is not None]) - means).square().mean()))
+    assert apart[1] < 0.7 * apart[0]
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="radius must be above 0, got 0"):
         gifd(radius=0)

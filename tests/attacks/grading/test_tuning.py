@@ -20,8 +20,10 @@ from fedgauge.attacks.engine.distances import (
     squared,
     visible,
 )
+from fedgauge.attacks.generative.gifd import gifd
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.tuning import Tuned, Tuning
+from fedgauge.attacks.learned.generators import GeneratorTraining
 from fedgauge.attacks.matching.priors import fitted_total_variation, gaussian, total_variation
 from fedgauge.attacks.matching.recipes import bayes, inverting_gradients
 from fedgauge.attacks.modality.images import ImageModality
@@ -148,6 +150,18 @@ def test_other_priors_stay_where_total_variation_is_replaced() -> None:
     assert not inverting_gradients().variants(replace(known, auxiliary=None))
 
 
+def test_a_generator_is_searched_under_the_priors_of_pixels() -> None:
+    known = public_knowledge(federation())
+    theirs = bayes().variants(known)
+    found = gifd(radius=0.3).variants(known)
+    assert found.keys() == theirs.keys() and len(found) == 5
+    for words, one in found.items():
+        assert isinstance(one, gifd) and one.radius == 0.3
+        same = {repr(p) for p in one.image_priors if p != total_variation(0.0)}
+        assert same == {repr(p) for p in theirs[words].objective.priors}  # type: ignore[attr-defined]
+    assert gifd().variants(replace(known, auxiliary=None)) == {}
+
+
 # ------------------------------------------------------------------------------------------------- what is chosen
 
 
@@ -235,6 +249,27 @@ def test_the_images_of_the_trial_are_not_among_the_attackers(tmp_path: Path, mon
         assert known.auxiliary is not None
         assert everybody is not None
         assert len(known.auxiliary.y) + len(seen) * known.batch_size == len(everybody.y)
+
+
+def test_a_generator_is_trained_once_for_the_trials_of_all_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Tensor] = []
+    train = GeneratorTraining._train
+
+    def counted(self: GeneratorTraining, x: Tensor, name: str) -> dict[str, Tensor]:
+        trained.append(x)
+        return train(self, x, name)
+
+    monkeypatch.setattr(GeneratorTraining, "_train", counted)
+    monkeypatch.setenv("FEDGAUGE_CACHE", str(tmp_path))
+    fed, attack = federation(), gifd(latent=4, width=4, training=3)
+    for round in (1, 2):
+        tuning = Tuning(ImageModality(fed.shards.dataset), Budget(10), 4, 0, round, TensorCache(tmp_path / str(round)))
+        assert tuning.of(attack, public_knowledge(fed), wave()).evaluations
+    assert len(trained) == 1
+    everybody = public_knowledge(fed).auxiliary
+    assert everybody is not None and len(trained[0]) == len(everybody.y) - 2, "it knows no image of the trial"
 
 
 def test_too_few_auxiliary_images_are_said_and_the_attack_goes_on() -> None:
