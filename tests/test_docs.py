@@ -742,8 +742,10 @@ def test_what_comes_back_of_each_model_is_what_was_kept() -> None:
         assert kept(sheet, cell, "exact", sheet) == 1 and row(MODELS, *start)[0] == f"all of {n} images to 60 dB"
     lenet = kept("geiping_table1_100_images", "lenet untrained, 100 images", "psnr", "inverting_gradients")
     assert row(MODELS, "an untrained LeNet, CIFAR-10")[1] == f"{lenet:.1f} dB, mean of 100"
-    resnet = kept("geiping_table1", "resnet20 trained", "psnr", "inverting_gradients")
-    assert row(MODELS, "a trained ResNet-20, CIFAR-10")[1] == f"nothing: {resnet:.1f} dB, mean of 2"
+    resnet, guess = (kept("gifd_resnet20", "resnet20 trained", "psnr", a) for a in ("gifd", "class_mean_image"))
+    assert row(MODELS, "a trained ResNet-20, CIFAR-10")[1:3] == [
+        f"nothing: {resnet:.1f} dB, mean of 8", f"{guess:.1f} dB, from its label",
+    ]  # fmt: skip
     cells, rows = (kept("tableak", "Adult B=32", metric, "tableak") for metric in ("cells", "exact_row"))
     assert row(MODELS, "an MLP, Adult")[1] == f"{cells:.1f} % of the cells, {rows:.1f} % of the rows"
     large, whole, sure = (

@@ -61,13 +61,13 @@ class GeneratorSearch(Attack):
     @property
     def image_priors(self) -> tuple[Prior, ...]:
         """What it expects of the generator's images."""
-        return (total_variation(self.tv), *((gaussian(self.normal, by_class=True),) if self.normal else ()))
+        return total_variation(self.tv), gaussian(self.normal, by_class=True)
 
     def variants(self, known: Knowledge) -> Mapping[str, Self]:
-        """The priors that a search of pixels is tried with, on the generator's images."""
+        """The priors that a search of pixels is tried with from the same total variation, on the generator's images."""
         density = likelihood(known.chain.update_distribution, known.batch_size).density
         found = {}
-        for words, priors in other_priors(self.image_priors, known, density).items():
+        for words, priors in other_priors((total_variation(self.tv),), known, density).items():
             tv = sum(p.weight for p in priors if isinstance(p, total_variation))
             found[words] = replace(self, tv=tv, normal=sum(p.weight for p in priors if isinstance(p, gaussian)))
         return found

@@ -29,7 +29,7 @@ SIX = 6  # candidates; more share what six have
 PER_SHADOW = 4  # observations of a round for each shadow update: who attacks more may spend more
 MOST = 16  # examples of the shadow updates, which are two at least where the round pays for them
 FEWEST = 5  # iterations in which a candidate shows anything
-VERSION = 7  # of the cached choices; to be changed when they are made in another way
+VERSION = 8  # of the cached choices; to be changed when they are made in another way
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,8 @@ from fedgauge.client.update import Batch
 CHUNK = 256  # words or sentences that run through the model at once
 ROUNDING = 1e-5  # of a head's largest singular value: smaller ones are rounding
 RIDGE = 1e-8  # added to the heads' mean projection: an input outside all of them is this unlikely
-FORMED = 8  # sentences of the best slopes whose updates are computed
+FORMED = 8  # sentences of the best slopes whose updates are computed, one at a time
+BESIDE = 6  # vectors as large as an update beside those of the chosen sentences: two tried ones, the update, residuals, a sum
 MOST_NUMBERS = 2**29  # of the updates of sentences that are held at once: 4 GB
 
 
@@ -94,9 +95,10 @@ def _missing(wave: Wave, known: Knowledge) -> str:
         return f"the gradient of {absent[0]} is not shared as it is: try dager, which reads LoRA's factors, too"
     if _heads(known.model) is None:
         return "it reads each attention head by itself, and the model does not say how many it has (config.num_attention_heads)"
-    held = (known.batch_size + FORMED) * sum(t[0].numel() for t in wave.update.values() if t.dim() > 2)
+    count = known.batch_size + BESIDE
+    held = count * sum(t[0].numel() for t in wave.update.values() if t.dim() > 2)
     if held > MOST_NUMBERS:
-        return f"it holds {known.batch_size + FORMED} sentences' updates, {8 * held / 2**30:.0f} GB: try dager, which holds none"
+        return f"it holds {count} updates, {8 * held / 2**30:.0f} GB: try dager, which holds none"
     return ""
 
 
@@ -241,9 +243,8 @@ class Pursuit:
 
     def update_of(self, ids: Ids) -> Tensor:
         """The update of a client that has this sentence alone, as one vector."""
-        if ids not in self._updates:
-            self._updates[ids] = self._flat(self.verifier.update_of(self._batch([ids])))
-        return self._updates[ids]
+        kept = self._updates.get(ids)
+        return self._flat(self.verifier.update_of(self._batch([ids]))) if kept is None else kept
 
     def _batch(self, sentences: Sequence[Ids]) -> Batch:
         """Sentences as a batch; where labels are classes, these stand last."""
@@ -254,12 +255,17 @@ class Pursuit:
         return Batch(framed([ids[:-1] for ids in sentences], length, pad), torch.tensor([ids[-1] for ids in sentences]))
 
     def _fitted(self, sentences: Sequence[Ids]) -> tuple[Tensor, Tensor]:
-        """The coefficients that explain the update best by these sentences, and the residual."""
+        """The coefficients that explain the update best by these sentences, whose updates are kept, and the residual."""
         if not sentences:
             return self.seen.new_zeros(0), self.seen
-        updates = torch.stack([self.update_of(ids) for ids in sentences])
-        coefficients = torch.linalg.pinv(updates @ updates.mT, hermitian=True) @ (updates @ self.seen)
-        return coefficients, self.seen - coefficients @ updates
+        self._updates = {ids: self.update_of(ids) for ids in dict.fromkeys([*sentences, *self.chosen])}
+        updates = [self._updates[ids] for ids in sentences]  # a matrix of them would hold them twice
+        products = torch.stack([torch.stack([a @ b for b in [*updates, self.seen]]) for a in updates])
+        coefficients = torch.linalg.pinv(products[:, :-1], hermitian=True) @ products[:, -1]
+        residual = self.seen.clone()
+        for coefficient, update in zip(coefficients, updates, strict=True):
+            residual -= coefficient * update
+        return coefficients, residual
 
     def _slopes(self, residual: Tensor, x: Tensor) -> Tensor:
         """How likely the residual, as a step, makes beginnings (N, L) and each word or class after them (N, V): a mean."""
@@ -313,11 +319,6 @@ class Pursuit:
         while len(self.chosen) < count and not (self.explained or (self.chosen and self.deadline.over())):
             self.chosen.append(self.best(self.residual, self.chosen))
             self.coefficients, self.residual = self._fitted(self.chosen)
-            self._forget()
-
-    def _forget(self) -> None:
-        """Keep the updates of chosen sentences alone, as each is as large as the network."""
-        self._updates = {ids: t for ids, t in self._updates.items() if ids in self.chosen}
 
     def exchange(self) -> bool:
         """Exchange each sentence for a better one given the others, and two sentences' last words; returns whether any was."""
@@ -327,8 +328,9 @@ class Pursuit:
                 return False
             others = [*self.chosen[:i], *self.chosen[i + 1 :]]
             changed |= self._improved({i: self.best(self._fitted(others)[1], others)})
-            self._forget()
         for i, j in combinations(range(len(self.chosen)), 2):
+            if self.deadline.over():
+                return False
             a, b = self.chosen[i], self.chosen[j]
             changed |= self._improved({i: (*a[:-1], b[-1]), j: (*b[:-1], a[-1])})
         return changed

@@ -88,7 +88,8 @@ class GradedImages:
     def lost(self) -> str:
         """How many images did not come back, and why the first did not; empty if all did."""
         count = sum(len(batch.y) for batch in self.truth) - len(self.psnr)
-        reasons = [found.reason or found.status for found in self.found if not has_images(found.x)]
+        images = "its images are not finite"
+        reasons = [r.reason or (r.status if r.x is None else images) for r in self.found if not has_images(r.x)]
         return f"{count} lost: {(reasons or ['the attack gave fewer images'])[0]}" if count else ""
 
     def mean_psnr(self, name: str, where: str = "") -> Figure:

@@ -177,19 +177,19 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[str]
         f"|---|---|---|---|---:|---:|{'---:|---:|' * compared}{'---|' * len(asked)}---:|---:|---:|",
     ]
     names = list(dict.fromkeys(row.defense for row in found))
-    first = _accuracy([row for row in found if row.defense == next(iter(promises or names))])
+    first = _over_seeds([row for row in found if row.defense == next(iter(promises or names))], "accuracy")
     for name in names:
         every = [row for row in found if row.defense == name]
         own = [row for row in every if row.metric not in QUESTIONS]
-        accuracy = _accuracy(every)
+        accuracy = _over_seeds(every, "accuracy")
         cost = None if accuracy is None or first is None else 100 * (first - accuracy)
         cells = [
             name,
             promises.get(name, ""),
             *_strongest(own, by),
-            number(_mean([r.baseline for r in own]), 1),
-            number(_mean([r.limit for r in own]), 1),
-            *([number(_mean([r.bound for r in own]), 1), number(_gap(own), 1)] if compared else []),
+            number(_over_seeds(own, "baseline"), 1),
+            number(_over_seeds(own, "limit"), 1),
+            *([number(_over_seeds(own, "bound"), 1), number(_gap(own), 1)] if compared else []),
             *(_told([row for row in every if row.metric == question]) for question in asked),
             _epsilon([r.epsilon for r in every]),
             percent(accuracy, space=" "),
@@ -241,9 +241,10 @@ def _told(tests: Sequence[SweepRow]) -> str:
     return number(areas[best], 2) + ("" if told is None else f"; {percent(told, space=' ')} told")
 
 
-def _accuracy(own: Sequence[SweepRow]) -> float | None:
-    """Mean test accuracy of one defense, each seed counted once."""
-    return _mean([r.accuracy for r in {r.seed: r for r in own}.values()])
+def _over_seeds(own: Sequence[SweepRow], column: str) -> float | None:
+    """The mean of what a training's rows share: each seed counts once, and each of its trainings equally."""
+    trainings = {seed: {getattr(r, column): None for r in own if r.seed == seed} for seed in (r.seed for r in own)}
+    return _mean([_mean(list(values)) for values in trainings.values()])
 
 
 def matrix(found: Sequence[SweepRow]) -> Grid:
@@ -254,13 +255,13 @@ def matrix(found: Sequence[SweepRow]) -> Grid:
     for defense in dict.fromkeys(row.defense for row in found):
         own = [row for row in found if row.defense == defense]
         cells = [_mean([r.mean for r in own if r.attack == attack]) for attack in attacks]
-        accuracy = _accuracy(own)
+        accuracy = _over_seeds(own, "accuracy")
         grid.add_row(
             defense,
             percent(accuracy, 1, " "),
             *(number(cell, 2 if attack in tests else 1) for attack, cell in zip(attacks, cells, strict=True)),
-            number(_mean([r.baseline for r in own if r.attack not in tests]), 1),
-            number(_mean([r.limit for r in own if r.attack not in tests]), 1),
+            number(_over_seeds([r for r in own if r.attack not in tests], "baseline"), 1),
+            number(_over_seeds([r for r in own if r.attack not in tests], "limit"), 1),
             number(_gap(own), 1),
             _epsilon([r.epsilon for r in own]),
         )

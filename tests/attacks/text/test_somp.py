@@ -70,8 +70,9 @@ def test_pursuit_finds_the_batch_among_decoys_with_equal_coefficients(spoken: Te
     wave, known = seen(gpt2(spoken), [truth])
     pursuit = Pursuit(GuessVerifier(wave, known, 0), {ids[:-1]: 0.0 for ids in every}, Deadline(0.0, None))
     pursuit.choose(size)
+    assert pursuit._updates.keys() == set(pursuit.chosen), "an update is as large as the network"
     while pursuit.exchange():
-        pass
+        assert len(pursuit._updates) <= size + 2
     assert sorted(pursuit.chosen) == sorted(sentences(truth))
     torch.testing.assert_close(pursuit.coefficients, torch.full((size,), 1 / size).double(), atol=1e-4, rtol=0)
 

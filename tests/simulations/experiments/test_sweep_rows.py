@@ -70,6 +70,14 @@ def test_over_several_seeds_the_summary_takes_means_and_their_range() -> None:
     )
 
 
+def test_what_a_seeds_rows_share_counts_once_however_many_rows_it_has() -> None:
+    """Three rows of the first seed, of two trainings, and one of the second."""
+    two = (("a", 0.9, 10.0), ("b", 0.7, 12.0), ("c", 0.7, 12.0))
+    first = [row("none", a, 0, accuracy=x, baseline=b) for a, x, b in two]
+    (line,) = summary([*first, row("none", "b", 1, accuracy=0.6, baseline=12.0)], {})[2:]
+    assert "| 11.5 |" in line and "| 70 % |" in line
+
+
 def test_membership_stands_beside_the_strongest_attack_and_is_never_it() -> None:
     of_members = {"metric": "membership", "baseline": 0.5, "low": None, "high": None}
     found = [
