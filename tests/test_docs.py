@@ -441,7 +441,7 @@ def test_what_server_attacks_win_is_what_was_kept() -> None:
 
 @pytest.mark.parametrize(("true", "cell"), [("10.0", "sigma 0.5"), ("4.38", "sigma 1"), ("1.27", "sigma 3")])
 def test_the_canarys_estimates_are_the_kept_ones(true: str, cell: str) -> None:
-    known, measured = (float(v) for v in row("docs/defenses.md", true))
+    known, measured = (float(v) for v in row("docs/canaries.md", true))
     assert abs(kept("canary", cell, "epsilon") - known) < 0.006
     assert abs(kept("canary", cell, "epsilon_measured_variance") - measured) < 0.006
 
