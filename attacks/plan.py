@@ -155,7 +155,7 @@ class PlannedAttack:
         """Whether a client's earlier rounds influence the attack on the next one, so that its jobs must run in order."""
         return not self.is_limit and self._type.is_stateful
 
-    @property
+    @cached_property
     def _type(self) -> type[Attack]:
         """The attack's class, which announces what it can do; a user's own is built, as its annotation may say less."""
         if not is_own(self.table, self.kind):
