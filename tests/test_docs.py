@@ -770,7 +770,7 @@ def test_what_comes_back_of_each_model_is_what_was_kept() -> None:
     assert row(MODELS, "an untrained LeNet, CIFAR-10")[1] == f"{lenet:.1f} dB, mean of 100"
     resnet, guess = (kept("gifd_resnet20", "resnet20 trained", "psnr", a) for a in ("gifd", "class_mean_image"))
     assert row(MODELS, "a trained ResNet-20, CIFAR-10")[1:3] == [
-        f"nothing: {resnet:.1f} dB, mean of 8", f"{guess:.1f} dB, from its label",
+        f"nothing by 600 iterations: {resnet:.1f} dB, mean of 8", f"{guess:.1f} dB, from its label",
     ]  # fmt: skip
     cells, rows = (kept("tableak", "Adult B=32", metric, "tableak") for metric in ("cells", "exact_row"))
     assert row(MODELS, "an MLP, Adult")[1] == f"{cells:.1f} % of the cells, {rows:.1f} % of the rows"
