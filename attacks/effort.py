@@ -23,7 +23,7 @@ from fedgauge.client.training import StochasticLayer
 Effort = Literal["quick", "standard", "thorough"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
 ITERATIONS = {"quick": 100, "standard": 300, "thorough": 1000}
-FAST = 0.3  # rate of the tuned search: 300 iterations are few for the published .1
+FAST = 0.3  # rate of the tuned search: 200 to 1,000 iterations are few for the published .1
 GENERATED = 3 * 64 * 64  # values of an example, up to which a generator is trained in a minute or two
 RIDGE_PARAMETERS = 1_000_000  # of a network, up to which a regression on its whole updates stays cheap
 

@@ -481,9 +481,8 @@ def test_five_defenses_at_three_seeds_are_as_they_were_measured() -> None:
 
 def _is(row: dict[str, Any], defense: str, seed: int, kind: str) -> bool:
     tuned, given = row["attack"].startswith("tuned"), row["attack"].endswith("labels_given")
-    found = "own" if not tuned else "tuned, labels given" if given else "tuned"
-    if "gifd" in row["attack"]:
-        found = "a generator, labels given"
+    pixels = "own" if not tuned else "tuned, labels given" if given else "tuned"
+    found = "a generator, labels given" if "gifd" in row["attack"] else pixels
     return (row["defense"], row["seed"], found) == (defense, str(seed), kind)
 
 
@@ -528,7 +527,8 @@ def test_how_often_tuning_chose_worse_is_as_it_was_measured() -> None:
             if (defense, seed, own) in means
         ]
         worse = [c for c in changes if c < 0]
-        assert f"{start} {len(worse)} of {len(changes)} pairs by up to {-min(worse):.1f} dB".replace("0.", ".") in words
+        most = f"{-min(worse):.1f}".removeprefix("0")
+        assert f"{start} {len(worse)} of {len(changes)} pairs by up to {most} dB" in words
 
 
 # ------------------------------------------------------------------------------------------------- Learning To Invert

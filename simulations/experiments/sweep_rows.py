@@ -243,8 +243,8 @@ def _told(tests: Sequence[SweepRow]) -> str:
 
 def _over_seeds(own: Sequence[SweepRow], column: str) -> float | None:
     """The mean of what a training's rows share: each seed counts once, and each of its trainings equally."""
-    trainings = {seed: {getattr(r, column): None for r in own if r.seed == seed} for seed in (r.seed for r in own)}
-    return _mean([_mean(list(values)) for values in trainings.values()])
+    seeds = [dict.fromkeys(getattr(r, column) for r in own if r.seed == seed) for seed in {r.seed for r in own}]
+    return _mean([_mean(list(trainings)) for trainings in seeds])
 
 
 def matrix(found: Sequence[SweepRow]) -> Grid:
@@ -254,14 +254,15 @@ def matrix(found: Sequence[SweepRow]) -> Grid:
     grid = Grid("defense", "accuracy", *attacks, "baseline", "limit", "gap", "epsilon", box=None)
     for defense in dict.fromkeys(row.defense for row in found):
         own = [row for row in found if row.defense == defense]
+        reconstructing = [row for row in own if row.attack not in tests]
         cells = [_mean([r.mean for r in own if r.attack == attack]) for attack in attacks]
         accuracy = _over_seeds(own, "accuracy")
         grid.add_row(
             defense,
             percent(accuracy, 1, " "),
             *(number(cell, 2 if attack in tests else 1) for attack, cell in zip(attacks, cells, strict=True)),
-            number(_over_seeds([r for r in own if r.attack not in tests], "baseline"), 1),
-            number(_over_seeds([r for r in own if r.attack not in tests], "limit"), 1),
+            number(_over_seeds(reconstructing, "baseline"), 1),
+            number(_over_seeds(reconstructing, "limit"), 1),
             number(_gap(own), 1),
             _epsilon([r.epsilon for r in own]),
         )

@@ -56,16 +56,15 @@ CASES: dict[str, tuple[Distance, Chain]] = {
 
 
 @needs_compiler
+@pytest.mark.full  # the test below stays in `make test`
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.compile itself uses
 @pytest.mark.parametrize(
     ("case", "backend"),
     [
-        pytest.param(
-            "by vmap", "aot_eager", marks=pytest.mark.full
-        ),  # all but C++ kernels; the test below is in `make test`
-        pytest.param("by vmap", "inductor", marks=pytest.mark.full),
-        pytest.param("factors of a large layer", "inductor", marks=pytest.mark.full),
+        ("by vmap", "aot_eager"),  # all but C++ kernels
+        ("by vmap", "inductor"),
+        ("factors of a large layer", "inductor"),
     ],
 )
 def test_the_compiled_step_is_the_plain_one_for_any_problems(
