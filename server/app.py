@@ -18,6 +18,7 @@ from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import ComponentKind, SpecError, Table, call, check_arguments, resolve
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Params
+from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store import checkpoint
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import REPEATED, STARTED, Participation, repeated, sanitised
@@ -25,14 +26,11 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
 from fedgauge.server.store.uploads import read_observation
+from fedgauge.server.strategy.checked import WEIGHT, CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.client_grading import ClientGrader
-from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 from fedgauge.server.strategy.deployed_sum import of_sums, secured
-from fedgauge.server.strategy.guard_check import GuardCheck
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
-from fedgauge.server.strategy.model_check import ModelCheck
 from fedgauge.server.strategy.node_discovery import LateJoiners, discover_nodes
-from fedgauge.server.strategy.validator import WEIGHT, RoundReplies
 
 STRATEGY = ComponentKind("a strategy", ("fedgauge.strategies",), Strategy)
 app = ServerApp()
@@ -71,7 +69,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     seen: list[Participation] = []
     malicious = _malicious(run, ledger, scenario, inner)
 
-    together = scenario.protocol.secure_sum if ledger.deployed else None  # a simulation's is the validator's
+    together = scenario.protocol.secure_sum if ledger.deployed else None  # a simulation's is the checked strategy's
 
     def take(intake: RoundReplies) -> None:
         if together is not None:
@@ -82,12 +80,11 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
 
     def over(round: int, arrays: ArrayRecord) -> None:
         weights = dict(arrays.to_torch_state_dict())
-        state = (vars(inner), tuple(seen), strategy.usual_norm)
-        _keep(run, ledger, checkpoint.Checkpoint(round, weights, strategy.buffers, *state))
+        _keep(run, ledger, checkpoint.Checkpoint(round, weights, strategy.buffers, vars(inner), tuple(seen)))
         recorder.enter(round, seen)
 
     claimed = None if ledger.deployed else fed.shards.batch_size  # a deployment's clients choose their own
-    strategy = CuriousStrategy(
+    strategy = CheckedStrategy(
         malicious or inner,
         take,
         buffers,
@@ -97,11 +94,8 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         strict=True,
         counts=None if malicious is None else malicious.counts,
         options=replace(scenario.validator, max_examples=scenario.validator.max_examples or claimed),
-        usable=ModelCheck(fed),
-        guards=_guard_check(fed, ledger.deployed),
         groups=scenario.protocol.groups if together else None,
     )
-    strategy.usual_norm = start.usual_norm if start else 0.0
     if malicious is not None:
         malicious.clients = strategy.clients
     between: list[Callable[[], None]] = []
@@ -133,12 +127,6 @@ def _note_start(ledger: Ledger, done: int, flower_run: int) -> None:
     ledger.set_meta(**{f"{STARTED}{done + 1}": str(flower_run)})
 
 
-def _guard_check(fed: Federation, deployed: bool) -> GuardCheck | None:
-    """What clients that refuse weights would make of the next ones; None: none refuses. In a deployment their owners decide."""
-    seed = None if deployed else fed.protocol.seed
-    return GuardCheck(fed.model, seed) if deployed or fed.protocol.guard.inspect == "refuse" else None
-
-
 def _malicious(run: Run, ledger: Ledger, scenario: Scenario, inner: Strategy) -> MaliciousStrategy | None:
     """The scenario's malicious server around a strategy; it remembers replies to earlier starts that are still on the tape."""
     if not scenario.server_attack:
@@ -166,7 +154,7 @@ class _Record:
 
     fed: Federation
     ledger: Ledger
-    strategy: CuriousStrategy
+    strategy: CheckedStrategy
     recorder: UpdateRecorder
     done: int  # rounds before this start
     between: Sequence[Callable[[], None]]
@@ -237,7 +225,7 @@ def build_strategy(table: Table, clients: int, least: int | None = None) -> Stra
     if not 0 < checked.get("fraction_train", 1.0) <= 1:
         raise SpecError(f"[strategy]: fraction_train must be above 0 and at most 1, got {checked['fraction_train']}")
     for key, agreed in (("arrayrecord_key", "arrays"), ("configrecord_key", "config"), ("weighted_by_key", WEIGHT)):
-        if checked.get(key, agreed) != agreed:  # clients and validator use these names
+        if checked.get(key, agreed) != agreed:  # clients and the checked strategy use these names
             raise SpecError(f"[strategy]: {key} must be {agreed!r}, got {checked[key]!r}")
     for key in ("min_train_nodes", "min_available_nodes"):
         if checked.get(key, 1) > clients:

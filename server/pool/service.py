@@ -83,6 +83,8 @@ def serve(
         while True:
             # asked before leasing: the next turn finds a job that arrives in between
             training, coming = coming, follow()
+            if coming and ledger.foreign:  # a tap only records
+                ledger.enqueue(scenario.plan)
             if training and not coming:  # the pace so far was that of the rounds
                 ledger.set_meta(**{ATTACKED_FROM: str(ledger.finished())})
             if not replayed:

@@ -6,7 +6,6 @@ exists. Before that, its files on the tape are deleted; after that, rows missing
 
 import inspect
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from numbers import Real
@@ -49,7 +48,6 @@ class Checkpoint:
         round: the last finished round.
         strategy: all attributes of the wrapped strategy, by name; Flower's own strategies keep their moments there.
         seen: what each client did in that round.
-        usual_norm: what the validator compares updates with.
     """
 
     round: int
@@ -57,7 +55,6 @@ class Checkpoint:
     buffers: Mapping[str, Tensor]
     strategy: Mapping[str, Any]
     seen: tuple[Participation, ...]
-    usual_norm: float = 0.0
 
     def write(self, folder: Path) -> None:
         """Write it to a run folder, replacing the previous one.
@@ -73,9 +70,7 @@ class Checkpoint:
         facts = dict(version=VERSION, round=self.round, tensors=name, digest=digest, strategy=state)
         order = {"params": list(self.params), "buffers": list(self.buffers)}
         seen = [asdict(s) for s in self.seen]
-        run_files.write(
-            folder / _NAME, json.dumps({**facts, **order, "seen": seen, "usual_norm": self.usual_norm}).encode()
-        )
+        run_files.write(folder / _NAME, json.dumps({**facts, **order, "seen": seen}).encode())
         for old in run_files.names(folder):
             if old.startswith("checkpoint-") and old.endswith(".safetensors") and old != name:
                 run_files.delete(folder / old)
@@ -95,16 +90,12 @@ class Checkpoint:
             round = facts["round"]
             if type(round) is not int or not 0 <= round <= MOST_ROUNDS:
                 raise ValueError(f"expected a round up to {MOST_ROUNDS}, got {round!r:.60}")
-            usual = facts.get("usual_norm", 0.0)
-            if type(usual) not in (int, float) or not 0 <= usual < math.inf:
-                raise ValueError(f"expected the usual norm of an update, got {usual!r:.60}")
             tensors = read_tensors(folder / Path(facts["tensors"]).name, facts["digest"])
             return cls(
                 round=round,
                 params={k: tensors.pop(_PARAM + k) for k in facts["params"]},
                 buffers={k: tensors.pop(_BUFFER + k) for k in facts["buffers"]},
                 strategy={name: _decoded(value, tensors) for name, value in facts["strategy"].items()},
-                usual_norm=float(usual),
                 seen=tuple(map(_participation, facts["seen"])),
             )
         except TapeError as error:

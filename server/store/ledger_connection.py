@@ -203,6 +203,7 @@ class LedgerFile:
             LedgerChanged: somebody wrote to a ledger at rest while it was read (`snapshot` and the end of `with` raise it, too).
         """
         self.path = path
+        self.readonly = readonly
         self._open(create, readonly)
 
     def _open(self, create: bool, readonly: bool) -> None:
@@ -238,7 +239,7 @@ class LedgerFile:
         # the last connection to close the file locks it for a moment
         timeout = 1.0 if readonly else PATIENCE
         db = sqlite3.connect(
-            uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=not readonly, factory=_Connection
+            uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False, factory=_Connection
         )
         try:
             db.limit(self.path, _STEPS_OF_READERS if readonly else _STEPS_OF_WRITERS)

@@ -31,6 +31,7 @@ from fedgauge.server.store.typed_rows import MOST
 ROUNDS = ("tape", "reconstructions", "memories")  # folders whose files are named by their round
 # bytes of a reconstruction's file, which a hole in it fills without any on the disk, and of its examples in their places
 _MOST_RECONSTRUCTED = 1 << 30
+BASE = "base"  # key in the ledger's meta table: the folder of a user's audit file
 WEIGHTS = "weights.safetensors"  # what [model] weights named when the run began
 
 
@@ -55,14 +56,22 @@ class Run:
             object.__setattr__(self, "folder", self.folder.resolve())
 
     @classmethod
-    def create(cls, folder: Path, scenario: Scenario) -> "Run":
-        """Create a run folder that only its owner may read, as its contents can be inverted to personal data."""
+    def create(cls, folder: Path, scenario: Scenario | str) -> "Run":
+        """Create a run folder that only its owner may read, as its contents can be inverted to personal data.
+
+        Args:
+            scenario: or a user's text, which is not read before the audit.
+
+        Raises:
+            FileExistsError: the folder exists.
+        """
         folder.mkdir(parents=True, mode=0o700)
         for part in ("tape", "reconstructions", "logs"):
             (folder / part).mkdir(mode=0o700)
         run = cls(folder)
-        run_files.write(folder / "scenario.toml", scenario.to_toml().encode())
-        if weights := scenario.protocol.model.get("weights"):
+        text = scenario if isinstance(scenario, str) else scenario.to_toml()
+        run_files.write(folder / "scenario.toml", text.encode())
+        if isinstance(scenario, Scenario) and (weights := scenario.protocol.model.get("weights")):
             with open(weights, "rb") as given, run_files.replacing(folder / WEIGHTS) as copy:
                 shutil.copyfileobj(given, copy)
         unfinished = run._private(".part-ledger.sqlite")  # SQLite gives its own files beside a ledger the ledger's mode
@@ -113,7 +122,13 @@ class Run:
         path, weights = self.folder / "scenario.toml", (self.folder / WEIGHTS).absolute()
         own = [f"model.weights={json.dumps(str(weights), ensure_ascii=False)}"] if run_files.look(weights) else []
         with guarding(self.folder, lambda file: run_files.opened(file, run=self.folder.absolute())):
-            return Scenario.load(path, [*own, *settings], read=run_files.read)
+            return Scenario.load(path, [*own, *settings], read=run_files.read, base=self._base())
+
+    def _base(self) -> Path | None:
+        """The folder from which the relative paths of a user's audit file start; None: its paths are absolute."""
+        with self.ledger(readonly=True) as ledger:
+            named = ledger.meta().get(BASE)
+        return None if named is None else Path(named)
 
     def scenario_text(self) -> str:
         """The scenario's file."""

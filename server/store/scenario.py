@@ -91,10 +91,12 @@ class TapeOptions:
     Args:
         keep: all: every accepted update; attacked: those that the plan attacks; none: they are deleted once they were attacked.
         retention_days: after this many days `fedgauge prune` deletes updates and reconstructions; default: never.
+        replies: what the clients of a user's own app upload: weights, or updates (differences); auto: as the first round shows.
     """
 
     keep: Keep = "all"
     retention_days: float | None = None
+    replies: Literal["auto", "weights", "updates"] = "auto"
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "retention_days")
@@ -175,6 +177,7 @@ class Scenario:
         settings: Sequence[str] = (),
         rounds: int | None = None,
         read: Callable[[Path, int], bytes] = read_file,
+        base: Path | None = None,
     ) -> "Scenario":
         """Read and check a file.
 
@@ -182,6 +185,7 @@ class Scenario:
             settings: "chain.0.max_norm=2", as given on the command line.
             rounds: replaces the file's; rounds of [audit] beyond it are `left_out`.
             read: the file's bytes, at most so many.
+            base: the folder from which relative paths start; default: the working directory.
 
         Raises:
             SpecError: naming the file, the table, the value and what is allowed.
@@ -191,7 +195,7 @@ class Scenario:
             for setting in settings:
                 apply_setting(tables, setting)
             left_out = _shorten(tables, rounds) if rounds is not None else ()
-            return replace(cls.from_tables(tables), left_out=left_out)
+            return replace(cls.from_tables(tables, base), left_out=left_out)
         except run_files.RefusedFile:
             raise
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -205,14 +209,14 @@ class Scenario:
             raise SpecError(f"{path}: {error}{_numbering(settings)}") from error
 
     @classmethod
-    def from_tables(cls, tables: Table) -> "Scenario":
+    def from_tables(cls, tables: Table, base: Path | None = None) -> "Scenario":
         """Build from parsed TOML; every component is built once, so that mistakes show here."""
         if message := predecessor.replaced(tables):
             raise SpecError(message)
         if unknown := sorted(tables.keys() - _TOP):
             hint = "; this looks like a sweep: fedgauge sweep" if "defense" in tables else ""
             raise SpecError(f"unknown key {unknown[0]!r} (a scenario has: {', '.join(sorted(_TOP))}){hint}")
-        tables = _absolute_paths(tables)
+        tables = _absolute_paths(tables, base or Path.cwd())
         strategy = dict(coerce(tables.get("strategy", FEDAVG), dict, "[strategy]"))
         server_attack = _server_attacks(tables)
         protocol = Protocol.from_tables(
@@ -318,14 +322,14 @@ def plan_of(tables: Sequence[Table], options: Table, federation: Federation) -> 
     return AttackPlan.from_tables(tables, options, *sizes, limits, modality, canaries, noisy)
 
 
-def _absolute_paths(tables: Table) -> Table:
+def _absolute_paths(tables: Table, base: Path) -> Table:
     """The tables with absolute paths: Flower's processes, and whoever opens the run later, read them in other folders."""
     kinds = {"data": DATASET, "model": MODEL, "loss": LOSS}
     named = {key: kind for key, kind in kinds.items() if isinstance(tables.get(key), dict)}
-    located = {**tables, **{key: with_absolute_paths(tables[key], kind, Path.cwd()) for key, kind in named.items()}}
+    located = {**tables, **{key: with_absolute_paths(tables[key], kind, base) for key, kind in named.items()}}
     if isinstance(located.get("attack"), list):
         located["attack"] = [
-            generators.with_absolute_paths(t, Path.cwd()) if isinstance(t, dict) else t for t in located["attack"]
+            generators.with_absolute_paths(t, base) if isinstance(t, dict) else t for t in located["attack"]
         ]
     return located
 

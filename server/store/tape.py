@@ -23,6 +23,7 @@ Keep = Literal["all", "attacked", "none"]
 Of = TypeVar("Of")
 _BUFFER = "buffer/"
 _PARAM = "param/"
+_OTHER = "record/"
 _PIECE = 1 << 19  # bytes: small enough to stay in a core's cache between writing and hashing
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -48,10 +49,23 @@ class Tape:
         return write_tensors(self._round(round) if client is None else self._sent(round, client), named)
 
     def write_update(
-        self, round: int, client: int, update: Mapping[str, Tensor], returned: Mapping[str, Tensor] | None = None
+        self,
+        round: int,
+        client: int,
+        update: Mapping[str, Tensor],
+        returned: Mapping[str, Tensor] | None = None,
+        others: Mapping[str, Tensor] | None = None,
     ) -> str:
-        """Write a client's update, and the buffers that it returned; returns its digest."""
-        beside = {_BUFFER + k: t for k, t in (returned or {}).items()}
+        """Write what a client uploaded, and return the file's digest.
+
+        Args:
+            update: of a user's app the arrays as they came, weights or differences.
+            returned: the buffers beside it.
+            others: further arrays of a user's app, which nothing attacks.
+        """
+        beside = {_BUFFER + k: t for k, t in (returned or {}).items()} | {
+            _OTHER + k: t for k, t in (others or {}).items()
+        }
         return write_tensors(self._update(round, client), {**update, **beside})
 
     def read(self, round: int, client: int, digest: str | None = None) -> Observation:
@@ -62,7 +76,7 @@ class Tape:
         """
         of_round, _, of_update = (digest or "").rpartition(":")
         taped = read_tensors(self._update(round, client), of_update or None)
-        update = {k: t for k, t in taped.items() if not k.startswith(_BUFFER)}
+        update = {k: t for k, t in taped.items() if not k.startswith((_BUFFER, _OTHER))}
         returned = {k.removeprefix(_BUFFER): t for k, t in taped.items() if k.startswith(_BUFFER)}
         own = self._sent(round, client)
         sent = read_tensors(own if run_files.look(own) else self._round(round), of_round or None)

@@ -1,8 +1,11 @@
 """Uploads of a user's own app as its model names them: parameters, buffers beside them, layers that were not sent."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +17,10 @@ from fedgauge.client.update import Params
 from fedgauge.server.store.control_variates import with_known_pull
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
+from fedgauge.server.store.tape import TapeError
 
+Replies = Literal["weights", "updates"]
+REPLIES = "replies"  # key in the meta table: what the clients of a user's app upload
 # peft's names: an adapter's own name inside a model, which its saved arrays leave out, and a copy of a module that is trained whole
 _FACTOR = re.compile(r"\b(lora_[AB])\.(?:[^.]+\.)?weight$")
 _TRAINED = re.compile(r"\.modules_to_save\.[^.]+\.")
@@ -37,28 +43,83 @@ def read_observation(
 
     def read(round: int, digest: str) -> Observation:
         seen = tape.read(round, client, digest)
-        return as_the_model_has_it(seen, federation) if foreign else seen
+        return as_the_model_has_it(seen, federation, replies_of(run, ledger)) if foreign else seen
 
     seen = read(round, digest)
     return with_known_pull(seen, ledger, read) if isinstance(federation.chain.local, ControlledSGD) else seen
 
 
-def as_the_model_has_it(seen: Observation, federation: Federation) -> Observation:
-    """An observation with the model's own names and precision.
+def replies_of(run: Run, ledger: Ledger) -> Replies:
+    """What the clients of a user's app upload: as the ledger says, else as the first recorded round shows, which is then noted.
+
+    Weights are nearer to those that were sent than to zero. Replies to weights of zero are the same either way.
+    """
+    known = ledger.meta().get(REPLIES, "")
+    if known in get_args(Replies):
+        return cast(Replies, known)
+    votes = [0, 0]
+    taped = [o for o in ledger.observations() if o["status"] == "accepted" and o["digest"]]
+    for number in dict.fromkeys(o["round"] for o in taped):
+        for o in taped:
+            if o["round"] == number:
+                with suppress(TapeError):  # damaged; its own attacks say so
+                    seen = run.tape().read(o["round"], o["client"], o["digest"])
+                    votes[0] += (near := _projection(seen)) > 0.5
+                    votes[1] += near < 0.5
+        if any(votes):
+            break
+    found: Replies = "updates" if votes[1] > votes[0] else "weights"
+    if any(votes) and not ledger.readonly:
+        ledger.set_meta(**{REPLIES: found})
+    return found
+
+
+def _projection(seen: Observation) -> float:
+    """How many times the sent weights a reply contains: about 1 if it is weights, 0 if it is a difference; .5 is undecided."""
+    pairs = [
+        (seen.params[k].double().flatten(), t.double().flatten())
+        for k, t in seen.update.items()
+        if k in seen.params and t.is_floating_point() and seen.params[k].shape == t.shape
+    ]
+    square = sum(float(sent @ sent) for sent, _ in pairs)
+    product = sum(float(sent @ came) for sent, came in pairs)
+    return product / square if square > 0 and math.isfinite(product) else 0.5
+
+
+def as_the_model_has_it(seen: Observation, federation: Federation, replies: Replies = "weights") -> Observation:
+    """A recorded reply as an update of the model, with the model's own names and precision.
 
     Whole numbers (BatchNorm's counters) are left out, as no gradient belongs to them; other buffers go beside the weights.
     Parameters that the app keeps to itself must be frozen in the chain; they have the values of the scenario's [model].
+
+    Args:
+        seen: its params are the arrays that were sent, its update those that came back, as they came.
+        replies: what came back.
 
     Raises:
         UploadMismatch: the arrays do not fit the model.
     """
     model = federation.model
-    names = names_of(seen.update, model)
-    sent = {names[k]: seen.params[k] for k in names}
-    update = {names[k]: seen.update[k] for k in names}
+    if seen.update and all(t.dtype == torch.uint8 for t in seen.update.values()):
+        raise UploadMismatch(
+            "the app's replies are bytes (uint8), as tree models (XGBoost, CatBoost) and compressed updates are: no attack here "
+            "inverts them"
+        )
+    names, sent_names = names_of(seen.update, model), names_of(seen.params, model)
+    came = {names[k]: t for k, t in seen.update.items()}
+    sent = {sent_names[k]: t for k, t in seen.params.items()}
     own = dict(model.named_parameters())
     buffers = {k: b for k, b in model.named_buffers() if b.is_floating_point()}
-    _check(update, own, buffers, model)
+    _check(came, own, buffers, model)
+    if unsent := [k for k in came if k in (own | buffers) and (k not in sent or sent[k].shape != came[k].shape)]:
+        raise UploadMismatch(
+            f"the app's replies have {_some(unsent)}, which its server did not send in this form: nothing says from where the "
+            "client's training began"
+        )
+    if odd := [k for k, t in came.items() if not torch.isfinite(t).all()]:
+        raise UploadMismatch(f"the reply's {_some(odd)} is not finite: the training has diverged")
+    used = [k for k in came if k in (own | buffers)]
+    update = {k: came[k] if replies == "updates" else _difference(came[k], sent[k]) for k in used}
     missing = [k for k in own if k not in update]
     freezing = (getattr(link, "frozen", None) for link in federation.chain.links)  # a method of the defense `freeze`
     frozen: list[Callable[[str], bool]] = [says for says in freezing if says is not None]
@@ -74,8 +135,14 @@ def as_the_model_has_it(seen: Observation, federation: Federation) -> Observatio
         params={k: (sent[k] if k in sent else initial[k]).to(p.dtype) for k, p in own.items()},
         update={k: update[k].to(p.dtype) if k in update else torch.zeros_like(p) for k, p in own.items()},
         buffers={**seen.buffers, **{k: sent[k].to(b.dtype) for k, b in buffers.items() if k in sent}},
-        returned={**seen.returned, **{k: (sent[k] + update[k]).to(b.dtype) for k, b in buffers.items() if k in sent}},
+        returned={**seen.returned, **{k: (sent[k] + update[k]).to(b.dtype) for k, b in buffers.items() if k in update}},
     )
+
+
+def _difference(weights: Tensor, sent: Tensor) -> Tensor:
+    """What training added to an array; in half precision a difference of two would be rounded once more."""
+    wide = torch.promote_types(torch.promote_types(weights.dtype, sent.dtype), torch.float32)
+    return weights.to(wide) - sent.to(wide)
 
 
 def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:

@@ -6,11 +6,11 @@ from dataclasses import replace
 from fedgauge.client.deployment.secure_sum_terms import build_secure_sum
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger_types import Participation
+from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.secure_aggregation import SecureSumStrategy
-from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
 
 
-def secured(strategy: UpdateValidator, protocol: Protocol, timeout: float) -> SecureSumStrategy:
+def secured(strategy: CheckedStrategy, protocol: Protocol, timeout: float) -> SecureSumStrategy:
     """The strategy behind the secure sum of the scenario's terms, which every client's owner has agreed to.
 
     Args:

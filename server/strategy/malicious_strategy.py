@@ -1,6 +1,6 @@
 """The malicious server: a strategy that sends chosen clients other weights than the federation's, and trains as usual.
 
-It sits between the validator and the wrapped strategy, so the validator remembers, and the tape keeps, what was really sent.
+It sits between the checked strategy and the wrapped one, so the former remembers, and the tape keeps, what was really sent.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,9 +17,8 @@ from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params
 from fedgauge.server.store.ledger_types import sanitised
-from fedgauge.server.strategy.reply_checks import AcceptedReply
+from fedgauge.server.strategy.checked import AcceptedReply, RoundReplies
 from fedgauge.server.strategy.strategy_wrapper import Wrapper
-from fedgauge.server.strategy.validator import RoundReplies
 
 
 @dataclass(eq=False)
@@ -31,7 +30,7 @@ class MaliciousStrategy(Wrapper):
         plan: no two of its attacks target the same client in the same round.
         known: what the server knows: the network and public examples.
         protocol: says whose updates the server sees only as a sum.
-        clients: node id -> client number; the validator's own mapping, which grows.
+        clients: node id -> client number; the checked strategy's own mapping, which grows.
         trouble: called with a message if weights cannot be crafted; that client then gets honest weights.
         seen: by client, its replies, as far as a server attack asks for them.
     """

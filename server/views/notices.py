@@ -8,14 +8,13 @@ from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.modality.image_metrics import LPIPS_PIXELS
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger_types import EMPTY, MORE_NOTED, ROUND_NOTE, USUAL_NORM
+from fedgauge.server.store.ledger_types import EMPTY, MORE_NOTED, ROUND_NOTE
 from fedgauge.server.views.outcomes import failure
 from fedgauge.server.views.participation import app_clients, other_sizes
 from fedgauge.server.views.reading import Reading, jobs_of_run
 from fedgauge.server.views.server_attacks import shortened
 
 MOST_ROUNDS = 3  # told one by one
-BOUND = 3  # times the usual norm of an update: wide enough for honest clients with unusual examples
 Notice = tuple[str, str]  # what is missing, and the command that helps; empty if none does
 
 
@@ -41,7 +40,7 @@ def _training_notices(reading: Reading) -> Iterator[Notice]:
         others = max(len(noted) - MOST_ROUNDS, 0) + int(as_number(reading.meta.get(MORE_NOTED, "")))
         more = f" (and {others} more rounds)" if others else ""
         words = "; ".join(shortened(reading.meta[key]) for key in noted[:MOST_ROUNDS])
-        yield f"What stood out in the clients' replies: {words}{more}.{_norm_bound(reading)}", ""
+        yield f"What stood out in the clients' replies: {words}{more}.", ""
     yield from _diverged(reading)
 
 
@@ -54,14 +53,6 @@ def _diverged(reading: Reading) -> Iterator[Notice]:
             words = shortened(", ".join(named[:MOST_ROUNDS]))
             yield f"In round {number} first, the app returned what is infinite or no number ({words}{more}).", ""
             return
-
-
-def _norm_bound(reading: Reading) -> str:
-    """What bound on updates would do no harm to the clients whose updates are like most."""
-    usual = as_number(reading.meta.get(USUAL_NORM, ""))
-    if not usual or "validator" in reading.tables:
-        return ""
-    return f" No round's median norm of updates was above {usual:.3g}: consider [validator] max_norm = {BOUND * usual:.2g}."
 
 
 def as_number(text: str) -> float:

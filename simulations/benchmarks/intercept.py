@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 
 from fedgauge.client.components import Table
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious_strategy import UpdateRecorder
-from fedgauge.server.strategy.validator import RoundReplies
+from fedgauge.server.recorder import UpdateRecorder
+from fedgauge.server.strategy.checked import RoundReplies
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 from fedgauge.simulations.run.create import new_run
 from fedgauge.simulations.run.in_memory import InMemory, flower

@@ -22,7 +22,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious_strategy import UpdateRecorder
+from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress
 from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.create import new_run

@@ -180,7 +180,7 @@ def _check_loss(fed: Federation) -> Iterator[CheckResult]:
 
 
 def _one_step(fed: Federation) -> str:
-    """Let one client compute an update with the real client app and validator, and run the replay check on it."""
+    """Let one client compute an update with the real client app and server check, and run the replay check on it."""
     result = replay(Federation(fed.protocol), _observed(fed))
     message = f"replay check: cosine {result.cosine:.7f}, relative error {result.relative_error:.1e}: {result.verdict}"
     if not result.ok:
@@ -193,7 +193,7 @@ def _observed(fed: Federation) -> Observation:
     from flwr.app import ArrayRecord, ConfigRecord
     from flwr.serverapp.strategy import FedAvg
 
-    from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
+    from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
     from fedgauge.simulations.run.in_memory import MemoryGrid, flower
 
     received: list[RoundReplies] = []
@@ -202,11 +202,11 @@ def _observed(fed: Federation) -> Observation:
     grid = MemoryGrid(protocol)
     with flower():
         inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
-        validator = UpdateValidator(inner, received.append, buffers, protocol.seed, grid.clients, protocol=protocol)
+        checked = CheckedStrategy(inner, received.append, buffers, protocol.seed, grid.clients, protocol=protocol)
         group = _first_group(fed)
-        sent = validator.configure_train(1, ArrayRecord(params), ConfigRecord(), grid)
+        sent = checked.configure_train(1, ArrayRecord(params), ConfigRecord(), grid)
         chosen = [m for m in sent if grid.clients[m.metadata.dst_node_id] in group]
-        validator.aggregate_train(1, grid.send_and_receive(chosen))
+        checked.aggregate_train(1, grid.send_and_receive(chosen))
     (replies,) = received
     if not replies.accepted:
         reasons: Mapping[int, str] = {s.client: s.reason for s in replies.refused if s.client in group}

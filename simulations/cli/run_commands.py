@@ -119,7 +119,7 @@ def audit(options: argparse.Namespace) -> int:
     """fedgauge audit RUN: attack the updates on the tape, by the run's plan or another attack; continues where it stopped."""
     from fedgauge.server.pool.service import attack_devices
     from fedgauge.server.pool.tester_grading import grade, regrade
-    from fedgauge.simulations.run.create import enter_attacks
+    from fedgauge.simulations.run.create import enter_attacks, prepare_app
 
     if options.follow and options.attack:
         raise SpecError("--follow carries out the plan that the run started with: leave out --attack")
@@ -131,12 +131,17 @@ def audit(options: argparse.Namespace) -> int:
     names = (options.devices or "").split(",")
     devices = None if options.devices is None else names[0] if len(names) == 1 else names
     changes = {"executor": options.executor, "workers": options.workers, "devices": devices}
+    _repeat_problems(run)  # before the scenario is read, which may be one of them
     scenario = run.scenario([f"audit.{key}={value}" for key, value in changes.items() if value is not None])
     console = Console(stderr=True, markup=False)
     if options.truth is None:  # before anything is put into the queue
         attack_devices(scenario.audit, in_cluster="RAY_ADDRESS" in os.environ)
     with run.ledger() as ledger:
         truth = _truth(options, run, ledger)
+        if ledger.foreign:
+            prepare_app(run, ledger, scenario)
+        if options.follow and ledger.foreign:  # the app's server has entered no attack
+            enter_attacks(ledger, scenario, scenario.plan)
         if not options.follow:
             if truth is None and not any(o["digest"] for o in ledger.observations()):
                 raise LedgerError(f"{run.folder} has no updates on its tape: {_why_empty(ledger, scenario)}")
@@ -161,6 +166,16 @@ def audit(options: argparse.Namespace) -> int:
     print_summary(run, options.log)
     judged = [planned.name for planned in plan.attacks] if options.attack else None
     return INTERRUPTED if interrupted else exit_status(run, judged, options.force)
+
+
+def _repeat_problems(run: Run) -> None:
+    """Print what the recording of a user's app could not do, each kind once."""
+    with run.ledger(readonly=True) as ledger:
+        problems = ledger.problems()
+    for code in dict.fromkeys(problem.code for problem in problems):
+        alike = [problem for problem in problems if problem.code == code]
+        more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
+        print(f"fedgauge: recording: {alike[0].words}{more}", file=sys.stderr)
 
 
 def _attack(options: argparse.Namespace, run: Run, ledger: Ledger, scenario: Scenario, console: Console) -> bool:
@@ -218,7 +233,7 @@ def _tested(console: Console, log: str) -> Callable[[int, int], None]:
 
 def _assume(run: Run, ledger: Ledger, scenario: Scenario, known: dict[str, str], retry: list[str]) -> None:
     """Note what is assumed of an app; refuse to go on under other assumptions than those of its finished attacks."""
-    assumed = sha256(scenario.protocol.to_json().encode()).hexdigest()
+    assumed = sha256(f"{scenario.protocol.to_json()}{scenario.tape.replies}".encode()).hexdigest()
     before = ledger.meta().get("assumed", assumed)
     if before != assumed and ledger.progress().done and "all" not in retry:
         raise SpecError(

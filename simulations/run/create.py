@@ -23,6 +23,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import DEPLOYMENT, MAIN_METRIC
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.uploads import REPLIES
 from fedgauge.simulations.run.environment import environment, package
 
 DECISIVE = ("fedgauge", "torch", "numpy", "flwr")  # packages whose version changes the trained bits
@@ -60,6 +61,20 @@ def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> R
         if scenario.audit.curious:
             enter_attacks(ledger, scenario, scenario.plan)
     return run
+
+
+def prepare_app(run: Run, ledger: Ledger, scenario: Scenario) -> None:
+    """Write what the tap in a user's app left to the audit: what the scenario says of data and replies, and the versions.
+
+    Raises:
+        SpecError: the scenario asks for what no deployment gives.
+    """
+    check_deployable(scenario)
+    if not (run.folder / "environment.json").exists():
+        run_files.write(run.folder / "environment.json", json.dumps(environment(), indent=2).encode())
+    ledger.set_meta(**{MAIN_METRIC: modality_of(scenario.federation.shards.dataset).main.metric})
+    if scenario.tape.replies != "auto":
+        ledger.set_meta(**{REPLIES: scenario.tape.replies})
 
 
 def _with_waves_for(scenario: Scenario, devices: Sequence[torch.device]) -> Scenario:

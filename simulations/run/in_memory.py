@@ -14,9 +14,10 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedgauge.client.app import app as client_app
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.app import build_strategy, federate
+from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
+from fedgauge.server.strategy.checked import CheckedStrategy
 
 
 class MemoryGrid(Grid):
@@ -46,7 +47,7 @@ class MemoryGrid(Grid):
     def _answer(self, message: Message) -> Message:
         try:
             return client_app(message, self._contexts[message.metadata.dst_node_id])
-        except Exception as error:  # as with Flower, a client that fails is an error reply, which the validator records
+        except Exception as error:  # as with Flower, a client that fails is an error reply, which the server records
             return Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=message)
 
     def set_run(self, run: FlowerRun) -> None:
@@ -79,7 +80,7 @@ def train(run: Run, owners: Sequence[Path] = (), number: int = 1) -> None:
 
 
 class InMemory:
-    """A scenario's federation, trained round by round with the real clients, validator, recorder and strategy.
+    """A scenario's federation, trained round by round with the real clients, check, recorder and strategy.
 
     Args:
         grid: of other clients than the real ones.
@@ -89,7 +90,7 @@ class InMemory:
         params, buffers = scenario.federation.initial()
         self._grid = grid or MemoryGrid(scenario.protocol)
         inner = build_strategy(scenario.strategy, scenario.protocol.clients)
-        self._strategy = CuriousStrategy(
+        self._strategy = CheckedStrategy(
             inner, recorder, buffers, scenario.protocol.seed, self._grid.clients, protocol=scenario.protocol
         )
         self._arrays = ArrayRecord(params)
@@ -100,7 +101,7 @@ class InMemory:
         replies = self._grid.send_and_receive(sent)
         arrays, _ = self._strategy.aggregate_train(round, replies)
         if arrays is None:
-            raise RuntimeError(f"round {round}: the validator accepted no update")
+            raise RuntimeError(f"round {round}: no update was accepted")
         self._arrays = arrays
 
 

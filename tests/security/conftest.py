@@ -17,7 +17,7 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.serverapp.strategy import FedAvg
 from hypothesis import HealthCheck, settings
 
-from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
+from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower
 
 assert flwr.serverapp  # the import is the point
@@ -51,7 +51,7 @@ class Doorway:
     def __init__(self, clients: int = 2) -> None:
         self.intakes: list[RoundReplies] = []
         grid = Nodes(clients)
-        self.validator = UpdateValidator(
+        self.validator = CheckedStrategy(
             FedAvg(1.0, 0.0, 1, 0, clients), self.intakes.append, seed=1, clients=grid.clients
         )
         sent = self.validator.configure_train(1, ArrayRecord(self.PARAMS), ConfigRecord(), grid)

@@ -32,7 +32,7 @@ from fedgauge.client.update import Params
 from fedgauge.server.app import build_strategy, federate
 from fedgauge.server.store.scenario import Scenario, ValidatorOptions
 from fedgauge.server.store.tape import read_tensors
-from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
+from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.simulations.reports.report import write_report
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.in_memory import MemoryGrid
@@ -207,7 +207,7 @@ def test_what_one_client_says_ends_nothing(
     intakes: list[RoundReplies] = []
     grid, liar = Grid(), Liar(seed, mode, [*SCALES, *EXTREMES, *(BETWEEN if bounded else [])])
     own = mode == "updates"
-    validator = UpdateValidator(
+    validator = CheckedStrategy(
         strategy_of(use), intakes.append, STATISTICS if own else {}, 1, grid.clients, mode,
         options=options, usable=unusable,
     )  # fmt: skip
@@ -276,7 +276,7 @@ def test_what_one_client_says_of_its_evaluation_ends_nothing(
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     grid = Grid()
     clients = {node: (client + place) % CLIENTS for node, client in grid.clients.items()}  # hostile: first, or last
-    validator = UpdateValidator(use(min_available_nodes=CLIENTS), clients=clients, replies="weights")
+    validator = CheckedStrategy(use(min_available_nodes=CLIENTS), clients=clients, replies="weights")
     asked = list(validator.configure_evaluate(1, ArrayRecord(START), ConfigRecord(), grid))
     assert len(asked) == CLIENTS, "fraction_evaluate is 1"
     replies = []

@@ -37,9 +37,9 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.strategy.curious_strategy import UpdateRecorder
-from fedgauge.server.strategy.reply_checks import AcceptedReply
-from fedgauge.server.strategy.validator import RoundReplies
+from fedgauge.server.recorder import UpdateRecorder
+from fedgauge.server.strategy.checked import AcceptedReply
+from fedgauge.server.strategy.checked import RoundReplies
 from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.launch import child_environment
 

@@ -29,7 +29,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import read_tensors
-from fedgauge.server.strategy.validator import UpdateValidator
+from fedgauge.server.strategy.checked import CheckedStrategy
 
 USES = STRATEGY.names()
 SEEN = (Participation(0, "accepted", "", 2, "a:b"), Participation(1, "missing", "no reply"))
@@ -197,7 +197,7 @@ def test_momentum_survives_as_on_paper(kit: Any) -> None:
 
     def advance(inner: Strategy, round: int, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         grid = kit.MemoryGrid("", 2)
-        validator = UpdateValidator(inner, clients=grid.nodes)
+        validator = CheckedStrategy(inner, clients=grid.nodes)
         sent = validator.configure_train(round, ArrayRecord(weights), ConfigRecord(), grid)
         arrays, _ = validator.aggregate_train(round, [kit.reply(kit.travel(m), u) for m in sent])
         assert arrays is not None
@@ -222,7 +222,7 @@ def test_rounds_are_the_true_ones_for_everybody_but_flower(kit: Any) -> None:
         inner = build_strategy(scenario.strategy, 4)
         over: list[int] = []
         intakes: list[int] = []
-        validator = UpdateValidator(
+        validator = CheckedStrategy(
             inner, lambda intake, to=intakes: to.append(intake.round), seed=3, clients=grid.nodes
         )  # type: ignore[misc]
         ResumedStrategy(validator, done, lambda round, arrays, to=over: to.append(round)).start(

@@ -7,7 +7,7 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedgauge.client.inspection.results import LARGEST
-from fedgauge.server.strategy.reply_checks import GuardReport
+from fedgauge.server.strategy.checked import GuardReport
 
 
 def report(**said: Any) -> GuardReport | None:

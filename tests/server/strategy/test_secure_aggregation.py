@@ -33,7 +33,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import Tape
 from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 from fedgauge.server.strategy.secure_aggregation import NO_SUM, SUMMED, SecureSumStrategy
-from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
+from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.reading import Reading
 
@@ -95,7 +95,7 @@ def train(
     """Weights after some rounds behind a door that orders clients, what FedAvg was handed, and the grid."""
     grid, recorder = kit.MemoryGrid("", clients, app=app_of(terms)), Recorder()
     grid.tamper = losing(grid, lost or {})
-    validator = inner or UpdateValidator(recorder, seed=1, clients=dict(grid.nodes), replies="weights")
+    validator = inner or CheckedStrategy(recorder, seed=1, clients=dict(grid.nodes), replies="weights")
     result = SecureSumStrategy(validator, terms).start(grid, ArrayRecord(THETA), rounds)
     return dict(result.arrays.to_torch_state_dict()) if result.arrays else dict(THETA), recorder, grid
 
@@ -132,7 +132,7 @@ def test_of_two_answers_under_one_nodes_id_neither_counts(kit: Any, step: str) -
 
     grid, recorder = kit.MemoryGrid("", 5, app=app_of(FIVE)), Recorder()
     grid.tamper = twice
-    validator = UpdateValidator(recorder, seed=1, clients=dict(grid.nodes), replies="weights")
+    validator = CheckedStrategy(recorder, seed=1, clients=dict(grid.nodes), replies="weights")
     found = SecureSumStrategy(validator, FIVE).start(grid, ArrayRecord(THETA), 1)
     assert found.arrays is not None
     gone, _, _ = train(kit, FIVE, 5, {step: {1}})
@@ -167,7 +167,7 @@ def test_below_the_threshold_there_is_no_update_and_training_goes_on(kit: Any, s
     grid = kit.MemoryGrid("", 5, app=app_of(FIVE))
     lost = losing(grid, {step: {0, 2, 4}})
     grid.tamper = lambda round, replies: lost(round, replies) if round == 1 else replies
-    validator = UpdateValidator(Recorder(), intakes.append, clients=dict(grid.nodes), replies="weights")
+    validator = CheckedStrategy(Recorder(), intakes.append, clients=dict(grid.nodes), replies="weights")
     result = SecureSumStrategy(validator, FIVE).start(grid, ArrayRecord(THETA), 2)
     assert [len(i.accepted) for i in intakes] == [0, 1]
     assert {s.reason for s in intakes[0].refused} == {"no secure sum: 2 clients are left, fewer than the threshold 3"}
@@ -294,7 +294,7 @@ def test_an_answer_that_cannot_be_decoded_is_none(kit: Any) -> None:
         return replies
 
     grid.tamper = spoil
-    SecureSumStrategy(UpdateValidator(recorder, clients=dict(grid.nodes), replies="weights"), FIVE).start(
+    SecureSumStrategy(CheckedStrategy(recorder, clients=dict(grid.nodes), replies="weights"), FIVE).start(
         grid, ArrayRecord(THETA), 1
     )
     (reply,) = (m for m in recorder.handed[0] if not m.has_error())
@@ -321,7 +321,7 @@ def test_an_odd_answer_costs_its_client_alone(kit: Any, step: str, name: str, va
         return replies
 
     grid.tamper = spoil
-    validator = UpdateValidator(Recorder(), intakes.append, clients=dict(grid.nodes), replies="weights")
+    validator = CheckedStrategy(Recorder(), intakes.append, clients=dict(grid.nodes), replies="weights")
     SecureSumStrategy(validator, FIVE).start(grid, ArrayRecord(THETA), 1)
     (accepted,) = intakes[0].accepted
     lost = {s.client for s in intakes[0].refused if s.reason == "dropped out of its secure sum"}
@@ -341,7 +341,7 @@ def test_a_clients_error_keeps_it_out_of_the_sum(kit: Any) -> None:
         return Message(content, reply_to=message)
 
     grid, recorder = kit.MemoryGrid("", 5, app=app), Recorder()
-    SecureSumStrategy(UpdateValidator(recorder, clients=dict(grid.nodes), replies="weights"), FIVE).start(
+    SecureSumStrategy(CheckedStrategy(recorder, clients=dict(grid.nodes), replies="weights"), FIVE).start(
         grid, ArrayRecord(THETA), 1
     )
     (reply,) = (m for m in recorder.handed[0] if not m.has_error())
@@ -358,7 +358,7 @@ def test_fedgauges_own_clients_under_the_mod_train_what_they_train_without_it(ki
     trained = []
     for secure in (False, True):
         grid = kit.grid(scenario, **({"app": app} if secure else {}))
-        validator = UpdateValidator(FedAvg(1.0, 0.0, 1, 0, 4), seed=1, clients=dict(grid.nodes))
+        validator = CheckedStrategy(FedAvg(1.0, 0.0, 1, 0, 4), seed=1, clients=dict(grid.nodes))
         strategy = SecureSumStrategy(validator, terms, replies="updates") if secure else validator
         trained.append(dict(strategy.start(grid, ArrayRecord(params), 2).arrays.to_torch_state_dict()))
     assert 0 < distance(*trained) < 2 * 0.5 / 2**23
@@ -373,11 +373,11 @@ BATCHNORM = {"use": "convnet", "width": 1, "norm": "batch", "mode": "train"}
 
 def simulated(
     kit: Any, scenario: Any, rounds: int = 3, inner: Strategy | None = None, **grid: Any
-) -> tuple[dict[str, Tensor], list[RoundReplies], UpdateValidator]:
+) -> tuple[dict[str, Tensor], list[RoundReplies], CheckedStrategy]:
     """Weights after some rounds of the scenario's real clients, and what the door recorded."""
     params, buffers = Federation(scenario.protocol).initial()
     network, intakes = kit.grid(scenario, **grid), []
-    validator = UpdateValidator(
+    validator = CheckedStrategy(
         inner or FedAvg(1.0, 0.0, 1, 0, 1), intakes.append, buffers, 1, dict(network.nodes), protocol=scenario.protocol
     )
     result = validator.start(network, ArrayRecord(params), rounds)
@@ -463,7 +463,7 @@ def test_a_reply_that_the_door_refuses_costs_its_group_the_round(kit: Any) -> No
     scenario = kit.scenario(**EIGHT, secure_sum={"group": 4, "threshold": 3})
     grid_of: list[Any] = [kit.grid(scenario, tamper=tamper)]
     params, intakes = Federation(scenario.protocol).initial()[0], []
-    validator = UpdateValidator(
+    validator = CheckedStrategy(
         FedAvg(1.0, 0.0, 1, 0, 1), intakes.append, clients=dict(grid_of[0].nodes), protocol=scenario.protocol
     )
     validator.start(grid_of[0], ArrayRecord(params), 1)

@@ -25,7 +25,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape, read_tensors
 from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 from fedgauge.server.strategy.node_discovery import TIMES, LateJoiners, discover_nodes
-from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
+from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 
 USES = STRATEGY.names()
 BATCHNORM = {
@@ -58,7 +58,7 @@ def train(
     outer = (
         wrap(inner, buffers, network)
         if wrap
-        else UpdateValidator(inner, buffers=buffers, seed=1, clients=dict(network.nodes))
+        else CheckedStrategy(inner, buffers=buffers, seed=1, clients=dict(network.nodes))
     )
     result = outer.start(network, ArrayRecord(params), rounds)
     return dict(result.arrays.to_torch_state_dict()) if result.arrays else params
@@ -122,7 +122,7 @@ def test_a_round_without_replies_keeps_the_weights_and_goes_on(kit: Any, use: st
 
     def wrap(inner: Strategy, buffers: dict[str, Tensor], grid: Any) -> Strategy:
         network.append(grid)
-        return UpdateValidator(inner, clients=dict(grid.nodes))
+        return CheckedStrategy(inner, clients=dict(grid.nodes))
 
     train(kit, scenario, wrap, tamper=lambda round, replies: [] if round == 2 else replies)
     sent = {m.content["config"]["server-round"]: m.content.array_records["arrays"] for m in network[0].sent}
@@ -242,7 +242,7 @@ def test_a_server_with_another_mu_than_the_protocols_is_refused_by_every_client(
     params, _ = Federation(agreed.protocol).initial()
     grid = kit.grid(agreed)
     inner = build_strategy({"use": "FedProx", "proximal_mu": 0.25}, 4)
-    result = UpdateValidator(inner, intakes.append, clients=grid.nodes).start(grid, ArrayRecord(params), 1)
+    result = CheckedStrategy(inner, intakes.append, clients=grid.nodes).start(grid, ArrayRecord(params), 1)
     assert result.arrays is None or not len(result.arrays)
     assert {s.client: s.status for s in intakes[0].refused} == dict.fromkeys(range(4), "missing")
     assert all("asks for proximal-mu 0.25, but the protocol says 0.5" in s.reason for s in intakes[0].refused)
@@ -257,7 +257,7 @@ def test_stragglers_are_missing_and_the_others_are_averaged(kit: Any) -> None:
     trained = train(
         kit,
         scenario,
-        lambda inner, b, g: UpdateValidator(inner, intakes.append, buffers=b, seed=1, clients=dict(g.nodes)),
+        lambda inner, b, g: CheckedStrategy(inner, intakes.append, buffers=b, seed=1, clients=dict(g.nodes)),
     )
     late = {(i.round, s.client) for i in intakes for s in i.refused}
     expected = {(r, c) for r in (1, 2, 3) for c in range(4) if scenario.protocol.misses(c, r)}
@@ -309,7 +309,7 @@ def test_half_the_clients_train_in_each_round(kit: Any) -> None:
         trained = train(
             kit,
             scenario,
-            lambda inner, b, g, seen=intakes: UpdateValidator(
+            lambda inner, b, g, seen=intakes: CheckedStrategy(
                 inner, seen.append, buffers=b, seed=9, clients=dict(g.nodes)
             ),
             draw=draw,
@@ -329,7 +329,7 @@ def test_batchnorm_statistics_travel_to_the_clients_and_come_back_averaged(kit: 
     params, buffers = federation.initial()
     grid = kit.grid(scenario)
     intakes: list[RoundReplies] = []
-    validator = UpdateValidator(strategy_of(scenario), intakes.append, buffers, seed=1, clients=dict(grid.nodes))
+    validator = CheckedStrategy(strategy_of(scenario), intakes.append, buffers, seed=1, clients=dict(grid.nodes))
     validator.start(grid, ArrayRecord(params), 2)
     expected = dict(buffers)
     for round, intake in enumerate(intakes, 1):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedgauge.client.deployment.guard import WITHHELD
 from fedgauge.client.inspection.policy import REASON
-from fedgauge.server.strategy.validator import RoundReplies, UpdateValidator
+from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.views.participation import may_have_sent
 
 PARAMS = {
@@ -58,7 +58,7 @@ class Round:
         self.intakes: list[RoundReplies] = []
         self.inner = Recorder()
         grid = kit.MemoryGrid("", CLIENTS)
-        self.validator = UpdateValidator(
+        self.validator = CheckedStrategy(
             self.inner, self.intakes.append, buffers, seed=1, clients=grid.nodes, **options
         )
         sent = self.validator.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid)
@@ -450,7 +450,7 @@ def test_a_client_that_was_not_asked_is_refused(kit: Any) -> None:
 def test_a_reply_to_an_earlier_round_is_refused_when_its_client_was_not_asked_again(kit: Any) -> None:
     grid = kit.MemoryGrid("", CLIENTS)
     intakes: list[RoundReplies] = []
-    validator = UpdateValidator(FedAvg(0.5, 0.0, 1, 0, CLIENTS), intakes.append, seed=1, clients=grid.nodes)
+    validator = CheckedStrategy(FedAvg(0.5, 0.0, 1, 0, CLIENTS), intakes.append, seed=1, clients=grid.nodes)
     first = {m.metadata.dst_node_id: m for m in validator.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid)}
     for round in range(2, 20):
         second = {
@@ -544,7 +544,7 @@ def test_no_corruption_raises_or_changes_the_others(kit: Any, spoil: Callable[[M
 def sampled(kit: Any, seed: int, draw: int, rounds: int = 8) -> list[list[int]]:
     """Which clients each round asks, in order, on a grid with node ids of its own."""
     grid = kit.MemoryGrid("", CLIENTS, draw)
-    validator = UpdateValidator(FedAvg(0.5, 0.0, 1, 0, CLIENTS), seed=seed, clients=grid.nodes)
+    validator = CheckedStrategy(FedAvg(0.5, 0.0, 1, 0, CLIENTS), seed=seed, clients=grid.nodes)
     chosen = []
     for round in range(1, rounds + 1):
         random.seed(draw + round)  # whoever else draws from the global generator must not matter
@@ -564,7 +564,7 @@ def test_partial_participation_depends_on_the_seed_and_not_on_node_ids(kit: Any)
 def test_sampling_a_round_does_not_depend_on_the_rounds_before(kit: Any) -> None:
     """A resumed training asks the same clients."""
     grid = kit.MemoryGrid("", CLIENTS)
-    validator = UpdateValidator(FedAvg(0.5, 0.0, 1, 0, CLIENTS), seed=5, clients=grid.nodes)
+    validator = CheckedStrategy(FedAvg(0.5, 0.0, 1, 0, CLIENTS), seed=5, clients=grid.nodes)
     sent = validator.configure_train(6, ArrayRecord(PARAMS), ConfigRecord(), grid)
     assert [grid.nodes[m.metadata.dst_node_id] for m in sent] == sampled(kit, seed=5, draw=0)[5]
 
@@ -572,7 +572,7 @@ def test_sampling_a_round_does_not_depend_on_the_rounds_before(kit: Any) -> None
 def test_an_unknown_node_gets_the_next_free_number(kit: Any) -> None:
     grid = kit.MemoryGrid("", CLIENTS)
     known = dict(list(grid.nodes.items())[:3])
-    validator = UpdateValidator(FedAvg(1.0, 0.0, 1, 0, CLIENTS), clients=known)
+    validator = CheckedStrategy(FedAvg(1.0, 0.0, 1, 0, CLIENTS), clients=known)
     list(validator.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid))
     assert validator.clients == grid.nodes
 
@@ -618,11 +618,11 @@ def test_bad_buffers_refuse_the_reply(kit: Any, mean: list[float]) -> None:
 
 def test_evaluation_replies_are_aggregated_in_the_order_of_clients_and_errors_make_no_client(kit: Any) -> None:
     grid = kit.MemoryGrid("", CLIENTS)
-    validator = UpdateValidator(Krum(1.0, 1.0, 1, 1, CLIENTS), clients=grid.nodes)
+    validator = CheckedStrategy(Krum(1.0, 1.0, 1, 1, CLIENTS), clients=grid.nodes)
     sent = list(validator.configure_evaluate(1, ArrayRecord(PARAMS), ConfigRecord(), grid))
     assert [grid.nodes[m.metadata.dst_node_id] for m in sent] == [
         grid.nodes[m.metadata.dst_node_id]
-        for m in UpdateValidator(Krum(1.0, 1.0, 1, 1, CLIENTS), clients=grid.nodes).configure_evaluate(
+        for m in CheckedStrategy(Krum(1.0, 1.0, 1, 1, CLIENTS), clients=grid.nodes).configure_evaluate(
             1, ArrayRecord(PARAMS), ConfigRecord(), grid
         )
     ]

@@ -11,7 +11,7 @@ import pytest
 
 from fedgauge.client.components import allowing
 from fedgauge.server.app import federate
-from fedgauge.server.strategy.validator import CLIENT_ABSENT
+from fedgauge.server.strategy.checked import CLIENT_ABSENT
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import none_accepted
 from fedgauge.server.views.participation import participation

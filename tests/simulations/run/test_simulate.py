@@ -12,9 +12,9 @@ from rich.console import Console
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious_strategy import UpdateRecorder
-from fedgauge.server.strategy.reply_checks import AcceptedReply
-from fedgauge.server.strategy.validator import RoundReplies
+from fedgauge.server.recorder import UpdateRecorder
+from fedgauge.server.strategy.checked import AcceptedReply
+from fedgauge.server.strategy.checked import RoundReplies
 from fedgauge.simulations.run import simulate as module
 from fedgauge.simulations.run.create import new_run
 from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed

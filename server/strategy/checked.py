@@ -1,0 +1,442 @@
+"""The one check at the border of a scenario's own server: every reply by its header, then by its values.
+
+A bad reply is dropped, recorded with its reason, and shown. If what was aggregated is not finite, the round is undone and named.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from logging import WARNING
+from statistics import median_low
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor
+
+from fedgauge.client.arrays import npy_header
+from fedgauge.client.deployment.guard import WITHHELD
+from fedgauge.client.inspection.results import LARGEST
+from fedgauge.client.protocol import Protocol
+from fedgauge.client.rng import seed_of
+from fedgauge.client.update import Params, Update, average
+from fedgauge.server.store.ledger_types import Participation, sanitised
+from fedgauge.server.store.scenario import ValidatorOptions
+from fedgauge.server.strategy.ordered_grid import OrderedGrid
+from fedgauge.server.strategy.secure_aggregation import SUMMED
+from fedgauge.server.strategy.strategy_wrapper import Wrapper
+
+WEIGHT = "num-examples"
+MOST_EXAMPLES = 10**9  # that one client may claim if the server does not know better
+OUTSIZED = 1000  # times the norm of the weights and the round's usual norm: no training gets there in a round
+MOST_NAMED = 10  # of a group's clients, in a sentence
+CLIENT_ABSENT = "it was not connected when the round began"
+
+
+@dataclass(frozen=True)
+class GuardReport:
+    """What a client's guard says about the weights that it was sent; it may lie.
+
+    Args:
+        suspicion: 0 to LARGEST; None: it names none.
+    """
+
+    words: str
+    alarm: bool
+    suspicion: float | None
+
+    @classmethod
+    def of(cls, message: Message) -> "GuardReport | None":
+        """The report in a reply; None if there is none, or it is not one that a guard writes."""
+        said = message.content.config_records.get("guard", ConfigRecord())
+        words, alarm, suspicion = (said.get(key) for key in ("words", "alarm", "suspicion"))
+        if not isinstance(words, str) or not isinstance(alarm, bool) or not isinstance(suspicion, float):
+            return None
+        return cls(f"guard: {words}", alarm, suspicion if 0 <= suspicion <= LARGEST else None)
+
+    @classmethod
+    def together(cls, reports: Mapping[int, "GuardReport"]) -> "GuardReport | None":
+        """The report on a sum, by its clients' reports."""
+        if not reports:
+            return None
+        words = "; ".join(f"client {client}: {report.words}" for client, report in reports.items())
+        suspicions = [report.suspicion for report in reports.values() if report.suspicion is not None]
+        return cls(words, any(report.alarm for report in reports.values()), max(suspicions, default=None))
+
+
+@dataclass(frozen=True, eq=False)
+class AcceptedReply:
+    """A reply that passed the check."""
+
+    client: int
+    update: Update
+    examples: int
+    buffers: Mapping[str, Tensor]
+    guard: GuardReport | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RoundReplies:
+    """One round as the server saw it: what was sent, the accepted replies by client, and why the others have none.
+
+    Args:
+        sent: by client, the weights of the clients that were sent others than params. For a secure sum: by its first client,
+            and only if no member was sent params.
+        notes: sentences on what was wrong with the round as a whole.
+        summed: clients whose updates are part of another client's reply.
+    """
+
+    round: int
+    params: Params
+    buffers: Mapping[str, Tensor]
+    accepted: tuple[AcceptedReply, ...]
+    refused: tuple[Participation, ...]
+    sent: Mapping[int, Params] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    summed: frozenset[int] = frozenset()
+
+
+class ReplyRejected(ValueError):
+    """A reply that the strategy must not get; the message is the recorded reason."""
+
+
+Passed = list[tuple[AcceptedReply, Message]]
+
+
+class CheckedStrategy(Wrapper):
+    """A strategy that wraps another one and passes on checked replies, as weights, ordered by client.
+
+    Args:
+        inner: any of Flower's strategies; it gets weights, as it expects.
+        record: called once per round with the replies.
+        buffers: floating-point buffers of the model, sent beside the weights and averaged if clients return them.
+        seed: client sampling is drawn from it and the round.
+        clients: node id -> client number; an unknown node gets the next free number.
+        protocol: of a simulation. If it has a [secure_sum], it is simulated here: `record` and the wrapped strategy see only
+            the mean of a group's updates, as the reply of its first client.
+        strict: nodes that are not in clients take no part.
+        counts: whether the wrapped strategy averages a client's reply in a round, and so its buffers; None: always.
+        options: bounds on a reply.
+        groups: of a round, whose updates come together as the reply of one of them; default: those of the protocol's sum.
+    """
+
+    def __init__(
+        self,
+        inner: Strategy,
+        record: Callable[[RoundReplies], None] = lambda intake: None,
+        buffers: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
+        clients: Mapping[int, int] | None = None,
+        protocol: Protocol | None = None,
+        strict: bool = False,
+        counts: Callable[[int, int], bool] | None = None,
+        options: ValidatorOptions | None = None,
+        groups: Callable[[int], Sequence[Sequence[int]]] | None = None,
+    ) -> None:
+        self.inner = inner
+        self.record = record
+        self.buffers = dict(buffers or {})
+        self.seed = seed
+        self.clients = dict(clients or {})
+        self.protocol = protocol
+        self.strict = strict
+        self.counts = counts or (lambda round, client: True)
+        self.options = options or ValidatorOptions()
+        summed = protocol is not None and protocol.secure_sum is not None
+        self.groups = protocol.groups if groups is None and protocol is not None and summed else groups
+        self._params: Params = {}
+        self._sent: dict[int, Params] = {}  # by client, if the wrapped strategy sends it other weights
+        self._asked: set[int] = set()  # node ids
+        self._away: set[int] = set()  # clients
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Let the wrapped strategy choose clients; remember what was sent, and to whom."""
+        self._params = dict(arrays.to_torch_state_dict())
+        random.seed(seed_of(self.seed, "sample", server_round))  # Flower's strategies sample with the global generator
+        nodes = OrderedGrid(grid, self._client, self.clients if self.strict else None)
+        messages = list(self.inner.configure_train(server_round, arrays, config, nodes))
+        buffers = ArrayRecord(self.buffers)
+        for message in messages:
+            message.content.config_records["config"]["server-round"] = server_round
+            if buffers:
+                message.content["buffers"] = buffers
+        self._asked = {message.metadata.dst_node_id for message in messages}
+        self._sent = self._altered(messages, arrays)
+        self._away = self._absent(grid)
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check and record the replies, and pass the accepted ones on."""
+        received = list(replies)
+        passed, rejected = self._checked(received)
+        sent = self._sent
+        if self.protocol is not None and self.protocol.secure_sum is not None:
+            sent = self._sent_to_groups(self.protocol, server_round, [reply.client for reply, _ in passed])
+            passed, alone = self._summed(self.protocol, server_round, passed)
+            rejected |= alone
+        passed, outsized = self._within_norm(passed)
+        rejected = {c: self._as_group(server_round, p) for c, p in (rejected | outsized).items()}
+        notes = [f"round {server_round}: client {client}: {p.reason}" for client, p in outsized.items()]
+        accepted = tuple(reply for reply, _ in passed)
+        before = dict(self.buffers)
+        try:
+            arrays, metrics, undone = self._aggregated(server_round, passed, bool(rejected))
+            if undone:
+                notes.append(
+                    f"round {server_round}: {undone}, so the round was undone: the next begins with the same weights"
+                )
+                log(WARNING, "fedgauge: %s", notes[-1])
+        finally:  # whatever the wrapped strategy raises, the replies are recorded
+            summed = frozenset(
+                self._client(m.metadata.src_node_id)
+                for m in received
+                if m.has_error() and m.error.code == SUMMED and m.metadata.src_node_id in self._asked
+            )
+            refused = (*rejected.values(), *self._missing(received))
+            self.record(RoundReplies(server_round, self._params, before, accepted, refused, sent, tuple(notes), summed))
+        return arrays, metrics
+
+    def _aggregated(
+        self, round: int, passed: Passed, incomplete: bool
+    ) -> tuple[ArrayRecord | None, MetricRecord | None, str]:
+        """The next weights in the dtypes that were sent (FedAdam returns float64 under NumPy 2); or why the round is undone.
+
+        Raises:
+            Exception: the strategy's own, where no reply was refused, so that no client is the cause.
+        """
+        if not passed:
+            return None, None, ""
+        try:
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # looked for below
+                arrays, metrics = self.inner.aggregate_train(round, [message for _, message in passed])
+        except Exception as error:  # a strategy may need more replies than passed
+            if not incomplete and len(passed) == len(self._asked):
+                raise
+            return None, None, f"the strategy failed ({sanitised(f'{type(error).__name__}: {error}')})"
+        if arrays is None:
+            return None, metrics, ""
+        weights = {k: t.to(self._params[k].dtype) for k, t in arrays.to_torch_state_dict().items()}
+        buffers = self._averaged_buffers(round, [reply for reply, _ in passed])
+        for name, t in (*weights.items(), *buffers.items()):
+            if not torch.isfinite(t).all():
+                return None, None, f"the aggregated {name} is not finite"
+        self.buffers = buffers
+        same = all(weights[k].dtype == t.dtype for k, t in arrays.to_torch_state_dict().items())
+        return arrays if same else ArrayRecord(weights), metrics, ""
+
+    def _averaged_buffers(self, round: int, accepted: Sequence[AcceptedReply]) -> dict[str, Tensor]:
+        returned = [a for a in accepted if a.buffers and self.counts(round, a.client)]
+        if not returned:
+            return self.buffers
+        return average([dict(a.buffers) for a in returned], [a.examples for a in returned])
+
+    def _checked(self, received: Sequence[Message]) -> tuple[Passed, dict[int, Participation]]:
+        """Each reply by itself: those that pass, ordered by client and as weights, and by client those that do not."""
+        answers = Counter(m.metadata.src_node_id for m in received if not m.has_error())
+        passed: Passed = []
+        rejected: dict[int, Participation] = {}
+        for message in received:
+            if message.has_error():
+                continue
+            node = message.metadata.src_node_id
+            client = self._client(node)
+            try:
+                if node not in self._asked:
+                    raise ReplyRejected("the client was not asked in this round")
+                if answers[node] > 1:  # which one came first is chance, so neither counts
+                    raise ReplyRejected(f"the client answered {answers[node]} times")
+                reply = self._check(client, message)
+                message.content = self._as_weights(reply)
+            except ReplyRejected as reason:
+                rejected[client] = Participation(client, "rejected", str(reason))
+                continue
+            passed.append((reply, message))
+        return sorted(passed, key=lambda pair: pair[0].client), rejected
+
+    def _check(self, client: int, message: Message) -> AcceptedReply:
+        """The reply's update.
+
+        Raises:
+            ReplyRejected: it says what is wrong.
+        """
+        records = dict(message.content.array_records)
+        buffers = records.pop("buffers", None)
+        if len(records) != 1:
+            raise ReplyRejected(f"expected one ArrayRecord of updates, got {sorted(records) or 'none'}")
+        update = tensors_of(next(iter(records.values())), self._params)
+        returned = tensors_of(buffers, self.buffers) if buffers is not None else {}
+        if negative := [k for k, t in returned.items() if k.endswith("running_var") and (t < 0).any()]:
+            raise ReplyRejected(f"{negative[0]} is negative, and it is a variance")
+        return AcceptedReply(client, update, self._examples(message), returned, GuardReport.of(message))
+
+    def _examples(self, message: Message) -> int:
+        metrics, most = list(message.content.metric_records.values()), self.options.max_examples or MOST_EXAMPLES
+        examples = metrics[0].get(WEIGHT) if len(metrics) == 1 else None
+        if not isinstance(examples, int | float) or not 1 <= examples <= most or examples != int(examples):
+            raise ReplyRejected(f"{WEIGHT} must be a whole number from 1 to {most}, got {str(examples)[:40]}")
+        return int(examples)
+
+    def _as_weights(self, reply: AcceptedReply) -> RecordDict:
+        """A reply as the wrapped strategy gets it: theta + update, in the order and dtypes that were sent."""
+        weights = {k: (t + self._params[k]).to(self._params[k].dtype) for k, t in reply.update.items()}
+        if over := [k for k, t in weights.items() if not torch.isfinite(t).all()]:
+            raise ReplyRejected(f"{over[0]} overflows the weights")
+        return RecordDict({"arrays": ArrayRecord(weights), "metrics": MetricRecord({WEIGHT: reply.examples})})
+
+    def _within_norm(self, passed: Passed) -> tuple[Passed, dict[int, Participation]]:
+        """The replies whose updates' norms are within bounds, and by client the others."""
+        norms = [norm(reply.update) for reply, _ in passed]
+        limit = self.options.max_norm
+        if limit is None:  # of an even number the lower middle, so that one of two cannot set it by being large
+            limit = OUTSIZED * max(norm(self._params), median_low(norms) if norms else 0.0, 1.0)
+        # weights that a malicious server crafted may bring any update
+        large = [n > limit and reply.client not in self._sent for n, (reply, _) in zip(norms, passed, strict=True)]
+        refused = {
+            reply.client: Participation(
+                reply.client,
+                "rejected",
+                f"its update's norm is {n:.3g}, and the limit {limit:.3g} ([validator] max_norm)",
+            )
+            for n, out, (reply, _) in zip(norms, large, passed, strict=True)
+            if out
+        }
+        return [pair for pair, out in zip(passed, large, strict=True) if not out], refused
+
+    def _client(self, node: int) -> int:
+        if node not in self.clients:
+            self.clients[node] = max(self.clients.values(), default=-1) + 1
+        return self.clients[node]
+
+    def _altered(self, messages: Iterable[Message], arrays: ArrayRecord) -> dict[int, Params]:
+        """By client, the weights of messages that carry other weights than the federation's."""
+        altered = {}
+        for message in messages:
+            record = message.content.array_records["arrays"]
+            # strategies pass on the same record object, so only a different one needs comparing
+            if record is not arrays and any(record[name].data != arrays[name].data for name in arrays):
+                altered[self._client(message.metadata.dst_node_id)] = dict(record.to_torch_state_dict())
+        return altered
+
+    def _sent_to_groups(self, protocol: Protocol, round: int, present: Sequence[int]) -> dict[int, Params]:
+        """By first client, what was sent to the groups of which no member got the federation's weights."""
+        sent = {}
+        for group in protocol.groups(round):
+            members = [client for client in group if client in present]
+            altered = [self._sent[client] for client in members if client in self._sent]
+            if altered and len(altered) == len(members):
+                sent[members[0]] = altered[0]
+        return sent
+
+    def _summed(self, protocol: Protocol, round: int, passed: Passed) -> tuple[Passed, dict[int, Participation]]:
+        """One reply for each group that has a sum, and the rejections of the groups that have none."""
+        replies = {reply.client: (reply, message) for reply, message in passed}
+        merged: Passed = []
+        alone: dict[int, Participation] = {}
+        for group in protocol.groups(round):
+            present = [replies[client] for client in group if client in replies]
+            reason = _no_sum(protocol, round, group, [reply.client for reply, _ in present])
+            if reason:
+                alone |= {reply.client: Participation(reply.client, "rejected", reason) for reply, _ in present}
+            elif present:
+                merged.append(self._merged(present))
+        return sorted(merged, key=lambda pair: pair[0].client), alone
+
+    def _merged(self, group: Passed) -> tuple[AcceptedReply, Message]:
+        """The mean of a group's updates, weighted by examples, as its first client's message."""
+        replies, examples = [reply for reply, _ in group], [reply.examples for reply, _ in group]
+        buffers = (
+            average([dict(reply.buffers) for reply in replies], examples) if all(r.buffers for r in replies) else {}
+        )
+        guard = GuardReport.together({reply.client: reply.guard for reply in replies if reply.guard is not None})
+        update = average([reply.update for reply in replies], examples)
+        merged = AcceptedReply(replies[0].client, update, sum(examples), buffers, guard)
+        group[0][1].content = self._as_weights(merged)
+        return merged, group[0][1]
+
+    def _as_group(self, round: int, rejected: Participation) -> Participation:
+        """A rejection that blames no single client for the sum of several."""
+        group = next((g for g in self.groups(round) if rejected.client in g), ()) if self.groups is not None else ()
+        if len(group) < 2 or rejected.reason.startswith("no secure sum"):
+            return rejected
+        more = f" and {len(group) - MOST_NAMED} more" if len(group) > MOST_NAMED else ""
+        named = ", ".join(map(str, group[:MOST_NAMED])) + more
+        return replace(
+            rejected, reason=f"it is the mean of clients {named}, not one client's update: {rejected.reason}"
+        )
+
+    def _absent(self, grid: Grid) -> set[int]:
+        """The protocol's clients that are not connected; empty if the federation's nodes are not all known."""
+        if not self.strict or self.protocol is None:
+            return set()
+        connected = self._asked.union(grid.get_node_ids()) & self.clients.keys()
+        return set(range(self.protocol.clients)) - {self.clients[node] for node in connected}
+
+    def _missing(self, received: Sequence[Message]) -> list[Participation]:
+        """Clients that were asked and did not answer, or answered with an error; and clients that were not connected."""
+        errors = {m.metadata.src_node_id: m.error for m in received if m.has_error()}
+        reasons = {node: (error.reason or "").strip() or "error" for node, error in errors.items()}
+        withheld = {self._client(node) for node, error in errors.items() if error.code == WITHHELD}
+        # the SuperLink reports a dead node under an id of its own
+        unplaced = [r for node, r in reasons.items() if node not in self._asked]
+        answered = {m.metadata.src_node_id for m in received if not m.has_error()}
+        silent = "no reply" + (f" ({unplaced[0].splitlines()[0]})" if unplaced else "")
+        missing = {c: Participation(c, "missing", CLIENT_ABSENT) for c in self._away}
+        for node in self._asked - answered:
+            client, reason = self._client(node), reasons.get(node, silent).splitlines()[-1]
+            alarm = True if client in withheld else None
+            missing[client] = Participation(client, "missing", reason, alarm=alarm, silent=node not in reasons)
+        return [missing[client] for client in sorted(missing)]
+
+
+def tensors_of(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A reply's arrays as tensors in the reference's order.
+
+    Raises:
+        ReplyRejected: names, shapes or dtypes differ from the reference, or a number is not finite.
+    """
+    if missing := sorted(reference.keys() - record.keys()):
+        raise ReplyRejected(f"missing tensors: {', '.join(missing)}")
+    if extra := sorted(record.keys() - reference.keys()):
+        raise ReplyRejected(f"tensors unknown to the model: {', '.join(extra)}")
+    tensors: dict[str, Tensor] = {}
+    for name, like in reference.items():
+        expected = like.numpy()
+        try:
+            shape, dtype, *_ = npy_header(record[name].data)
+            if alike := shape == expected.shape and dtype == expected.dtype:
+                tensors[name] = torch.from_numpy(record[name].numpy())
+        except Exception as error:  # hostile bytes can raise anything: ValueError, MemoryError, RecursionError
+            raise ReplyRejected(f"{name} cannot be decoded: {error}") from error
+        if not alike:
+            raise ReplyRejected(
+                f"{name} has shape {shape} and dtype {dtype}, expected {expected.shape} and {expected.dtype}"
+            )
+        if not torch.isfinite(tensors[name]).all():
+            raise ReplyRejected(f"{name} has entries that are not finite")
+    return tensors
+
+
+def norm(tensors: Mapping[str, Tensor]) -> float:
+    """Euclidean norm over all tensors, in float64, where no float32 overflows."""
+    parts = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors.values() if t.is_floating_point()]
+    return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
+
+
+def _no_sum(protocol: Protocol, round: int, group: Sequence[int], present: Sequence[int]) -> str:
+    """Why a group has no sum although clients answered; empty if it has one."""
+    assert protocol.secure_sum is not None
+    least = protocol.secure_sum.least
+    if 0 < len(present) < least:
+        return f"no secure sum: {len(present)} of its group's {len(group)} clients answered, fewer than the threshold {least}"
+    if present and (failed := sorted(set(protocol.members(group[0], round)) - set(present))):
+        # an audit recomputes who was summed from the scenario, which only knows about stragglers
+        return f"no secure sum: client {failed[0]} of its group failed, and it is not one of the scenario's stragglers"
+    return ""
