@@ -196,6 +196,7 @@ class AppRecorder:
         )
         self._seen: dict[int, dict[int, Participation]] = {}  # by round and client, to be entered
         self._sums: dict[str, dict[str, list[float]]] = {}  # by who computed it and metric: weighted sum, weights
+        self._news = False  # since the round was last written
         self._began = time.perf_counter()
         self._cost = 0.0  # seconds of this round that recording took
         self._taped = 0
@@ -350,6 +351,7 @@ class AppRecorder:
         return digest
 
     def _enter(self, round: int, seen: Participation) -> None:
+        self._news = True
         self._seen.setdefault(round, {})[seen.client] = seen
 
     def _enter_missing(self, sent: _Sent, reason: str, silent: bool) -> None:
@@ -375,7 +377,8 @@ class AppRecorder:
         if seen:
             nodes = {str(client): str(node) for node, client in self._clients.items()}
             self._ledger.set_meta(nodes=json.dumps(nodes))
-        if self._last and (seen or self._sums):
+        if self._last and self._news:
+            self._news = False
             means = {who: {k: _mean(*pair) for k, pair in sums.items()} for who, sums in self._sums.items()}
             self._enter_round(self._last, means)
 
@@ -396,6 +399,7 @@ class AppRecorder:
 
     def _add_metrics(self, who: str, reply: Message) -> None:
         """Add a client's metrics to the round's means, weighted by examples as Flower's strategies do."""
+        self._news = True
         weight = float(_examples(reply) or 1)
         of_round = self._sums.setdefault(who, defaultdict(lambda: [0.0, 0.0]))
         for record in reply.content.metric_records.values():
