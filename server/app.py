@@ -185,9 +185,9 @@ class _Record:
             if round == 0 or exhausted(error):
                 raise
             why = sanitised(f"{type(error).__name__}: {error}")
-            note = f"round {round}: the test figures are missing, as the model fails with the round's weights ({why})"
-        self.recorder.note(round, [note], beside=True)
-        log(WARNING, "fedgauge: %s", note)
+            note = f"the test figures are missing, as the model fails with the round's weights ({why})"
+        self.ledger.add_problem("figures", note, round)
+        log(WARNING, "fedgauge: round %d: %s", round, note)
         return None
 
 

@@ -27,13 +27,12 @@ from torch import Tensor
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.arrays import npy_header
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import DEPLOYMENT, EMPTY, MORE_NOTED, ROUND_NOTE, Participation
+from fedgauge.server.store.ledger_types import DEPLOYMENT, EMPTY, Participation
 from fedgauge.server.store.run import BASE, Run
 from fedgauge.server.store.tape import Keep, Tape
 from fedgauge.server.strategy.checked import AcceptedReply, RoundReplies
 from fedgauge.server.views.outcomes import none_accepted
 
-MOST_NOTED = 10  # rounds with notes that are kept in words, and notes of one round: the meta table is read as a whole
 MOST_METRICS, MOST_LETTERS = 100, 100  # kept of a round, and in a metric's name
 PATIENCE = 10  # rounds after which a reply that was not pulled is no longer waited for: its weights are in memory
 MOST_ROUNDS = 10**6  # a larger number in a message is not a round
@@ -61,7 +60,6 @@ class UpdateRecorder:
     plan: AttackPlan | None
     keep: Keep = "all"
     seconds: dict[int, float] = field(default_factory=dict)  # what recording cost, by round
-    counted: int | None = None  # the latest round with notes that is only counted
 
     def __call__(self, intake: RoundReplies) -> None:
         self.enter(intake.round, self.put(intake))
@@ -72,30 +70,11 @@ class UpdateRecorder:
         taped = list(self._taped(intake))
         if not any(digest for digest, _ in taped):
             self.tape.forget(intake.round, ())
-        if intake.notes:
-            self.note(intake.round, intake.notes)
+        if intake.undone:
+            self.ledger.add_problem("undone", intake.undone, intake.round)
         self.seconds[intake.round] = time.perf_counter() - started
         accepted = zip(intake.accepted, taped, strict=True)
         return [*intake.refused, *(_participation(a, digest, reason) for a, (digest, reason) in accepted)]
-
-    def note(self, round: int, notes: Sequence[str], beside: bool = False) -> None:
-        """Write sentences on a round; of many rounds only how many there are.
-
-        Args:
-            beside: keep what was written about this round before.
-        """
-        facts, key = self.ledger.meta(), f"{ROUND_NOTE}{round}"
-        if key in facts or sum(known.startswith(ROUND_NOTE) for known in facts) < MOST_NOTED:
-            more = len(notes) - MOST_NOTED
-            earlier = [facts[key]] if beside and key in facts else []
-            new = {key: "; ".join([*earlier, *notes[:MOST_NOTED]]) + (f"; and {more} more" if more > 0 else "")}
-        elif beside and round == self.counted:
-            return
-        else:
-            self.counted = round
-            before = facts.get(MORE_NOTED, "")
-            new = {MORE_NOTED: str((int(before) if re.fullmatch(r"\d{1,7}", before) else 0) + 1)}
-        self.ledger.set_meta(**new)
 
     def enter(self, round: int, seen: Sequence[Participation]) -> None:
         """Write a round's observations and jobs to the ledger."""

@@ -10,7 +10,6 @@ from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import (
     DEPLOYMENT,
     DEVICES,
-    ROUND_NOTE,
     STARTED,
     DeviceUse,
     Participation,
@@ -177,5 +176,3 @@ class Ledger(JobQueue):
             self._delete(db, "scores", "job_id IN (SELECT id FROM jobs WHERE round >= ?)", (round,))
             for table in ("jobs", "observations", "rounds", "problems"):
                 self._delete(db, table, "round >= ?", (round,))
-            noted = "key GLOB ? || '*' AND CAST(substr(key, ?) AS INTEGER) >= ?"
-            self._delete(db, "meta", noted, (ROUND_NOTE, len(ROUND_NOTE) + 1, round))

@@ -22,10 +22,6 @@ REPEATED = (
 )
 MAIN_METRIC = "main_metric"  # key in the meta table: the metric by which the attacks are compared
 EMPTY = "empty"  # key in the meta table: why a run that has all its rounds has failed, as no client gave any update
-ROUND_NOTE = (
-    "note_on_round_"  # prefix in the meta table: what stood out in that round's replies; only of the first such rounds
-)
-MORE_NOTED = "more_rounds_with_notes"  # key in the meta table: how many more rounds there were
 # key in the meta table: the number of the last job that ended before the last attack service began, or its training ended
 ATTACKED_FROM = "attacked_from"
 RETRIED = "retried"  # key in the meta table: how often rows were deleted that a reader may have read

@@ -86,7 +86,7 @@ class RoundReplies:
     Args:
         sent: by client, the weights of the clients that were sent others than params. For a secure sum: by its first client,
             and only if no member was sent params.
-        notes: sentences on what was wrong with the round as a whole.
+        undone: why the round was undone; empty if it counts.
         summed: clients whose updates are part of another client's reply.
     """
 
@@ -96,7 +96,7 @@ class RoundReplies:
     accepted: tuple[AcceptedReply, ...]
     refused: tuple[Participation, ...]
     sent: Mapping[int, Params] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    undone: str = ""
     summed: frozenset[int] = frozenset()
 
 
@@ -184,16 +184,13 @@ class CheckedStrategy(Wrapper):
             rejected |= alone
         passed, outsized = self._within_norm(passed)
         rejected = {c: self._as_group(server_round, p) for c, p in (rejected | outsized).items()}
-        notes = [f"round {server_round}: client {client}: {p.reason}" for client, p in outsized.items()]
         accepted = tuple(reply for reply, _ in passed)
-        before = dict(self.buffers)
+        before, undone = dict(self.buffers), ""
         try:
             arrays, metrics, undone = self._aggregated(server_round, passed, bool(rejected))
             if undone:
-                notes.append(
-                    f"round {server_round}: {undone}, so the round was undone: the next begins with the same weights"
-                )
-                log(WARNING, "fedgauge: %s", notes[-1])
+                undone += ", so the round was undone: the next begins with the same weights"
+                log(WARNING, "fedgauge: round %d: %s", server_round, undone)
         finally:  # whatever the wrapped strategy raises, the replies are recorded
             summed = frozenset(
                 self._client(m.metadata.src_node_id)
@@ -201,7 +198,7 @@ class CheckedStrategy(Wrapper):
                 if m.has_error() and m.error.code == SUMMED and m.metadata.src_node_id in self._asked
             )
             refused = (*rejected.values(), *self._missing(received))
-            self.record(RoundReplies(server_round, self._params, before, accepted, refused, sent, tuple(notes), summed))
+            self.record(RoundReplies(server_round, self._params, before, accepted, refused, sent, undone, summed))
         return arrays, metrics
 
     def _aggregated(

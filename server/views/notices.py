@@ -1,6 +1,5 @@
 """Notices: what a reader must know before trusting a run's figures."""
 
-import math
 import shlex
 from collections.abc import Iterator
 
@@ -8,7 +7,7 @@ from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.modality.image_metrics import LPIPS_PIXELS
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger_types import EMPTY, MORE_NOTED, ROUND_NOTE
+from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.views.outcomes import failure
 from fedgauge.server.views.participation import app_clients, other_sizes
 from fedgauge.server.views.reading import Reading, jobs_of_run
@@ -35,13 +34,18 @@ def _training_notices(reading: Reading) -> Iterator[Notice]:
         what = f"after {trained} of {planned} rounds" if trained else "before its first round"
         logs = "; see logs/flower.log in the run folder" if state == "failed" else ""
         yield f"{how.get(state, 'The training ended')} {what}{logs}.", ""
-    if noted := [key for key in reading.meta if key.startswith(ROUND_NOTE)]:
-        noted.sort(key=lambda key: (len(key), key))
-        others = max(len(noted) - MOST_ROUNDS, 0) + int(as_number(reading.meta.get(MORE_NOTED, "")))
-        more = f" (and {others} more rounds)" if others else ""
-        words = "; ".join(shortened(reading.meta[key]) for key in noted[:MOST_ROUNDS])
-        yield f"What stood out in the clients' replies: {words}{more}.", ""
+    yield from _problems(reading)
     yield from _diverged(reading)
+
+
+def _problems(reading: Reading) -> Iterator[Notice]:
+    """What could not be recorded, and rounds that were undone, each kind once."""
+    problems = reading.ledger.problems()
+    for code in dict.fromkeys(problem.code for problem in problems):
+        alike = [problem for problem in problems if problem.code == code]
+        where = f"Round {alike[0].round}: " if alike[0].round is not None else "Recording: "
+        more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
+        yield f"{where}{shortened(alike[0].words)}{more}.", ""
 
 
 def _diverged(reading: Reading) -> Iterator[Notice]:
@@ -53,15 +57,6 @@ def _diverged(reading: Reading) -> Iterator[Notice]:
             words = shortened(", ".join(named[:MOST_ROUNDS]))
             yield f"In round {number} first, the app returned what is infinite or no number ({words}{more}).", ""
             return
-
-
-def as_number(text: str) -> float:
-    """A figure of the meta table; 0 if it is none."""
-    try:
-        value = float(text)
-    except ValueError:
-        return 0.0
-    return value if 0 < value < math.inf else 0.0
 
 
 def _audit_notices(reading: Reading) -> Iterator[Notice]:

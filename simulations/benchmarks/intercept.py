@@ -12,8 +12,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from fedgauge.client.components import Table
-from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.recorder import UpdateRecorder
+from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.checked import RoundReplies
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 from fedgauge.simulations.run.create import new_run
