@@ -107,7 +107,7 @@ class _CuriousStart:
         self.used: list[bool] = []
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        start = self.own or functools.partial(type(self.strategy).start, self.strategy)
+        start: Callable[..., Any] = self.own or functools.partial(type(self.strategy).start, self.strategy)
         self.used.append(True)
         given = [arg for arg in (*args, *options.values()) if isinstance(arg, Grid)]
         recorder = _open(self.audit, self.run, self.allow, self.caller) if given else None
