@@ -14,12 +14,14 @@ from fedgauge.server.store.ledger_types import (
     STARTED,
     DeviceUse,
     Participation,
+    Problem,
     json_table,
     sanitised,
 )
 from fedgauge.server.store.ledger_writes import JobQueue
 
 _MOST_DEVICES = 1 << 16  # letters of JSON: some hundred devices
+_MOST_PROBLEMS = 1000
 
 
 class Ledger(JobQueue):
@@ -143,11 +145,37 @@ class Ledger(JobQueue):
                     db, plan, round, {s.client: s.digest for s in seen if s.status == "accepted" and s.digest}
                 )
 
+    def add_problem(self, code: str, words: str, round: int | None = None, client: int | None = None) -> None:
+        """Record a problem of the recording, once for each code, round and client; only the first thousand are kept.
+
+        Args:
+            words: a sentence for the user, which may quote a client; it is sanitised.
+
+        Raises:
+            LedgerError: a number is out of range.
+        """
+        row = {"code": sanitised(code), "at_round": round, "of_client": client, "words": sanitised(words)}
+        try:
+            typed_rows.check(typed_rows.columns(row), list(row.values()))
+        except typed_rows.WrongValue as error:
+            raise LedgerError(f"{self.path}: the problem {row['code']!r} cannot be recorded: {error}") from error
+        with self._transaction() as db:
+            db.execute(
+                "INSERT INTO problems SELECT ?1, ?2, ?3, ?4 WHERE (SELECT count(*) FROM problems) < ?5"
+                " AND NOT EXISTS (SELECT 1 FROM problems WHERE code = ?1 AND round IS ?2 AND client IS ?3)",
+                (*row.values(), _MOST_PROBLEMS),
+            )
+
+    def problems(self) -> list[Problem]:
+        """The problems of the recording, in the order in which they were recorded."""
+        query = "SELECT code, round at_round, client of_client, words FROM problems ORDER BY rowid LIMIT ?"
+        return [Problem(*row) for row in self._db.execute(query, (_MOST_PROBLEMS,))]
+
     def rewind(self, round: int) -> None:
         """Delete everything about the rounds from this one on, which are trained again."""
         with self._transaction() as db:
             self._delete(db, "scores", "job_id IN (SELECT id FROM jobs WHERE round >= ?)", (round,))
-            for table in ("jobs", "observations", "rounds"):
+            for table in ("jobs", "observations", "rounds", "problems"):
                 self._delete(db, table, "round >= ?", (round,))
             noted = "key GLOB ? || '*' AND CAST(substr(key, ?) AS INTEGER) >= ?"
             self._delete(db, "meta", noted, (ROUND_NOTE, len(ROUND_NOTE) + 1, round))

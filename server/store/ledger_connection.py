@@ -1,4 +1,4 @@
-"""The ledger's file: how it is opened, checked, brought to the newest schema, and written in transactions."""
+"""The ledger's file: how it is opened, checked, and written in transactions."""
 
 import os
 import sqlite3
@@ -33,96 +33,44 @@ _STATISTICS = frozenset(
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MIGRATIONS: tuple[str, ...] = (
-    """
+VERSION = 1  # of the schema; the first release starts to count
+SCHEMA = """
     CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
     CREATE TABLE rounds (
-        round INTEGER PRIMARY KEY, accuracy REAL, loss REAL, seconds REAL, intercept_seconds REAL
+        round INTEGER PRIMARY KEY, accuracy REAL, loss REAL, seconds REAL, intercept_seconds REAL, metrics TEXT
     );
     CREATE TABLE observations (
         round INTEGER NOT NULL, client INTEGER NOT NULL, status TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
-        examples INTEGER, digest TEXT,
+        examples INTEGER, digest TEXT, alarm INTEGER, suspicion REAL, silent INTEGER,
         PRIMARY KEY (round, client)
     ) WITHOUT ROWID;
+    CREATE TABLE problems (code TEXT NOT NULL, round INTEGER, client INTEGER, words TEXT NOT NULL);
     CREATE TABLE attacks (
         id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, planned TEXT NOT NULL, knowledge TEXT NOT NULL,
-        seed INTEGER NOT NULL
+        seed INTEGER NOT NULL, remembers INTEGER NOT NULL DEFAULT 0, flat INTEGER NOT NULL DEFAULT 0, training TEXT, grading TEXT
+    );
+    CREATE TABLE numerics (
+        id INTEGER PRIMARY KEY, device TEXT NOT NULL, name TEXT NOT NULL, precision TEXT NOT NULL,
+        deterministic INTEGER NOT NULL, torch TEXT NOT NULL, driver TEXT NOT NULL
     );
     CREATE TABLE jobs (
         id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, attack_id INTEGER NOT NULL REFERENCES attacks(id),
         round INTEGER NOT NULL, client INTEGER NOT NULL, other INTEGER, wave INTEGER NOT NULL,
-        state TEXT NOT NULL DEFAULT 'queued', attempts INTEGER NOT NULL DEFAULT 0, leased_at REAL, error TEXT
+        state TEXT NOT NULL DEFAULT 'queued', attempts INTEGER NOT NULL DEFAULT 0, error TEXT, finished INTEGER, ended REAL,
+        memory TEXT, graded TEXT, graded_to REAL, numerics_id INTEGER REFERENCES numerics(id)
     );
     CREATE INDEX jobs_by_state ON jobs (state, round, attack_id, wave);
+    CREATE INDEX jobs_by_finish ON jobs (finished, ended);
+    CREATE INDEX jobs_to_come ON jobs (attack_id, client, round) WHERE state IN ('queued', 'leased');
+    CREATE INDEX jobs_by_memory ON jobs (attack_id, client, round) WHERE memory IS NOT NULL;
     CREATE TABLE scores (
         job_id INTEGER NOT NULL REFERENCES jobs(id), attack TEXT NOT NULL, client INTEGER NOT NULL,
         example INTEGER NOT NULL, metric TEXT NOT NULL, round INTEGER NOT NULL, value REAL, status TEXT NOT NULL,
         seconds REAL NOT NULL,
         PRIMARY KEY (job_id, attack, client, example, metric)
     ) WITHOUT ROWID;
-    CREATE INDEX scores_by_metric ON scores (metric, attack, round);
-    """,
-    "ALTER TABLE jobs DROP COLUMN leased_at",
-    """
-    ALTER TABLE jobs ADD COLUMN finished INTEGER;
-    ALTER TABLE jobs ADD COLUMN ended REAL;
-    UPDATE jobs SET finished = id WHERE state IN ('done', 'failed');
-    CREATE INDEX jobs_by_finish ON jobs (finished, ended)
-    """,
-    """
-    ALTER TABLE attacks ADD COLUMN remembers INTEGER NOT NULL DEFAULT 0;
-    ALTER TABLE jobs ADD COLUMN memory TEXT;
-    CREATE INDEX jobs_to_come ON jobs (attack_id, client, round) WHERE state IN ('queued', 'leased');
-    CREATE INDEX jobs_by_memory ON jobs (attack_id, client, round) WHERE memory IS NOT NULL
-    """,
-    "ALTER TABLE jobs ADD COLUMN graded TEXT",  # in a deployment: who graded it and to which precision, or why nobody did
-    "ALTER TABLE rounds ADD COLUMN metrics TEXT",  # of a user's own app: what its clients and its evaluation returned, as JSON
-    """
-    CREATE TABLE numerics (
-        id INTEGER PRIMARY KEY, device TEXT NOT NULL, name TEXT NOT NULL, precision TEXT NOT NULL,
-        deterministic INTEGER NOT NULL, torch TEXT NOT NULL, driver TEXT NOT NULL
-    );
-    ALTER TABLE jobs ADD COLUMN numerics_id INTEGER REFERENCES numerics(id)
-    """,
-    """
-    ALTER TABLE observations ADD COLUMN alarm INTEGER;
-    ALTER TABLE observations ADD COLUMN suspicion REAL;
-    UPDATE observations SET alarm = 1 WHERE reason LIKE '%alarm, suspicion%' OR reason LIKE 'withheld by the client''s guard%'
-    """,
-    # what was found after an attack was planned, which an older card ends with; char(59) is a semicolon. Longer texts are
-    # none of fedgauge's: they stay as they are, as instr() is slow with them, and copies of a fact would fill the disk
-    """
-    ALTER TABLE attacks ADD COLUMN flat INTEGER NOT NULL DEFAULT 0;
-    ALTER TABLE attacks ADD COLUMN training TEXT;
-    ALTER TABLE attacks ADD COLUMN grading TEXT;
-    UPDATE attacks SET flat = 1 WHERE length(knowledge) < 10000 AND instr(knowledge, 'noise-free form has no derivative');
-    UPDATE attacks SET grading = substr(knowledge, instr(knowledge, char(59) || ' graded ') + 2)
-        WHERE length(knowledge) < 10000 AND instr(knowledge, char(59) || ' graded ');
-    UPDATE attacks SET grading = substr(knowledge, instr(knowledge, char(59) || ' not graded') + 2)
-        WHERE length(knowledge) < 10000 AND grading ISNULL AND instr(knowledge, char(59) || ' not graded');
-    UPDATE attacks SET knowledge = substr(knowledge, 1, length(knowledge) - length(grading) - 2) WHERE grading NOTNULL;
-    UPDATE attacks SET training = (SELECT value FROM meta WHERE key = 'training' AND length(value) BETWEEN 1 AND 2000)
-        WHERE length(knowledge) < 10000;
-    UPDATE attacks SET training = NULL WHERE NOT instr(knowledge, char(59) || ' ' || training);
-    UPDATE attacks SET knowledge = replace(knowledge, char(59) || ' ' || training, '') WHERE training NOTNULL
-    """,
-    # who graded a job, and why nobody did, was one text; `graded` is the reason now, empty where somebody graded
-    """
-    ALTER TABLE jobs ADD COLUMN graded_to REAL;
-    UPDATE jobs SET graded_to = CAST(substr(graded, 11, 20) AS REAL), graded = '' WHERE graded LIKE 'graded to %';
-    UPDATE jobs SET graded = '' WHERE graded LIKE 'graded against %';
-    UPDATE jobs SET graded = substr(graded, 13) WHERE graded LIKE 'not graded: %';
-    INSERT INTO meta SELECT 'ungraded', substr(value, instr(value, ': ') + 2) FROM (
-        SELECT substr(value, instr(value, 'not graded')) value FROM meta
-        WHERE key = 'grading' AND length(value) < 10000 AND instr(value, 'not graded')
-    ) WHERE instr(value, ': ')
-    """,
-    # whether nothing came of a missing client in time, which its reason told
-    """
-    ALTER TABLE observations ADD COLUMN silent INTEGER;
-    UPDATE observations SET silent = 1 WHERE status = 'missing' AND reason LIKE 'no reply%'
-    """,
-)
+    CREATE INDEX scores_by_metric ON scores (metric, attack, round)
+"""
 
 
 class LedgerChanged(LedgerError):
@@ -213,22 +161,21 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 @cache
-def _schema(migrations: tuple[str, ...]) -> frozenset[tuple[str | None, ...]]:
-    """What sqlite_master holds after these migrations."""
+def _schema() -> frozenset[tuple[str | None, ...]]:
+    """The objects in sqlite_master of a new ledger."""
     db = sqlite3.connect(":memory:", isolation_level=None)
     try:
-        for script in migrations:
-            db.executescript(script)
+        db.executescript(SCHEMA)
         return _objects(db, _MANY)
     finally:
         db.close()
 
 
 def columns_of(table: str) -> list[tuple[str, str]]:
-    """Name and type of each column of a table of the newest schema, in order."""
+    """Name and type of each column of a table, in order."""
     db = sqlite3.connect(":memory:")
     try:
-        db.executescript(";".join(MIGRATIONS))
+        db.executescript(SCHEMA)
         return db.execute("SELECT name, type FROM pragma_table_info(?) ORDER BY cid", (table,)).fetchall()
     finally:
         db.close()
@@ -244,15 +191,15 @@ class LedgerFile:
     """A connection to one run's ledger; several processes may have one at the same time."""
 
     def __init__(self, path: Path, create: bool = False, readonly: bool = False) -> None:
-        """Open the file, and bring an older schema up to date.
+        """Open the file.
 
         Args:
-            readonly: write nothing, not even a newer schema; wait for locks one second at most; any thread may use the
+            create: the file and its tables, if they are missing.
+            readonly: write nothing; wait for locks one second at most; any thread may use the
                 connection, one at a time.
 
         Raises:
-            LedgerError: the file is missing, not a ledger, damaged, locked, or of a newer fedgauge (readonly: of any other
-                version).
+            LedgerError: the file is missing, not a ledger, damaged, locked, or of another version.
             LedgerChanged: somebody wrote to a ledger at rest while it was read (`snapshot` and the end of `with` raise it, too).
         """
         self.path = path
@@ -267,17 +214,12 @@ class LedgerFile:
         try:
             self._db = self._opened(create, readonly)
             with self._closed_on_error():
-                version = self._version(create)
-                if readonly and version < len(MIGRATIONS):
-                    raise LedgerError(
-                        f"{path} has ledger version {version}, of an older fedgauge; bring it up to date with: "
-                        f"fedgauge report {path.parent}"
-                    )
+                fresh = self._check(create)
                 if not readonly:
                     self._write_ahead()
                     self._db.execute("PRAGMA synchronous = NORMAL")
-                    if version < len(MIGRATIONS):
-                        self._migrate()
+                    if fresh:
+                        self._make()
                 self._db.row_factory = self._row
                 self._check_names()
         except (sqlite3.DatabaseError, UnicodeDecodeError, run_files.RefusedFile) as error:
@@ -322,21 +264,22 @@ class LedgerFile:
             self._db.close()
             raise
 
-    def _version(self, create: bool) -> int:
-        """The version of the schema; LedgerError if it is none of ours, or not as our migrations left it."""
-        self._db.execute("BEGIN")  # all of one moment, as another process may bring it up to date
+    def _check(self, create: bool) -> bool:
+        """Refuse a file that is no ledger of this version; returns whether it is still empty."""
+        self._db.execute("BEGIN")  # all of one moment, as another process may create the tables
         fresh = self._db.execute("PRAGMA schema_version").fetchone()[0] == 0
         if fresh and not create:
             raise LedgerError(f"{self.path} is not a fedgauge ledger: it is empty")
         if not fresh and self._db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
             raise LedgerError(f"{self.path} is not a fedgauge ledger")
         version: int = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version > len(MIGRATIONS):
+        if not fresh and version != VERSION:
             raise LedgerError(
-                f"{self.path} has ledger version {version}; this fedgauge reads up to {len(MIGRATIONS)}: update fedgauge"
+                f"{self.path} has ledger version {version}, and this fedgauge reads {VERSION}: open it with the version of "
+                "fedgauge that wrote it, or run its scenario again"
             )
         if not fresh:
-            expected = _schema(MIGRATIONS[: max(version, 0)])
+            expected = _schema()
             # views and triggers are programs, and a view may be called like a table
             found = _objects(self._db, len(expected) + len(_STATISTICS) + 1)
             if strange := expected ^ (found - _STATISTICS):
@@ -345,7 +288,7 @@ class LedgerFile:
             self._check_pages()
         self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
         self._db.execute("COMMIT")
-        return version
+        return fresh
 
     def _check_pages(self) -> None:
         """Refuse rows that share a text and pages that repeat: a query then reads more bytes than the file's size explains.
@@ -363,7 +306,7 @@ class LedgerFile:
     def _check_names(self) -> None:
         """Read what queries compare and sort with every row of others: each is checked, and so is short."""
         for columns, table in (("name", "attacks"), ("*", "numerics")):
-            if any(name == table for _, name, *_ in _schema(MIGRATIONS)):
+            if any(name == table for _, name, *_ in _schema()):
                 # an index may say something else
                 count = sum(1 for _ in self._db.execute(f"SELECT {columns} FROM {table} NOT INDEXED"))
                 if count > MOST_ATTACKS and table == "attacks":  # each is compared with each
@@ -445,13 +388,13 @@ class LedgerFile:
                     raise
                 time.sleep(0.01)
 
-    def _migrate(self) -> None:
+    def _make(self) -> None:
         with self._transaction() as db:
-            version = db.execute("PRAGMA user_version").fetchone()[0]  # another process may have been faster
-            for i, script in enumerate(MIGRATIONS[version:], version + 1):
-                for statement in script.split(";"):
-                    db.execute(statement)
-                db.execute(f"PRAGMA user_version = {i}")
+            if db.execute("PRAGMA user_version").fetchone()[0]:  # another process was faster
+                return
+            for statement in SCHEMA.split(";"):
+                db.execute(statement)
+            db.execute(f"PRAGMA user_version = {VERSION}")
             db.execute(f"PRAGMA application_id = {APPLICATION}")
 
     def close(self) -> None:

@@ -91,6 +91,22 @@ class Participation:
 
 
 @dataclass(frozen=True)
+class Problem:
+    """A problem of a run's recording, for `audit` to print.
+
+    Args:
+        code: a short name by which programs know it.
+        round, client: None: it concerns all.
+        words: a sentence for the user.
+    """
+
+    code: str
+    round: int | None
+    client: int | None
+    words: str
+
+
+@dataclass(frozen=True)
 class DeviceUse:
     """How an attack service uses one device.
 

@@ -44,7 +44,7 @@ _COUNT, _ID, _NAME = whole(0, 2**53), whole(-(2**63), 2**63), text(_SHORT)
 # by the names that the queries give their columns
 COLUMNS: dict[str, tuple[Fits, str]] = {
     **dict.fromkeys(("round", "client"), (whole(), f"a whole number up to {MOST}")),
-    "other": (or_null(whole()), f"a whole number up to {MOST}, or nothing"),
+    **dict.fromkeys(("other", "at_round", "of_client"), (or_null(whole()), f"a whole number up to {MOST}, or nothing")),
     "examples": (or_null(_COUNT), "a number from 0 on, or nothing"),
     "example": (whole(-1), f"a whole number up to {MOST}, or -1"),
     **dict.fromkeys(("jobs", "waves", "n", "attempts", "workers", "busy"), (_COUNT, "a number from 0 on")),
@@ -57,7 +57,7 @@ COLUMNS: dict[str, tuple[Fits, str]] = {
     ),
     **dict.fromkeys(("seconds", "intercept_seconds", "span"), (or_null(_seconds), "a number of seconds, or nothing")),
     **dict.fromkeys(("name", "attack", "status", "state", "metric", "key"), (_NAME, f"a text of at most {_SHORT} letters")),
-    **dict.fromkeys(("device", "precision", "torch", "driver"), (_NAME, f"a text of at most {_SHORT} letters")),
+    **dict.fromkeys(("device", "precision", "torch", "driver", "code", "words"), (_NAME, f"a text of at most {_SHORT} letters")),
     "share": (_share, "a number from 0 to 1"),
     **dict.fromkeys(("digest", "memory"), (or_null(_NAME), f"a text of at most {_SHORT} letters, or nothing")),
     **dict.fromkeys(("planned", "knowledge"), (text(), f"a text of at most {_LONGEST} letters")),

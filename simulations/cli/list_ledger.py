@@ -6,7 +6,7 @@ python -m fedgauge.simulations.cli.list_ledger --write docs/reference/ledger.md
 import sys
 from collections.abc import Mapping, Sequence
 
-from fedgauge.server.store.ledger_connection import MIGRATIONS, columns_of
+from fedgauge.server.store.ledger_connection import VERSION, columns_of
 from fedgauge.simulations.cli.generated_blocks import fill_blocks, write_page
 from fedgauge.simulations.cli.list_components import escaped
 
@@ -35,6 +35,12 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "suspicion": "of the weights, as the client's guard says; an alarm from 1 on",
         "silent": "1: a missing client sent neither an update nor an error in time",
     },
+    "problems": {
+        "code": "a short name of the kind of problem",
+        "round": "empty: it concerns all rounds",
+        "client": "empty: it concerns all clients",
+        "words": "a sentence for the user, which may quote a client",
+    },
     "attacks": {
         "id": "",
         "name": "as in every row of scores",
@@ -61,8 +67,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "ended": "when, in seconds since 1970",
         "memory": "digest of what the attack remembers of the client after it",
         "graded": "why nobody graded it; empty where somebody did",
-        "numerics_id": "the `id` of the device that computed it",
         "graded_to": "in a deployment: the step to which the client rounded its grade",
+        "numerics_id": "the `id` of the device that computed it",
     },
     "scores": {
         "job_id": "the job's `id`",
@@ -88,9 +94,9 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
 
 
 def table(name: str) -> str:
-    """The columns of a table of the newest schema; KeyError if one has no meaning here."""
+    """The columns of a table; KeyError if one has no meaning here."""
     if name == "version":
-        return f"The newest version of the schema is {len(MIGRATIONS)} (`PRAGMA user_version`).\n"
+        return f"The version of the schema is {VERSION} (`PRAGMA user_version`).\n"
     rows = (f"| `{column}` | {kind} | {escaped(MEANINGS[name][column])} |\n" for column, kind in columns_of(name))
     return HEADER + "".join(rows)
 

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import Lease, Participation, Progress
+from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_types import Lease, Participation, Problem, Progress
 from tests.server.store.ledgers import accepted, filled, finish, jobs, plan_of, rows_of
 
 
@@ -37,6 +39,43 @@ def test_a_diverged_rounds_loss_is_no_crash(path: Path) -> None:
         ledger.record_round(1, 0.1, math.nan, 1.0, 0.0)
         ledger.record_round(2, 0.1, math.inf, 1.0, 0.0)
         assert [r["loss"] for r in ledger.rounds()] == [None, math.inf]
+
+
+def test_problems_are_kept_once_and_in_order(path: Path) -> None:
+    with Ledger(path, create=True) as ledger:
+        assert ledger.problems() == []
+        for _ in range(2):
+            ledger.add_problem("unreadable", "the reply's arrays\n have no names", round=2, client=3)
+            ledger.add_problem("unreadable", "no reply can be read")
+            ledger.add_problem("unreadable", "round 1", round=1)
+        ledger.add_problem("unreadable", "other words for the same", round=2, client=3)
+    expected = [
+        Problem("unreadable", 2, 3, "the reply's arrays  have no names"),
+        Problem("unreadable", None, None, "no reply can be read"),
+        Problem("unreadable", 1, None, "round 1"),
+    ]
+    with Ledger(path, readonly=True) as reader:
+        assert reader.problems() == expected
+    with Ledger(path) as ledger:
+        ledger.rewind(2)  # round 2 is trained again
+        assert ledger.problems() == expected[1:]
+
+
+def test_a_thousand_problems_are_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedgauge.server.store.ledger._MOST_PROBLEMS", 10)
+    with Ledger(path, create=True) as ledger:
+        for round in range(12):
+            ledger.add_problem("unreadable", "x" * 1000, round)
+        assert [problem.round for problem in ledger.problems()] == list(range(10))
+        assert len(ledger.problems()[0].words) == 300
+
+
+@pytest.mark.parametrize("where", [{"round": -1}, {"client": 2**60}, {"round": 1.5}])
+def test_a_problem_that_no_reader_would_take_is_not_written(path: Path, where: dict[str, Any]) -> None:
+    with Ledger(path, create=True) as ledger:
+        with pytest.raises(LedgerError, match="cannot be recorded"):
+            ledger.add_problem("unreadable", "words", **where)
+        assert ledger.problems() == []
 
 
 def test_intake_and_jobs_come_in_one_transaction(path: Path) -> None:

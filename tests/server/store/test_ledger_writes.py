@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.sentences import SentenceModality
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.client.federation import Federation
-from fedgauge.server.store import ledger_connection
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import Participation, Progress, Ungraded, comparable
@@ -199,93 +197,6 @@ def test_a_job_that_is_done_at_last_has_no_error_left(path: Path) -> None:
         assert lease is not None
         ledger.finish(lease, rows_of(lease))
         assert (ledger.reasons(), ledger.errors()) == ([], [])
-
-
-def test_a_ledger_of_the_first_version_loses_a_column_and_no_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(ledger_connection, "MIGRATIONS", ledger_connection.MIGRATIONS[:1])
-        Ledger(path, create=True).close()
-    plan = plan_of("a", wave=2)
-    old = sqlite3.connect(path)
-    old.execute("INSERT INTO attacks VALUES (1, 'a', ?, 'card', 0)", (plan.attacks[0].to_json(),))
-    for c in range(4):
-        old.execute("INSERT INTO observations VALUES (1, ?, 'accepted', '', 4, 'weights:update')", (c,))
-        state = "done" if c < 2 else "queued"
-        old.execute("INSERT INTO jobs VALUES (NULL, ?, 1, 1, ?, NULL, ?, ?, 1, 9.0, NULL)", (f"{c}", c, c // 2, state))
-    before = [(1, c, "a", 0, "psnr", 20.0, "converged", 0.1, "card") for c in range(2)]
-    old.executemany("INSERT INTO scores VALUES (?, 'a', ?, 0, 'psnr', 1, 20.0, 'converged', 0.1)", [(1, 0), (2, 1)])
-    old.commit()
-    old.close()
-    with Ledger(path) as ledger:
-        assert "leased_at" not in jobs(ledger)[0]
-        assert [tuple(r) for r in ledger.scores()] == before
-        assert ledger.progress() == Progress(queued=2, done=2)
-        assert len(list(ledger.scores_since(0))) == len(before), "and whoever reads what is new finds what is old"
-        assert ledger.pace() is None
-        following = ledger.lease()
-        assert following is not None
-        assert following.clients == (2, 3)
-
-
-def test_facts_that_an_older_ledger_has_in_words_become_columns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alarms, what an attack cannot follow, how its training fits, who graded it, and why nobody graded a job."""
-    with monkeypatch.context() as patch:
-        patch.setattr(ledger_connection, "MIGRATIONS", ledger_connection.MIGRATIONS[:6])
-        Ledger(path, create=True).close()
-    fits = "the update fits; it may come from SGD"
-    cards = {
-        "plain": "known; 1 iteration",
-        "graded": f"known; {fits}; graded by the clients, to 2 dB; not graded (1 of 2): it was not connected",
-        "not": f"known; {NO_DERIVATIVE}; 1 iteration; not graded",
-    }
-    reasons = ["", "guard: round 2: alarm, suspicion 3: the head", "withheld by the client's guard: the head", "late"]
-    reasons.append("no reply (Node Unavailable)")
-    old = sqlite3.connect(path)
-    old.execute("INSERT INTO meta VALUES ('training', ?)", (fits,))
-    old.execute(
-        "INSERT INTO meta VALUES ('grading', 'graded by the clients, to 2 dB; not graded (1 of 2): it was not connected')"
-    )
-    notes = [None, "graded to 0.5 dB", "graded against the examples handed in with --truth", "not graded: late: no"]
-    for k, note in enumerate(notes):
-        old.execute(
-            "INSERT INTO jobs (key, attack_id, round, client, wave, state, graded) VALUES (?, 1, 1, ?, 0, 'done', ?)",
-            (k, k, note),
-        )
-    for name, card in cards.items():
-        plan = plan_of(name)
-        old.execute(
-            "INSERT INTO attacks (name, planned, knowledge, seed) VALUES (?, ?, ?, 0)",
-            (name, plan.attacks[0].to_json(), card),
-        )
-    long = f"known; {'x' * 20_000}; {fits}"
-    old.execute("INSERT INTO attacks (name, planned, knowledge, seed) VALUES ('long', '{}', ?, 0)", (long,))
-    for c, reason in enumerate(reasons):
-        old.execute("INSERT INTO observations VALUES (1, ?, 'missing', ?, NULL, NULL)", (c, reason))
-    old.commit()
-    old.close()
-    with Ledger(path) as ledger:
-        assert {a["name"]: (a["knowledge"], a["flat"]) for a in ledger.attacks()} == {
-            name: (card, name == "not") for name, card in (cards | {"long": long}).items()
-        }
-        assert [(o["alarm"], o["suspicion"], o["silent"]) for o in ledger.observations()] == [
-            (None, None, None),
-            (1, None, None),
-            (1, None, None),
-            (None, None, None),
-            (None, None, 1),
-        ]
-        grades = {(row["reason"], row["graded_to"]) for row in ledger.graded()}
-        assert grades == {(None, None), ("", 0.5), ("", None), ("late: no", None)}
-        assert ledger.meta()["ungraded"] == "it was not connected"
-        ledger.set_grading({"graded": "graded to 3 dB", "not": ""})
-        ledger.set_training({"graded": ""})
-        after = {a["name"]: a["knowledge"] for a in ledger.attacks()}
-    assert after.pop("long") == long, "what fedgauge never wrote is not looked through"
-    assert after == {
-        "plain": cards["plain"],
-        "graded": "known; graded to 3 dB",
-        "not": f"known; {NO_DERIVATIVE}; 1 iteration",
-    }
 
 
 def test_damage_that_shows_when_it_is_read_is_named_too(path: Path) -> None:

@@ -1,14 +1,12 @@
 """How attacks were computed stays with their scores, and how busy devices are is told while they work."""
 
 import json
-import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fedgauge.attacks.engine.devices import Numerics
-from fedgauge.server.store import ledger_connection
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import DEVICES, DeviceUse
@@ -59,29 +57,6 @@ def test_what_is_tried_again_is_no_longer_of_the_device_before(path: Path) -> No
         assert ledger.numerics() == []
         attack(ledger, CPU)
         assert [row["device"] for row in ledger.numerics()] == ["cpu"]
-
-
-def test_an_older_ledger_gets_the_table_and_keeps_its_rows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = next(i for i, script in enumerate(ledger_connection.MIGRATIONS) if "numerics" in script)
-    with monkeypatch.context() as patch:
-        patch.setattr(ledger_connection, "MIGRATIONS", ledger_connection.MIGRATIONS[:before])
-        Ledger(path, create=True).close()
-    old = sqlite3.connect(path)
-    spec = plan_of("a").attacks[0].to_json()
-    old.execute("INSERT INTO attacks (id, name, planned, knowledge, seed) VALUES (1, 'a', ?, 'card', 0)", (spec,))
-    old.execute("INSERT INTO observations (round, client, status, digest) VALUES (1, 0, 'accepted', 'weights:update')")
-    job = "INSERT INTO jobs (key, attack_id, round, client, wave, state, finished) VALUES (?, 1, 1, 0, ?, ?, ?)"
-    old.executemany(job, [("0", 0, "done", 1), ("1", 1, "queued", None)])
-    old.execute("INSERT INTO scores VALUES (1, 'a', 0, 0, 'psnr', 1, 20.0, 'converged', 0.1)")
-    old.commit()
-    old.close()
-    with Ledger(path) as ledger:
-        assert [row["value"] for row in ledger.scores()] == [20.0]
-        assert (ledger.numerics(), ledger.devices(), attacked_on(ledger)) == ([], [], "")
-        attack(ledger, GPU)
-        assert [(row["name"], row["jobs"]) for row in ledger.numerics()] == [("NVIDIA H100", 1)]
-    with Ledger(path, readonly=True) as ledger:
-        assert len(ledger.numerics()) == 1
 
 
 def test_the_use_of_devices_is_told(path: Path) -> None:
