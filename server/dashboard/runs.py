@@ -10,7 +10,7 @@ from threading import Lock, Thread
 from typing import TypeVar
 
 from fedgauge.server.store import predecessor
-from fedgauge.server.store.ledger_connection import LedgerError, reads_again
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import Reading, jobs_of_run
 from fedgauge.server.views.verdict import verdict_of
@@ -74,7 +74,6 @@ class RunCatalog:
     def _inside(self, folder: Path) -> bool:
         return not folder.is_symlink()  # which may point anywhere
 
-    @reads_again
     def use(self, name: str, ask: Callable[[Reading], View]) -> View:
         """The result of `ask` on a run's current state.
 
@@ -124,7 +123,6 @@ class RunCatalog:
             with self._lock:
                 del self._asked[name]
 
-    @reads_again
     def compare(self, names: Sequence[str], ask: Callable[[list[Reading]], View]) -> View:
         """The result of `ask` on several runs together."""
         readings = [self._reading(name) for name in dict.fromkeys(names)]
