@@ -21,7 +21,7 @@ from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, coerce, resolve
 from fedgauge.client.federation import DATASET
 from fedgauge.client.files import SCRAP, guarding
-from fedgauge.server.store import predecessor, run_files
+from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.scenario import Scenario
@@ -76,7 +76,7 @@ class Run:
         """An existing run.
 
         Raises:
-            LedgerError: the folder is none, or a predecessor of fedgauge wrote it.
+            LedgerError: the folder is no run.
             RefusedFile: something in it is a link, no file, or not ours.
         """
         missing = [name for name in ("ledger.sqlite", "scenario.toml") if not os.path.lexists(folder / name)]
@@ -94,14 +94,13 @@ class Run:
 
         Raises:
             RefusedFile: something in it is a link, no file, or not ours.
-            LedgerError: a predecessor of fedgauge wrote it, or its name is no text.
+            LedgerError: its name is no text.
         """
         try:
             self.folder.name.encode()
         except UnicodeEncodeError as error:
             raise LedgerError(f"{self.folder} has a name that is no text (UTF-8): rename the folder") from error
         run_files.check(self.folder, whole)
-        predecessor.refuse(self.folder)
 
     @property
     def name(self) -> str:

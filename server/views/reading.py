@@ -177,7 +177,7 @@ class Reading(LedgerReading):
     """One run. Users hold `lock`, because a ledger serves one thread at a time.
 
     Raises:
-        LedgerError: the ledger cannot be read, or a predecessor of fedgauge wrote the run.
+        LedgerError: the ledger cannot be read.
     """
 
     def __init__(self, run: Run) -> None:

@@ -306,7 +306,6 @@ def other_json(rng: random.Random, run: Path) -> str:
             '{"packages": 7}',
             '{"packages": {"torch": [1]}}',
             "[" * 10**5,
-            '{"packages": {"fedleak": 1}}',
             "1" * 5000,
         )
     )

@@ -1,17 +1,14 @@
 """fedgauge runs and stop."""
 
 import fcntl
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run, _locks
 from fedgauge.simulations.cli.main import main
 
@@ -97,19 +94,6 @@ def test_a_damaged_run_is_listed_as_such_beside_the_others(attacked: Run, capsys
     lines = [line.split() for line in told.out.splitlines()]
     assert [line for line in lines if "unreadable" in line] == [["emptied", "unreadable"], ["damaged", "unreadable"]]
     assert str(runs / "damaged" / "ledger.sqlite") in told.err
-
-
-def test_a_run_of_the_predecessor_is_listed_with_what_to_do_and_stays_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "environment.json").write_text(json.dumps({"packages": {"fedleak": "0.9"}}))
-    Ledger(tmp_path / "old" / "ledger.sqlite", create=True).close()
-    before = (tmp_path / "old" / "ledger.sqlite").read_bytes()
-    assert main(["runs", "--runs", str(tmp_path)]) == 0
-    said = capsys.readouterr()
-    assert "unreadable" in said.out and "fedleak" in said.err
-    assert (tmp_path / "old" / "ledger.sqlite").read_bytes() == before
 
 
 def test_runs_lists_and_stop_says_when_nothing_is_at_work(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
