@@ -25,7 +25,7 @@ class LedgerReads(LedgerFile):
 
     @property
     def modality(self) -> type[Modality]:
-        """The kind of the run's data; LedgerError if it is not known here. A ledger of an older fedgauge does not name it."""
+        """The kind of the run's data; LedgerError if it is not known here. A ledger that does not name it has it by its scores."""
         if self._modality is not None:
             return self._modality
         named = self._db.execute("SELECT value fact FROM meta WHERE key = ?", (MAIN_METRIC,)).fetchone()

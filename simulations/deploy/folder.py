@@ -199,7 +199,7 @@ class Deployment:
         return Run(self.folder).holder("up")
 
     def ask_to_end(self, pid: int) -> None:
-        """Signal the local start that holds the lock; LedgerError if this process does not."""
+        """Signal the local start that holds the lock; LedgerError if it is another user's."""
         Run(self.folder).ask_to_end("up", pid)
 
     def _write_client(self, client: int, scenario: Scenario, grading: Grading, sampling: Sampling) -> None:

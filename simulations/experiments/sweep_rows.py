@@ -73,7 +73,7 @@ class SweepRow:
 
 
 def is_done(path: Path) -> bool:
-    """Whether a cell has finished training and all its attacks; RefusedFile if it, or its ledger, is a link or not ours."""
+    """Whether a cell has finished training and all its attacks; RefusedFile if it, or its ledger, is a link."""
     if run_files.look(path / "ledger.sqlite") is None:
         return False
     with Run(path).ledger() as ledger:
