@@ -79,7 +79,7 @@ def open_data(path: Path, most: int) -> IO[bytes]:
     """An open file that somebody else named; links are followed.
 
     Raises:
-        OSError: it is no file (a device has no end, a pipe waits for its writer), an unfinished one, or larger than `most` bytes.
+        OSError: it is no file (a device has no end, a pipe waits for its writer), or larger than `most` bytes.
     """
     _check_data(os.stat(path), path, most)
     return path.open("rb")
@@ -90,8 +90,6 @@ def _check_data(found: os.stat_result, path: Path, most: int) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(found.st_mode):
         raise OSError(f"{path} is no file")
-    if any(part.startswith(SCRAP) for part in path.parts):
-        raise OSError(f"{path} is unfinished (a name in it begins with {SCRAP}): name another")
     _check_size(found.st_size, most, path)
 
 

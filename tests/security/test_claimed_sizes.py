@@ -201,7 +201,6 @@ def test_no_score_makes_a_view_overflow(attacked_run: Run, tmp_path: Path, value
     with Http(make_app(tmp_path), base_url="http://localhost") as http:
         for address in ("", "/run/overview", "/run/clients"):
             assert http.get(f"/api/runs{address}").status_code == 200
-    assert main(["gate", str(run.folder), "--fail-above", "psnr=20"]) in (0, 1, 2, 3)
 
 
 def test_of_infinite_values_only_an_exact_hit_is_one() -> None:
