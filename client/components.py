@@ -25,8 +25,6 @@ from fedgauge.client.registry import ALLOW, OWN, PLUG_INS, Entry, allowed, is_in
 Table = Mapping[str, Any]  # what TOML or JSON gives: values of mixed type, checked here
 ALLOW_PATH = "FEDGAUGE_ALLOW_PATH"  # folders, besides Python's own path, in which allowed packages are looked for
 _Types = tuple[type, ...]
-# the packages by which components were named before they had short names
-FORMER_PACKAGES = ("client", "defenses", "attacks", "server", "simulations")
 
 
 class SpecError(ValueError):
@@ -267,7 +265,7 @@ def _of_package(name: str, where: str, kind: ComponentKind) -> Callable[..., Any
     if name.count(":") != 1:
         raise SpecError(f'{where}: use is a short name, or "module:name" of a package that is allowed, got {name!r}')
     if not is_in(module, allowed()):
-        raise SpecError(f"{where}: {_replaced(name, kind) or _forbidden(name, kind)}")
+        raise SpecError(f"{where}: {_forbidden(name, kind)}")
     _importable()
     try:
         target = pkgutil.resolve_name(name)
@@ -290,15 +288,6 @@ def _meant(name: str, kind: ComponentKind) -> str:
     """The short name that is nearest to this one."""
     near = get_close_matches(name.rpartition(":")[2], kind.names(), 1, 0.7)
     return f"did you mean {near[0]!r}? (`fedgauge list` prints every name)" if near and near[0] != name else ""
-
-
-def _replaced(name: str, kind: ComponentKind) -> str:
-    """The short name of a component by its old, dotted name; empty where there is none."""
-    module, _, last = name.partition(":")
-    short = f"{last}_text" if ".text." in module and f"{last}_text" in kind.names() else last
-    if module.split(".")[0] not in (*FORMER_PACKAGES, OWN, "flwr") or short not in kind.names():
-        return ""
-    return f"components have short names now: use = {short!r} in place of {name!r}"
 
 
 def _forbidden(name: str, kind: ComponentKind) -> str:

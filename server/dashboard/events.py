@@ -9,7 +9,7 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from fedgauge.server.dashboard.runs import RunCatalog, UnknownRun
-from fedgauge.server.store.ledger_connection import LedgerError, reads_again
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import state_of
 
@@ -143,7 +143,6 @@ class EventStream:
             return "unreadable"
 
 
-@reads_again
 def _progress(run: Run) -> str:
     with run.ledger(readonly=True) as ledger:
         return f"{ledger.finished()} {ledger.last_round()} {ledger.progress()} {state_of(run, ledger)}"

@@ -9,8 +9,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import TypeVar
 
-from fedgauge.server.store import predecessor
-from fedgauge.server.store.ledger_connection import LedgerError, reads_again
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import Reading, jobs_of_run
 from fedgauge.server.views.verdict import verdict_of
@@ -34,17 +33,11 @@ def _plain(name: str) -> bool:
 
 
 class RunCatalog:
-    """A folder of runs, or one run; safe to use from many threads.
-
-    Raises:
-        LedgerError: a predecessor of fedgauge wrote the one run.
-    """
+    """A folder of runs, or one run; safe to use from many threads."""
 
     def __init__(self, path: Path) -> None:
         self.single = (path / "ledger.sqlite").exists()
         self._only = Run(path) if self.single else None
-        if self._only is not None:
-            predecessor.refuse(self._only.folder)
         self.root = path if self._only is None else self._only.folder.parent
         self._readings: OrderedDict[str, Reading] = OrderedDict()
         self._lock = Lock()
@@ -74,7 +67,6 @@ class RunCatalog:
     def _inside(self, folder: Path) -> bool:
         return not folder.is_symlink()  # which may point anywhere
 
-    @reads_again
     def use(self, name: str, ask: Callable[[Reading], View]) -> View:
         """The result of `ask` on a run's current state.
 
@@ -124,7 +116,6 @@ class RunCatalog:
             with self._lock:
                 del self._asked[name]
 
-    @reads_again
     def compare(self, names: Sequence[str], ask: Callable[[list[Reading]], View]) -> View:
         """The result of `ask` on several runs together."""
         readings = [self._reading(name) for name in dict.fromkeys(names)]

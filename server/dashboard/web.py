@@ -61,9 +61,6 @@ def make_app(path: Path, token: str | None = None) -> Starlette:
 
     Args:
         token: requests without it are refused; None: only requests that name this machine are answered.
-
-    Raises:
-        LedgerError: the single run was written by a predecessor of fedgauge.
     """
     catalog = RunCatalog(path)
     event_stream = EventStream(catalog)
@@ -108,7 +105,6 @@ def serve(path: Path, host: str, port: int | None, token: str | None, ready: Cal
 
     Raises:
         OSError: the address is not available; the message says what to do.
-        LedgerError: the single run was written by a predecessor of fedgauge.
     """
     if not token and host not in LOOPBACK:
         token = secrets.token_urlsafe(24)

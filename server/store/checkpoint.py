@@ -145,8 +145,8 @@ def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint |
     beyond = [row["round"] for row in (*ledger.observations_since(done + 1), *ledger.rounds_since(done + 1))]
     if beyond and checkpoint is None:
         raise NotResumable(
-            f"{run.folder} cannot be resumed: it has rounds up to {max(beyond)} but no checkpoint (the disk was full, or an "
-            f"older fedgauge wrote none); attack what is on its tape with: fedgauge audit {run.folder}"
+            f"{run.folder} cannot be resumed: it has rounds up to {max(beyond)} but no checkpoint (the disk was "
+            f"full); attack what is on its tape with: fedgauge audit {run.folder}"
         )
     if beyond:
         with run.lock("audit"):
@@ -181,11 +181,8 @@ def _check(run: Run, ledger: Ledger, scenario: Scenario, done: int, checkpoint: 
 # ---------------------------------------------------------------------------------------------------- while it trains
 
 
-def restore(strategy: Strategy, state: Mapping[str, Any], params: Params) -> None:
+def restore(strategy: Strategy, state: Mapping[str, Any]) -> None:
     """Restore the state of a freshly built strategy.
-
-    Args:
-        params: the model's. What one of Flower's own strategies has only after a round is arrays like these (moments, momenta).
 
     Raises:
         NotResumable: it is built with other functions or settings than before, or the state is not of such a strategy.
@@ -207,10 +204,6 @@ def restore(strategy: Strategy, state: Mapping[str, Any], params: Params) -> Non
             raise NotResumable(
                 f"the checkpoint is damaged: expected the strategy's {name} as {type(fresh[name]).__name__}, got {value!r:.60}"
             )
-        elif flowers and value is not None and fresh.get(name, name) is None and not _like_the_model(value, params):
-            raise NotResumable(
-                f"the checkpoint is damaged: expected the strategy's {name} as arrays of the model's shapes, got {value!r:.60}"
-            )
         else:
             setattr(strategy, name, value)
 
@@ -227,15 +220,6 @@ def _alike(value: object, fresh: object) -> bool:
         return True
     numbers = isinstance(value, Real) and isinstance(fresh, Real) and not isinstance(fresh, bool)
     return numbers or isinstance(value, type(fresh))
-
-
-def _like_the_model(value: object, params: Params) -> bool:
-    """Whether a value is an array for each parameter, by name or in their order."""
-    if isinstance(value, dict | ArrayRecord) and set(value) == set(params):
-        value = [value[name] for name in params]
-    if not isinstance(value, list) or not all(isinstance(v, np.ndarray | np.generic | Array) for v in value):
-        return False
-    return [tuple(v.shape) for v in value] == [tuple(p.shape) for p in params.values()]
 
 
 class ResumedStrategy(Strategy):

@@ -82,7 +82,7 @@ class Ledger(JobQueue):
         self.set_meta(**{DEVICES: json.dumps({of.device: (of.workers, of.busy, of.waves, of.share) for of in use})})
 
     def devices(self) -> list[DeviceUse]:
-        """How the last attack service uses its devices; none before its first wave, and of an older fedgauge."""
+        """How the last attack service uses its devices; none before its first wave."""
         found = []
         checks = typed_rows.columns(("device", "workers", "busy", "waves", "share"))
         text = self.meta().get(DEVICES, "{}")

@@ -13,7 +13,6 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
 from fedgauge.server.store.ledger_types import ATTACKED_FROM, DEPLOYMENT, MAIN_METRIC, UNGRADED, ScoreRow, planned_of
 
-_CARDS = 200  # times the file's bytes: every row of scores repeats its attack's card
 # an attack's card: what was agreed, then what was found
 _CARD = f"a.knowledge || coalesce('{SEPARATOR}' || a.training, '') || coalesce('{SEPARATOR}' || a.grading, '')"
 
@@ -26,7 +25,7 @@ class LedgerReads(LedgerFile):
 
     @property
     def modality(self) -> type[Modality]:
-        """The kind of the run's data; LedgerError if it is not known here. A ledger of an older fedgauge does not name it."""
+        """The kind of the run's data; LedgerError if it is not known here. A ledger that does not name it has it by its scores."""
         if self._modality is not None:
             return self._modality
         named = self._db.execute("SELECT value fact FROM meta WHERE key = ?", (MAIN_METRIC,)).fetchone()
@@ -124,7 +123,6 @@ class LedgerReads(LedgerFile):
             " ORDER BY s.round, s.client, s.attack, s.example, s.metric LIMIT -1)",
             (metric,),
         )
-        rows.times = _CARDS
         yield from rows
 
     # ---------------------------------------------------------------------------------------- reading what is new alone

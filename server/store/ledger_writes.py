@@ -129,8 +129,6 @@ class JobQueue(LedgerReads):
             db.executemany(
                 "UPDATE jobs SET state = 'leased', attempts = attempts + 1 WHERE id = ?", [(j["id"],) for j in jobs]
             )
-            # it has none, unless somebody has changed the file: what it is given would not fit beside them
-            self._delete_scores(db, [j["id"] for j in jobs])
             query = "SELECT planned, seed, remembers FROM attacks WHERE id = ?"
             attack = db.execute(query, (first["attack_id"],)).fetchone()
             if attack is None:

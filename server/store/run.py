@@ -9,7 +9,7 @@ import signal
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from fedgauge.attacks.modality.registry import MODALITIES
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, coerce, resolve
 from fedgauge.client.federation import DATASET
-from fedgauge.client.files import SCRAP, guarding
-from fedgauge.server.store import predecessor, run_files
+from fedgauge.client.files import SCRAP
+from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.scenario import Scenario
@@ -50,8 +50,7 @@ class Run:
     folder: Path
 
     def __post_init__(self) -> None:
-        # whoever names a run by a link, or by ".", means what it points to now; in the run no link is followed. It is resolved
-        # once, here, as another time may give another answer
+        # who names a run by a link, or by ".", means what it points to; in the run no link is followed
         if self.folder.is_symlink() or self.folder.name in ("", ".."):
             object.__setattr__(self, "folder", self.folder.resolve())
 
@@ -85,8 +84,8 @@ class Run:
         """An existing run.
 
         Raises:
-            LedgerError: the folder is none, or a predecessor of fedgauge wrote it.
-            RefusedFile: something in it is a link, no file, or not ours.
+            LedgerError: the folder is no run.
+            RefusedFile: something in it is a link or no file.
         """
         missing = [name for name in ("ledger.sqlite", "scenario.toml") if not os.path.lexists(folder / name)]
         if missing:
@@ -102,15 +101,14 @@ class Run:
             whole: look at every file; otherwise at those in the folder itself, as a list of runs does.
 
         Raises:
-            RefusedFile: something in it is a link, no file, or not ours.
-            LedgerError: a predecessor of fedgauge wrote it, or its name is no text.
+            RefusedFile: something in it is a link or no file.
+            LedgerError: its name is no text.
         """
         try:
             self.folder.name.encode()
         except UnicodeEncodeError as error:
             raise LedgerError(f"{self.folder} has a name that is no text (UTF-8): rename the folder") from error
         run_files.check(self.folder, whole)
-        predecessor.refuse(self.folder)
 
     @property
     def name(self) -> str:
@@ -121,8 +119,7 @@ class Run:
         """The scenario as it was run, with further settings applied; [model] weights are the run's own copy."""
         path, weights = self.folder / "scenario.toml", (self.folder / WEIGHTS).absolute()
         own = [f"model.weights={json.dumps(str(weights), ensure_ascii=False)}"] if run_files.look(weights) else []
-        with guarding(self.folder, lambda file: run_files.opened(file, run=self.folder.absolute())):
-            return Scenario.load(path, [*own, *settings], read=run_files.read, base=self._base())
+        return Scenario.load(path, [*own, *settings], read=run_files.read, base=self._base())
 
     def _base(self) -> Path | None:
         """The folder from which the relative paths of a user's audit file start; None: its paths are absolute."""
@@ -265,41 +262,20 @@ class Run:
                 return file.read(11)
 
     def ask_to_end(self, purpose: str, pid: int) -> None:
-        """Signal the process that `holder` named, so that it ends in order.
-
-        Raises:
-            LedgerError: it is another user's, or does not hold the lock (Linux says who does): whoever may read the file may lock
-                it, and its words may be anybody's.
-        """
-        lock = run_files.look(self._lock(purpose), alone=True)
-        if lock is not None and _locks(pid, lock):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-        elif self.holder(purpose) == pid:
+        """Signal the process that `holder` named, so that it ends in order; LedgerError if it is another user's."""
+        if self.holder(purpose) != pid:
+            return
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            return
+        except PermissionError as error:
             raise LedgerError(
-                f"{self.folder}: its {purpose} lock names process {pid}, which is another user's, or does not hold it: end the "
-                "one that does yourself"
-            )
+                f"{self.folder}: its {purpose} is process {pid} of another user: end that process yourself"
+            ) from error
 
     def _lock(self, purpose: str) -> Path:
         return self.folder / f"{purpose}.lock"
-
-
-def _locks(pid: int, file: os.stat_result) -> bool:
-    """Whether a process of ours, or of a file's owner, holds a lock on it; True where the system does not say."""
-    process = Path(f"/proc/{pid}")
-    if not Path("/proc/self/fdinfo").exists():
-        return True
-    try:
-        opened, owner = list((process / "fdinfo").iterdir()), process.stat().st_uid
-    except OSError:  # it has ended, or is another user's
-        return False
-    for info in opened:
-        with suppress(OSError):  # closed meanwhile
-            # a number alone is also that of a file on another device
-            if os.path.samestat(os.stat(process / "fd" / info.name), file) and "\nlock:" in info.read_text():
-                return owner in (file.st_uid, os.geteuid())
-    return False
 
 
 def _misshapen(tensors: Mapping[str, Tensor]) -> str:

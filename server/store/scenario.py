@@ -40,7 +40,7 @@ from fedgauge.client.models.losses import LOSS
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.training import LOCAL_TRAININGS
 from fedgauge.defenses.accounting import DELTA, Accountant, NoGuarantee
-from fedgauge.server.store import predecessor, run_files
+from fedgauge.server.store import run_files
 from fedgauge.server.store.tape import Keep
 
 _TOP = {
@@ -211,8 +211,6 @@ class Scenario:
     @classmethod
     def from_tables(cls, tables: Table, base: Path | None = None) -> "Scenario":
         """Build from parsed TOML; every component is built once, so that mistakes show here."""
-        if message := predecessor.replaced(tables):
-            raise SpecError(message)
         if unknown := sorted(tables.keys() - _TOP):
             hint = "; this looks like a sweep: fedgauge sweep" if "defense" in tables else ""
             raise SpecError(f"unknown key {unknown[0]!r} (a scenario has: {', '.join(sorted(_TOP))}){hint}")

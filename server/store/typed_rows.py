@@ -68,8 +68,6 @@ COLUMNS: dict[str, tuple[Fits, str]] = {
     ),
 }  # fmt: skip
 
-LONG = frozenset(("planned", "knowledge", "fact", "reason", "error", "metrics", "training", "grading"))
-
 
 class WrongValue(ValueError):
     """A row holds what no ledger holds; the message names the column and the value."""

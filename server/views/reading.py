@@ -20,7 +20,7 @@ from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
 from fedgauge.server.store.expected_jobs import expected_jobs
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_connection import LedgerChanged, LedgerError, reads_again
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import EMPTY, RETRIED, DeviceUse, Progress, json_table
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
@@ -177,7 +177,7 @@ class Reading(LedgerReading):
     """One run. Users hold `lock`, because a ledger serves one thread at a time.
 
     Raises:
-        LedgerError: the ledger cannot be read, or a predecessor of fedgauge wrote the run.
+        LedgerError: the ledger cannot be read.
     """
 
     def __init__(self, run: Run) -> None:
@@ -185,7 +185,6 @@ class Reading(LedgerReading):
         super().__init__(run.ledger(readonly=True), tables_of(run))
         self.run = run
         self.lock = Lock()
-        self._torn = False
         self.inode = self.ledger.path.stat().st_ino
         self.version = ""
         self._views: dict[Any, Any] = {}
@@ -202,15 +201,10 @@ class Reading(LedgerReading):
 
     @contextmanager
     def now(self) -> Iterator["Reading"]:
-        """The run's current state, for one thread; LedgerError if it cannot be read, or was changed meanwhile."""
-        with self.lock:
-            try:
-                with self.ledger.snapshot():
-                    self.refresh()
-                    yield self
-            except LedgerChanged:
-                self._torn = True
-                raise
+        """The run's current state, for one thread; LedgerError if it cannot be read."""
+        with self.lock, self.ledger.snapshot():
+            self.refresh()
+            yield self
 
     def close(self) -> None:
         """Close the ledger, unless somebody is reading: then it closes when the reader lets go of it."""
@@ -220,9 +214,9 @@ class Reading(LedgerReading):
 
     @property
     def gone(self) -> bool:
-        """Whether the file that was opened has been deleted, replaced, or changed while it was read: make another reading."""
+        """Whether the file that was opened has been deleted or replaced: make another reading."""
         path = self.ledger.path
-        return self._torn or not path.exists() or path.stat().st_ino != self.inode
+        return not path.exists() or path.stat().st_ino != self.inode
 
     def refresh(self) -> None:
         """Read what is new."""
@@ -384,8 +378,7 @@ def _parts(row: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def read_once(run: Run) -> Iterator[Reading]:
-    """A run's state at one moment, for a command that reads it once; an older ledger is brought up to date first."""
-    run.ledger().close()
+    """A run's state at one moment, for a command that reads it once."""
     with closing(Reading(run)) as reading, reading.now():
         yield reading
 
@@ -398,7 +391,6 @@ def most_examples(tables: Mapping[str, Any]) -> int:
     return min(math.prod(max(1, n) for n in factors if isinstance(n, int)), MOST_EXAMPLES)
 
 
-@reads_again
 def run_summary(run: Run) -> dict[str, Any]:
     """A run in one line, without reading all its scores; LedgerError if it cannot be read."""
     run.check(whole=False)

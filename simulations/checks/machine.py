@@ -4,7 +4,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -20,7 +20,6 @@ from fedgauge.simulations.checks.check_result import CheckResult, attempt
 from fedgauge.simulations.run.environment import PACKAGES, package
 
 EMBEDDED = ("mnist5k", "phrases", "census")  # datasets that need no file
-FORMER, PRESENT = "FEDLEAK_", "FEDGAUGE_"  # prefixes of the environment variables, formerly and today
 
 
 def examine() -> list[CheckResult]:
@@ -45,14 +44,6 @@ def examine() -> list[CheckResult]:
         results.append(CheckResult(f"LPIPS weights, {net}", weights is not None, False, str(weights or missing)))
     results.append(CheckResult("cache", True, False, str(cache_folder())))
     return results
-
-
-def former_variables(environment: Mapping[str, str]) -> Iterator[CheckResult]:
-    """A warning for each environment variable of fedgauge's former name, fedleak, which is no longer read."""
-    for name in sorted(environment):
-        if name.startswith(FORMER):
-            message = f"no longer read: set {PRESENT}{name.removeprefix(FORMER)} instead"
-            yield CheckResult(name, False, False, message)
 
 
 def gpus() -> Iterator[CheckResult]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run, RunBusy
-from fedgauge.server.store.run_files import printable, staying
+from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import in_unit
 from fedgauge.server.views.reading import run_summary, tables_of
 from fedgauge.simulations.cli.finding_runs import all_runs, cells, find_run
@@ -90,14 +90,13 @@ def prune(options: argparse.Namespace) -> int:
         name = printable(named.name)
         try:
             run = find_run(named, options.runs) if isinstance(named, Path) else named
-            with staying(run.folder):
-                run.check()
-                name = printable(run.name)
-                age = options.days if options.days is not None else tables_of(run).get("tape", {}).get("retention_days")
-                if age is None:
-                    print(f"{name}: kept; set --days, or [tape] retention_days in its scenario, to delete it")
-                    continue
-                deleted = delete(run, age, time.time())
+            run.check()
+            name = printable(run.name)
+            age = options.days if options.days is not None else tables_of(run).get("tape", {}).get("retention_days")
+            if age is None:
+                print(f"{name}: kept; set --days, or [tape] retention_days in its scenario, to delete it")
+                continue
+            deleted = delete(run, age, time.time())
         except RunBusy as error:
             print(printable(f"{name}: kept, as it is at work: {error}"))
             continue

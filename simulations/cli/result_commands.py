@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.store.run_files import printable, staying
+from fedgauge.server.store.run_files import printable
 from fedgauge.simulations.cli.finding_runs import find_run, find_runs
 from fedgauge.simulations.cli.gate_options import chosen_thresholds, conclude_gate
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, port
@@ -94,11 +94,10 @@ def report(options: argparse.Namespace) -> int:
     shown = []
     for run in chosen:
         try:
-            with staying(run.folder):
-                run.check()
-                print(write_report(run))
-                if options.pdf:
-                    print(write_pdf(run))
+            run.check()
+            print(write_report(run))
+            if options.pdf:
+                print(write_pdf(run))
             shown.append(run)
         except LedgerError as error:
             if len(chosen) == 1:
@@ -126,7 +125,7 @@ def gate(options: argparse.Namespace) -> int:
     if not thresholds:
         raise SpecError("a gate needs a threshold: --fail-above psnr=20")
     run = find_run(options.run, options.runs)
-    with staying(run.folder), read_once(run) as reading:
+    with read_once(run) as reading:
         results = gate_of_run(reading, thresholds)
     return conclude_gate(options, results, run.folder)
 
@@ -136,9 +135,8 @@ def verify(options: argparse.Namespace) -> int:
     from fedgauge.simulations.reports.audit_record import NAME, disagreements, read_record, words_unchecked
 
     run = find_run(options.run, options.runs)
-    with staying(run.folder):
-        found = disagreements(run, options.last.strip().lower())
-        entries = read_record(run.folder / NAME)
+    found = disagreements(run, options.last.strip().lower())
+    entries = read_record(run.folder / NAME)
     for why in found:
         print(printable(f"fedgauge: {run.folder / NAME}: {why}"), file=sys.stderr)
     if found:
@@ -158,17 +156,16 @@ def export(options: argparse.Namespace) -> int:
     from fedgauge.simulations.reports.export import FOLDER, save_csv, write_csv, write_parquet, write_tensorboard
 
     run = find_run(options.run, options.runs)
-    with staying(run.folder):
-        if options.to == "parquet":
-            print(write_parquet(run, options.output))
-        elif options.to == "tensorboard":
-            print(f"fedgauge: {write_tensorboard(run, options.output)}", file=sys.stderr)
-            print(options.output or run.folder / FOLDER)
-        elif options.output:
-            save_csv(run, options.output)
-            print(options.output)
-        else:
-            write_csv(run, sys.stdout)
+    if options.to == "parquet":
+        print(write_parquet(run, options.output))
+    elif options.to == "tensorboard":
+        print(f"fedgauge: {write_tensorboard(run, options.output)}", file=sys.stderr)
+        print(options.output or run.folder / FOLDER)
+    elif options.output:
+        save_csv(run, options.output)
+        print(options.output)
+    else:
+        write_csv(run, sys.stdout)
     return 0
 
 

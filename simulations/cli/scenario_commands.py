@@ -1,7 +1,6 @@
 """`fedgauge init`, `list`, `preflight` and `doctor`: write a scenario and check it before it runs."""
 
 import argparse
-import os
 import sys
 import tomllib
 import warnings
@@ -104,7 +103,7 @@ def preflight(options: argparse.Namespace) -> int:
 def doctor(options: argparse.Namespace) -> int:
     """fedgauge doctor [FILE]: what works on this machine and what is missing; what is wrong with a scenario or a client's file."""
     from fedgauge.simulations.checks.check_result import CheckResult
-    from fedgauge.simulations.checks.machine import examine, former_variables
+    from fedgauge.simulations.checks.machine import examine
     from fedgauge.simulations.cli.list_components import components_of
 
     file: Path | None = options.scenario
@@ -132,7 +131,7 @@ def doctor(options: argparse.Namespace) -> int:
         for c in components_of()
         if c.error
     ]
-    for result in [*former_variables(os.environ), *plug_ins, *results]:
+    for result in [*plug_ins, *results]:
         lacks = Text(missing, "red") if result.needed else Text(optional, "yellow")
         mark = Text("not checked", "dim") if result.works is None else Text("ok", "green") if result.works else lacks
         table.add_row(mark, result.name, Text(result.message))

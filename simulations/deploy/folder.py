@@ -23,7 +23,7 @@ from fedgauge.client.models.losses import LOSS
 from fedgauge.client.registry import OWN
 from fedgauge.server.pki import alternative_names, write_authority, write_node_key, write_secret
 from fedgauge.server.pool.service import attack_devices
-from fedgauge.server.store.ledger_connection import LedgerChanged, LedgerError, reads_again
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.before_training import try_first
@@ -199,7 +199,7 @@ class Deployment:
         return Run(self.folder).holder("up")
 
     def ask_to_end(self, pid: int) -> None:
-        """Signal the local start that holds the lock; LedgerError if this process does not."""
+        """Signal the local start that holds the lock; LedgerError if it is another user's."""
         Run(self.folder).ask_to_end("up", pid)
 
     def _write_client(self, client: int, scenario: Scenario, grading: Grading, sampling: Sampling) -> None:
@@ -266,14 +266,11 @@ def _hand_over(opened: int, user: int) -> None:
     os.fchown(opened, user, user)
 
 
-@reads_again
 def state_of_training(run: Run) -> str:
     """Empty before the training starts; then training, trained, failed or interrupted."""
     try:
         with run.ledger(readonly=True) as ledger:
             return ledger.meta().get("state", "")
-    except LedgerChanged:
-        raise
     except LedgerError as error:
         raise SpecError(str(error)) from error
 

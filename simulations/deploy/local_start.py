@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_connection import LedgerError, reads_again
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.views.participation import ObservationRow
@@ -161,7 +161,6 @@ def _park(local: LocalDeployment, view: View, interrupt: Interrupt) -> None:
         time.sleep(POLL)
 
 
-@reads_again
 def status(deployment: Deployment) -> tuple[dict[str, bool], list[str]]:
     """Which services of a local start are alive, and lines on the state of its last run."""
     facts = _facts(deployment)

@@ -60,15 +60,13 @@ def run_cells(
 
     Raises:
         SpecError: the folder holds another sweep.
-        RefusedFile: its sweep.toml, or a cell, is a link or not ours.
+        RefusedFile: its sweep.toml, or a cell, is a link.
     """
+    folder = Run(folder).folder  # what a link means that the user named
     _refuse_folder(sweep, folder)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder = Run(folder).folder  # what a link means that the user named
-    with run_files.staying(folder):
-        _refuse_folder(sweep, folder)
-        run_files.write(folder / "sweep.toml", sweep.text.encode())
-        return _run_cells(sweep, folder, parallel, interrupt, report)
+    run_files.write(folder / "sweep.toml", sweep.text.encode())
+    return _run_cells(sweep, folder, parallel, interrupt, report)
 
 
 def _run_cells(

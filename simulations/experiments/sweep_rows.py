@@ -18,7 +18,6 @@ from fedgauge.attacks.modality.membership import QUESTIONS
 from fedgauge.attacks.modality.registry import MEASURED, modality_measured
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.server.store import run_files
-from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.formatting import finite, is_exact, number, percent
@@ -74,7 +73,7 @@ class SweepRow:
 
 
 def is_done(path: Path) -> bool:
-    """Whether a cell has finished training and all its attacks; RefusedFile if it, or its ledger, is a link or not ours."""
+    """Whether a cell has finished training and all its attacks; RefusedFile if it, or its ledger, is a link."""
     if run_files.look(path / "ledger.sqlite") is None:
         return False
     with Run(path).ledger() as ledger:
@@ -82,7 +81,6 @@ def is_done(path: Path) -> bool:
         return meta.get("state") == "trained" and meta.get("cell") == "ended"
 
 
-@reads_again
 def rows(found: Sweep, folder: Path, failures: Mapping[str, str] | None = None) -> list[SweepRow]:
     """The rows of all finished cells, in the order of the file: each has a number, or the reason why there is none."""
     result = []

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
-from fedgauge.server.store.ledger_connection import LedgerError, reads_again
+from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.assurance.coverage import MAPS_TO, TEXTS, coverage
 from fedgauge.server.views.outcomes import attacked_on
@@ -174,7 +174,6 @@ def broken_link(entries: Sequence[Entry]) -> str:
     return "" if entries else "it has no entry"
 
 
-@reads_again
 def disagreements(run: Run, last: str = "") -> list[str]:
     """Why a run's record is not that of the run; empty if it is.
 

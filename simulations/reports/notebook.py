@@ -9,7 +9,6 @@ import html
 from dataclasses import dataclass
 from typing import Any
 
-from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.formatting import scenario_line
 from fedgauge.server.views.notices import notices
@@ -54,7 +53,6 @@ def run_html(run: Run) -> str:
     return fill_template("notebook.html", {**content, "pictures": pictures})
 
 
-@reads_again
 def _content(run: Run) -> dict[str, Any]:
     with read_once(run) as reading:
         return {

@@ -14,7 +14,6 @@ from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.files import writing
 from fedgauge.server.dashboard import DRAWING, STATIC
 from fedgauge.server.store import run_files
-from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.views import overview
 from fedgauge.server.views.assurance.coverage import MAPS_TO, TEXTS, coverage
@@ -39,7 +38,6 @@ WORST = 3  # examples on the first screen
 AT = 20  # dB: threshold at which the text states certified rates
 
 
-@reads_again
 def write_report(run: Run) -> Path:
     """Write report.html and the audit record into the run folder, atomically and for its owner only; returns the report's path."""
     with read_once(run) as reading:
@@ -49,7 +47,6 @@ def write_report(run: Run) -> Path:
     return _write(run.folder / "report.html", "report.html", content, in_run=True)
 
 
-@reads_again
 def write_comparison(runs: Sequence[Run], path: Path) -> Path:
     """Write one HTML file that compares several runs, atomically and for its owner only; returns its path."""
     with ExitStack() as stack:

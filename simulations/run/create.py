@@ -116,7 +116,7 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
         start = starting_point(run, ledger, scenario)
         if start is not None:  # tried here, where it is refused in a sentence
             least = 1 if ledger.deployed else None  # as the server builds it
-            restore(build_strategy(scenario.strategy, scenario.protocol.clients, least), start.strategy, start.params)
+            restore(build_strategy(scenario.strategy, scenario.protocol.clients, least), start.strategy)
     return scenario
 
 

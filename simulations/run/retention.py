@@ -27,14 +27,9 @@ def prune(run: Run, days: float, now: float) -> int:
 
     Raises:
         RunBusy: a process trains or attacks it.
-        RefusedFile: something in it is a link, no file, or not ours.
+        RefusedFile: something in it is a link or no file.
     """
-    with run_files.staying(run.folder):
-        run.check()
-        return _delete(run, days, now)
-
-
-def _delete(run: Run, days: float, now: float) -> int:
+    run.check()
     with run.lock("training"), run.lock("server"), run.lock("audit"):
         files = list(private(run))
         if not files or now - max(os.lstat(path).st_mtime for path in files) < days * DAY:
@@ -44,13 +39,13 @@ def _delete(run: Run, days: float, now: float) -> int:
                 ledger.mark_deleted(round)
             ledger.set_meta(pruned="yes")
         for path in files:
-            run_files.delete(path, run.folder)
+            run_files.delete(path)
         run_files.delete_folder(run.folder / TENSORBOARD)
     return len(files)
 
 
 def private(run: Run) -> Iterator[Path]:
-    """The files of a run that reveal clients' data; RefusedFile if one is a link, no file, or not ours."""
+    """The files of a run that reveal clients' data; RefusedFile if one is a link or no file."""
     for name in ROUNDS:
         yield from (run.folder / name / n for n in run_files.names(run.folder / name))
     yield from (path for path in (run.folder / name for name in DERIVED) if run_files.look(path))

@@ -88,26 +88,6 @@ def test_a_wrong_name_is_refused(kind: str, name: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "old", "short"),
-    [
-        ("attack", "attacks.matching:idlg", "idlg"),
-        ("attack", "attacks.text.lamp:dlg", "dlg_text"),
-        ("attack", "attacks.text.learning:learning_to_invert", "learning_to_invert_text"),
-        ("attack", "attacks.learning_to_invert:learning_to_invert", "learning_to_invert"),
-        ("model", "client.models:lenet", "lenet"),
-        ("dataset", "client.data:mnist5k", "mnist5k"),
-        ("transform", "client.update:local_sgd", "local_sgd"),
-        ("transform", "defenses.clip:clip", "clip"),
-        ("transform", "fedgauge.defenses.clip:clip", "clip"),
-    ],
-)
-def test_an_old_dotted_name_is_refused_with_the_short_one(kind: str, old: str, short: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        resolve({"use": old}, "[x]", KINDS[kind])
-    assert str(caught.value) == f"[x]: components have short names now: use = {short!r} in place of {old!r}"
-
-
-@pytest.mark.parametrize(
     ("kind", "misspelt", "meant"),
     [
         ("model", "lennet", "lenet"),

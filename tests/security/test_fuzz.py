@@ -1,32 +1,27 @@
-"""Anything at all at the three doors (updates, scenarios, files): accepted or refused in words, and nothing else affected.
+"""Anything at all at two doors (updates, files): accepted or refused in words, and nothing else affected.
 
 FEDGAUGE_FUZZ sets how many inputs are tried at each place.
 """
 
 import io
-import json
 import math
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tomli_w
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
-from fedgauge.client.components import SpecError
 from fedgauge.server.store.checkpoint import Checkpoint
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable
-from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, read_tensors, write_tensors
 
 FUZZ = settings.get_profile("fuzz")
@@ -108,90 +103,6 @@ def test_no_reply_ends_a_round_or_touches_the_honest_client(doorway: Any, conten
     if passed == [0]:
         for k, t in at.PARAMS.items():
             torch.testing.assert_close(trained[k], t + at.UPDATE[k])
-
-
-# ---------------------------------------------------------------------------------------------------------- scenarios
-
-SCENARIO: dict[str, Any] = {
-    "seed": 1,
-    "rounds": 2,
-    "clients": 2,
-    "data": {"use": "mnist5k", "batch_size": 1, "auxiliary": 64},
-    "model": {"use": "mlp", "hidden": [2]},
-    "chain": [
-        {"use": "clip", "max_norm": 1.0, "each": True},
-        {"use": "local_sgd", "rate": 0.1, "steps": 2},
-    ],
-    "strategy": {"use": "FedAvg"},
-    "attack": [{"use": "dlg", "iterations": 2, "name": "a"}],
-    "audit": {"rounds": [1], "wave": 1, "executor": "local"},
-    "tape": {"keep": "all"},
-    "simulation": {"parallel_clients": 1},
-}
-USES = st.sampled_from(
-    [
-        "os:system", "builtins:eval", "subprocess:Popen", "os", "torch.load", "pickle:loads",
-        "resolve", "fedgauge.server.store.run:Run", "fedgauge.simulations.cli.main:main", "client..data:x",
-        "fedgauge.client.data.images:", ":", "x",
-        "dlg", "__import__", "../mnist5k", "mnist5k.__globals__",
-    ]
-)  # fmt: skip
-JUNK = st.recursive(
-    st.one_of(
-        USES, st.text(max_size=6), st.booleans(), st.floats(), INTEGERS,
-        st.sampled_from(["../../etc/passwd", "/etc/passwd", "\0", "a" * 300, -1, 0]),
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(st.one_of(st.sampled_from(["use", "name", "weights"]), st.text(max_size=4)), inner, max_size=3),
-    ),
-    max_leaves=4,
-)  # fmt: skip
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in nested tables and lists."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in inner:
-        yield (*path, key)
-        yield from places(item, (*path, key))
-
-
-PLACES = list(places(SCENARIO))
-
-
-@st.composite
-def scenario_texts(draw: st.DrawFn) -> bytes:
-    tables = json.loads(json.dumps(SCENARIO))
-    for *parents, last in draw(st.lists(st.sampled_from(PLACES), min_size=1, max_size=2)):
-        here: Any = tables
-        for key in parents:
-            here = here[key] if isinstance(here, dict) and key in here else {}
-        if isinstance(here, dict):
-            here[draw(st.one_of(st.just(last), st.text(min_size=1, max_size=4)))] = draw(JUNK)
-    text = tomli_w.dumps(tables).encode("utf-8", "surrogatepass")
-    if draw(st.integers(0, 2)) == 0:
-        place = draw(st.integers(0, len(text)))
-        text = text[:place] + draw(st.binary(max_size=6)) + text[place + draw(st.integers(0, 6)) :]
-    return text
-
-
-@settings(FUZZ, max_examples=max(1, FUZZ.max_examples // 3))  # each builds a federation, or most of one
-@given(text=scenario_texts())
-def test_any_scenario_is_accepted_or_refused_with_its_file(tmp_path: Path, text: bytes) -> None:
-    path = tmp_path / "s.toml"
-    path.write_bytes(text)
-    accepted, words = None, ""
-    try:
-        accepted = Scenario.load(path)
-    except SpecError as error:
-        words = str(error)
-    if accepted is None:
-        assert words.startswith(f"{path}: ") and len(words) > len(str(path)) + 8
-    else:
-        assert accepted.protocol.rounds >= 1
-        names = [a.name for a in accepted.plan.attacks]
-        assert all((tmp_path / f"round-{name}").parent == tmp_path and "\0" not in name for name in names)
 
 
 # -------------------------------------------------------------------------------------------------------------- files
@@ -302,5 +213,4 @@ def test_the_fuzz_reaches_what_it_is_meant_for(doorway: Any) -> None:
     content = RecordDict({"update": ArrayRecord(GOOD), "metrics": MetricRecord({"num-examples": 2})})
     at.answer(at.honest(), at.reply(1, content))
     assert [a.client for a in at.intakes[0].accepted] == [0, 1]
-    assert Scenario.from_tables(SCENARIO).protocol.clients == 2
     assert math.prod(TENSORS["a"].shape) == 6

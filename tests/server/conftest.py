@@ -241,32 +241,3 @@ class Kit:
 @pytest.fixture(scope="session")
 def kit() -> Kit:
     return Kit()
-
-
-FORMER_SCENARIO = """
-rounds = 1
-clients = 2
-[data]
-use = "client.data:mnist5k"
-[model]
-use = "client.models:mlp"
-[[chain]]
-use = "client.update:local_sgd"
-rate = 0.1
-[[attack]]
-use = "attacks.matching:inverting_gradients"
-"""
-
-
-@pytest.fixture
-def write_former_run() -> Callable[[Path], Path]:
-    """Writes a run folder as fedleak, fedgauge's predecessor, left it."""
-
-    def write(folder: Path) -> Path:
-        folder.mkdir(parents=True)
-        (folder / "scenario.toml").write_text(FORMER_SCENARIO)
-        (folder / "environment.json").write_text(json.dumps({"packages": {"fedleak": "0.9", "torch": "2.7"}}))
-        Ledger(folder / "ledger.sqlite", create=True).close()
-        return folder
-
-    return write

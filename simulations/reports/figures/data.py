@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fedgauge.server.store.ledger_connection import reads_again
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.compare import tradeoff
 from fedgauge.server.views.formatting import interval_label
@@ -43,7 +42,6 @@ class RunResults:
     knowledge: str
 
     @classmethod
-    @reads_again
     def read(cls, run: Run) -> "RunResults":
         with read_once(run) as reading:
             gallery, scores = Gallery(reading), reading.scores

@@ -150,7 +150,7 @@ def test_damaged_foreign_locked_and_newer_ledgers_are_named(folder: Path, get: G
     told = {name: get(f"/api/runs/{name}/overview", 503)["error"] for name in ("foreign", "damaged", "newer", "locked")}
     assert "not a fedgauge ledger" in told["foreign"]
     assert "file is not a database" in told["damaged"]
-    assert "update fedgauge" in told["newer"]
+    assert "has ledger version 99" in told["newer"]
     assert "database is locked" in told["locked"]
     listed = {run["id"]: run.get("error", "") for run in get("/api/runs")["runs"]}
     assert listed == told | {"complete": ""}, "one that cannot be read hides no other"

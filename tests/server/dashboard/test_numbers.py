@@ -125,17 +125,6 @@ def test_classes_are_called_by_their_names(
         assert found["label_name"] == names[found["label"]]
 
 
-def test_a_run_of_the_predecessor_is_listed_with_the_reason_and_hides_no_other(
-    get: Get, folder: Path, write_former_run: Callable[[Path], Path]
-) -> None:
-    write_former_run(folder / "former")
-    runs = {run["id"]: run for run in get("/api/runs")["runs"]}
-    assert "error" not in runs["complete"]
-    assert "is a run of fedleak" in runs["former"]["error"]
-    assert "fedleak" in get("/api/runs/former/overview", 503)["error"]
-    assert get("/api/runs/complete/overview")["name"] == "complete"
-
-
 def test_the_list_counts_the_attacks_of_rounds_to_come(
     get: Get, folder: Path, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run]
 ) -> None:

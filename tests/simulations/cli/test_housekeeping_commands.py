@@ -1,45 +1,17 @@
 """fedgauge runs and stop."""
 
 import fcntl
-import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.run import Run, _locks
+from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc who holds a lock: Linux")
-
-
-@linux
-@pytest.mark.parametrize(
-    "whose", [os.getuid(), pytest.param(65534, marks=pytest.mark.skipif(os.getuid() != 0, reason="root"))]
-)
-def test_stop_ends_no_process_that_does_not_hold_the_lock_itself(
-    attacked: Run, capsys: pytest.CaptureFixture[str], whose: int
-) -> None:
-    """Whoever may read a lock's file may hold it, and a foreign run's file may name any process."""
-    run = attacked
-    victim = subprocess.Popen(["sleep", "60"])
-    try:
-        with (run.folder / "audit.lock").open("w") as lock:
-            os.fchown(lock.fileno(), whose, -1)
-            lock.write(str(victim.pid))
-            lock.flush()
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            assert main(["stop", str(run.folder)]) == 2
-        assert f"process {victim.pid}, which is another user's, or does not hold it" in capsys.readouterr().err
-        assert victim.poll() is None
-    finally:
-        victim.kill()
-        victim.wait()
 
 
 @linux
@@ -58,7 +30,7 @@ def test_a_list_of_runs_does_not_wait_for_a_holder_that_says_no_number(
 HOLD = """
 import sys, time
 from pathlib import Path
-from fedgauge.server.store.run import Run, _locks
+from fedgauge.server.store.run import Run
 with Run(Path(sys.argv[1])).lock("audit"):
     print("held", flush=True)
     time.sleep(120)
@@ -74,18 +46,6 @@ def test_stop_ends_the_process_that_holds_the_lock(attacked: Run, capsys: pytest
     assert "stopped; every update that was received has been attacked" in capsys.readouterr().out
 
 
-@linux
-def test_a_file_of_the_same_number_on_another_device_is_not_the_lock(attacked: Run) -> None:
-    """A number is a file's on its device alone: whoever makes files until one has it names the holder of any daemon's lock."""
-    command = [sys.executable, "-c", HOLD, str(attacked.folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        held = os.stat(attacked.folder / "audit.lock")
-        assert _locks(holder.pid, held)
-        assert not _locks(holder.pid, os.stat_result([*held[:2], held.st_dev + 1, *held[3:]]))
-        holder.kill()
-
-
 def test_a_damaged_run_is_listed_as_such_beside_the_others(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
     runs = attacked.folder.parent
     for name, data in (("damaged", b"not a database, whatever its name says" * 100), ("emptied", b"")):
@@ -97,19 +57,6 @@ def test_a_damaged_run_is_listed_as_such_beside_the_others(attacked: Run, capsys
     lines = [line.split() for line in told.out.splitlines()]
     assert [line for line in lines if "unreadable" in line] == [["emptied", "unreadable"], ["damaged", "unreadable"]]
     assert str(runs / "damaged" / "ledger.sqlite") in told.err
-
-
-def test_a_run_of_the_predecessor_is_listed_with_what_to_do_and_stays_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "environment.json").write_text(json.dumps({"packages": {"fedleak": "0.9"}}))
-    Ledger(tmp_path / "old" / "ledger.sqlite", create=True).close()
-    before = (tmp_path / "old" / "ledger.sqlite").read_bytes()
-    assert main(["runs", "--runs", str(tmp_path)]) == 0
-    said = capsys.readouterr()
-    assert "unreadable" in said.out and "fedleak" in said.err
-    assert (tmp_path / "old" / "ledger.sqlite").read_bytes() == before
 
 
 def test_runs_lists_and_stop_says_when_nothing_is_at_work(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:

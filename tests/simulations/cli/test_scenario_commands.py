@@ -28,21 +28,6 @@ def test_what_is_not_checked_is_not_said_to_work(
     assert (marks["mnist5k"], marks["cifar10"], marks["LPIPS"]) == ("ok", "not checked", "optional")
 
 
-def test_variables_of_the_former_name_are_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FEDLEAK_DATA", str(tmp_path))
-    monkeypatch.setenv("FEDLEAK_ALLOW", "mynets")
-    monkeypatch.setattr("fedgauge.simulations.checks.machine._ray", lambda: "not started here")
-    scenario = scenario_file(tmp_path)
-    for command, mark in ((["doctor"], "optional"), (["doctor", str(scenario)], "note")):
-        main(command)
-        lines = [line.split() for line in capsys.readouterr().out.splitlines() if "FEDLEAK_" in line]
-        assert [(line[0], line[1]) for line in lines] == [(mark, "FEDLEAK_ALLOW"), (mark, "FEDLEAK_DATA")]
-        assert ["FEDGAUGE_ALLOW" in lines[0], "FEDGAUGE_DATA" in lines[1]] == [True, True]
-    assert main(["doctor", str(scenario)]) == 0, "a warning is no mistake"
-
-
 WORDY = """
 import warnings
 from torch import nn

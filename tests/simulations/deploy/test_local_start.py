@@ -1,6 +1,5 @@
 """A local start trains, reports its state, and ends in order."""
 
-import fcntl
 import json
 import os
 import re
@@ -152,19 +151,6 @@ def test_a_deployment_is_up_once_and_down_asks_whoever_holds_it(fresh: Deploymen
         assert down(fresh) == [left.children["stray"].pid]
         assert holder.wait() == -signal.SIGTERM and left.children["stray"].wait() != 0
         assert down(fresh) == [], "nothing is left to end"
-
-
-@linux
-def test_down_ends_nobody_whom_the_lock_only_names(fresh: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = fresh.folder / "up.lock"
-    with subprocess.Popen([sys.executable, "-c", SLEEP]) as victim:
-        lock.write_text(str(victim.pid))
-        with lock.open() as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
-            assert cli.main(["deploy", "down", str(fresh.folder)]) == 2
-        assert f"names process {victim.pid}, which" in capsys.readouterr().err
-        assert victim.poll() is None
-        victim.kill()
 
 
 def test_down_endswhy_empty_whom_it_does_not_know(fresh: Deployment) -> None:
