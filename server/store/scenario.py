@@ -104,11 +104,11 @@ class TapeOptions:
 
 @dataclass(frozen=True)
 class ValidatorOptions:
-    """What the server refuses of a client's reply, beside what no training can use.
+    """Bounds on a client's reply.
 
     Args:
-        max_norm: the largest Euclidean norm of an update, above 0; default: 1000 times the weights' and the usual update's
-            (1000000 times in a round with fewer than three replies).
+        max_norm: the largest Euclidean norm of an update, above 0; default: 1000 times the largest of the weights' norm, the
+            round's median norm and 1.
         max_examples: the largest number of examples that a client may claim, at least 1; default: in a simulation what it
             trains on, otherwise 1000000000.
     """

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the app's packages warn of 
 APPS = Path(__file__).resolve().parents[2] / "foreign"
 CLIENTS, LENGTH = 2, 16
 TEXTS = [text for text, _ in sentences()[: 4 * CLIENTS]]
-GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "audit-your-flower-app.md").read_text()
-SCENARIO = re.findall(r"```toml\n(.*?)```", GUIDE.partition("## An app that sends adapters")[2], re.DOTALL)[0]
+GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "text.md").read_text()
+SCENARIO = re.findall(r"```toml\n(.*?)```", GUIDE.partition("## A Flower app that sends adapters")[2], re.DOTALL)[0]
 ADAMW = """
 chain = [{ use = "local_training", optimizer = "adamw", rate = 1e-3, epochs = 2, batch_size = 2, shuffle = true, max_norm = 1.0 }]
 attack = [{ use = "tag", iterations = 2 }]
