@@ -42,13 +42,13 @@ def add_to(commands: Commands) -> None:
         "--last", default="", metavar="DIGEST", help="of the last entry, as kept elsewhere"
     )
     table = commands.add(export)
-    table.add_argument("--to", choices=("csv", "parquet", "tensorboard"), default="csv")
+    table.add_argument("--to", choices=("csv", "parquet"), default="csv")
     table.add_argument(
         "--output",
         "-o",
         type=Path,
         metavar="PATH",
-        help="default: standard output (csv), scores.parquet or the folder tensorboard in the run",
+        help="default: standard output (csv), or scores.parquet in the run",
     )
     commands.add(client_report, with_run=False).add_argument(
         "file", type=Path, metavar="CLIENT.toml", help="the owner's file"
@@ -153,16 +153,13 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    """fedgauge export RUN: every score as CSV or parquet, or curves and images for TensorBoard."""
-    from fedgauge.simulations.reports.export import FOLDER, save_csv, write_csv, write_parquet, write_tensorboard
+    """fedgauge export RUN: every score as CSV or parquet."""
+    from fedgauge.simulations.reports.export import save_csv, write_csv, write_parquet
 
     run = find_run(options.run, options.runs)
     with staying(run.folder):
         if options.to == "parquet":
             print(write_parquet(run, options.output))
-        elif options.to == "tensorboard":
-            print(f"fedgauge: {write_tensorboard(run, options.output)}", file=sys.stderr)
-            print(options.output or run.folder / FOLDER)
         elif options.output:
             save_csv(run, options.output)
             print(options.output)

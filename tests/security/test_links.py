@@ -40,14 +40,14 @@ FILES = (
     "report.html", "report.pdf", "audit-record.json", "scores.parquet", f"tape/{ROUND}.safetensors", "tape/round-00001.safetensors",
     f"reconstructions/{ROUND}-inverting_gradients.safetensors", f"memories/{ROUND}-a.safetensors", "logs/flower.log",
 )  # fmt: skip
-FOLDERS = ("tape", "reconstructions", "memories", "logs", "tensorboard")
+FOLDERS = ("tape", "reconstructions", "memories", "logs")
 READ_FIRST = ("audit-record.json", "ledger.sqlite", "scenario.toml")
 COMMANDS: dict[str, list[str]] = {
     "audit": ["audit", "--retry", "all", "--force"],
     "resume": ["run", "--in-memory", "--resume"],
     "prune": ["prune", "--days", "0"],
     "report": ["report"],
-    "export": ["export", "--to", "tensorboard"],
+    "export": ["export", "--to", "parquet"],
     "stop": ["stop"],
     "compare": ["report"],  # with another run
 }
@@ -59,7 +59,7 @@ def theirs(attacked_run: Run, tmp_path: Path) -> Run:
     folder = tmp_path / "runs" / "theirs"
     shutil.copytree(attacked_run.folder, folder)
     Checkpoint(1, {"w": torch.ones(2)}, {}, {}, ()).write(folder)
-    for name in (*FILES, "tensorboard/attack/events.out.tfevents.1"):
+    for name in FILES:
         path = folder / name
         if not path.exists() and not name.startswith("ledger"):
             path.parent.mkdir(exist_ok=True, parents=True)
@@ -285,22 +285,6 @@ def test_weights_and_data_in_a_run_that_become_a_link_after_it_was_looked_at_are
     assert path.is_symlink()
 
 
-def test_a_folder_that_becomes_a_link_while_the_run_is_pruned_leads_nowhere(
-    theirs: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its owner swaps a folder within TensorBoard's once the first file is deleted; root would be let in."""
-    home = theirs.folder.parent.parent / "home"
-    deep = theirs.folder / "tensorboard" / "a" / "b"
-    deep.mkdir(parents=True)
-    (deep / "notes").touch()
-    (home / "b").mkdir(parents=True)
-    (home / "b" / "notes").write_text("mine")
-    _when_deleting(monkeypatch, deep.parent, home)
-    with pytest.raises(run_files.RefusedFile, match="tensorboard/a is a link where a run has a folder"):
-        prune(theirs, 0, 1e12)
-    assert (home / "b" / "notes").read_text() == "mine"
-
-
 def test_a_run_that_becomes_a_link_leads_nowhere(theirs: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pruned, read or written: a run that its user has opened is that folder and no other."""
     own = Path(shutil.copytree(theirs.folder, theirs.folder.parent.parent / "home" / "own"))
@@ -441,16 +425,14 @@ def _what_a_browser_prints(theirs: Run) -> None:
     ("write", "name"),
     [
         (export.write_parquet, "scores.parquet"),
-        (export.write_tensorboard, "tensorboard"),
         (_what_a_browser_prints, "report.pdf"),
     ],
-    ids=["parquet", "tensorboard", "pdf"],
+    ids=["parquet", "pdf"],
 )
 def test_what_others_write_by_path_stays_in_the_folder_that_was_opened(
     theirs: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write: Callable[[Run], object], name: str
 ) -> None:
     """Its owner swaps the run for a link before the first byte is written; what is being written has its name there, too."""
-    shutil.rmtree(theirs.folder / "tensorboard")  # which is no export of ours
     own = Path(shutil.copytree(theirs.folder, theirs.folder.parent.parent / "home" / "own"))
     before, moved = state(own), theirs.folder.with_name("moved")
 
@@ -472,8 +454,8 @@ def test_what_others_write_by_path_stays_in_the_folder_that_was_opened(
         start = pdf.processes.start
         monkeypatch.setattr(pdf.processes, "start", lambda *words: [swap(), start(*words)][1])
     else:
-        of_run = export.rows if name == "scores.parquet" else export._write_rounds
-        monkeypatch.setattr(export, of_run.__name__, lambda *given: [swap(), of_run(*given)][1])
+        of_run = export.rows
+        monkeypatch.setattr(export, "rows", lambda *given: [swap(), of_run(*given)][1])
     with suppress(LedgerError):  # what is read, or written, after that is refused
         write(theirs)
     assert theirs.folder.is_symlink() and state(own) == before
