@@ -157,17 +157,12 @@ def test_the_page_answers_every_question(run: Run) -> None:
     assert image.status_code == 404
 
 
-def test_the_terminal_shows_sentences_and_percent(run: Run) -> None:
+def test_the_terminal_shows_percent(run: Run) -> None:
     console = Console(file=StringIO(), width=150, height=40, force_terminal=True, color_system="truecolor", record=True)
     with run.ledger() as ledger:
         run_progress = RunProgress(ledger, run.scenario(), training=True)
         run_progress.refresh(force=True)
         assert "ROUGE-1 best" in progress_line(run_progress) and "dB" not in progress_line(run_progress)
-        console.print(LiveDisplay(run_progress, run, console))
-        drawn = console.export_text()
-        assert run_progress.best is not None
-        attack, round, hit = run_progress.best
-        truth = run_progress.scenario.federation.batch_at(hit.client, round).x[hit.example]
-    data = run.scenario().federation.shards.dataset
-    assert " ".join(modality_of(data).words(truth))[:30] in drawn
+        console.print(LiveDisplay(run_progress, console))
+    drawn = console.export_text()
     assert "worst case" in drawn and "dB" not in drawn
