@@ -71,13 +71,18 @@ def watch(options: argparse.Namespace) -> int:
             print(f"{path} has no runs yet; {NO_RUNS}", file=sys.stderr)
         if options.open:  # by a file, as every user of this machine can read the browser's command line
             opened = Path(private) / "open.html"
-            opened.write_text(f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={escape(address)}">')
+            opened.write_text(leading_to(address))
             webbrowser.open(opened.as_uri())
 
     token = options.token if options.token_file is None else options.token_file.read_text().strip()
     with TemporaryDirectory(prefix="fedgauge-") as private:
         serve(path, options.host, options.port, token, announce)
     return 0
+
+
+def leading_to(address: str) -> str:
+    """A page that leads the browser to an address."""
+    return f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={escape(address)}">'
 
 
 def report(options: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.verdict import verdict_of
+from fedgauge.simulations.cli.result_commands import leading_to
 from fedgauge.simulations.reports.report import write_comparison, write_report
 from tests.server.dashboard.pages import listening
 from tests.small_runs import scores_of
@@ -298,6 +299,15 @@ def test_the_clients_table_sorts_and_opens_a_client(watched: Watched, address: s
     expect(page.locator("h2")).to_have_text("Client 2")
     expect(page.get_by_role("region", name="Replies of client 2")).to_contain_text(HOSTILE)
     assert "client=2" in page.url
+
+
+def test_the_file_that_the_browser_gets_leads_to_the_page(watched: Watched, address: str, tmp_path: Path) -> None:
+    """From another site, as a file is: a cookie that is sent to the page's own links only would not let in."""
+    (tmp_path / "open.html").write_text(leading_to(f"{address}/?token={TOKEN}"))
+    page = watched.page
+    page.goto((tmp_path / "open.html").as_uri())
+    expect(page.locator(".run")).to_have_count(2)
+    assert page.url == f"{address}/"
 
 
 def test_runs_are_compared_and_chosen(watched: Watched, address: str) -> None:
