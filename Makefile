@@ -7,7 +7,7 @@ WORKERS := $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 # bytecode is kept even where the shell forbids it: each process that a test starts would compile all files again
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
-.PHONY: install demo test test-full test-all lint bench pictures docs site clean
+.PHONY: install demo test test-full test-all lint bench docs site clean
 
 install: $(STAMP)
 
@@ -35,9 +35,6 @@ lint: install
 
 bench: install
 	$(BIN)/python -m fedgauge.simulations.benchmarks
-
-pictures: install
-	$(BIN)/python -m fedgauge.simulations.reports.screenshots "$$(ls -d runs/*-quickstart | tail -1)"
 
 # the tables in docs/ that are written from the code and from the kept figures
 docs: install

@@ -268,7 +268,6 @@ def test_the_reader_of_circles_sees_imports_between_folders() -> None:
 # who may ask whether the data is text or images, beside the modalities themselves and the attacks that are on text alone
 BRANCHES_ON_MODALITY = {
     "server/views/gallery.py": 5,  # pictures or words, whatever they stand for
-    "simulations/live/terminal.py": 1,
     "simulations/reports/figures/gallery.py": 1,
     "attacks/base.py": 1,  # what the threat model gives of sentences
     "attacks/threat_model.py": 2,

@@ -14,7 +14,6 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import Reading, jobs_of_run
 from fedgauge.server.views.verdict import verdict_of
 
-LONGEST = 255  # bytes of a file's name
 OPEN = 24  # the most runs kept open, because a reading holds all scores of its run
 
 View = TypeVar("View")
@@ -27,9 +26,7 @@ class UnknownRun(Exception):
 
 
 def _plain(name: str) -> bool:
-    return (
-        Path(name).name == name and not name.startswith(".") and "\0" not in name and len(os.fsencode(name)) <= LONGEST
-    )
+    return Path(name).name == name and not name.startswith(".")
 
 
 class RunCatalog:
@@ -50,22 +47,18 @@ class RunCatalog:
         if self._only is not None:
             return [self._only.name]
         ledgers = self.root.glob("*/ledger.sqlite") if self.root.is_dir() else ()
-        names = (p.parent.name for p in ledgers if self._inside(p.parent))
+        names = (p.parent.name for p in ledgers if not p.parent.is_symlink())
         return sorted(filter(_plain, names), reverse=True)
 
     def run(self, name: str) -> Run:
         """A run by its name; UnknownRun if there is none, even if the name is a path to something else."""
+        folder = self.root / name
         if self._only is not None:
             if name == self._only.name:
                 return self._only
-        elif _plain(name) and self._inside(folder := self.root / name) and os.path.lexists(folder / "ledger.sqlite"):
-            run = Run(folder)
-            if run.folder == folder:  # else it has become a link since, which was resolved
-                return run
+        elif _plain(name) and not os.path.islink(folder) and os.path.lexists(folder / "ledger.sqlite"):
+            return Run(folder)  # never a link, which may point anywhere
         raise UnknownRun(f"there is no run {name!r} here")
-
-    def _inside(self, folder: Path) -> bool:
-        return not folder.is_symlink()  # which may point anywhere
 
     def use(self, name: str, ask: Callable[[Reading], View]) -> View:
         """The result of `ask` on a run's current state.

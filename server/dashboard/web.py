@@ -1,44 +1,31 @@
 """The page's web server: each view as JSON, the page itself, and a stream of changes; it only reads."""
 
-import asyncio
-import gzip
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import cache
 from pathlib import Path
 from time import monotonic
 from typing import Any, cast
 from urllib.parse import quote
 
+import uvicorn
 from anyio.to_thread import current_default_thread_limiter
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.convertors import Convertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.dashboard import STATIC
-from fedgauge.server.dashboard.connections import PageServer
 from fedgauge.server.dashboard.events import EventStream
-from fedgauge.server.dashboard.guards import (
-    EVENTS,
-    LOOPBACK,
-    Bounded,
-    Headers,
-    Json,
-    OwnHost,
-    TokenGate,
-    WellFormed,
-    refusal,
-)
+from fedgauge.server.dashboard.guards import Guard, Json, refusal
 from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.views.clients import client, clients
@@ -47,6 +34,12 @@ from fedgauge.server.views.gallery import Gallery, Query, Sort, through_rounds, 
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading, run_summary
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+NAMES = (
+    "127.0.0.1",
+    "localhost",
+    "[",
+)  # of this machine in a Host header; the middleware cuts [::1] at its first colon
 PATIENCE = 1.0  # seconds that the list of runs waits for verdicts that it does not know yet
 WORST = 3  # cases under the verdict
 THREADS = 4  # that make views; more would not be faster on one core, and each keeps memory of its own
@@ -56,31 +49,27 @@ class BadQuery(Exception):
     """A query parameter is wrong; the message names it and what is allowed."""
 
 
-def make_app(path: Path, token: str | None = None) -> Starlette:
+def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starlette:
     """The page over a folder of runs, or over a single run.
 
     Args:
-        token: requests without it are refused; None: only requests that name this machine are answered.
+        token: requests without it are refused; empty: a fresh one, in `state.token`.
+        hosts: the names in a Host header that are answered.
     """
     catalog = RunCatalog(path)
-    event_stream = EventStream(catalog)
+    token = token or secrets.token_urlsafe(24)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         current_default_thread_limiter().total_tokens = THREADS
-        ahead = asyncio.get_running_loop().run_in_executor(None, _packed)  # compressed before the first page asks
         yield
-        await ahead
 
-    guard = Middleware(TokenGate, token=token) if token else Middleware(OwnHost)
     app = Starlette(
         routes=_routes(),
         middleware=[
-            Middleware(Headers),
-            Middleware(WellFormed),
-            guard,
-            Middleware(Bounded),  # behind the guard: who is refused takes nobody's place
-            Middleware(GZipMiddleware, minimum_size=2000),
+            Middleware(Guard, token=token),
+            Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
+            Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1),  # Plotly's script in .1 s
         ],
         exception_handlers={
             UnknownRun: _answer(404),
@@ -91,28 +80,48 @@ def make_app(path: Path, token: str | None = None) -> Starlette:
         },
         lifespan=lifespan,
     )
-    app.state.catalog, app.state.event_stream = catalog, event_stream
+    app.state.catalog, app.state.event_stream, app.state.token = catalog, EventStream(catalog), token
     return app
 
 
-def serve(path: Path, host: str, port: int | None, token: str | None, ready: Callable[[str], None]) -> None:
+def serve(path: Path, host: str, port: int | None, token: str, ready: Callable[[str], None]) -> None:
     """Serve until interrupted.
 
     Args:
         port: None: the usual one, or a free one if that is taken.
-        token: None: none on this machine's own address, a fresh one elsewhere.
-        ready: called with the address to open.
+        token: empty: a fresh one.
+        ready: called with the address to open, which contains the token.
 
     Raises:
         OSError: the address is not available; the message says what to do.
     """
-    if not token and host not in LOOPBACK:
-        token = secrets.token_urlsafe(24)
-    app = make_app(path, token)
+    app = make_app(path, token, NAMES if host in LOOPBACK else ("*",))
     listening = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
-    ready(f"http://{shown}:{listening.getsockname()[1]}/" + (f"?token={quote(token, safe='')}" if token else ""))
+    ready(f"http://{shown}:{listening.getsockname()[1]}/?token={quote(app.state.token, safe='')}")
     PageServer(app).run(sockets=[listening])
+
+
+class PageServer(uvicorn.Server):
+    """uvicorn that logs no request, as an address may hold the token, and ends open streams before it stops."""
+
+    def __init__(self, app: Starlette) -> None:
+        self.app = app
+        super().__init__(
+            uvicorn.Config(
+                app,
+                ws="none",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=2,
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.app.state.event_stream.stop()
+        await super().shutdown(sockets)
 
 
 PORT = 8765
@@ -135,37 +144,21 @@ def _listen(host: str, port: int | None) -> socket.socket:
     raise AssertionError("one of them was tried last")
 
 
-class _Short(Convertor[int]):
-    """A number in an address; with more digits there is none here."""
-
-    regex = "[0-9]{1,7}"
-
-    def convert(self, value: str) -> int:
-        return int(value)
-
-    def to_string(self, value: int) -> str:
-        return str(value)
-
-
-register_url_convertor("short", _Short())
-
-
 def _routes() -> list[Route | Mount]:
-    pages = ["/", "/compare", "/run/{id}", "/run/{id}/gallery", "/run/{id}/clients", "/run/{id}/image/{image:short}"]
+    pages = ["/", "/compare", "/run/{id}", "/run/{id}/gallery", "/run/{id}/clients", "/run/{id}/image/{image:int}"]
     return [
         *(Route(path, _page) for path in pages),
         Route("/api/runs", _runs),
         Route("/api/runs/{id}/overview", _overview),
         Route("/api/runs/{id}/gallery", _gallery),
-        Route("/api/runs/{id}/image/{image:short}", _image),
+        Route("/api/runs/{id}/image/{image:int}", _image),
         Route("/api/runs/{id}/trace", _trace),
         Route("/api/runs/{id}/clients", _clients),
-        Route("/api/runs/{id}/clients/{client:short}", _client),
+        Route("/api/runs/{id}/clients/{client:int}", _client),
         Route("/api/compare", _compare),
-        Route(EVENTS, _events),
-        Route("/plotly.js", _plotly),
-        Route("/healthz", _healthz),
+        Route("/api/events", _events),
         Mount("/static", StaticFiles(directory=STATIC)),
+        Mount("/plotly", StaticFiles(packages=[("plotly", "package_data")])),
     ]
 
 
@@ -313,8 +306,6 @@ async def _events(request: Request) -> Response:
     name, event_stream = request.query_params.get("run"), request.app.state.event_stream
     if name is not None:
         request.app.state.catalog.run(name)
-    if request.method == "HEAD":
-        return Response(media_type="text/event-stream")
     stream = event_stream.events(name, request.headers.get("last-event-id"))
     return StreamingResponse(stream, media_type="text/event-stream")
 
@@ -326,32 +317,7 @@ async def _page(request: Request) -> Response:
             request.app.state.catalog.run(request.path_params["id"])
         except UnknownRun:  # the page says so and links to the other runs
             status = 404
-    return Response((STATIC / "page.html").read_bytes(), status, media_type="text/html")
-
-
-async def _plotly(request: Request) -> Response:
-    if "gzip" not in request.headers.get("accept-encoding", ""):
-        return Response(_plotly_script(), media_type="text/javascript")
-    return Response(
-        _packed(), media_type="text/javascript", headers={"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
-    )
-
-
-@cache
-def _plotly_script() -> bytes:
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs()).encode()
-
-
-@cache
-def _packed() -> bytes:
-    """Plotly, compressed once and quickly, as no page should wait for it."""
-    return gzip.compress(_plotly_script(), 1)
-
-
-async def _healthz(request: Request) -> Response:
-    return PlainTextResponse("ok\n")
+    return FileResponse(STATIC / "page.html", status)
 
 
 # ------------------------------------------------------------------------------------------------------------- queries

@@ -20,7 +20,6 @@ from fedgauge.simulations.benchmarks.local_training import modes, proximal, trai
 from fedgauge.simulations.benchmarks.many_clients import load
 from fedgauge.simulations.benchmarks.membership import membership
 from fedgauge.simulations.benchmarks.memory_growth import memory, memory_of_flower
-from fedgauge.simulations.benchmarks.page_crowd import crowd
 from fedgauge.simulations.benchmarks.page_speed import page
 from fedgauge.simulations.benchmarks.quality import quality
 from fedgauge.simulations.benchmarks.random_kills import kills
@@ -49,7 +48,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "memory": memory,
     "load": load,
     "page": page,
-    "crowd": crowd,
     FLOWER: memory_of_flower,
     KILLS: kills,
 }

@@ -5,9 +5,12 @@ functions write it; scores and images are random, as their values do not matter 
 """
 
 import json
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -22,9 +25,10 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress
 from fedgauge.simulations.reports.report import write_report
-from fedgauge.simulations.reports.screenshots import watching
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the page is on this machine, so no proxy
+TOKEN = "benchmark"
+DIRECT.addheaders = [("Authorization", f"Bearer {TOKEN}")]
 METRICS = {"psnr": 20.0, "ssim": 0.5, "mse": 0.01}
 WAVE = 50
 VIEWS = {
@@ -101,6 +105,21 @@ def _rows(round: int, client: int, attack: str, rng: np.random.Generator) -> lis
     return [
         ScoreRecord(round, client, attack, 0, m, scale * (0.5 + draw), "converged", 0.1) for m, scale in METRICS.items()
     ]
+
+
+@contextmanager
+def watching(path: Path) -> Iterator[tuple[str, int]]:
+    """Run `fedgauge watch` on a free port; yields its address without the token, and its process id."""
+    command = [sys.executable, "-P", "-m", "fedgauge.simulations.cli.main", "watch", str(path), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--token", TOKEN], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().partition("/?")[0], process.pid
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
 
 
 def _served(run: Run, news: int) -> Iterator[Figure]:

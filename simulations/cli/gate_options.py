@@ -6,28 +6,27 @@ from pathlib import Path
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.views.assurance.gate import GateResult, Threshold
-from fedgauge.simulations.reports.gate_output import gate_lines, gate_status, write_junit, write_sarif
+from fedgauge.simulations.reports.gate_output import gate_lines, gate_status, write_junit
 
 
 def chosen_thresholds(options: argparse.Namespace) -> list[Threshold]:
     """The thresholds of --fail-above and --fail-below; SpecError if a file is named and no threshold, or one of another kind."""
     found = [Threshold(name, bound) for name, bound in options.fail_above]
     found += [Threshold(name, bound, above=False) for name, bound in options.fail_below]
-    if not found and (options.junit or options.sarif):
-        raise SpecError("--junit and --sarif write what a gate found: add a threshold, --fail-above psnr=20")
-    for option, path, word in (("--junit", options.junit, b"<testsuites"), ("--sarif", options.sarif, b"sarif")):
-        if path and not _replaceable(path, word):
-            raise SpecError(f"{option}: {path} exists and holds something else; name another file, or remove it")
+    if not found and options.junit:
+        raise SpecError("--junit writes what a gate found: add a threshold, --fail-above psnr=20")
+    if options.junit and not _replaceable(options.junit):
+        raise SpecError(f"--junit: {options.junit} exists and holds something else; name another file, or remove it")
     return found
 
 
-def _replaceable(path: Path, word: bytes) -> bool:
-    """Whether a path is no file yet, a link, an empty file, or one with this word among its first, as what is written."""
+def _replaceable(path: Path) -> bool:
+    """Whether a path is no file yet, a link, an empty file, or JUnit XML."""
     if path.is_symlink() or not path.is_file():
         return True
     with path.open("rb") as file:
         begins = file.read(256)
-    return not begins or word in begins
+    return not begins or b"<testsuites" in begins
 
 
 def conclude_gate(options: argparse.Namespace, results: Sequence[GateResult], of: Path, quiet: bool = False) -> int:
@@ -39,8 +38,6 @@ def conclude_gate(options: argparse.Namespace, results: Sequence[GateResult], of
     """
     if options.junit:
         write_junit(results, of.name, options.junit)
-    if options.sarif:
-        write_sarif(results, of, options.sarif)
     if not quiet:
         print(*gate_lines(results), sep="\n", end="\n" if results else "")
     return gate_status(results)

@@ -23,7 +23,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "report": "write the HTML report of each run, and compare several; figures and a PDF if asked for.",
         "gate": "compare what a run's attacks reached with thresholds; the exit status says whether they hold.",
         "verify": "check a run's audit record: its chain of digests, and what the run's folder holds.",
-        "export": "every score as CSV or parquet, or curves and images for TensorBoard.",
+        "export": "every score as CSV or parquet.",
         "client-report": "what a client of a deployment sent, answered and leaked, from its own log.",
     },
     "experiment_commands": {

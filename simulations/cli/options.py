@@ -65,7 +65,6 @@ def add_gate(command: argparse.ArgumentParser) -> None:
             f"--fail-{way}", action="append", default=[], type=metric_value, metavar="METRIC=VALUE", help=text
         )
     command.add_argument("--junit", type=Path, metavar="FILE", help="write the gate's results as JUnit XML")
-    command.add_argument("--sarif", type=Path, metavar="FILE", help="write the gate's results in the form of SARIF")
 
 
 # -------------------------------------------------------------------------------------------------- values of options

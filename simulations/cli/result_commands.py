@@ -3,7 +3,9 @@
 import argparse
 import sys
 import webbrowser
+from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError
@@ -19,9 +21,9 @@ def add_to(commands: Commands) -> None:
     """Register these commands."""
     page = commands.add(watch, with_run=False)
     page.add_argument("path", type=Path, nargs="?", metavar="RUN|FOLDER", help="default: all of --runs")
-    page.add_argument("--host", default="127.0.0.1", help="default: this machine only; other hosts need a token")
+    page.add_argument("--host", default="127.0.0.1", help="default: this machine only")
     page.add_argument("--port", type=port, metavar="N", help="default: 8765, or a free one if that is taken")
-    page.add_argument("--token", help="required of every visitor (default: none here, a fresh one on other hosts)")
+    page.add_argument("--token", default="", help="required of every visitor (default: a fresh one)")
     page.add_argument("--token-file", type=Path, metavar="FILE", help="a file that holds the token")
     page.add_argument("--open", action="store_true", help="open the browser")
     written = commands.add(report, with_run=False)
@@ -40,13 +42,13 @@ def add_to(commands: Commands) -> None:
         "--last", default="", metavar="DIGEST", help="of the last entry, as kept elsewhere"
     )
     table = commands.add(export)
-    table.add_argument("--to", choices=("csv", "parquet", "tensorboard"), default="csv")
+    table.add_argument("--to", choices=("csv", "parquet"), default="csv")
     table.add_argument(
         "--output",
         "-o",
         type=Path,
         metavar="PATH",
-        help="default: standard output (csv), scores.parquet or the folder tensorboard in the run",
+        help="default: standard output (csv), or scores.parquet in the run",
     )
     commands.add(client_report, with_run=False).add_argument(
         "file", type=Path, metavar="CLIENT.toml", help="the owner's file"
@@ -67,18 +69,20 @@ def watch(options: argparse.Namespace) -> int:
         print("showing the runs until Ctrl-C", file=sys.stderr)
         if not (path / "ledger.sqlite").exists() and not any(path.glob("*/ledger.sqlite")):
             print(f"{path} has no runs yet; {NO_RUNS}", file=sys.stderr)
-        if options.open and "?" not in address:
-            webbrowser.open(address)
-        elif options.open:
-            print(
-                "the browser is not opened, as every user of this machine would see the token in its command line: "
-                "open the address yourself",
-                file=sys.stderr,
-            )
+        if options.open:  # by a file, as every user of this machine can read the browser's command line
+            opened = Path(private) / "open.html"
+            opened.write_text(leading_to(address))
+            webbrowser.open(opened.as_uri())
 
     token = options.token if options.token_file is None else options.token_file.read_text().strip()
-    serve(path, options.host, options.port, token, announce)
+    with TemporaryDirectory(prefix="fedgauge-") as private:
+        serve(path, options.host, options.port, token, announce)
     return 0
+
+
+def leading_to(address: str) -> str:
+    """A page that leads the browser to an address."""
+    return f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={escape(address)}">'
 
 
 def report(options: argparse.Namespace) -> int:
@@ -152,15 +156,12 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    """fedgauge export RUN: every score as CSV or parquet, or curves and images for TensorBoard."""
-    from fedgauge.simulations.reports.export import FOLDER, save_csv, write_csv, write_parquet, write_tensorboard
+    """fedgauge export RUN: every score as CSV or parquet."""
+    from fedgauge.simulations.reports.export import save_csv, write_csv, write_parquet
 
     run = find_run(options.run, options.runs)
     if options.to == "parquet":
         print(write_parquet(run, options.output))
-    elif options.to == "tensorboard":
-        print(f"fedgauge: {write_tensorboard(run, options.output)}", file=sys.stderr)
-        print(options.output or run.folder / FOLDER)
     elif options.output:
         save_csv(run, options.output)
         print(options.output)

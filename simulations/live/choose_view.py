@@ -21,5 +21,5 @@ def view_of(
         return Events(run_progress, run)
     if log == "quiet":
         return View(run_progress)
-    live = console.is_terminal and not console.is_dumb_terminal
-    return LiveDisplay(run_progress, run, console) if live else Lines(run_progress)
+    live = console.is_terminal and not console.is_dumb_terminal and not console.options.ascii_only
+    return LiveDisplay(run_progress, console) if live else Lines(run_progress)

@@ -95,9 +95,8 @@ def _round(round: int, row: Mapping[str, float | None]) -> dict[str, object]:
 
 
 def _scores(attack: str, round: int, cell: AttackProgress, metric: str) -> dict[str, object]:
-    best = None if cell.best is None else cell.best.value
     facts = {"n": cell.n, "failed": cell.failed, "complete": cell.complete}
-    return {"round": round, **_measured(metric, attack, cell.mean, best), **facts}
+    return {"round": round, **_measured(metric, attack, cell.mean, cell.best), **facts}
 
 
 def _pooled(leak: Leak) -> dict[str, object]:

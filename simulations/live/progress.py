@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-import numpy as np
-
 from fedgauge.attacks.grading.scores import attack_of
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.server.store.ledger import Ledger
@@ -16,20 +14,10 @@ from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.outcomes import device_shares
 from fedgauge.server.views.reading import Jobs, LedgerReading, jobs_of
 from fedgauge.server.views.roles import is_attack
-from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import best_of
 
 EVERY = 1.0  # seconds between two readings of the ledger
 Clock = Callable[[], float]  # seconds since any moment
-
-
-@dataclass(frozen=True)
-class BestExample:
-    """A reconstructed example and its value of the main metric, not capped."""
-
-    client: int
-    example: int
-    value: float
 
 
 @dataclass(frozen=True)
@@ -39,25 +27,20 @@ class AttackProgress:
     Args:
         n, failed: examples with a value, and without.
         mean: capped.
-        best: the example that leaks most.
+        best: of the example that leaks most, not capped.
         complete: no job of it is left.
     """
 
     n: int
     failed: int
     mean: float | None
-    best: BestExample | None
+    best: float | None
     complete: bool
 
     @classmethod
-    def of(cls, leak: Leak, rows: Scores, complete: bool) -> "AttackProgress":
-        """From what came back, and the rows of its round."""
-        best = None
-        if leak.best is not None:
-            own = rows.of_attack(leak.attack)
-            row = int(np.flatnonzero(own.value == leak.best)[0])
-            best = BestExample(int(own.client[row]), int(own.example[row]), leak.best)
-        return cls(leak.n, sum(leak.failed.values()), leak.mean, best, complete)
+    def of(cls, leak: Leak, complete: bool) -> "AttackProgress":
+        """The results of an attack in a round."""
+        return cls(leak.n, sum(leak.failed.values()), leak.mean, leak.best, complete)
 
 
 class RunProgress(LedgerReading):
@@ -74,7 +57,6 @@ class RunProgress(LedgerReading):
         fresh: the keys of `cells` that the last reading changed.
         busy: waves at work.
         devices: how the attack service uses each.
-        best: attack, round and example that leaks most, of the newest round with a result.
     """
 
     def __init__(
@@ -96,7 +78,6 @@ class RunProgress(LedgerReading):
     def forget(self) -> None:
         super().forget()
         self.cells: dict[tuple[str, int], AttackProgress] = {}
-        self.best: tuple[str, int, BestExample] | None = None
 
     def refresh(self, force: bool = False) -> bool:
         """Read what is new, at most once a second unless forced; returns whether anything was."""
@@ -116,14 +97,11 @@ class RunProgress(LedgerReading):
         waiting, known, touched = self._waiting(), self.cells, super().read()
         self.fresh = []
         for round in sorted(touched):
-            rows = self.snapshot.scores.of_metric(self.measure.metric)
-            rows = rows.where(rows.round == round)
             for leak in sorted(self.snapshot.of_round(self.measure.metric, round), key=_attacks_first):
-                cell = AttackProgress.of(leak, rows, not waiting[attack_of(leak.attack), round])
+                cell = AttackProgress.of(leak, not waiting[attack_of(leak.attack), round])
                 if cell != known.get((leak.attack, round)):
                     self.fresh.append((leak.attack, round))
                 self.cells[leak.attack, round] = cell
-        self._choose_best()
         return touched
 
     @property
@@ -139,14 +117,6 @@ class RunProgress(LedgerReading):
             waiting[row["attack"], row["round"]] += row["jobs"]
             self.busy += row["waves"] if row["state"] == "leased" else 0
         return waiting
-
-    def _choose_best(self) -> None:
-        newest = max((r for (a, r), c in self.cells.items() if is_attack(a) and c.best), default=None)
-        candidates = {a: c.best for (a, r), c in self.cells.items() if r == newest and is_attack(a) and c.best}
-        if newest is not None:
-            attack = self.measure.leakiest(candidates, lambda a: candidates[a].value)
-            assert attack is not None  # the newest round has one
-            self.best = (attack, newest, candidates[attack])
 
     @property
     def round(self) -> int:
@@ -164,7 +134,7 @@ class RunProgress(LedgerReading):
 
     def worst_case(self, attack: str) -> float | None:
         """The value that leaks most of those that an attack has reached."""
-        reached = (c.best.value for (a, _), c in self.cells.items() if a == attack and c.best)
+        reached = (c.best for (a, _), c in self.cells.items() if a == attack and c.best is not None)
         return self.measure.leakiest(reached, float)
 
     def floor(self) -> dict[int, float]:

@@ -1,6 +1,6 @@
-"""What a gate found, for people and for machines: lines, JUnit XML, and a log in the form of SARIF 2.1.0."""
+"""A gate's results as lines and as JUnit XML."""
 
-import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,13 +9,9 @@ from xml.etree import ElementTree
 
 from fedgauge.client.files import writing
 from fedgauge.server.store.run_files import printable
-from fedgauge.server.views.assurance.gate import GateResult, Outcome
+from fedgauge.server.views.assurance.gate import GateResult
 from fedgauge.server.views.formatting import finite
-from fedgauge.simulations.run.environment import package
 from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE
-
-PAGE = "docs/guides/gate.md"
-_KINDS: dict[Outcome, str] = {"passed": "pass", "failed": "fail", "not measured": "open"}
 
 
 def gate_status(results: Sequence[GateResult]) -> int:
@@ -39,7 +35,7 @@ def gate_tables(results: Sequence[GateResult]) -> list[dict[str, Any]]:
 
 def write_junit(results: Sequence[GateResult], of: str, path: Path) -> None:
     """Write JUnit XML: a test case for each threshold; what was not measured is an error, which no reader counts as passed."""
-    counts = {outcome: sum(r.outcome == outcome for r in results) for outcome in _KINDS}
+    counts = Counter(result.outcome for result in results)
     suite = ElementTree.Element(
         "testsuite",
         name=printable(f"fedgauge gate: {of}"),
@@ -58,31 +54,3 @@ def write_junit(results: Sequence[GateResult], of: str, path: Path) -> None:
     suites.append(suite)
     with writing(path) as file:
         file.write(ElementTree.tostring(suites, encoding="utf-8", xml_declaration=True))
-
-
-def write_sarif(results: Sequence[GateResult], of: Path, path: Path) -> None:
-    """Write a log in the form of SARIF 2.1.0: a rule for each metric, a result of kind pass, fail or open for each threshold.
-
-    Args:
-        of: the scenario, or the run's folder, which every result is located in.
-    """
-    rules = [
-        {"id": r.threshold.metric, "shortDescription": {"text": f"Fails if {r.threshold}."}, "help": {"text": PAGE}}
-        for r in results
-    ]
-    found = [
-        {
-            "ruleId": r.threshold.metric,
-            "kind": _KINDS[r.outcome],
-            "level": "error" if r.outcome == "failed" else "none",
-            "message": {"text": printable(r)},
-            "locations": [{"physicalLocation": {"artifactLocation": {"uri": printable(of.as_posix())}}}],
-            "properties": {"value": finite(r.measurement.value), "bound": r.threshold.bound, "outcome": r.outcome},
-        }
-        for r in results
-    ]
-    tool = {"driver": {"name": "fedgauge", "version": package("fedgauge") or "unknown", "rules": rules}}
-    log = {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0"}
-    content = json.dumps({**log, "runs": [{"tool": tool, "results": found}]}, indent=1, allow_nan=False)
-    with writing(path) as file:
-        file.write(content.encode())

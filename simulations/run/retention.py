@@ -8,7 +8,6 @@ from fedgauge.server.store import run_files
 from fedgauge.server.store.run import ROUNDS, Run
 
 DAY = 86400.0  # seconds
-TENSORBOARD = "tensorboard"  # a folder of them
 DERIVED = (
     "report.html",
     "report.pdf",
@@ -40,7 +39,6 @@ def prune(run: Run, days: float, now: float) -> int:
             ledger.set_meta(pruned="yes")
         for path in files:
             run_files.delete(path)
-        run_files.delete_folder(run.folder / TENSORBOARD)
     return len(files)
 
 
@@ -51,5 +49,3 @@ def private(run: Run) -> Iterator[Path]:
     yield from (path for path in (run.folder / name for name in DERIVED) if run_files.look(path))
     names = run_files.names(run.folder)
     yield from (run.folder / n for n in names if n.startswith("checkpoint-") and n.endswith(".safetensors"))
-    if TENSORBOARD in names:
-        yield from (path for path in (run.folder / TENSORBOARD).rglob("*") if not path.is_dir())

@@ -32,13 +32,13 @@ FILES = (
     "report.html", "report.pdf", "audit-record.json", "scores.parquet", f"tape/{ROUND}.safetensors", "tape/round-00001.safetensors",
     f"reconstructions/{ROUND}-inverting_gradients.safetensors", f"memories/{ROUND}-a.safetensors", "logs/flower.log",
 )  # fmt: skip
-FOLDERS = ("tape", "reconstructions", "memories", "logs", "tensorboard")
+FOLDERS = ("tape", "reconstructions", "memories", "logs")
 COMMANDS: dict[str, list[str]] = {
     "audit": ["audit", "--retry", "all", "--force"],
     "resume": ["run", "--in-memory", "--resume"],
     "prune": ["prune", "--days", "0"],
     "report": ["report"],
-    "export": ["export"],
+    "export": ["export", "--to", "parquet"],
     "stop": ["stop"],
     "verify": ["verify"],
     "gate": ["gate", "--fail-above", "psnr=20"],
@@ -52,7 +52,7 @@ def theirs(attacked_run: Run, tmp_path: Path) -> Run:
     folder = tmp_path / "runs" / "theirs"
     shutil.copytree(attacked_run.folder, folder)
     Checkpoint(1, {"w": torch.ones(2)}, {}, {}, ()).write(folder)
-    for name in (*FILES, "tensorboard/attack/events.out.tfevents.1"):
+    for name in FILES:
         path = folder / name
         if not path.exists() and not name.startswith("ledger"):
             path.parent.mkdir(exist_ok=True, parents=True)

@@ -53,7 +53,6 @@ class Refused extends Error {
 async function ask(path, query = "") {
   const silent = () => { throw new Refused(0, "The server does not answer."); };
   const reply = await fetch(`${path}${String(query) && "?"}${query}`).catch(silent);
-  if (reply.headers.has("Retry-After")) throw new Refused(0, "The server is busy.");
   const body = await reply.json().catch(() => ({ error: "The server's answer cannot be read; its terminal may say why." }));
   if (!reply.ok) throw new Refused(reply.status, body.error);
   return body;

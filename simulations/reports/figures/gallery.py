@@ -1,13 +1,15 @@
 """True examples above what each attack reconstructed of them."""
 
+import base64
+import io
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from PIL import Image
 
-from fedgauge.simulations.reports.export import pixels
 from fedgauge.simulations.reports.figures.data import EXAMPLES, RunResults
 from fedgauge.simulations.reports.figures.style import INK, LINE_HEIGHT, MUTED, WIDTH
 
@@ -22,7 +24,7 @@ def gallery_figure(results: RunResults) -> Figure:
     cards = results.cards[:EXAMPLES]
     shown = {tile.attack for card in cards for tile in card.tiles}
     attacks = [attack for attack in results.attacks if attack in shown]  # a test of membership shows nothing
-    truths = [pixels(card.truth) for card in cards if card.truth is not None]
+    truths = [_pixels(card.truth) for card in cards if card.truth is not None]
     tile = WIDTH / EXAMPLES
     height, width, _ = truths[0].shape
     tile_height = 0.92 * tile * height / width
@@ -39,7 +41,7 @@ def gallery_figure(results: RunResults) -> Figure:
             image: NDArray[np.uint8] | str = "no\nimage" if tile_found else "not\nattacked"
             note = ""
             if tile_found and tile_found.image:
-                image, note = pixels(tile_found.image), tile_found.note.removesuffix(" dB")
+                image, note = _pixels(tile_found.image), tile_found.note.removesuffix(" dB")
             _draw_tile(figure, i * tile, header_height + LINE_HEIGHT + k * row, tile, tile_height, image, note)
     for k, name in enumerate(["truth", *(f"{a}, PSNR (dB)" for a in attacks)]):
         y = header_height + k * row + 0.9 * LINE_HEIGHT
@@ -68,6 +70,12 @@ def _sentences_figure(results: RunResults) -> Figure:
                 _write(figure, left, top + 0.95 * LINE_HEIGHT, "_" * len(word), **MONOSPACED)
             left += (len(word) + 1) * LETTER_WIDTH
     return figure
+
+
+def _pixels(uri: str) -> NDArray[np.uint8]:
+    """Return the pixels (H, W, C) of a gallery picture, which is a PNG in a data URI."""
+    found = np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1]))))
+    return found[:, :, None] if found.ndim == 2 else found
 
 
 def _draw_tile(

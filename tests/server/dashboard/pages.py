@@ -19,17 +19,18 @@ from PIL import Image
 from starlette.applications import Starlette
 
 from fedgauge.attacks.grading.scores import ScoreRecord
-from fedgauge.server.dashboard.connections import PageServer
+from fedgauge.server.dashboard.web import PageServer
 from fedgauge.server.store.run import Run
 
 Get = Callable[..., Any]
 
 
 class Http:
-    """A browser without a network: it keeps cookies, and sees every answer of the app."""
+    """A browser without a network: it has the token or what is given instead, keeps cookies, and sees every answer of the app."""
 
-    def __init__(self, app: Starlette, base_url: str) -> None:
+    def __init__(self, app: Starlette, base_url: str, headers: dict[str, str] | None = None) -> None:
         self.app, self.base_url, self.cookies = app, base_url, httpx.Cookies()
+        self.headers = {"Authorization": f"Bearer {app.state.token}"} if headers is None else headers
 
     def __enter__(self) -> "Http":
         return self
@@ -37,13 +38,10 @@ class Http:
     def __exit__(self, *_: object) -> None:
         self.app.state.event_stream.stop()
 
-    async def _asked_within(self, scope: Any, receive: Any, send: Any) -> None:
-        await self.app({**scope, "server": (scope["server"][0], None)}, receive, send)  # httpx takes the address's port
-
     def get(self, address: str, **options: Any) -> httpx.Response:
         async def ask() -> httpx.Response:
-            transport = httpx.ASGITransport(self._asked_within)
-            async with httpx.AsyncClient(transport=transport, base_url=self.base_url, cookies=self.cookies) as client:
+            given = {"base_url": self.base_url, "cookies": self.cookies, "headers": self.headers}
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), **given) as client:
                 answer = await client.get(address, **options)
                 self.cookies = client.cookies
                 return answer
@@ -73,7 +71,10 @@ def score_all(run: Run, psnr: float = 20.0) -> None:
 
 
 class served:
-    """The page's server as users start it, in a process of its own; `log` is what it has said on its standard error."""
+    """The page's server as users start it, in a separate process; gives the address with the token.
+
+    `log` is its standard error.
+    """
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.log = ""
@@ -110,62 +111,27 @@ class served:
 
 
 @contextmanager
-def listening(app: Starlette) -> Iterator[int]:
-    """The page's server in a thread, with its own handling of connections; yields its port."""
-    opened = socket.create_server(("127.0.0.1", 0))
+def visitor(address: str) -> Iterator[httpx.Client]:
+    """A visitor who has opened the printed address, and whose cookie lets in from then on."""
+    with httpx.Client(base_url=address.partition("?")[0], timeout=60) as client:
+        client.get(address, follow_redirects=True).raise_for_status()
+        yield client
+
+
+@contextmanager
+def listening(app: Starlette, port: int = 0) -> Iterator[str]:
+    """The page's server in a thread; yields its address without the token."""
+    opened = socket.create_server(("127.0.0.1", port))
     server = PageServer(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
     thread.start()
     try:
-        yield opened.getsockname()[1]
+        yield f"http://127.0.0.1:{opened.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(timeout=60)
         opened.close()
     assert not thread.is_alive()
-
-
-class Raw:
-    """A visitor who sends bytes; `source`: one of this machine's own addresses, 127.0.0.0/8."""
-
-    def __init__(self, port: int, sent: bytes = b"", source: str = "127.0.0.1") -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=60, source_address=(source, 0))
-        self.socket.sendall(sent)
-
-    def __enter__(self) -> "Raw":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-
-    def send(self, data: bytes) -> None:
-        self.socket.sendall(data)
-
-    def read(self, until: bytes | None = None) -> bytes:
-        """What comes until these bytes, or until the server ends the connection."""
-        found = b""
-        while until is None or until not in found:
-            try:
-                piece = self.socket.recv(65536)
-            except ConnectionError:  # as good as an end
-                return found
-            if not piece:
-                return found
-            found += piece
-        return found
-
-
-def get(path: str, *headers: str, host: str = "localhost", close: bool = True) -> bytes:
-    """A request as bytes."""
-    lines = [f"GET {path} HTTP/1.1", f"Host: {host}", *headers, *(["Connection: close"] if close else [])]
-    return "\r\n".join([*lines, "", ""]).encode()
-
-
-def ask(port: int, request: bytes, source: str = "127.0.0.1") -> tuple[int, bytes]:
-    """The status of the answer (0: none came) and all of it."""
-    with Raw(port, request, source) as visitor:
-        answer = visitor.read()
-    return int(answer.split(b" ", 2)[1]) if answer else 0, answer
 
 
 def free_port() -> int:

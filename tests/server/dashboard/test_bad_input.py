@@ -5,14 +5,10 @@ import shutil
 import sqlite3
 from pathlib import Path
 
-import httpx
 import pytest
 
-from fedgauge.server.dashboard.events import EventStream
-from fedgauge.server.dashboard.runs import RunCatalog, UnknownRun
-from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.store.run import Run
-from tests.server.dashboard.pages import Get, Http, served
+from tests.server.dashboard.pages import Get, served, visitor
 
 
 @pytest.mark.parametrize(
@@ -40,49 +36,6 @@ def test_nothing_outside_the_folder_is_a_run(folder: Path, get: Get, name: str, 
     for address in (f"/api/runs/{name}/overview", f"/api/runs/{name}/gallery", f"/run/{name}/gallery"):
         get(address, 404)
     assert [run["id"] for run in get("/api/runs")["runs"]] == ["complete"]
-
-
-def test_a_run_that_becomes_a_link_after_it_was_looked_at_is_not_shown(
-    folder: Path, attacked_run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its owner exchanges it while a page of another user, or of root, is at work."""
-    catalog = RunCatalog(folder)
-    assert catalog.run("complete").folder == folder / "complete"
-    inside = RunCatalog._inside
-
-    def swapped(self: RunCatalog, path: Path) -> bool:
-        found = inside(self, path)
-        path.rename(path.with_name("moved"))
-        path.symlink_to(attacked_run.folder)
-        return found
-
-    monkeypatch.setattr(RunCatalog, "_inside", swapped)
-    with pytest.raises(UnknownRun, match="there is no run 'complete' here"):
-        catalog.run("complete")
-
-
-def test_a_run_that_is_exchanged_while_it_is_opened_is_a_line_and_no_traceback(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the system says of a link that has become a folder: invalid argument."""
-    shutil.copytree(folder / "complete", folder / "exchanged")
-    resolved = Run.__post_init__
-
-    def exchanged(self: Run) -> None:
-        if self.folder.name == "exchanged":
-            raise OSError(22, "Invalid argument", str(self.folder))
-        resolved(self)
-
-    monkeypatch.setattr(Run, "__post_init__", exchanged)
-    with Http(make_app(folder), base_url="http://localhost") as http:
-        lines = {line["id"]: line for line in http.get("/api/runs").json()["runs"]}
-        assert "Invalid argument" in lines["exchanged"]["error"] and "error" not in lines["complete"]
-        for part in ("overview", "gallery", "clients"):
-            answer = http.get(f"/api/runs/exchanged/{part}")
-            assert answer.status_code == 503 and "Invalid argument" in answer.text
-    stream = EventStream(RunCatalog(folder))
-    assert "Invalid argument" in stream._touched("exchanged")
-    assert stream._version("exchanged") and stream._version(None)
 
 
 def test_a_reconstruction_behind_a_link_is_not_shown(folder: Path, get: Get, tmp_path: Path) -> None:
@@ -174,7 +127,7 @@ def test_a_scenario_that_lacks_a_key_hides_no_other_run(folder: Path, get: Get) 
     told = "is not a scenario: it lacks rounds, clients, data, model, chain"
     assert told in get("/api/runs/broken/overview", 503)["error"]
     assert [told in run.get("error", "") for run in get("/api/runs")["runs"]] == [False, True]
-    with served(folder) as address, httpx.stream("GET", f"{address}api/events", timeout=20) as stream:
+    with served(folder) as address, visitor(address) as http, http.stream("GET", "/api/events") as stream:
         assert next(line for line in stream.iter_lines() if line.startswith("id: "))
     (folder / "complete" / "environment.json").write_text("{")
     assert "environment.json cannot be read" in get("/api/runs/complete/overview")["environment"]

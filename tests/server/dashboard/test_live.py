@@ -7,12 +7,13 @@ from collections.abc import Callable
 from contextlib import closing
 from copy import copy
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 
 from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.server.dashboard import events
 from fedgauge.server.dashboard.events import EventStream
 from fedgauge.server.dashboard.runs import RunCatalog
 from fedgauge.server.store.ledger import Ledger
@@ -21,7 +22,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.reading import Reading
-from tests.server.dashboard.pages import served
+from tests.server.dashboard.pages import served, visitor
 from tests.small_runs import scores_of
 
 
@@ -86,7 +87,7 @@ def test_what_is_deleted_is_shown_no_more(
 
 
 def test_a_change_is_told_to_who_listens(folder: Path) -> None:
-    with served(folder) as address, httpx.Client(base_url=address, timeout=20) as http:
+    with served(folder) as address, visitor(address) as http:
         with http.stream("GET", "/api/events?run=complete") as stream:
             lines = stream.iter_lines()
             first = next(line for line in lines if line.startswith("id: "))
@@ -123,6 +124,53 @@ def test_a_listener_is_not_told_again_what_it_knows(folder: Path) -> None:
     assert event.startswith(f"id: {versions[-1]}\n"), "and not the version that it has"
 
 
+def test_however_many_listen_a_run_is_looked_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "POLL_SECONDS", 0.01)
+
+    class Counted(EventStream):
+        looked = versions = 0
+
+        def _touched(self, name: str | None) -> Any:
+            self.looked += 1
+            return super()._touched(name)
+
+        def _version(self, name: str | None) -> str:
+            self.versions += 1
+            return super()._version(name)
+
+    async def listen() -> tuple[Counted, set[str]]:
+        stream = Counted(RunCatalog(folder))
+        listeners = [stream.events("complete", None) for _ in range(200)]
+        assert {await anext(listener) for listener in listeners} == {"retry: 1000\n\n"}
+        first = {await anext(listener) for listener in listeners}
+        assert (len(first), stream.versions) == (1, 1), "and not 200 times"
+        with Run(folder / "complete").ledger() as ledger:
+            ledger.record_round(3, 0.5, 1.0, 1.0, 0.0)
+        second = {await anext(listener) for listener in listeners}
+        assert (len(second), second & first) == (1, set())
+        assert len(stream._watches) == 1
+        for listener in listeners:
+            await listener.aclose()  # type: ignore[attr-defined]  # it is a generator
+        assert stream._watches == {}, "nobody looks where nobody listens"
+        return stream, first | second
+
+    stream, told = asyncio.run(listen())
+    assert len(told) == 2 and stream.versions <= 4
+
+
+def test_a_look_that_fails_is_not_passed_over_in_silence(folder: Path) -> None:
+    class Broken(EventStream):
+        def _touched(self, name: str | None) -> Any:
+            raise ZeroDivisionError
+
+    async def listen() -> None:
+        async for _ in Broken(RunCatalog(folder)).events("complete", None):
+            pass
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(asyncio.wait_for(listen(), 60))
+
+
 @pytest.mark.slow
 def test_twenty_pages_hinder_no_writer_and_no_page(folder: Path) -> None:
     """Pages stay open and read all the time while a run writes as fast as it can: no row is lost, each page sees the end."""
@@ -135,7 +183,7 @@ def test_twenty_pages_hinder_no_writer_and_no_page(folder: Path) -> None:
         def look(i: int) -> None:
             """As the page's script does: listen, and ask again when something has changed."""
             try:
-                with httpx.Client(base_url=address, timeout=60) as http:
+                with visitor(address) as http:
                     http.get("/run/complete").raise_for_status()
                     with http.stream("GET", "/api/events?run=complete") as stream:
                         for line in stream.iter_lines():
@@ -170,6 +218,6 @@ def test_twenty_pages_hinder_no_writer_and_no_page(folder: Path) -> None:
         assert seen == [end] * 20
         assert min(told) >= 2, "each saw it come"
         assert sum(1 for _ in ledger.scores()) - before == (rounds - 2) * clients
-        with httpx.Client(base_url=address, timeout=60) as http:
+        with visitor(address) as http:
             summary = http.get("/api/runs/complete/overview").json()["summary"]
         assert {row["attack"]: row["n"] for row in summary}["dlg"] == (rounds - 2) * clients

@@ -2,8 +2,6 @@
 
 import re
 import shutil
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -26,16 +24,18 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.verdict import verdict_of
+from fedgauge.simulations.cli.result_commands import leading_to
 from fedgauge.simulations.reports.report import write_comparison, write_report
+from tests.server.dashboard.pages import listening
 from tests.small_runs import scores_of
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
-uvicorn = pytest.importorskip("uvicorn")
 expect = playwright.expect
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")]
 
+TOKEN = "secret"
 HOSTILE = "<img src=x onerror=window.harmed=1><b>bold</b>"
 WAIT = 60_000  # ms: what a page shows within 2 s may take long on a machine that has other things to do
 LOST = "ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE"
@@ -62,21 +62,11 @@ def folder(
 
 @contextmanager
 def serving(path: Path, port: int = 0, seen_by: "Watched | None" = None) -> Iterator[str]:
-    """The real server in a thread; gives its address. A page that sees it leaves it first, and so has nothing to say of its end."""
-    listening = socket.create_server(("127.0.0.1", port))
-    app = make_app(path)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
+    """The page's server; gives its address. A page that sees it leaves it first, and so has nothing to say of its end."""
+    with listening(make_app(path, TOKEN), port) as address:
+        yield address
         if seen_by is not None:
             seen_by.page.goto("about:blank")
-        app.state.event_stream.stop()
-        server.should_exit = True
-        thread.join()
-        listening.close()
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +92,8 @@ class Watched:
     asked: list[str] = field(default_factory=list)
 
     def open(self, address: str) -> Any:
-        self.page.goto(address)
+        with_token = f"{address}{'&' if '?' in address else '?'}token={TOKEN}"  # as `fedgauge watch` prints it
+        self.page.goto(with_token if address.startswith("http") else address)
         expect(self.page.locator("h1")).to_be_visible()
         return self.page
 
@@ -308,6 +299,15 @@ def test_the_clients_table_sorts_and_opens_a_client(watched: Watched, address: s
     expect(page.locator("h2")).to_have_text("Client 2")
     expect(page.get_by_role("region", name="Replies of client 2")).to_contain_text(HOSTILE)
     assert "client=2" in page.url
+
+
+def test_the_file_that_the_browser_gets_leads_to_the_page(watched: Watched, address: str, tmp_path: Path) -> None:
+    """From another site, as a file is: a cookie that is sent to the page's own links only would not let in."""
+    (tmp_path / "open.html").write_text(leading_to(f"{address}/?token={TOKEN}"))
+    page = watched.page
+    page.goto((tmp_path / "open.html").as_uri())
+    expect(page.locator(".run")).to_have_count(2)
+    assert page.url == f"{address}/"
 
 
 def test_runs_are_compared_and_chosen(watched: Watched, address: str) -> None:

@@ -31,9 +31,9 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import Tape
+from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 from fedgauge.server.strategy.secure_aggregation import NO_SUM, SUMMED, SecureSumStrategy
-from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.reading import Reading
 

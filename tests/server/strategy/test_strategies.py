@@ -23,9 +23,9 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape, read_tensors
+from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 from fedgauge.server.strategy.node_discovery import TIMES, LateJoiners, discover_nodes
-from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 
 USES = STRATEGY.names()
 BATCHNORM = {

@@ -35,7 +35,6 @@ from fedgauge.simulations.benchmarks.memory_growth import (
     train,
 )
 from fedgauge.simulations.benchmarks.observed_updates import GradedImages
-from fedgauge.simulations.benchmarks.page_crowd import crowd
 from fedgauge.simulations.benchmarks.page_speed import page
 from fedgauge.simulations.benchmarks.quality import quality
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, interleaved
@@ -390,7 +389,6 @@ def test_the_kept_results_are_what_their_readme_shows() -> None:
         "modes",
         "text",
         "zoo",
-        "crowd",
         "kills",
     }
     assert (RESULTS / "README.md").read_text() == readme(stored)
@@ -455,17 +453,3 @@ def test_the_page_is_measured_over_a_run_of_the_given_size(steps: Steps) -> None
         "server's largest resident memory",
         "report",
     }
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_crowd_is_held_off_while_a_visitor_is_answered(steps: Steps) -> None:
-    found = crowd(steps, half_open=30, streams=10, asked=3, rounds=2, clients=3)
-    assert steps.complete()
-    assert [f.name for f in found.figures] == [
-        "slowest request, nobody else",
-        "slowest request, from 100 other addresses",
-        "slowest request, from the visitor's own address",
-        "server's largest resident memory",
-    ]
-    assert all(f.value is not None and f.value > 0 for f in found.figures)

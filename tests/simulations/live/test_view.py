@@ -16,7 +16,7 @@ from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.live.choose_view import view_of
 from fedgauge.simulations.live.json_log import Events
 from fedgauge.simulations.live.progress import RunProgress
-from fedgauge.simulations.live.terminal import Glyphs, LiveDisplay
+from fedgauge.simulations.live.terminal import LiveDisplay
 from fedgauge.simulations.live.view import Lines, View, progress_line
 from tests.simulations.live.conftest import Clock, intake
 from tests.small_runs import scores_of
@@ -24,12 +24,13 @@ from tests.small_runs import scores_of
 
 def test_who_looks_decides_on_the_view(taped: Run) -> None:
     def kind(log: Any, **given: Any) -> type[View]:
-        console = Console(file=io.StringIO(), legacy_windows=False, **{"_environ": {}, **given})
+        console = Console(**{"file": io.StringIO(), "legacy_windows": False, "_environ": {}, **given})
         with taped.ledger() as ledger:
             return type(view_of(taped, ledger, taped.scenario(), console, log))
 
     assert kind("auto", force_terminal=True) is LiveDisplay
     assert kind("auto", force_terminal=True, _environ={"TERM": "dumb"}) is Lines
+    assert kind("auto", force_terminal=True, file=io.TextIOWrapper(io.BytesIO(), encoding="ascii")) is Lines
     assert kind("auto") is Lines
     assert kind("quiet", force_terminal=True) is View
     assert kind("json", force_terminal=True) is Events
@@ -105,6 +106,7 @@ def test_gpus_at_work_are_told_one_by_one(taped: Run, clock: Clock) -> None:
         assert run_progress.slots == 4
         told = "cuda:0 93%, cpu 75%"
         assert f"16 queued, 0 at work ({told})" in progress_line(run_progress)
-        display = LiveDisplay(run_progress, taped, Console(file=io.StringIO(), width=200))
-        (row,) = [line.plain for line in display.lines(200, 40, Glyphs()) if line.plain.startswith("workers")]
+        console = Console(file=io.StringIO(), width=200, record=True)
+        console.print(LiveDisplay(run_progress, console))
+        (row,) = [line for line in console.export_text().splitlines() if line.startswith("workers")]
         assert f"0 of 4 at work, 16 queued; {told}" in row
