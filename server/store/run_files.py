@@ -14,7 +14,7 @@ from unicodedata import category
 from fedgauge.client import files
 from fedgauge.client.files import SCRAP, read_to
 
-FOLDERS = ("tape", "reconstructions", "memories", "logs", "tensorboard")
+FOLDERS = ("tape", "reconstructions", "memories", "logs")
 MOST_TEXT = 64 << 20  # bytes of a file of JSON or TOML
 MOST_VERSIONS = 1 << 20  # of environment.json
 _FILES = (".toml", ".json", ".sqlite", "-wal", "-shm", ".safetensors", ".lock", ".html", ".pdf", ".parquet", ".log")
