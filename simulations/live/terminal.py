@@ -216,6 +216,7 @@ class LiveDisplay(View):
                 bar(expected - jobs.left, expected, drawing, glyphs),
                 f"{progress.done}/{expected} done, {progress.failed} failed",
             ),
+            DisplayRow("updates", None, s.plan_coverage.settled, "yellow"),
             DisplayRow(
                 "workers",
                 bar(s.busy, s.slots, min(s.slots, drawing), glyphs),
