@@ -152,7 +152,7 @@ def _print_line(console: Console, text: str, style: str | None = None) -> None:
 def _nothing_came_back(reading: Reading) -> list[str]:
     """Sentences on updates that nobody sent, updates that were never attacked, and attacks that failed or do not apply."""
     ledger = reading.ledger
-    sentences = none_accepted(ledger), reading.plan_coverage.words, failure(ledger), inapplicable(ledger)
+    sentences = none_accepted(ledger), failure(ledger), inapplicable(ledger), reading.plan_coverage.words
     return list(filter(None, sentences))
 
 

@@ -216,7 +216,6 @@ class LiveDisplay(View):
                 bar(expected - jobs.left, expected, drawing, glyphs),
                 f"{progress.done}/{expected} done, {progress.failed} failed",
             ),
-            DisplayRow("updates", None, s.plan_coverage.settled, "yellow"),
             DisplayRow(
                 "workers",
                 bar(s.busy, s.slots, min(s.slots, drawing), glyphs),
@@ -224,7 +223,7 @@ class LiveDisplay(View):
             ),
             DisplayRow("time", f"{duration(s.elapsed())} elapsed", ", ".join(estimates)),
             DisplayRow("replay check", None, s.replay[1], "yellow" if s.replay[0] == "mismatch" else ""),
-            DisplayRow("", None, self.note, "dim"),
+            DisplayRow("", None, "; ".join(filter(None, (self.note, s.plan_coverage.settled))), "dim"),
         ]
 
     # ------------------------------------------------------------------------------------------------------ thumbnails

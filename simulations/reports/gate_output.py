@@ -39,7 +39,7 @@ def gate_tables(results: Sequence[GateResult]) -> list[dict[str, Any]]:
 
 
 def write_junit(results: Sequence[GateResult], of: str, path: Path) -> None:
-    """Write JUnit XML: a test case for each threshold, an error where it is not measured or incomplete, so that it does not pass."""
+    """Write JUnit XML: a test case for each threshold, which is an error if it is not measured or incomplete."""
     counts = {outcome: sum(r.outcome == outcome for r in results) for outcome in _KINDS}
     suite = ElementTree.Element(
         "testsuite",
