@@ -68,13 +68,13 @@ class GateResult:
     @property
     def outcome(self) -> Outcome:
         """Failed beyond the threshold; otherwise incomplete or not measured where the value is no proof."""
-        value, bound = self.measurement.value, self.threshold.bound
-        measured = value is not None and not math.isnan(value)
-        if measured and (value > bound if self.threshold.above else value < bound):
+        bound = self.threshold.bound
+        value = math.nan if self.measurement.value is None else self.measurement.value
+        if value > bound if self.threshold.above else value < bound:
             return "failed"
         if not self.measurement.complete:
             return "incomplete"
-        return "passed" if measured and self.measurement.conclusive else "not measured"
+        return "not measured" if math.isnan(value) or not self.measurement.conclusive else "passed"
 
     def __str__(self) -> str:
         value = self.measurement.value
