@@ -71,6 +71,22 @@ class LedgerReads(LedgerFile):
             " JOIN attacks a ON a.id = attack_id ORDER BY a.id, outcome"
         ).fetchall()
 
+    def fates(self) -> list[sqlite3.Row]:
+        """What became of each update that has a job of an attack, baselines and limits left out: round, client, status.
+
+        The status is attacked if one attack ended with a result, else waiting, failed or not applicable.
+        """
+        others = (*BASELINES, *LIMITS)
+        inapplicable = "EXISTS (SELECT 1 FROM scores s WHERE s.job_id = j.id AND s.attack = a.name AND s.status = 'not_applicable')"
+        return self._db.execute(
+            "SELECT round, client, CASE min(fate) WHEN 0 THEN 'attacked' WHEN 1 THEN 'waiting' WHEN 2 THEN 'failed'"
+            " ELSE 'not applicable' END status FROM (SELECT j.round, j.client, CASE j.state WHEN 'failed' THEN 2"
+            f" WHEN 'done' THEN CASE WHEN {inapplicable} THEN 3 ELSE 0 END ELSE 1 END fate"
+            " FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+            f" WHERE a.name NOT IN ({', '.join('?' * len(others))})) GROUP BY round, client",
+            others,
+        ).fetchall()
+
     def numerics(self) -> list[sqlite3.Row]:
         """How attacks were computed, baselines and limits left out: device, name, precision, deterministic, torch, driver, jobs."""
         others = (*BASELINES, *LIMITS)

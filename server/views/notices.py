@@ -78,6 +78,8 @@ def _audit_notices(reading: Reading) -> Iterator[Notice]:
         yield "Updates are on the tape, but no attack is planned for them. Attack them with:", again
     elif not progress.total and reading.sizes:
         yield "No update is on the tape, so there is nothing to attack.", ""
+    if words := reading.plan_coverage.words:
+        yield f"{words}.", ""
     if words := reading.view("failure", lambda: failure(reading.ledger)):
         words = f"{words[0].upper()}{words[1:]}. When the cause is mended, try them again with:"
         yield words, f"{again} --retry failed"

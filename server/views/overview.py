@@ -53,6 +53,7 @@ def overview(reading: Reading) -> dict[str, Any]:
         "training": training(reading),
         "app_rounds": app_rounds(reading),
         "progress": progress(reading),
+        "plan": reading.plan_coverage.to_json(),
         "attacked_on": attacked_on(reading.ledger),
         **figure(reading),
         "success": success(reading),

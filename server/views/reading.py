@@ -15,7 +15,7 @@ from fedgauge.attacks.grading.knowledge_card import SEPARATOR
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.local_data import may_download
-from fedgauge.client.protocol import MOST_CLIENTS, MOST_ROUNDS
+from fedgauge.client.protocol import MOST_CLIENTS, MOST_ROUNDS, Protocol
 from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
 from fedgauge.server.store.expected_jobs import expected_jobs
@@ -28,6 +28,7 @@ from fedgauge.server.store.tester_truth import TesterTruth
 from fedgauge.server.views.formatting import chain, component, is_exact, rounded
 from fedgauge.server.views.leakage import Leak, Snapshot
 from fedgauge.server.views.participation import may_have_sent
+from fedgauge.server.views.plan_coverage import PlanCoverage, plan_coverage, selection
 from fedgauge.server.views.roles import attack_order, is_attack
 from fedgauge.server.views.scores import Scores, known_metrics
 from fedgauge.server.views.strength import final_accuracy
@@ -96,6 +97,9 @@ def _check_shapes(tables: Mapping[str, Any]) -> None:
     for table, key, kind in ((audit, "curious", bool), (audit, "workers", int), (tape, "retention_days", float)):
         if key in table:
             coerce(table[key], kind, key)
+    selection(tables)
+    if "secure_sum" in tables:
+        Protocol.from_tables(tables)
 
 
 @dataclass(frozen=True)
@@ -302,6 +306,11 @@ class Reading(LedgerReading):
             told = json_table(self.rounds[number]["metrics"] or "{}", self.ledger.path, "metrics")
             tables = {who: own for who, own in told.items() if isinstance(own, dict)}
             yield number, {f"{who}: {name}": value for who, own in tables.items() for name, value in own.items()}
+
+    @property
+    def plan_coverage(self) -> PlanCoverage:
+        """Planned against attacked updates."""
+        return self.view("plan coverage", lambda: plan_coverage(self.ledger, self.tables, self.state == "training"))
 
     @property
     def metrics(self) -> list[str]:

@@ -195,7 +195,14 @@ def verdict_of(reading: Reading) -> Verdict:
     """The verdict on a run as read so far, cached until the run changes."""
     return reading.view(
         "verdict",
-        lambda: verdict(reading.scores, reading.ledger, class_shares(reading), jobs_of_run(reading), reading.state),
+        lambda: verdict(
+            reading.scores,
+            reading.ledger,
+            class_shares(reading),
+            jobs_of_run(reading),
+            reading.state,
+            reading.plan_coverage.words,
+        ),
     )
 
 
@@ -211,16 +218,25 @@ def class_shares(reading: Reading) -> tuple[float, ...]:
     return reading.keep("shares", shares)
 
 
-def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float], jobs: Jobs, state: State = "complete") -> Verdict:
+def verdict(
+    scores: Scores,
+    ledger: Ledger,
+    shares: Sequence[float],
+    jobs: Jobs,
+    state: State = "complete",
+    never_attacked: str = "",
+) -> Verdict:
     """The run's verdict on both kinds of leak. It never says that a run is private.
 
     Args:
         shares: how often each class occurs in the data, for what a guess restores of labels.
         jobs: what is done and what is still to come.
         state: the run's.
+        never_attacked: `PlanCoverage.words`.
     """
     subject = f"So far ({jobs.words}), the clients'" if jobs.left else "The clients'"
-    examples, doubt = _of_examples(scores, ledger, shares, state, subject), _doubts(scores, ledger, state, "members")
+    examples = _of_examples(scores, ledger, shares, state, subject, never_attacked)
+    doubt = _joined(never_attacked, _doubts(scores, ledger, state, "members"))
     members = [replace(told, doubt=doubt) for told in told_members(scores)]
     words = {examples.word, *(told.word for told in members)}
     word: Word = "undetermined"
@@ -232,20 +248,23 @@ def verdict(scores: Scores, ledger: Ledger, shares: Sequence[float], jobs: Jobs,
     return Verdict(word, sentences, examples.strongest, tuple(members), examples.word)
 
 
-def _of_examples(scores: Scores, ledger: Ledger, shares: Sequence[float], state: State, subject: str) -> Verdict:
+def _of_examples(
+    scores: Scores, ledger: Ledger, shares: Sequence[float], state: State, subject: str, never_attacked: str
+) -> Verdict:
     """The verdict on what comes back of the examples, with the attack that decides it.
 
     Args:
         subject: whose examples, and of how much that is known.
+        never_attacked: `PlanCoverage.words`.
     """
     compared, labels = excesses(scores), restored_labels(scores, ledger, shares)
     read_off = f"{subject} labels leak: {labels}, by {labels.attack}." if labels and labels.leaks else ""
     if not compared:
-        return _undetermined(read_off, _nothing_to_judge(scores, ledger))
+        return _undetermined(read_off, _joined(_nothing_to_judge(scores, ledger), never_attacked))
     strongest, title = _strongest(scores, compared)
     budget, private = planned_attacks(ledger)[strongest.attack].budget, f"{scores.measure.private}s"
     numbers = _numbers(strongest, compared, scores.measure)
-    if not strongest.leaks and (doubt := _doubts(scores, ledger, state, "examples")):
+    if not strongest.leaks and (doubt := _joined(never_attacked, _doubts(scores, ledger, state, "examples"))):
         why = f"{doubt}. So it proves nothing that no attack beats a guess"
         return _undetermined(
             read_off, f": {why}: the {title}, {strongest.attack} ({budget}), reaches {numbers}", strongest
@@ -311,8 +330,15 @@ def _numbers(strongest: ExcessLeakage, compared: Sequence[ExcessLeakage], by: Ma
 
 
 def doubts(reading: Reading, kind: Kind) -> str:
-    """Why it proves nothing that no leak of a kind was found, for verdict and gate alike; empty if nothing is amiss."""
+    """Reasons why "no leak found" is inconclusive, for verdict and gate; empty if it is conclusive.
+
+    Updates that were never attacked are another reason: `Reading.plan_coverage`.
+    """
     return _doubts(reading.scores, reading.ledger, reading.state, kind)
+
+
+def _joined(*reasons: str) -> str:
+    return "; ".join(filter(None, reasons))
 
 
 def _doubts(scores: Scores, ledger: Ledger, state: State, kind: Kind) -> str:

@@ -60,7 +60,10 @@ def add_settings(command: argparse.ArgumentParser) -> None:
 def add_gate(command: argparse.ArgumentParser) -> None:
     """Give a command thresholds that decide its exit status, and the files that say what came of them."""
     for way in ("above", "below"):
-        text = f"end with status 1 if a metric lies {way} this value, with 3 if it was not measured (repeatable)"
+        text = (
+            f"end with status 1 if a metric lies {way} this value, with 3 if it was not measured, with 4 if part of the plan "
+            "was never attacked (repeatable)"
+        )
         command.add_argument(
             f"--fail-{way}", action="append", default=[], type=metric_value, metavar="METRIC=VALUE", help=text
         )

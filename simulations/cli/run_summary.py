@@ -78,7 +78,7 @@ def _print_errors(reading: Reading) -> None:
         print(printable(f"fedgauge: replay check: {reading.meta.get('replay_detail', '')}"), file=sys.stderr)
     for text in _warnings(reading):
         print(printable(f"fedgauge: WARNING: {text}"), file=sys.stderr)
-    for text in filter(None, (*_nothing_came_back(ledger), _clients(ledger), next_step(reading.run, ledger))):
+    for text in filter(None, (*_nothing_came_back(reading), _clients(ledger), next_step(reading.run, ledger))):
         print(printable(f"fedgauge: {text}"), file=sys.stderr)
 
 
@@ -120,7 +120,7 @@ def _print_results(reading: Reading) -> None:
         _print_line(console, f"{row['attack']} ({row['jobs']} x): {row['reason']}")
     if len(reasons) > MOST_REASONS:
         _print_line(console, f"and {len(reasons) - MOST_REASONS} more reasons of attacks")
-    for text in _nothing_came_back(ledger):
+    for text in _nothing_came_back(reading):
         _print_line(console, text, "yellow")
     if text := next_step(reading.run, ledger):
         _print_line(console, text, "yellow" if meta.get("replay") == "mismatch" else None)
@@ -149,9 +149,11 @@ def _print_line(console: Console, text: str, style: str | None = None) -> None:
     console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _nothing_came_back(ledger: Ledger) -> list[str]:
-    """What failed, and why; that no attack applies; that there was no update to attack."""
-    return [text for text in (none_accepted(ledger), failure(ledger), inapplicable(ledger)) if text]
+def _nothing_came_back(reading: Reading) -> list[str]:
+    """Sentences on updates that nobody sent, updates that were never attacked, and attacks that failed or do not apply."""
+    ledger = reading.ledger
+    sentences = none_accepted(ledger), failure(ledger), inapplicable(ledger), reading.plan_coverage.words
+    return list(filter(None, sentences))
 
 
 def _clients(ledger: Ledger) -> str:

@@ -20,7 +20,7 @@ from fedgauge.simulations.checks.before_training import PATIENCE, try_first
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
 from fedgauge.simulations.experiments.sweep_rows import SweepRow, is_done, matrix, measure_of, rows, write_rows
 from fedgauge.simulations.run.create import create_run
-from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE, INTERRUPTED, exit_status
+from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE, INCOMPLETE, INTERRUPTED, exit_status
 from fedgauge.simulations.run.launch import OwnProcess, blame
 from fedgauge.simulations.run.simulate import Interrupt
 
@@ -176,4 +176,4 @@ def _status(ended: list[Run]) -> int:
     if all(status == INAPPLICABLE for status in statuses):
         print("fedgauge: no attack applies under any defense, so nothing is known of what leaks", file=sys.stderr)
         return INAPPLICABLE
-    return FAILED if FAILED in statuses else 0
+    return next((status for status in (FAILED, INCOMPLETE) if status in statuses), 0)

@@ -59,6 +59,7 @@ class Events(View):
             "queued": p.queued,
             "leased": p.leased,
             "failed": p.failed,
+            "plan": s.plan_coverage.to_json(),
         }
         self._once("progress", "progress", counts, seconds_left=finite(jobs.seconds_left))
         verdict, words = s.replay
@@ -85,6 +86,7 @@ def finish(run: Run, report: Path) -> None:
             report=str(report),
             verdict=result.word,
             words=result.sentence,
+            plan=reading.plan_coverage.to_json(),
             attacks=[_pooled(pooled[a]) for a in attack_order(ledger, pooled)],
             errors=ledger.errors(),
         )

@@ -12,6 +12,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.outcomes import device_shares
+from fedgauge.server.views.plan_coverage import PlanCoverage, plan_coverage
 from fedgauge.server.views.reading import Jobs, LedgerReading, jobs_of
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.strength import best_of
@@ -57,6 +58,7 @@ class RunProgress(LedgerReading):
         fresh: the keys of `cells` that the last reading changed.
         busy: waves at work.
         devices: how the attack service uses each.
+        plan_coverage: planned against attacked updates; while the run trains, as of the newest round.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class RunProgress(LedgerReading):
         self.attacks, self.reconstructing = list(planned), [name for name in planned if planned[name].reconstructs]
         self.fresh: list[tuple[str, int]] = []
         self.busy = 0
+        self.plan_coverage = PlanCoverage()
+        self._covered: int | None = None  # round up to which updates are counted
         self._version: object = None
         self._clock = clock
         self._started = clock()
@@ -95,6 +99,9 @@ class RunProgress(LedgerReading):
 
     def read(self) -> set[int]:
         waiting, known, touched = self._waiting(), self.cells, super().read()
+        if not self.coming or self._covered != self.newest:
+            self.plan_coverage = plan_coverage(self.ledger, self.tables, self.coming)
+            self._covered = self.newest
         self.fresh = []
         for round in sorted(touched):
             for leak in sorted(self.snapshot.of_round(self.measure.metric, round), key=_attacks_first):

@@ -83,7 +83,15 @@ class LiveDisplay(View):
         words = f"replay check: {detail}" if detail else "replay check"
         # attacks come last, as a display that is too tall loses its last lines
         check = _text(words, "yellow" if replay == "mismatch" else "dim")
-        return Constrain(Group(self._status(drawing), check, _text(self.note, "dim"), self._leakage(drawing)), width)
+        return Constrain(
+            Group(
+                self._status(drawing),
+                check,
+                _text("; ".join(filter(None, (self.note, self.run_progress.plan_coverage.settled))), "dim"),
+                self._leakage(drawing),
+            ),
+            width,
+        )
 
     def _status(self, drawing: int) -> Table:
         """Rounds, accuracy, jobs, workers and time."""

@@ -78,6 +78,8 @@ def progress_line(s: RunProgress) -> str:
     )
     if s.progress.failed:
         parts.append(f"{s.progress.failed} failed")
+    if s.plan_coverage.settled:
+        parts.append(s.plan_coverage.settled)
     by = s.measure
     leaks = [k for k in s.snapshot.leaks(by.metric) if k.round is None and is_attack(k.attack)]
     best = by.leakiest((k.best for k in leaks if k.best is not None), float)

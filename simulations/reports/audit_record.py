@@ -102,7 +102,8 @@ def _facts(reading: Reading) -> Iterator[tuple[str, Any]]:
     replay = {key: reading.meta.get(key, "") for key in ("replay", "replay_detail")}
     judged = verdict_of(reading)
     yield "verdict", {"word": judged.word, "sentences": judged.sentences, **replay}
-    yield "tested", {"texts": TEXTS, "note": MAPS_TO, "classes": [asdict(row) for row in coverage(reading)]}
+    classes = [asdict(row) for row in coverage(reading)]
+    yield "tested", {"plan": reading.plan_coverage.to_json(), "texts": TEXTS, "note": MAPS_TO, "classes": classes}
 
 
 def _format(run: str) -> dict[str, Any]:

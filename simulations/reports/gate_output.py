@@ -11,13 +11,14 @@ from fedgauge.client.files import writing
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.assurance.gate import GateResult
 from fedgauge.server.views.formatting import finite
-from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE
+from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE, INCOMPLETE
 
 
 def gate_status(results: Sequence[GateResult]) -> int:
-    """0 if every threshold holds, 1 if one does not, 3 if one was not measured."""
+    """0 if every threshold holds, 1 if one does not, 4 if planned updates were never attacked, 3 if one was not measured."""
     outcomes = {result.outcome for result in results}
-    return FAILED if "failed" in outcomes else INAPPLICABLE if "not measured" in outcomes else 0
+    statuses: dict[Outcome, int] = {"failed": FAILED, "incomplete": INCOMPLETE, "not measured": INAPPLICABLE}
+    return next((status for outcome, status in statuses.items() if outcome in outcomes), 0)
 
 
 def gate_lines(results: Sequence[GateResult]) -> list[str]:
@@ -34,14 +35,14 @@ def gate_tables(results: Sequence[GateResult]) -> list[dict[str, Any]]:
 
 
 def write_junit(results: Sequence[GateResult], of: str, path: Path) -> None:
-    """Write JUnit XML: a test case for each threshold; what was not measured is an error, which no reader counts as passed."""
+    """Write JUnit XML: a test case for each threshold, which is an error if it is not measured or incomplete."""
     counts = Counter(result.outcome for result in results)
     suite = ElementTree.Element(
         "testsuite",
         name=printable(f"fedgauge gate: {of}"),
         tests=str(len(results)),
         failures=str(counts["failed"]),
-        errors=str(counts["not measured"]),
+        errors=str(counts["not measured"] + counts["incomplete"]),
     )
     for result in results:
         case = ElementTree.SubElement(suite, "testcase", classname="fedgauge.gate", name=f"fails if {result.threshold}")

@@ -147,6 +147,7 @@ def _content(reading: Reading) -> dict[str, Any]:
         "replied": len({round for round, _ in reading.sizes}),
         "participation": overview.participation(reading),
         "progress": reading.progress,
+        "plan": reading.plan_coverage.to_json(),
         "without_truth": overview.ungraded(reading),
         "app_rounds": rounds,
         "replay": reading.meta.get("replay"),

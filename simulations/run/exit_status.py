@@ -4,15 +4,18 @@ from collections.abc import Collection
 
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.outcomes import failure, inapplicable, none_accepted
+from fedgauge.server.views.plan_coverage import plan_coverage
+from fedgauge.server.views.reading import state_of, tables_of
 
-FAILED, MISTAKE, INAPPLICABLE, INTERRUPTED = 1, 2, 3, 130  # 130: asked to stop, by the shells' convention
+FAILED, MISTAKE, INAPPLICABLE, INCOMPLETE = 1, 2, 3, 4
+INTERRUPTED = 130  # asked to stop, by the shells' convention
 
 
 def exit_status(run: Run, attacks: Collection[str] | None = None, force: bool = False) -> int:
-    """0 if everything was carried out, 1 if something failed, 3 if no attack applies.
+    """0 if everything was carried out, 1 if something failed, 3 if no attack applies, 4 if planned updates were never attacked.
 
     Args:
-        attacks: judge these alone; default: all.
+        attacks: judge only these; default: the whole plan.
         force: whether the attacks were carried out although the replay check failed.
     """
     with run.ledger() as ledger:
@@ -20,4 +23,8 @@ def exit_status(run: Run, attacks: Collection[str] | None = None, force: bool = 
             return FAILED
         if failure(ledger, attacks) or none_accepted(ledger):
             return FAILED
-        return INAPPLICABLE if inapplicable(ledger, attacks) else 0
+        if inapplicable(ledger, attacks):
+            return INAPPLICABLE
+        whole_plan = attacks is None
+        training = state_of(run, ledger) == "training"
+        return INCOMPLETE if whole_plan and not plan_coverage(ledger, tables_of(run), training).complete else 0

@@ -120,13 +120,14 @@ function progressBar({ done, failed }, all) {
 }
 
 /** Progress of training and attacks, in a strip of constant height. */
-function progressStrip({ training, progress, state }) {
+function progressStrip({ training, progress, plan, state }) {
   const { queued, leased, expected, words, per_minute, seconds_left, workers, devices } = progress;
   const waiting = [leased && `${leased} running`, queued && `${queued} waiting`];
   const rate = per_minute && `${per_minute.toFixed(0)} attacks a minute`;
   const left = seconds_left !== null && `about ${duration(seconds_left)} left`;
   const pace = LIVE.has(state) ? [many(workers, "worker"), devices, rate, left] : [];
-  const jobs = [words, ...waiting, ...pace].filter(Boolean).join(" · ");
+  const updates = plan.updates && `${plan.attacked} of ${plan.updates} planned updates attacked`;
+  const jobs = [words, updates, ...waiting, ...pace].filter(Boolean).join(" · ");
   const model = ` · round ${training.round} of ${training.rounds}` + (training.accuracy === null ? "" : ` · accuracy ${percent(training.accuracy)}`);
   return el("div.strip", { role: "group", "aria-label": "Progress" },
     el("p", el("b", state), model), progressBar(progress, expected), el("p.small", jobs));

@@ -18,7 +18,7 @@ from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.strength import best_of
 from fedgauge.server.views.verdict import Kind, doubts
 
-Outcome = Literal["passed", "failed", "not measured"]
+Outcome = Literal["passed", "failed", "not measured", "incomplete"]
 EPSILON = "epsilon"  # of one record, the largest of any client
 WORST = "worst."  # prefix: of the example that leaks most
 NO_PROOF = (
@@ -47,12 +47,14 @@ class Measurement:
         value: None if there is none.
         words: how it was measured, or why it was not.
         conclusive: whether a value within the threshold says that there is no more; why it does not stands in words.
+        complete: whether every update that the plan selects was attacked.
         estimated: it rests on assumptions that an attacker may pass, so it is conclusive for those alone who accept estimates.
     """
 
     value: float | None
     words: str
     conclusive: bool = True
+    complete: bool = True
     estimated: bool = False
 
 
@@ -65,13 +67,14 @@ class GateResult:
 
     @property
     def outcome(self) -> Outcome:
-        """What was not measured never passes."""
-        value, bound = self.measurement.value, self.threshold.bound
-        if value is None or math.isnan(value):
-            return "not measured"
+        """Failed beyond the threshold; otherwise incomplete or not measured where the value is no proof."""
+        bound = self.threshold.bound
+        value = math.nan if self.measurement.value is None else self.measurement.value
         if value > bound if self.threshold.above else value < bound:
             return "failed"
-        return "passed" if self.measurement.conclusive else "not measured"
+        if not self.measurement.complete:
+            return "incomplete"
+        return "not measured" if math.isnan(value) or not self.measurement.conclusive else "passed"
 
     def __str__(self) -> str:
         value = self.measurement.value
@@ -138,9 +141,10 @@ def gate_of_run(reading: Reading, thresholds: Sequence[Threshold]) -> list[GateR
     for threshold in thresholds:
         found, metric = _measured(reading, threshold.metric), threshold.metric
         kind: Kind = "members" if metric == EPSILON or metric in MEMBERSHIP else "examples"
-        if doubt := doubts(reading, kind):
-            why = doubt if found.value is None else f"a value within the threshold proves nothing: {doubt}"
-            found = Measurement(found.value, f"{found.words}; {why}", False)
+        never = "" if metric == EPSILON else reading.plan_coverage.words  # no attack measures epsilon
+        if why := "; ".join(filter(None, (never, doubts(reading, kind)))):
+            why = why if found.value is None else f"a value within the threshold proves nothing: {why}"
+            found = Measurement(found.value, f"{found.words}; {why}", conclusive=False, complete=not never)
         results.append(GateResult(threshold, found))
     return results
 

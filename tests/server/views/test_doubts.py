@@ -26,7 +26,7 @@ def run_of(folder: Path, spoil: Spoil, gain: float, area: float, lost: bool = Fa
     cells: dict[Cell, Values | None] = drawn(0, gain, chance=0.0)
     cells |= {(1, c, "membership"): {"membership": [area + 0.1 * (-1) ** c]} for c in range(12)}
     cells |= {(2, 0, "random_image"): None} if lost else {}
-    run = Run.create(folder, scenario())
+    run = Run.create(folder, scenario(rounds=2 if lost else 1))
     with run.ledger() as ledger:
         blind = ["matching"] if flat else []
         ledger.add_attacks(WITH_MEMBERS, {p.name: "" for p in WITH_MEMBERS.attacks}, flat=blind)

@@ -75,7 +75,9 @@ def test_a_run_is_resumed_by_its_folder_or_its_name(stopped: Run, monkeypatch: p
         went_on.append((run.folder.resolve(), scenario))
 
     monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", simulate)
-    assert main(["run", "--resume", "stopped", "--runs", str(stopped.folder.parent), "--log", "quiet"]) == 0
+    assert main(["run", "--resume", "stopped", "--runs", str(stopped.folder.parent), "--log", "quiet"]) == 4, (
+        "its attacks wait"
+    )
     assert went_on == [(stopped.folder.resolve(), stopped.scenario())]
     assert [p.name for p in stopped.folder.parent.iterdir()] == ["stopped"], "no other run was begun"
     with stopped.ledger() as ledger:

@@ -1,0 +1,176 @@
+"""Planned against attacked updates: the one count for verdict, gate, terminal, page and report."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from fedgauge.attacks.plan import AttackPlan
+from fedgauge.client.components import SpecError, check_arguments
+from fedgauge.client.protocol import Protocol
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.server_attacks import shortened
+
+MOST_ROUNDS = 5  # named in a sentence
+SELECTION = ("rounds", "every", "clients")  # keys of [audit] that choose what is attacked
+REFUSED, LOST, NO_JOB, WAITING = "refused", "lost", "without a job", "waiting"
+FATES = (REFUSED, LOST, NO_JOB, WAITING, "failed", "not applicable")  # the order in which they are reported
+Reason = tuple[str, str]  # one of FATES, or another status of an observation; and the reason, if there is one
+
+
+@dataclass(frozen=True)
+class PlanCoverage:
+    """The updates and rounds that the plan selects, and those of them that were never attacked.
+
+    A client that sent nothing in a round has no update there. An update was attacked if one attack on it ended with a result.
+
+    Args:
+        updates: number of updates that were sent and that the plan selects.
+        missed: number of these that were never attacked, by fate and reason.
+        rounds: number of planned rounds; while the training goes on, those trained so far.
+        missed_rounds: planned rounds without any attacked update, although the plan selects one or none was accepted.
+    """
+
+    updates: int = 0
+    missed: Mapping[Reason, int] = field(default_factory=Counter)
+    rounds: int = 0
+    missed_rounds: tuple[int, ...] = ()
+
+    @property
+    def attacked(self) -> int:
+        """Number of planned updates that were attacked."""
+        return self.updates - sum(self.missed.values())
+
+    @property
+    def by_fate(self) -> dict[str, int]:
+        """Number of never attacked updates by fate."""
+        counts: Counter[str] = Counter()
+        for (fate, _), n in self.missed.items():
+            counts[fate] += n
+        return {fate: counts[fate] for fate in dict.fromkeys((*FATES, *sorted(counts))) if counts[fate]}
+
+    @property
+    def settled(self) -> str:
+        """Number of updates that no waiting job will attack, for a run at work; empty if there are none."""
+        fates = {fate: n for fate, n in self.by_fate.items() if fate != WAITING}
+        named = ", ".join(f"{n} {fate}" for fate, n in fates.items())
+        return f"{sum(fates.values())} of {self.updates} planned updates not attacked: {named}" if fates else ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every planned update and round was attacked."""
+        return not self.missed and not self.missed_rounds
+
+    @property
+    def words(self) -> str:
+        """Never attacked updates and rounds, with numbers; empty if the plan was carried out.
+
+        4 of 6 planned updates were never attacked: 4 refused (not finite); 1 of 2 planned rounds was never attacked: 3
+        """
+        found = []
+        if self.missed:
+            fates = ", ".join(f"{n} {fate}{self._reason(fate)}" for fate, n in self.by_fate.items())
+            n = self.updates - self.attacked
+            found.append(f"{n} of {self.updates} planned updates {_were_never_attacked(n, self._waits)}: {fates}")
+        if self.missed_rounds:
+            n = len(self.missed_rounds)
+            named = ", ".join(map(str, self.missed_rounds[:MOST_ROUNDS]))
+            more = f" and {n - MOST_ROUNDS} more" if n > MOST_ROUNDS else ""
+            found.append(f"{n} of {self.rounds} planned rounds {_were_never_attacked(n, self._waits)}: {named}{more}")
+        return "; ".join(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers and the sentence, for the page and the JSON log."""
+        return {
+            "updates": self.updates,
+            "attacked": self.attacked,
+            "missed": self.by_fate,
+            "rounds": self.rounds,
+            "missed_rounds": len(self.missed_rounds),
+            "words": self.words,
+        }
+
+    @property
+    def _waits(self) -> bool:
+        return any(fate == WAITING for fate, _ in self.missed)
+
+    def _reason(self, fate: str) -> str:
+        """The most frequent reason of a fate in brackets, with the number of others."""
+        reasons = Counter({reason: n for (of, reason), n in self.missed.items() if of == fate and reason})
+        if not reasons:
+            return ""
+        more = f"; {len(reasons) - 1} more reason{'s' if len(reasons) > 2 else ''}" if len(reasons) > 1 else ""
+        return f" ({shortened(reasons.most_common(1)[0][0])}{more})"
+
+
+def _were_never_attacked(n: int, waits: bool) -> str:
+    if waits:
+        return "has not been attacked yet" if n == 1 else "have not been attacked yet"
+    return "was never attacked" if n == 1 else "were never attacked"
+
+
+def selection(tables: Mapping[str, Any]) -> AttackPlan:
+    """The part of a scenario's plan that selects rounds and clients; SpecError if `[audit]` does not hold one."""
+    chosen = {key: value for key, value in tables.get("audit", {}).items() if key in SELECTION}
+    plan = AttackPlan(**check_arguments(AttackPlan, chosen, "[audit]", {"attacks": ()}))
+    if plan.every < 1:
+        raise SpecError(f"[audit]: every must be at least 1, got {plan.every}")
+    return plan
+
+
+def plan_coverage(ledger: Ledger, tables: Mapping[str, Any], training: bool) -> PlanCoverage:
+    """Count the planned updates of a run that were attacked and those that never were.
+
+    Args:
+        tables: the run's scenario, whose `[audit]` selects rounds and clients; the ledger has the attacks.
+        training: whether the run still trains, so that later rounds do not count yet.
+    """
+    planned = ledger.planned()
+    attack = next((p for name, p in planned.items() if is_attack(name)), None)
+    if attack is None:
+        return PlanCoverage()
+    plan, group_of = replace(selection(tables), attacks=tuple(planned.values())), _groups(tables)
+    observed = ledger.last_observed()
+    last = observed if training else max(observed, int(ledger.meta().get("rounds") or tables["rounds"]))
+    if plan.rounds is None:
+        rounds = set(range(1, last + 1, plan.every))
+    else:
+        rounds = {round for round in plan.rounds if round <= last or not training}
+    fates = {(row["round"], row["client"]): row["status"] for row in ledger.fates()}
+    missed: Counter[Reason] = Counter()
+    updates: set[tuple[int, int]] = set()
+    attacked, accepted, chosen = set[int](), set[int](), set[int]()
+    for o in sorted(ledger.observations(), key=lambda o: bool(o["status"] != "accepted")):
+        round, client = o["round"], o["client"]
+        if round not in rounds or o["status"] == "missing":
+            continue
+        if o["status"] == "accepted":
+            accepted.add(round)
+        if not plan.targets(round, [client], attack):
+            continue
+        update = round, group_of(round).get(client, client)
+        if update in updates:  # a secure sum is one update, although several of its clients may be listed
+            continue
+        updates.add(update)
+        chosen.add(round)
+        fate = fates.get((round, client), "")
+        if fate == "attacked":
+            attacked.add(round)
+        elif o["status"] != "accepted":
+            missed[REFUSED if o["status"] == "rejected" else o["status"], o["reason"]] += 1
+        elif fate:
+            missed[fate, ""] += 1
+        else:
+            missed[(NO_JOB, "") if o["digest"] else (LOST, o["reason"] or "not on the tape")] += 1
+    never = sorted(round for round in rounds - attacked if round in chosen or round not in accepted)
+    return PlanCoverage(len(updates), missed, len(rounds), tuple(never))
+
+
+def _groups(tables: Mapping[str, Any]) -> Callable[[int], Mapping[int, int]]:
+    """By round, the first client of each client's secure sum; empty without one."""
+    if "secure_sum" not in tables:
+        return lambda round: {}
+    protocol = Protocol.from_tables(tables)
+    return cache(lambda round: {client: group[0] for group in protocol.groups(round) for client in group})
