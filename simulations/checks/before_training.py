@@ -33,6 +33,15 @@ def refuse_misfit(fed: Federation) -> None:
             raise SpecError(f"[model]: {found.message}")
 
 
+def try_strategy(scenario: Scenario) -> str:
+    """Build the server's strategy; SpecError if it could not aggregate a round's replies."""
+    from fedgauge.server.strategy.build import build_strategy  # imports Flower: seconds
+
+    protocol = scenario.protocol
+    groups = len(protocol.groups(1)) if protocol.secure_sum is not None else None
+    return type(build_strategy(scenario.strategy, protocol.clients, groups=groups)).__name__
+
+
 def try_first(scenario: Scenario, console: Console, where: str = "", patience: float = PATIENCE) -> None:
     """Try a scenario, its server's strategy included, and print what will not work as it should.
 
@@ -43,12 +52,10 @@ def try_first(scenario: Scenario, console: Console, where: str = "", patience: f
     Raises:
         SpecError: it cannot be trained, its updates not be computed again, or none of the planned attacks works.
     """
-    from fedgauge.server.app import build_strategy  # imports Flower: seconds
-
     logging.getLogger("flwr").setLevel(logging.ERROR)  # it warns that evaluation is off, which is our own choice
     start = f"{where}: " if where else ""
     try:
-        build_strategy(scenario.strategy, scenario.protocol.clients)
+        try_strategy(scenario)
         for words in warnings_before(scenario, patience):
             console.print(f"warning: {start}{words}", highlight=False, markup=False, soft_wrap=True)
     except SpecError as error:

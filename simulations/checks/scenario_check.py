@@ -24,6 +24,7 @@ from fedgauge.client.training import StochasticLayer, without_running_stats
 from fedgauge.server.pool.service import attack_devices
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.attack_trial import try_attacks
+from fedgauge.simulations.checks.before_training import try_strategy
 from fedgauge.simulations.checks.chain_check import check_chain
 from fedgauge.simulations.checks.check_result import CheckFailed, CheckResult, attempt
 from fedgauge.simulations.checks.network_check import (
@@ -46,6 +47,7 @@ def check(scenario: Scenario) -> list[CheckResult]:
     """Check a scenario that could be built; the last checks are left out where an earlier one failed."""
     fed, again = scenario.federation, Federation(scenario.protocol)
     results = [*_check_data(fed, again), *_check_model(fed, again), *_check_loss(fed)]
+    results.append(attempt("strategy", partial(try_strategy, scenario)))
     if all(r.works or not r.needed for r in results):
         results += [
             attempt("second derivative", partial(check_second_derivative, fed, again)),

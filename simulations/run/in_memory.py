@@ -13,9 +13,10 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedgauge.client.app import app as client_app
 from fedgauge.client.protocol import Protocol
-from fedgauge.server.app import build_strategy, federate
+from fedgauge.server.app import federate
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.strategy.build import build_strategy
 from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 
 
