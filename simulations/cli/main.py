@@ -64,12 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from fedgauge.server.store.run import RunBusy
     from fedgauge.server.store.run_files import printable
     from fedgauge.server.store.tape import TapeError
+    from fedgauge.simulations.checks.check_result import users_errors
     from fedgauge.simulations.run.exit_status import MISTAKE
 
     command: Command = options.command
     try:
         data_folder()  # a FEDGAUGE_DATA that does not exist is refused before anything starts
-        with _own_packages(options):
+        with _own_packages(options), users_errors():
             return command(options)
     except (SpecError, LedgerError, TapeError, RunBusy) as error:
         print(printable(f"fedgauge: {error}"), file=sys.stderr)
