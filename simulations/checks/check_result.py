@@ -1,14 +1,11 @@
 """The result of one check of the doctor, and how a check is carried out."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fedgauge.client.components import SpecError, own_line
+from fedgauge.client.components import MEND, SpecError, own_line
 from fedgauge.client.deployment.terms import RequestRefused
 from fedgauge.simulations.checks.remedies import remedy, sentence
-
-MEND = "mend this line, or name another component"
 
 
 @dataclass(frozen=True)
@@ -47,14 +44,3 @@ def explain(error: Exception) -> str:
         return str(error)
     change = remedy(error, MEND if own_line(error) else "")
     return sentence(error) + (f": {change}" if change else "")
-
-
-@contextmanager
-def users_errors() -> Iterator[None]:
-    """Turn an exception that a user's own code raises into a SpecError; fedgauge's own faults keep their traceback."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, SpecError) or not own_line(error):
-            raise
-        raise SpecError(explain(error)) from error

@@ -58,13 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser(given[0]).parse_args(given)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name from elsewhere may be no text
-    from fedgauge.client.components import SpecError
+    from fedgauge.client.components import SpecError, users_errors
     from fedgauge.client.local_data import data_folder
     from fedgauge.server.store.ledger_connection import LedgerError
     from fedgauge.server.store.run import RunBusy
     from fedgauge.server.store.run_files import printable
     from fedgauge.server.store.tape import TapeError
-    from fedgauge.simulations.checks.check_result import users_errors
     from fedgauge.simulations.run.exit_status import MISTAKE
 
     command: Command = options.command

@@ -12,7 +12,7 @@ from flwr.supercore.run import Run as FlowerRun
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedgauge.client.app import app as client_app
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, users_errors
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.app import federate
 from fedgauge.server.store.run import Run
@@ -122,8 +122,6 @@ def flower() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    from fedgauge.simulations.checks.check_result import users_errors
-
     try:
         with users_errors():
             train(Run.open(Path(sys.argv[1])))
