@@ -24,6 +24,7 @@ from fedgauge.client.registry import ALLOW, OWN, PLUG_INS, Entry, allowed, is_in
 
 Table = Mapping[str, Any]  # what TOML or JSON gives: values of mixed type, checked here
 ALLOW_PATH = "FEDGAUGE_ALLOW_PATH"  # folders, besides Python's own path, in which allowed packages are looked for
+MEND = "mend this line, or name another component"
 _Types = tuple[type, ...]
 
 
@@ -212,6 +213,17 @@ def own_line(error: BaseException) -> str:
         if is_in(frame.f_globals.get("__name__", ""), users)
     ]
     return f" ({own[-1]})" if own else ""
+
+
+@contextmanager
+def users_errors() -> Iterator[None]:
+    """Turn an exception that a user's own code raises into a SpecError; fedgauge's own faults keep their traceback."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, SpecError) or not (line := own_line(error)):
+            raise
+        raise SpecError(f"{type(error).__name__}: {' '.join(str(error).split())}{line}: {MEND}") from error
 
 
 def resolve(table: Table, where: str, kind: ComponentKind) -> Callable[..., Any]:

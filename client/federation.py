@@ -76,8 +76,8 @@ class Federation:
             allowed = [*inspect.signature(read).parameters, *sorted(own)]
             raise SpecError(f"[data]: unknown key {unknown[0]!r} (it has: use, {', '.join(allowed)})")
         dataset = build({k: v for k, v in table.items() if k not in own}, "[data]", DATASET)
-        if dataset.fault:
-            raise SpecError(f"[data]: {table['use']}: {dataset.fault}")
+        if fault := _fault(dataset):
+            raise SpecError(f"[data]: {table['use']}: {fault}")
         fixed = {"dataset": dataset, "clients": self.protocol.clients, "seed": self.protocol.seed}
         arguments = check_arguments(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
         shards: Shards = call(split, arguments, "[data]")
@@ -417,6 +417,20 @@ class Federation:
 def federation(protocol_json: str) -> Federation:
     """The built federation of a protocol, kept between messages."""
     return Federation(Protocol.from_json(protocol_json))
+
+
+def _fault(dataset: Dataset) -> str:
+    """The reason why a dataset cannot be used; empty if it can."""
+    for name in ("x", "y", "x_test", "y_test"):
+        if not isinstance(value := getattr(dataset, name), Tensor):
+            return f"{name} is a {type(value).__module__}.{type(value).__name__}, expected a torch tensor"
+    try:
+        return dataset.fault
+    except Exception as error:  # whatever a field of another type leads to
+        return (
+            f"a field has another type than its class {type(dataset).__name__} declares ({type(error).__name__}: {error}): "
+            "compare it with fedgauge.client.data.images.Dataset"
+        )
 
 
 def whole_parts(model: nn.Module, names: set[str]) -> list[str]:

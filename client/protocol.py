@@ -1,6 +1,7 @@
 """The protocol: the part of a scenario that every party of the federation knows."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -52,6 +53,8 @@ class SecureSumOptions:
 
     def __post_init__(self) -> None:
         check_threshold(self.group, self.least, self.colluders)
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(f"clip must be above 0 and finite, got {self.clip}")
 
     @property
     def least(self) -> int:

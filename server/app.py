@@ -1,6 +1,5 @@
 """The Flower ServerApp: builds the strategy, wraps it, trains, and records every round."""
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from flwr.serverapp.strategy import Strategy
 
 from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.threat_model import public_knowledge
-from fedgauge.client.components import ComponentKind, SpecError, Table, call, check_arguments, resolve
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Params
 from fedgauge.server.recorder import UpdateRecorder
@@ -26,13 +24,13 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
 from fedgauge.server.store.uploads import read_observation
-from fedgauge.server.strategy.checked import WEIGHT, CheckedStrategy, RoundReplies
+from fedgauge.server.strategy.build import build_strategy
+from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.client_grading import ClientGrader
 from fedgauge.server.strategy.deployed_sum import of_sums, secured
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
 from fedgauge.server.strategy.node_discovery import LateJoiners, discover_nodes
 
-STRATEGY = ComponentKind("a strategy", ("fedgauge.strategies",), Strategy)
 app = ServerApp()
 
 
@@ -199,37 +197,3 @@ def _keep(run: Run, ledger: Ledger, at: checkpoint.Checkpoint) -> None:
         checkpoint.mark_not_resumable(run.folder, str(error))
     except OSError as error:  # e.g. a full disk; the previous checkpoint is still complete
         ledger.set_meta(checkpoint=f"round {at.round} has no checkpoint: {error.strerror or error}")
-
-
-def build_strategy(table: Table, clients: int, least: int | None = None) -> Strategy:
-    """The strategy that [strategy] names.
-
-    Defaults: every client trains, one reply is enough, and no client evaluates (the server does, on held-out data).
-
-    Args:
-        least: how many clients a round waits for, if the table does not say; default: all.
-
-    Raises:
-        SpecError: an unknown strategy or argument, or a value that a simulation cannot carry out.
-    """
-    target = resolve(table, "[strategy]", STRATEGY)
-    known = inspect.signature(target).parameters
-    waits = {"min_train_nodes": 1, "min_available_nodes": least or clients}
-    defaults = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0, **waits}
-    arguments = {k: v for k, v in defaults.items() if k in known} | {k: v for k, v in table.items() if k != "use"}
-    checked = check_arguments(target, arguments, "[strategy]", {})
-    if checked.get("fraction_evaluate"):
-        raise SpecError(
-            "[strategy]: fraction_evaluate must be 0: the server evaluates on examples that no client holds"
-        )
-    if not 0 < checked.get("fraction_train", 1.0) <= 1:
-        raise SpecError(f"[strategy]: fraction_train must be above 0 and at most 1, got {checked['fraction_train']}")
-    for key, agreed in (("arrayrecord_key", "arrays"), ("configrecord_key", "config"), ("weighted_by_key", WEIGHT)):
-        if checked.get(key, agreed) != agreed:  # clients and the checked strategy use these names
-            raise SpecError(f"[strategy]: {key} must be {agreed!r}, got {checked[key]!r}")
-    for key in ("min_train_nodes", "min_available_nodes"):
-        if checked.get(key, 1) > clients:
-            raise SpecError(f"[strategy]: {key} must be at most clients = {clients}, got {checked[key]}")
-    strategy = call(target, checked, "[strategy]")
-    assert isinstance(strategy, Strategy)
-    return strategy

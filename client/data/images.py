@@ -72,7 +72,8 @@ class Dataset:
             if x.dtype != torch.uint8 or x.dim() != 4:
                 return f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected uint8 (N, C, H, W)"
             if y.dtype != torch.int64 or y.shape != x.shape[:1]:
-                return f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 ({len(x)},)"
+                given = f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 ({len(x)},)"
+                return f"{given}: the number of one class for each example, not several labels or a real value"
             if not len(x) or x.shape[1:] != self.x.shape[1:]:
                 return f"{name} has shape {tuple(x.shape)}, expected images of {tuple(self.x.shape[1:])}, one at least"
             if not 0 <= int(y.min()) <= int(y.max()) < self.classes:

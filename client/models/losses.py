@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.client.components import ComponentKind, SpecError, Table, call, check_arguments, resolve
+from fedgauge.client.components import ComponentKind, SpecError, Table, call, check_arguments, own_line, resolve
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Loss
 
@@ -138,7 +138,10 @@ def is_mean(loss: Loss, classes: int) -> bool:
     if is_cross_entropy(loss):
         return True
     logits, y = _probe(loss, classes)
-    alone = torch.stack([loss(logits[i : i + 1], y[i : i + 1]) for i in range(PROBES)]).mean()
+    try:
+        alone = torch.stack([loss(logits[i : i + 1], y[i : i + 1]) for i in range(PROBES)]).mean()
+    except Exception:  # a user's function may refuse a batch of one
+        return False
     return _same(loss(logits, y), alone)
 
 
@@ -182,8 +185,14 @@ def _wrong(loss: Loss, classes: int) -> str:
     """Why a function is not a loss; empty if it is one."""
     logits, y = _probe(loss, classes)
     logits.requires_grad_()
-    with torch.enable_grad():  # the caller may have turned gradients off
-        value = loss(logits, y)
+    try:
+        with torch.enable_grad():  # the caller may have turned gradients off
+            value = loss(logits, y)
+    except Exception as error:  # a user's function may raise anything
+        called = f"logits {tuple(logits.shape)} and labels {tuple(y.shape)}"
+        first = (str(error).splitlines() or [""])[0]
+        reason = f"raised {type(error).__name__}: {first}{own_line(error)} when it was called with {called}"
+        return f"{reason}; {_takes_instead(loss, logits.detach(), y)}"
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
         form = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         return f"gave {form}, expected a scalar: the mean over the examples"
@@ -192,3 +201,23 @@ def _wrong(loss: Loss, classes: int) -> str:
     if not value.requires_grad:
         return "has no derivative by the logits: compute it with torch, without detach(), item() or no_grad()"
     return ""
+
+
+def _takes_instead(loss: Loss, logits: Tensor, y: Tensor) -> str:
+    """What to change where a loss does not take logits, judged by the other forms that it takes."""
+    to_logits = "let the network return logits, without its last sigmoid or softmax, and use a loss of logits"
+    to_classes = (
+        "let the network return one logit for each class, torch.cat([torch.zeros_like(z), z], -1) of its logit z (without a "
+        "sigmoid), and leave [loss] out: the cross-entropy is then the same loss"
+    )
+    forms = [(logits.softmax(-1), f"it takes probabilities: {to_logits}, such as the cross-entropy")]
+    if logits.shape[-1] == 2:
+        forms += [(logits[..., :1], f"it takes one logit: {to_classes}")]
+        forms += [(logits[..., :1].sigmoid(), f"it takes one probability: {to_classes}")]
+    for form, change in forms:
+        try:
+            loss(form, y)
+        except Exception:  # nor does it take this form
+            continue
+        return change
+    return "a loss takes logits (B, classes) of any sign and labels (B,) of int64, and returns their mean"

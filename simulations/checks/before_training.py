@@ -11,8 +11,8 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.attack_trial import NONE_APPLIES, StandInTrial, real, untried
-from fedgauge.simulations.checks.chain_check import check_links
-from fedgauge.simulations.checks.check_result import CheckResult, attempt
+from fedgauge.simulations.checks.chain_check import check_links, try_links
+from fedgauge.simulations.checks.check_result import CheckResult, attempt, attempt_all
 from fedgauge.simulations.checks.network_check import (
     SOFTMAX,
     ends_in_softmax,
@@ -25,12 +25,34 @@ from fedgauge.simulations.checks.network_check import (
 PATIENCE = 10.0  # seconds: the doctor tries all attacks
 
 
-def refuse_misfit(fed: Federation) -> None:
-    """Refuse a network that cannot take these examples, return their logits or be differentiated; SpecError names the layer."""
+def refuse_misfit(fed: Federation, where: str = "") -> None:
+    """Try network, loss and chain on a few examples.
+
+    Args:
+        where: the scenario's file, which begins the sentence.
+
+    Raises:
+        SpecError: the network cannot take these examples, return their logits or be differentiated (it names the layer), or a
+            link cannot transform an update.
+    """
+    start = f"{where}: " if where else ""
     for check in (try_network, try_gradient):
         found = attempt("[model]", partial(check, fed))
         if not found.works:
-            raise SpecError(f"[model]: {found.message}")
+            raise SpecError(f"{start}[model]: {found.message}")
+    for found in attempt_all("links", try_links(fed)):
+        if not found.works:
+            raise SpecError(f"{start}[[chain]]: {found.name}: {found.message}")
+
+
+def try_strategy(scenario: Scenario) -> str:
+    """Build the server's strategy; SpecError if it could not aggregate a round's replies."""
+    from fedgauge.server.strategy.build import build_strategy  # imports Flower: seconds
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)  # it warns that evaluation is off, which is our own choice
+    protocol = scenario.protocol
+    groups = len(protocol.groups(1)) if protocol.secure_sum is not None else None
+    return type(build_strategy(scenario.strategy, protocol.clients, groups=groups)).__name__
 
 
 def try_first(scenario: Scenario, console: Console, where: str = "", patience: float = PATIENCE) -> None:
@@ -43,12 +65,9 @@ def try_first(scenario: Scenario, console: Console, where: str = "", patience: f
     Raises:
         SpecError: it cannot be trained, its updates not be computed again, or none of the planned attacks works.
     """
-    from fedgauge.server.app import build_strategy  # imports Flower: seconds
-
-    logging.getLogger("flwr").setLevel(logging.ERROR)  # it warns that evaluation is off, which is our own choice
     start = f"{where}: " if where else ""
     try:
-        build_strategy(scenario.strategy, scenario.protocol.clients)
+        try_strategy(scenario)
         for words in warnings_before(scenario, patience):
             console.print(f"warning: {start}{words}", highlight=False, markup=False, soft_wrap=True)
     except SpecError as error:

@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedgauge.client.components import is_own
+from fedgauge.client.components import Table, is_own
 from fedgauge.client.federation import TRANSFORM, Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import is_per_example, noise_free
@@ -43,18 +43,26 @@ def check_chain(scenario: Scenario) -> Iterator[CheckResult]:
         yield attempt("chain", partial(_whole, scenario.federation, _client(scenario.federation)))
 
 
-def check_links(scenario: Scenario) -> Iterator[tuple[bool, CheckResult]]:
-    """Try every link but local training; also whether a client can train with it, and its update be computed again."""
-    fed = scenario.federation
-    descends = any(planned.build().needs_derivative for planned in scenario.plan.attacks if not planned.is_limit)
+def try_links(fed: Federation) -> Iterator[CheckResult]:
+    """Run every link but local training once, as a client does."""
+    for name, _, trial in _trials(fed):
+        yield attempt(name, trial.trains)
+
+
+def _trials(fed: Federation) -> Iterator[tuple[str, Table, "_LinkTrial"]]:
+    """A trial of every link but local training: the link's name for messages, its table and the trial."""
     batch = _client(fed)
     params, _ = fed.initial()
     base = fed.gradient(params, batch, None)
     for i, (table, link) in enumerate(zip(fed.protocol.chain, fed.chain.links, strict=True), 1):
-        if link is fed.chain.local:
-            continue
-        trial = _LinkTrial(link, base, batch)
-        name = f"link #{i} ({str(table['use']).split(':')[-1]})"
+        if link is not fed.chain.local:
+            yield f"link #{i} ({str(table['use']).split(':')[-1]})", table, _LinkTrial(link, base, batch)
+
+
+def check_links(scenario: Scenario) -> Iterator[tuple[bool, CheckResult]]:
+    """Try every link but local training; also whether a client can train with it, and its update be computed again."""
+    descends = any(planned.build().needs_derivative for planned in scenario.plan.attacks if not planned.is_limit)
+    for name, table, trial in _trials(scenario.federation):
         found = attempt(name, trial.trains)
         if found.works:
             found = attempt(name, trial.repeats)
@@ -86,6 +94,10 @@ def _whole(fed: Federation, batch: Batch) -> str:
 
 
 def _compare(update: Update, like: Params) -> None:
+    if not isinstance(update, Mapping):
+        raise CheckFailed(
+            f"it returned {type(update).__name__}, expected an update: a tensor for each parameter's name"
+        )
     if update.keys() != like.keys():
         other = sorted(update.keys() ^ like.keys())[0]
         raise CheckFailed(f"it changed which parameters the update has ({other!r}): return every name that came in")

@@ -1,9 +1,9 @@
 """The result of one check of the doctor, and how a check is carried out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import MEND, SpecError, own_line
 from fedgauge.client.deployment.terms import RequestRefused
 from fedgauge.simulations.checks.remedies import remedy, sentence
 
@@ -26,8 +26,21 @@ def attempt(name: str, check: Callable[[], str], needed: bool = True) -> CheckRe
     """Carry out a check that returns a sentence, or raises one; a user's own code may raise anything."""
     try:
         return CheckResult(name, True, needed, check())
-    except (CheckFailed, SpecError, RequestRefused) as error:
-        return CheckResult(name, False, needed, str(error))
     except Exception as error:  # the failure is what the user asked to see
-        change = remedy(error, "")
-        return CheckResult(name, False, needed, sentence(error) + (f": {change}" if change else ""))
+        return CheckResult(name, False, needed, explain(error))
+
+
+def attempt_all(name: str, checks: Iterable[CheckResult]) -> Iterator[CheckResult]:
+    """Pass on the results of several checks; an exception on the way becomes the last result, under this name."""
+    try:
+        yield from checks
+    except Exception as error:  # a check calls a user's own code, which may raise anything
+        yield CheckResult(name, False, True, explain(error))
+
+
+def explain(error: Exception) -> str:
+    """What is wrong and what to change, of an exception of a check or of a user's code."""
+    if isinstance(error, CheckFailed | SpecError | RequestRefused):
+        return str(error)
+    change = remedy(error, MEND if own_line(error) else "")
+    return sentence(error) + (f": {change}" if change else "")

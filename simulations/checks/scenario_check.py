@@ -24,8 +24,9 @@ from fedgauge.client.training import StochasticLayer, without_running_stats
 from fedgauge.server.pool.service import attack_devices
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.attack_trial import try_attacks
+from fedgauge.simulations.checks.before_training import try_strategy
 from fedgauge.simulations.checks.chain_check import check_chain
-from fedgauge.simulations.checks.check_result import CheckFailed, CheckResult, attempt
+from fedgauge.simulations.checks.check_result import CheckFailed, CheckResult, attempt, attempt_all
 from fedgauge.simulations.checks.network_check import (
     SOFTMAX,
     TRIED,
@@ -45,15 +46,20 @@ BETWEEN_BUILDS = "draw with torch's generator, which the seed sets, or read it f
 def check(scenario: Scenario) -> list[CheckResult]:
     """Check a scenario that could be built; the last checks are left out where an earlier one failed."""
     fed, again = scenario.federation, Federation(scenario.protocol)
-    results = [*_check_data(fed, again), *_check_model(fed, again), *_check_loss(fed)]
+    results = [
+        *attempt_all("data", _check_data(fed, again)),
+        *attempt_all("model", _check_model(fed, again)),
+        *attempt_all("loss", _check_loss(fed)),
+    ]
+    results.append(attempt("strategy", partial(try_strategy, scenario)))
     if all(r.works or not r.needed for r in results):
         results += [
             attempt("second derivative", partial(check_second_derivative, fed, again)),
-            *check_chain(scenario),
+            *attempt_all("chain", check_chain(scenario)),
             _tried("one client's step", fed, _one_step),
         ]
     if all(r.works or not r.needed for r in results):
-        results += try_attacks(scenario)
+        results += attempt_all("attacks", try_attacks(scenario))
     return [*results, attempt("devices", partial(_devices, scenario))] if scenario.audit.curious else results
 
 

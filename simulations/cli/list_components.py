@@ -32,7 +32,7 @@ from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.registry import Entry, unknown_groups
-from fedgauge.server.app import STRATEGY
+from fedgauge.server.strategy.build import STRATEGY
 from fedgauge.simulations.cli.generated_blocks import fill_blocks
 
 KINDS: Mapping[str, ComponentKind] = {
@@ -53,7 +53,7 @@ KINDS: Mapping[str, ComponentKind] = {
 }
 # required parameters with these names are filled in by fedgauge, not by the scenario
 FILLED_IN = ("model", "shape", "classes", "columns", "tokenizer", "task", "normalise", "batch_size", "examples")
-# a strategy's arguments that server.app.build_strategy fixes, and those for which it has other defaults than Flower
+# a strategy's arguments that server.strategy.build.build_strategy fixes, and those for which it has other defaults than Flower
 FIXED = ("fraction_evaluate", "min_evaluate_nodes", "arrayrecord_key", "configrecord_key", "weighted_by_key")
 OTHER_DEFAULTS = {"min_train_nodes": "1", "min_available_nodes": "all"}
 HEADER = "| name | arguments | what it is |\n|---|---|---|\n"

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser(given[0]).parse_args(given)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name from elsewhere may be no text
-    from fedgauge.client.components import SpecError
+    from fedgauge.client.components import SpecError, users_errors
     from fedgauge.client.local_data import data_folder
     from fedgauge.server.store.ledger_connection import LedgerError
     from fedgauge.server.store.run import RunBusy
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Command = options.command
     try:
         data_folder()  # a FEDGAUGE_DATA that does not exist is refused before anything starts
-        with _own_packages(options):
+        with _own_packages(options), users_errors():
             return command(options)
     except (SpecError, LedgerError, TapeError, RunBusy) as error:
         print(printable(f"fedgauge: {error}"), file=sys.stderr)

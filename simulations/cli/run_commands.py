@@ -119,6 +119,7 @@ def audit(options: argparse.Namespace) -> int:
     """fedgauge audit RUN: attack the updates on the tape, by the run's plan or another attack; continues where it stopped."""
     from fedgauge.server.pool.service import attack_devices
     from fedgauge.server.pool.tester_grading import grade, regrade
+    from fedgauge.simulations.checks.before_training import refuse_misfit
     from fedgauge.simulations.run.create import enter_attacks, prepare_app
 
     if options.follow and options.attack:
@@ -145,6 +146,7 @@ def audit(options: argparse.Namespace) -> int:
         if not options.follow:
             if truth is None and not any(o["digest"] for o in ledger.observations()):
                 raise LedgerError(f"{run.folder} has no updates on its tape: {_why_empty(ledger, scenario)}")
+            refuse_misfit(scenario.federation, str(run.folder / "scenario.toml"))
             plan = _extra_plan(options, scenario) if options.attack else scenario.plan
             known = enter_attacks(ledger, scenario, plan)
             ledger.enqueue(plan)

@@ -90,7 +90,7 @@ def preflight(options: argparse.Namespace) -> int:
     thresholds = chosen_thresholds(options)
     scenario = Scenario.load(options.scenario, options.set)
     check_thresholds(thresholds, type(modality_of(scenario.federation.shards.dataset)))
-    refuse_misfit(scenario.federation)
+    refuse_misfit(scenario.federation, str(options.scenario))
     result = examine(scenario)
     judgement = judged(thresholds, result.measured, NOT_BEFORE_TRAINING, options.accept_estimates)
     if options.json:

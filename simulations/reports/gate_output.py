@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 from fedgauge.client.files import writing
 from fedgauge.server.store.run_files import printable
-from fedgauge.server.views.assurance.gate import GateResult
+from fedgauge.server.views.assurance.gate import GateResult, Outcome
 from fedgauge.server.views.formatting import finite
 from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE, INCOMPLETE
 

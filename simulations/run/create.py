@@ -98,8 +98,8 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
         NotResumable: the run is complete, has the other mode, was trained by another version, or its checkpoint is unusable.
         RunBusy: a process still trains it.
     """
-    from fedgauge.server.app import build_strategy  # imports Flower, which an audit does not need
     from fedgauge.server.store.checkpoint import restore, starting_point
+    from fedgauge.server.strategy.build import build_strategy  # imports Flower, which an audit does not need
 
     if (server := run.holder("server")) is not None:
         raise RunBusy(

@@ -12,11 +12,13 @@ from flwr.supercore.run import Run as FlowerRun
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedgauge.client.app import app as client_app
+from fedgauge.client.components import SpecError, users_errors
 from fedgauge.client.protocol import Protocol
-from fedgauge.server.app import build_strategy, federate
+from fedgauge.server.app import federate
 from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.strategy.build import build_strategy
 from fedgauge.server.strategy.checked import CheckedStrategy
 
 
@@ -121,4 +123,8 @@ def flower() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    train(Run.open(Path(sys.argv[1])))
+    try:
+        with users_errors():
+            train(Run.open(Path(sys.argv[1])))
+    except SpecError as error:  # the log's last line, which the terminal repeats
+        sys.exit(f"fedgauge: {error}")

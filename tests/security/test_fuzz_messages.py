@@ -29,9 +29,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedgauge.client.update import Params
-from fedgauge.server.app import build_strategy, federate
+from fedgauge.server.app import federate
 from fedgauge.server.store.scenario import Scenario, ValidatorOptions
 from fedgauge.server.store.tape import read_tensors
+from fedgauge.server.strategy.build import build_strategy
 from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.simulations.reports.report import write_report
 from fedgauge.simulations.run.create import create_run

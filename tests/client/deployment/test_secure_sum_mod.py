@@ -484,6 +484,8 @@ def test_stragglers_are_not_in_a_sum(make_federation: MakeFederation) -> None:
     ("table", "words"),
     [
         ({"group": 3}, r"\[secure_sum\]: group = 3 does not divide clients = 8"),
+        ({"group": 4, "clip": 0.0}, r"\[secure_sum\]: clip must be above 0 and finite, got 0.0"),
+        ({"group": 4, "clip": -1.0}, r"\[secure_sum\]: clip must be above 0 and finite, got -1.0"),
         ({"group": 1}, r"\[secure_sum\]: group must be at least 2, got 1"),
         ({"group": 4, "threshold": 2}, r"\[secure_sum\]: threshold must be above half of group = 4"),
         ({"group": 4, "threshold": 5}, "at most all of it, got 5"),

@@ -72,6 +72,10 @@ def detached(logits, labels): return F.cross_entropy(logits.detach(), labels)
 def nan(logits, labels): return logits.sum() * float("nan")
 def alone(logits): return logits.sum()
 def named(logits, labels) -> str: return "no loss"
+def of_probabilities(p, labels): return F.binary_cross_entropy(p, F.one_hot(labels, p.shape[1]).to(p))
+def of_one_logit(z, labels): return F.binary_cross_entropy_with_logits(z.squeeze(-1), labels.to(z))
+def of_one_probability(p, labels): return F.binary_cross_entropy(p.squeeze(-1), labels.to(p))
+def unhappy(logits, labels): raise LookupError("no such weight")
 """
 
 
@@ -389,3 +393,38 @@ def test_hits_are_labels_or_words_that_are_predicted() -> None:
         pytest.approx(2 / 3),
         1.0,
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "change"),
+    [
+        ("of_probabilities", 5, "it takes probabilities: let the network return logits"),
+        ("of_probabilities", 2, "it takes probabilities: let the network return logits"),
+        ("of_one_logit", 2, "it takes one logit: let the network return one logit for each class"),
+        ("of_one_probability", 2, "it takes one probability: let the network return one logit for each class"),
+        ("of_one_probability", 5, "a loss takes logits (B, classes) of any sign"),
+        ("unhappy", 5, "a loss takes logits (B, classes) of any sign"),
+    ],
+)
+def test_a_loss_that_raises_for_logits_is_told_what_it_takes_instead(
+    own: None, name: str, classes: int, change: str
+) -> None:
+    with pytest.raises(SpecError) as told:
+        build_loss({"use": f"mylosses:{name}"}, "[loss]", classes)
+    assert f"(6, {classes})" in str(told.value) and "mylosses.py, line " in str(told.value)
+    assert change in str(told.value) and "\n" not in str(told.value)
+
+
+def test_one_logit_and_a_zero_have_the_loss_of_two_classes() -> None:
+    z, y = torch.randn(7, 1, generator=torch.Generator().manual_seed(0)).double(), torch.arange(7) % 2
+    both = torch.cat([torch.zeros_like(z), z], -1)
+    assert torch.allclose(F.cross_entropy(both, y), F.binary_cross_entropy(z.sigmoid().squeeze(-1), y.to(z)))
+
+
+def test_a_loss_that_refuses_a_batch_of_one_is_no_mean_of_examples() -> None:
+    def pairs(logits: Tensor, y: Tensor) -> Tensor:
+        if len(logits) < 2:
+            raise ValueError("needs two examples")
+        return F.cross_entropy(logits, y)
+
+    assert not is_mean(pairs, 5)

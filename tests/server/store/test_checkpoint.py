@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from fedgauge.client import files
 from fedgauge.server import app as server_app
-from fedgauge.server.app import STRATEGY, build_strategy, federate
+from fedgauge.server.app import federate
 from fedgauge.server.store import checkpoint
 from fedgauge.server.store.checkpoint import Checkpoint, ResumedStrategy, restore, starting_point
 from fedgauge.server.store.ledger import Ledger
@@ -29,6 +29,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import read_tensors
+from fedgauge.server.strategy.build import STRATEGY, build_strategy
 from fedgauge.server.strategy.checked import CheckedStrategy
 
 USES = STRATEGY.names()

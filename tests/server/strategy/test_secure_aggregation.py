@@ -25,12 +25,12 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.inspection.policy import REASON
 from fedgauge.client.training import gradient
 from fedgauge.defenses.secure_sum import PairwiseMasking
-from fedgauge.server.app import build_strategy
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import Tape
+from fedgauge.server.strategy.build import build_strategy
 from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 from fedgauge.server.strategy.secure_aggregation import NO_SUM, SUMMED, SecureSumStrategy

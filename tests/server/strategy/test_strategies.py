@@ -17,12 +17,12 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
 from fedgauge.client.mods import as_mod
 from fedgauge.defenses.clip import clip
-from fedgauge.server.app import STRATEGY, build_strategy
 from fedgauge.server.app import app as server_app
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape, read_tensors
+from fedgauge.server.strategy.build import STRATEGY, build_strategy
 from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 from fedgauge.server.strategy.node_discovery import TIMES, LateJoiners, discover_nodes
