@@ -33,13 +33,12 @@ from flwr.supercore.run import Run as FlowerRun
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.client.app import app as client_app
 from fedgauge.client.federation import Federation
+from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.recorder import UpdateRecorder
-from fedgauge.server.strategy.checked import AcceptedReply
-from fedgauge.server.strategy.checked import RoundReplies
+from fedgauge.server.strategy.checked import AcceptedReply, RoundReplies
 from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.launch import child_environment
 

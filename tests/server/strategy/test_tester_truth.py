@@ -14,8 +14,8 @@ from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.client.update import Batch
 from fedgauge.server.store.run import Run
 from fedgauge.server.strategy import app_rounds
+from fedgauge.server.tap import curious
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.run.foreign_app import curious
 from tests.server.strategy.test_three_apps import ADAM, HALF, ForeignApp, app, mounted, train, write_truth
 
 __all__ = ["app"]  # a fixture

@@ -22,11 +22,11 @@ from torch.nn import functional as F
 from fedgauge.client.components import allowing
 from fedgauge.server.store.run import Run
 from fedgauge.server.strategy.curious_strategy import CuriousStrategy
+from fedgauge.server.tap import curious
 from fedgauge.server.views import overview
 from fedgauge.server.views.gallery import Gallery, Query
 from fedgauge.server.views.reading import Reading
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.run.foreign_app import curious
 
 APPS = Path(__file__).resolve().parents[2] / "foreign"
 CLIENTS = 3
