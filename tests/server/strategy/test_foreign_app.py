@@ -1,5 +1,6 @@
 """Somebody else's Flower app, weights in and weights out, with a tap around the grid of its server."""
 
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,7 @@ def recording(run: Path) -> dict[str, str]:
 
 def train(kit: Any, app: Any, **config: Any) -> list[dict[str, torch.Tensor]]:
     """The app's own ServerApp and ClientApp, over Flower's messages; the weights that each round sent."""
+    random.seed(0)  # FedAvg samples with the global generator
     grid = kit.MemoryGrid("", CLIENTS, app=app.client)
     for context in grid.contexts.values():
         context.run_config = {**CONFIG, **config}
