@@ -166,7 +166,7 @@ def test_a_run_with_ray_workers_works_in_a_users_folder(python: Path, folder: Pa
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
-def test_a_foreign_app_has_a_curious_strategy_under_flower(python: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_foreign_app_is_recorded_under_flower(python: Path, folder: Path, tmp_path: Path) -> None:
     record, mark, port = write_audit(tmp_path, clients=2), uuid.uuid4().hex, processes.free_port()
     (tmp_path / "home").mkdir()
     links = {"default": "here", "here": {"address": f"127.0.0.1:{port}", "insecure": True}}
@@ -180,7 +180,15 @@ def test_a_foreign_app_has_a_curious_strategy_under_flower(python: Path, folder:
         wait(lambda: processes.listens(port), 90, process)
         federation = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=1 init-args-log-to-driver=false"
         flwr = [str(python.parent / "flwr")]
-        command = [*flwr, "run", str(folder), "here", "--stream", "--run-config", f'record-to="{record}" examples=1']
+        command = [
+            *flwr,
+            "run",
+            str(folder),
+            "here",
+            "--stream",
+            "--run-config",
+            f'audit="{record.parent / "audit.toml"}" record-to="{record}" examples=1',
+        ]
         trained = subprocess.run(
             [*command, "--federation-config", federation], env=env, capture_output=True, text=True, timeout=600
         )
