@@ -1,18 +1,12 @@
-"""Lists what a component writes and what it is handed, with types and meanings, as the code of docs/adding-components.md.
-
-python -m fedgauge.simulations.cli.list_signatures --write docs/adding-components.md
-"""
+"""The code of docs/adding-components.md: what a component writes and what it is handed, with types and meanings."""
 
 import ast
 import inspect
 import pkgutil
-import sys
 import textwrap
-from collections.abc import Sequence
 from functools import cached_property
 
-from fedgauge.simulations.cli.generated_blocks import fill_blocks, write_page
-from fedgauge.simulations.cli.list_keys import meanings_of
+from docs.generate.keys import meanings_of
 
 # by kind: methods that a component writes, and classes whose values it is handed or returns
 TARGETS = {
@@ -83,15 +77,6 @@ def _first(docstring: str) -> str:
     return " ".join(docstring.partition("\n\n")[0].split()).rstrip(".")
 
 
-def fill(page: str) -> str:
-    """A page with signatures between `<!-- generated: signatures KIND -->` and `<!-- end -->`."""
-    return fill_blocks(page, "signatures", lambda kind: f"```py\n{code_of(kind)}```\n")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the signatures of a page again."""
-    return write_page(fill, "list_signatures", arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def block(kind: str) -> str:
+    """Return a kind's signatures as a fenced block."""
+    return f"```py\n{code_of(kind)}```\n"

@@ -1,14 +1,8 @@
-"""Lists every option of every command, with its default and meaning, as the tables of docs/reference/command-options.md.
-
-python -m fedgauge.simulations.cli.list_options --write docs/reference/command-options.md
-"""
+"""The tables of docs/reference/command-options.md: every option of every command, with its default and meaning."""
 
 import argparse
-import sys
-from collections.abc import Sequence
 
-from fedgauge.simulations.cli.generated_blocks import fill_blocks, write_page
-from fedgauge.simulations.cli.list_components import escaped
+from docs.generate.markdown import escaped
 from fedgauge.simulations.cli.main import GROUPS, command_parser
 
 HEADER = "| option | meaning |\n|---|---|\n"
@@ -39,19 +33,6 @@ def _row(action: argparse.Action) -> str:
     )
 
 
-def fill(page: str) -> str:
-    """A page with a group's commands between `<!-- generated: options GROUP -->` and `<!-- end -->`."""
-
-    def group(module: str) -> str:
-        return "\n" + "".join(section(name, command_parser(name), said) for name, said in GROUPS[module].items())
-
-    return fill_blocks(page, "options", group)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the tables of a page again."""
-    return write_page(fill, "list_options", arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def block(module: str) -> str:
+    """Return the sections of a group's commands."""
+    return "\n" + "".join(section(name, command_parser(name), said) for name, said in GROUPS[module].items())

@@ -1,21 +1,19 @@
-"""The kept figures of papers' tables, as the pages of docs/papers show them.
+"""The kept figures of papers' tables on the pages of docs/papers.
 
-`python -m fedgauge.simulations.reports.kept_figures PAGE...` writes what stands between the marks of each page and `<!-- end -->`:
-a table for `<!-- figures: SHEET ... -->`, and for `<!-- computed: SHEET ... -->` when, where and with what each was computed.
+`<!-- figures: SHEET ... -->` is followed by a table, `<!-- computed: SHEET ... -->` by when, where and with what each was computed.
 """
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PAPERS = Path(__file__).parents[1] / "papers"
+PAPERS = Path(__file__).parents[2] / "simulations" / "papers"
 MARKED = re.compile(r"<!-- (figures|computed): ([\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
 VERSIONS = ("fedgauge", "torch", "transformers")  # that a page names; the kept file has all
 HEADS = ("setting", "attack", "metric", "reference", "here", "95 % interval", "n", "baseline", "budget", "remarks")
-OPTIONAL = ("reference", "baseline", "remarks")  # left out where no row has any
+OPTIONAL = ("reference", "95 % interval", "baseline", "budget", "remarks")  # left out where no row has any
 
 
 def table(names: Sequence[str]) -> str:
@@ -65,8 +63,3 @@ def _cells(row: dict[str, object]) -> list[str]:
 
 def _number(value: object) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        path.write_text(fill(path.read_text()))

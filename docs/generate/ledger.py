@@ -1,14 +1,9 @@
-"""Lists every table and column of a run's ledger, as the tables of docs/reference/ledger.md.
+"""The tables of docs/reference/ledger.md: every table and column of a run's ledger."""
 
-python -m fedgauge.simulations.cli.list_ledger --write docs/reference/ledger.md
-"""
+from collections.abc import Mapping
 
-import sys
-from collections.abc import Mapping, Sequence
-
+from docs.generate.markdown import escaped
 from fedgauge.server.store.ledger_connection import MIGRATIONS, columns_of
-from fedgauge.simulations.cli.generated_blocks import fill_blocks, write_page
-from fedgauge.simulations.cli.list_components import escaped
 
 HEADER = "| column | type | meaning |\n|---|---|---|\n"
 MEANINGS: Mapping[str, Mapping[str, str]] = {
@@ -87,23 +82,9 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def table(name: str) -> str:
-    """The columns of a table of the newest schema; KeyError if one has no meaning here."""
+def block(name: str) -> str:
+    """Return the columns of a table of the newest schema."""
     if name == "version":
         return f"The newest version of the schema is {len(MIGRATIONS)} (`PRAGMA user_version`).\n"
     rows = (f"| `{column}` | {kind} | {escaped(MEANINGS[name][column])} |\n" for column, kind in columns_of(name))
     return HEADER + "".join(rows)
-
-
-def fill(page: str) -> str:
-    """A page with a table's columns between `<!-- generated: ledger TABLE -->` and `<!-- end -->`."""
-    return fill_blocks(page, "ledger", table)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the tables of a page again."""
-    return write_page(fill, "list_ledger", arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from docs.generate.keys import NEEDED, TABLES, Key
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.cli.list_keys import NEEDED, TABLES, Key, fill
 
 NO_VALUE = datetime.date(2026, 1, 1)  # TOML can write it, and no key takes it
 # a component for each table that names one, and the arguments that are its own
@@ -89,11 +89,3 @@ def test_defaults_change_nothing(tables: Tables) -> None:
         assert [i.tolist() for i in full.federation.shards.indices] == [
             i.tolist() for i in bare.federation.shards.indices
         ]
-
-
-def test_a_page_gets_its_tables() -> None:
-    page = "before\n<!-- generated: keys privacy -->\nold\n<!-- end -->\nafter\n"
-    filled = fill(page)
-    assert filled.startswith("before\n") and filled.endswith("<!-- end -->\nafter\n") and "old" not in filled
-    assert "| `delta` | a number | `1e-05` | at which epsilons are given, above 0 and below 1 |" in filled
-    assert fill(filled) == filled

@@ -1,20 +1,13 @@
-"""Lists components by kind: for `fedgauge list`, and as the tables of docs/components.md.
+"""Every component by kind, as `fedgauge list` prints it."""
 
-python -m fedgauge.simulations.cli.list_components --write docs/components.md
-"""
-
-import argparse
 import dataclasses
 import inspect
 import json
 import pkgutil
-import re
-import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -33,7 +26,6 @@ from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENS
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.registry import Entry, unknown_groups
 from fedgauge.server.app import STRATEGY
-from fedgauge.simulations.cli.generated_blocks import fill_blocks
 
 KINDS: Mapping[str, ComponentKind] = {
     "dataset": DATASET,
@@ -56,7 +48,6 @@ FILLED_IN = ("model", "shape", "classes", "columns", "tokenizer", "task", "norma
 # a strategy's arguments that server.app.build_strategy fixes, and those for which it has other defaults than Flower
 FIXED = ("fraction_evaluate", "min_evaluate_nodes", "arrayrecord_key", "configrecord_key", "weighted_by_key")
 OTHER_DEFAULTS = {"min_train_nodes": "1", "min_available_nodes": "all"}
-HEADER = "| name | arguments | what it is |\n|---|---|---|\n"
 
 
 @dataclass(frozen=True)
@@ -111,7 +102,7 @@ def _once(entries: Sequence[Entry]) -> list[Entry]:
 
 def _without_kind() -> list[Component]:
     """Plug-ins in a group that no kind has, such as fedgauge.defenses: they would be ignored in silence."""
-    groups = [group for kind in KINDS.values() for group in kind.groups] + ["fedgauge.ablations"]
+    groups = [group for kind in KINDS.values() for group in kind.groups]
     listed = []
     for entry in unknown_groups(groups):
         near = get_close_matches(entry.group, groups, 1, 0.6)
@@ -216,42 +207,3 @@ def print_components(components: Sequence[Component], console: Console) -> None:
 def to_json(components: Sequence[Component]) -> str:
     """An array with one object per component."""
     return json.dumps([dataclasses.asdict(c) for c in components], indent=1)
-
-
-# ------------------------------------------------------------------------------------------------------------ on a page
-
-
-def fill(page: str) -> str:
-    """A page with fedgauge's own components between `<!-- generated: components KIND -->` and `<!-- end -->`."""
-    return fill_blocks(page, "components", lambda kind: HEADER + "".join(map(_row, components_of(kind, own_only=True))))
-
-
-def _row(component: Component) -> str:
-    arguments = escaped(f"`{component.arguments}`") if component.arguments else ""
-    return f"| `{component.name}` | {arguments} | {escaped(component.description)} |\n"
-
-
-def escaped(text: str) -> str:
-    """Text that Markdown shows as it is, in a cell of a table; what stands between backticks stays code."""
-    parts = re.split(r"(`[^`]*`)", text)
-    # an underscore within a word marks nothing up
-    return "".join(
-        part.replace("|", r"\|") if part.startswith("`") else re.sub(r"([\\|<*\[]|(?<!\w)_|_(?!\w))", r"\\\1", part)
-        for part in parts
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print all components, or write the tables of a page again."""
-    parser = argparse.ArgumentParser(prog="list_components", description="List every component.")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="fill the marked blocks of this page")
-    page: Path | None = parser.parse_args(arguments).write
-    if page is None:
-        print_components(components_of(), Console(soft_wrap=True))
-        return 0
-    page.write_text(fill(page.read_text()))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

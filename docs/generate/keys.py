@@ -1,16 +1,13 @@
-"""Lists every key of a scenario, with its type, default and meaning, as the tables of docs/scenario-keys.md.
-
-python -m fedgauge.simulations.cli.list_keys --write docs/scenario-keys.md
-"""
+"""The tables of docs/scenario-keys.md: every key of a scenario, with its type, default and meaning."""
 
 import inspect
 import re
-import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from docs.generate.markdown import escaped
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.learned.auxiliary import Auxiliary
 from fedgauge.attacks.malicious.targeting import Targeting
@@ -26,8 +23,7 @@ from fedgauge.server.store.scenario import (
     TapeOptions,
     ValidatorOptions,
 )
-from fedgauge.simulations.cli.generated_blocks import fill_blocks, write_page
-from fedgauge.simulations.cli.list_components import escaped, toml
+from fedgauge.simulations.cli.components import toml
 
 HEADER = "| key | value | default | meaning |\n|---|---|---|---|\n"
 NEEDED = "needed"
@@ -128,19 +124,10 @@ TABLES: Mapping[str, Callable[[], list[Key]]] = {
 }
 
 
-def fill(page: str) -> str:
-    """A page with a table's keys between `<!-- generated: keys TABLE -->` and `<!-- end -->`."""
-    return fill_blocks(page, "keys", lambda table: HEADER + "".join(map(_row, TABLES[table]())))
+def block(table: str) -> str:
+    """Return the table of a scenario table's keys."""
+    return HEADER + "".join(map(_row, TABLES[table]()))
 
 
 def _row(key: Key) -> str:
     return f"| `{key.name}` | {escaped(key.value)} | {key.default} | {escaped(key.meaning.rstrip('.'))} |\n"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the tables of a page again."""
-    return write_page(fill, "list_keys", arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""fedgauge list: every component is listed, a broken plug-in stops nothing, and a page's tables say the same."""
+"""fedgauge list: every component is listed, and a broken plug-in stops nothing."""
 
 import json
 import sys
@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedgauge.client import registry
-from fedgauge.simulations.cli.list_components import KINDS, components_of, escaped, fill
-from fedgauge.simulations.cli.list_components import main as write
+from fedgauge.simulations.cli.components import KINDS, components_of
 from fedgauge.simulations.cli.main import main
 
 PLUG_IN = '''
@@ -125,23 +124,6 @@ def test_plug_ins_are_listed_with_their_package_and_broken_ones_with_the_reason(
     assert main(["list", "link", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {r["name"] for r in rows if r["package"] == "loud-links" and r["error"]} == set(theirs)
-
-
-@pytest.mark.usefixtures("plug_in")
-def test_a_page_gets_the_tables_of_fedgauges_own_components(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# Page\n\n<!-- generated: components link -->\nRECENT\n<!-- end -->\n\nAfter.\n")
-    assert write(["--write", str(page)]) == 0
-    text = page.read_text()
-    assert "RECENT" not in text and "loud" not in text and text.startswith("# Page\n") and text.endswith("\n\nAfter.\n")
-    rows = [line for line in text.splitlines() if line.startswith("| `")]
-    assert len(rows) == sum(entry.own for entry in KINDS["link"].entries())
-    assert any(row.startswith("| `clip` | `max_norm` | ") for row in rows)
-    assert fill(text) == text, "a second time changes nothing"
-
-
-def test_a_cell_shows_a_description_as_it_is() -> None:
-    assert escaped("a|b *c* <d> _e_ f_g `h|i*` [j]") == r"a\|b \*c\* \<d> \_e\_ f_g `h\|i*` \[j]"
 
 
 @pytest.mark.usefixtures("plug_in")
