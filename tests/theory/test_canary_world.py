@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fedgauge.client.rng import generator
-from fedgauge.simulations.experiments import canary_world as module
-from fedgauge.simulations.experiments.canary_world import DELTA, MechanismCase, canary_world, training
+from tests.theory import canary_world as module
+from tests.theory.canary_world import DELTA, MechanismCase, canary_world, training
 
 
 def test_rows_stand_beside_the_epsilon_of_an_accountant(monkeypatch: pytest.MonkeyPatch) -> None:

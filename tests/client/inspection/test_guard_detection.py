@@ -14,8 +14,8 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.inspection.policy import inspect
 from fedgauge.client.inspection.results import THRESHOLDS
 from fedgauge.client.update import Params
-from fedgauge.simulations.experiments import guard_detection
-from fedgauge.simulations.experiments.guard_detection import (
+from fedgauge.simulations.papers.malicious_servers import guard_detection
+from fedgauge.simulations.papers.malicious_servers.guard_detection import (
     ARGUMENTS,
     NETWORKS,
     OTHERS,

@@ -17,9 +17,9 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import canary
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
-from fedgauge.simulations.experiments.gaussian_world import mean_interval
 from fedgauge.simulations.experiments.measures import ComparedFigure
 from fedgauge.simulations.run.honest_rounds import honest_rounds
+from tests.theory.gaussian_world import mean_interval
 
 DELTA = 1e-5
 DIMENSION = 2**16
