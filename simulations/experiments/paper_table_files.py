@@ -17,7 +17,6 @@ from fedgauge.simulations.experiments.paper_tables import (
     PaperTable,
     Pretraining,
     Setting,
-    WorldSpec,
     check_link,
 )
 
@@ -42,13 +41,12 @@ def load(name: str) -> PaperTable:
 
 def parse(name: str, tables: Mapping[str, Any]) -> PaperTable:
     """A table from parsed TOML, whose cells are those of its grid."""
-    cells = tuple(map(_cell, grids.expand(tables, ("title", "note", "seed", "version", "world"))))
-    world = _options(WorldSpec, tables["world"], "[world]") if "world" in tables else None
-    if (world is None) == (not cells):
-        raise SpecError("a paper table needs either [[cell]]s or a [world]")
+    cells = tuple(map(_cell, grids.expand(tables, ("title", "note", "seed", "version"))))
+    if not cells:
+        raise SpecError("a paper table needs a [[cell]]")
     head = {key: coerce(tables.get(key, ""), str, key) for key in ("title", "note")}
     seed, version = (coerce(tables.get(key, least), int, key) for key, least in (("seed", 0), ("version", 1)))
-    return PaperTable(name, **head, seed=seed, cells=cells, world=world, version=version)
+    return PaperTable(name, **head, seed=seed, cells=cells, version=version)
 
 
 def _cell(table: Mapping[str, Any]) -> Setting:
@@ -122,16 +120,6 @@ def restrict(
     for option, value in (("--n", n), ("--budget", budget)):
         if value is not None and value < 1:
             raise SpecError(f"{option} must be at least 1, got {value}")
-    if paper_table.world is not None:
-        if attacks is not None:
-            raise SpecError(f"--attacks: {paper_table.name} compares no attacks; choose with --cells")
-        world = replace(
-            paper_table.world,
-            n=n or paper_table.world.n,
-            iterations=budget or paper_table.world.iterations,
-            only=cells or "*",
-        )
-        return replace(paper_table, world=world)
     chosen = [c for c in paper_table.cells if (not c.heavy if cells is None else matches(c.name, cells))]
     if not chosen:
         known = ", ".join(c.name for c in paper_table.cells)
