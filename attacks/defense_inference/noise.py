@@ -32,7 +32,9 @@ def find_noise(read: UpdateEvidence) -> Inferred:
     free = sum(tally.live for tally in read.certain)
     nature = f"the {free:,} entries that no network makes zero are not zero"
     clip = "a clip cannot be seen in one update" if len(read.updates) == 1 else "no two norms are equal"
-    beyond = [rest for update in read.updates for rest in _beyond_rank(update, read.layers.linear, read.rows, read.rows + 4)]
+    beyond = [
+        rest for update in read.updates for rest in _beyond_rank(update, read.layers.linear, read.rows, read.rows + 4)
+    ]
     if white := [rest for rest in beyond if rest.white]:
         sigma = math.sqrt(sum(rest.square for rest in white) / sum(rest.entries for rest in white))
         evidence = f"a fully connected layer's update has a rank above {read.rows}, and the rest is white"
@@ -57,8 +59,8 @@ def gaussian_sigma(update: Update, linear: Sequence[str], rows: int, least: Mapp
     if beyond:
         clear = all(r.share > RANK and r.largest < EDGE * r.edge and _is_normal(r.rest) for r in beyond)
         sigmas = [math.sqrt(r.square / r.entries) for r in beyond]
-        seen = clear and all(sigma > least[r.name] for sigma, r in zip(sigmas, beyond, strict=True))
-        return _one_sigma(sigmas, [r.entries for r in beyond]) if seen else None
+        if clear and all(sigma > least[r.name] for sigma, r in zip(sigmas, beyond, strict=True)):
+            return _one_sigma(sigmas, [r.entries for r in beyond])
     large = {k: t.double().flatten() for k, t in update.items() if t.numel() >= MANY and t.dim() > 1}
     if len(large) < 2 or not all(map(_is_normal, large.values())):
         return None
