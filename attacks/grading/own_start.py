@@ -22,8 +22,8 @@ TIMES = 4  # as many of them as with the other start: rounding leaves some in pl
 RANKS = 1.5  # times the rank that the other start gives
 
 
-def own_start(seen: Observation, before: Observation) -> set[str]:
-    """Return the parameters that the client started from its own last reply instead of the weights that it was sent.
+def own_start(seen: Observation, before: Observation) -> tuple[set[str], set[str]]:
+    """Return the parameters that the client started from its own last reply, and those of which this is not decided.
 
     Args:
         before: the client's last reply before this one.
@@ -32,8 +32,14 @@ def own_start(seen: Observation, before: Observation) -> set[str]:
     for name in seen.update:
         if name in before.update:
             layers[name.rpartition(".")[0]].append(name)
-    rounding = rounding_of(seen)
-    return {k for names in layers.values() if sum(_vote(seen, before, k, rounding) for k in names) > 0 for k in names}
+    own, undecided, rounding = set[str](), set[str](), rounding_of(seen)
+    for names in layers.values():
+        votes = [vote for k in names if (vote := _vote(seen, before, k, rounding)) is not None]
+        if sum(votes) > 0:
+            own.update(names)
+        elif votes and not sum(votes):
+            undecided.update(names)
+    return own, undecided
 
 
 def last_reply(before: Observation, name: str) -> Tensor:
@@ -41,13 +47,13 @@ def last_reply(before: Observation, name: str) -> Tensor:
     return before.params[name] + before.update[name]
 
 
-def _vote(seen: Observation, before: Observation, name: str, rounding: float) -> int:
-    """1: the parameter starts from the client's own last reply, -1: from what was sent, 0: either is possible."""
+def _vote(seen: Observation, before: Observation, name: str, rounding: float) -> int | None:
+    """1: the parameter starts from the client's own last reply, -1: from what was sent, 0: from either; None: both are one."""
     sent, last, moved = seen.params[name], last_reply(before, name), seen.update[name]
     room = 4 * rounding * sent.abs().maximum(last.abs())
     apart = (last - sent).abs() > 2 * room
     if not apart.any():
-        return 0
+        return None
     own = sent + moved - last
     still, still_own = (int((apart & (t.abs() <= room)).sum()) for t in (moved, own))
     fewest = max(FEWEST, SHARE * int(apart.sum()))

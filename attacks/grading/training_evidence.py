@@ -25,8 +25,9 @@ The server has the weights theta that it sent and the update. What they decide, 
 | what is sent | differences instead of weights; ascent instead of descent | |
 | frozen layers, the norms' mode | parameters or statistics that move or do not | |
 
-On 96 updates of three small networks (tests/attacks/grading/test_evidence_counts.py has the counts) no honest update was
-called noise, Adam or a layer of the client's own.
+In 96 random federations of small networks no honest update was called noise, Adam (of SGD) or a layer of the client's own. Of
+26 heads of the client's own 17 were named, of 23 updates with noise as large as the update or larger (some of them after such a
+head) 15, of 11 halved rates of batches of fewer examples than classes 7 (tests/attacks/grading/test_evidence_counts.py).
 """
 
 import math
@@ -106,7 +107,7 @@ def training_evidence(fed: Federation, seen: Observation, before: Observation | 
     if reason := _unreadable(fed, seen):
         return TrainingEvidence("undecided", None, f"{assumed} and was not checked: {reason}")
     try:
-        kept = own_start(seen, before) if before is not None else set[str]()
+        kept, unknown = own_start(seen, before) if before is not None else (set[str](), set[str]())
         if before is not None and kept:  # the rest is read as the client computed it
             start = {k: last_reply(before, k) for k in kept}
             moved = {k: seen.params[k] + seen.update[k] - start[k] for k in kept}
@@ -131,7 +132,7 @@ def training_evidence(fed: Federation, seen: Observation, before: Observation | 
             wrong = UP
         size = _size(fed, seen, probes) if kind not in ("undecided", "noise", "differences") else ""
         rates = rate_times_steps(fed, seen) if kind == "sum of gradients" else None
-        size += _rates(fed, rates)
+        size += _rates(fed, rates) + _start_unknown(fed, seen, before, unknown)
     except Exception as error:  # a user's network may raise anything; the attacks will meet it, too, and say more
         reason = f"the network cannot be run ({type(error).__name__}: {error})"
         return TrainingEvidence("undecided", None, f"{assumed} and was not checked: {reason}")
@@ -147,6 +148,18 @@ def training_evidence(fed: Federation, seen: Observation, before: Observation | 
     if down is None:
         return TrainingEvidence(kind, None, f"{words}; whether it goes down the loss, or up, is not told either", rates)
     return TrainingEvidence(kind, True, words, rates)
+
+
+def _start_unknown(fed: Federation, seen: Observation, before: Observation | None, unknown: set[str]) -> str:
+    """Which layers may start from the client's last reply, in words; empty if none may."""
+    if before is None and seen.round > 1:
+        return "; the tape has no reply of the client before it, so layers that start from that are not looked for"
+    parts = _named(whole_parts(fed.model, unknown)) if unknown else ""
+    return (
+        f"; whether {parts} started from what was sent, or from the client's last reply, is not decided"
+        if unknown
+        else ""
+    )
 
 
 def _kept_by_client(fed: Federation, kept: set[str]) -> str:
