@@ -221,7 +221,7 @@ def _contradiction(fed: Federation, seen: Observation, kind: Kind, probes: list[
     if kind == "noise":
         return 'the chain assumes none: add [[chain]] use = "gaussian" with this sigma, which is a mean over the layers'
     if kind == "differences":
-        return 'set replies = "updates" in the scenario'
+        return 'set [tape] replies = "updates" in the scenario'
     if kind == "unexplained":
         return (
             "SGD on this loss does not do this; another loss, many steps of Adam, noise or a defense may: compare the app's "
