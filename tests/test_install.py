@@ -180,7 +180,8 @@ def test_a_foreign_app_is_recorded_under_flower(python: Path, folder: Path, tmp_
         wait(lambda: processes.listens(port), 90, process)
         federation = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=1 init-args-log-to-driver=false"
         flwr = [str(python.parent / "flwr")]
-        command = [*flwr, "run", str(folder), "here", "--stream", "--run-config", f'audit="{record.parent / "audit.toml"}" record-to="{record}" examples=1']
+        config = f'audit="{tmp_path / "audit.toml"}" record-to="{record}" examples=1'
+        command = [*flwr, "run", str(folder), "here", "--stream", "--run-config", config]
         trained = subprocess.run(
             [*command, "--federation-config", federation], env=env, capture_output=True, text=True, timeout=600
         )

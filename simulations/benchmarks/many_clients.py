@@ -13,9 +13,9 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedgauge.client.rng import generator
+from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.simulations.benchmarks.memory_growth import MB, MemoryUse, in_a_process, own_memory
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress
 from fedgauge.simulations.run.create import new_run

@@ -19,10 +19,10 @@ import torch
 
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
+from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress
 from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.create import new_run

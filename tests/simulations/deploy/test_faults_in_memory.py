@@ -14,9 +14,9 @@ from flwr.app import Error, Message
 from fedgauge.server.app import federate
 from fedgauge.server.pool.executors import LocalExecutor, Result
 from fedgauge.server.pool.service import serve
+from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.checkpoint import Checkpoint
 from fedgauge.server.store.run import Run
-from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.views.privacy import Spending, privacy
 from fedgauge.server.views.reading import Reading
 from fedgauge.simulations.deploy.folder import Deployment
