@@ -19,6 +19,8 @@ FLOWER = (
     "client/mods.py",
     "client/deployment/",
     "server/app.py",
+    "server/recorder.py",
+    "server/tap.py",
     "server/strategy/",
     "server/store/checkpoint.py",
 )

@@ -135,6 +135,7 @@ def test_intercept_measures_the_recorder_beside_its_round(steps: Steps) -> None:
         "small: recording, CPU [ms a round]",
         "large: recording / round [% of CPU seconds]",
         "large: recording / round [% of wall seconds]",
+        "large: tap of a user's app / round [% of wall seconds]",
         "large: round without recording [CPU seconds]",
     }
     assert all(f.value is not None and f.value > 0 for f in figures.values())
