@@ -21,7 +21,9 @@ FLOWER = (
     "server/app.py",
     "server/recorder.py",
     "server/tap.py",
+    "server/recorder.py",
     "server/strategy/",
+    "server/tap.py",
     "server/store/checkpoint.py",
 )
 LEAN = ("client", "defenses", "attacks")  # need torch alone

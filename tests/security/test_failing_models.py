@@ -115,9 +115,9 @@ def test_a_round_whose_weights_cannot_be_tested_has_no_figures(tmp_path: Path, m
     with Reading(run).now() as reading:
         said = str(notices(reading))
     assert (
-        "round 2: the test figures are missing, as the model fails with the round's weights (RuntimeError: all" in said
+        "Round 2: the test figures are missing, as the model fails with the round's weights (RuntimeError: all" in said
     )
-    assert "\\x1b" not in said and "round 2: the test figures are missing" in write_report(run).read_text()
+    assert "\\x1b" not in said and "Round 2: the test figures are missing" in write_report(run).read_text()
 
 
 def test_a_training_goes_on_behind_a_round_without_figures(tmp_path: Path) -> None:

@@ -459,7 +459,7 @@ def test_who_comes_late_to_a_deployment_is_let_in_once_and_takes_nobodys_place(k
     ("table", "words"),
     [
         ({}, 'needs use = "name", got None; a strategy is one of Bulyan'),
-        ({"use": "flwr.serverapp.strategy:FedAvg"}, "use = 'FedAvg' in place of"),
+        ({"use": "flwr.serverapp.strategy:FedAvg"}, "did you mean 'FedAvg'"),
         ({"use": "os:system"}, "use = 'os:system' is not allowed here; a strategy is one of Bulyan"),
         ({"use": "Strategy"}, "nothing is called 'Strategy'; a strategy is one of Bulyan"),
         ({"use": "FedXgbBagging"}, "nothing is called 'FedXgbBagging'"),
