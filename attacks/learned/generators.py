@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.cache import TensorCache, digest
+from fedgauge.attacks.learned.trainer import perceptron
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, check_arguments, coerce, resolve
 from fedgauge.client.models.vision import Shape, load_weights
 from fedgauge.client.rng import generator, seed_of
@@ -201,9 +202,7 @@ def fully_connected(
     widths, ends = [latent, *hidden, math.prod(shape)], {"sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
     if min(widths) < 1:
         raise ValueError(f"latent and hidden widths must be at least 1, got {widths[:-1]}")
-    pairs = zip(widths[:-1], widths[1:], strict=True)
-    layers = [layer for fan_in, fan_out in pairs for layer in (nn.Linear(fan_in, fan_out), nn.ReLU())]
-    return nn.Sequential(*layers[:-1], ends[end]())
+    return perceptron(widths, ends[end]())
 
 
 def check(table: Table, where: str = "generator") -> None:

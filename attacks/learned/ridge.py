@@ -15,6 +15,7 @@ from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures
+from fedgauge.attacks.learned.trainer import TrainingRecord
 from fedgauge.client.components import check_at_least
 from fedgauge.client.rng import generator
 
@@ -228,16 +229,7 @@ class ridge_inversion(Attack):
         with torch.no_grad():
             x = inverter(fitted.read(fitted.shadow.view.rows(known, wave.update, labels), labels.flatten(), basis))
         x = x.to(known.auxiliary.x if known.auxiliary is not None else x).view(*labels.shape, *known.shape)
-        return [inverter_answer(x[k], labels[k], inverter.error) for k in range(len(wave))]
-
-
-def inverter_answer(x: Tensor, labels: Tensor | None, error: float, iterations: int = 0) -> Reconstruction:
-    """The result of a trained inverter for one observation: images (B, C, H, W); diverged if they are not finite."""
-    if not torch.isfinite(x).all():
-        return Reconstruction(
-            None, labels, error, iterations, 0.0, "diverged", "the update is not finite, or too large to invert"
-        )
-    return Reconstruction(x, labels, error, iterations, 0.0, "converged")
+        return [TrainingRecord(inverter.error).answer(x[k], labels[k]) for k in range(len(wave))]
 
 
 @dataclass(frozen=True, eq=False)

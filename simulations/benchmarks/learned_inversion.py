@@ -12,7 +12,8 @@ from torch import Tensor
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Wave
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.learned.learning_to_invert import Trainer, learning_to_invert
+from fedgauge.attacks.learned.learning_to_invert import learning_to_invert, matched_error
+from fedgauge.attacks.learned.trainer import Trainer
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params, lenet
@@ -85,7 +86,12 @@ def _generation(images: int, repetitions: int, progress: Progress) -> Figure:
 def _training(hidden: int, batch: int, repetitions: int, progress: Progress) -> Figure:
     attack = learning_to_invert(hidden=hidden, batch=batch)
     columns, outputs = sum(p.numel() for p in lenet(SHAPE, 10).parameters()), SHAPE[0] * SHAPE[1] * SHAPE[2]
-    trainer = Trainer(attack.network(columns, outputs, 0), attack.rate, attack.patience, 10**9)
+    network = attack.network(columns, outputs, 0)
+
+    def loss(rows: Tensor, truth: Tensor) -> Tensor:
+        return matched_error(network(rows), truth)
+
+    trainer = Trainer(network, attack.rate, attack.patience, 10**9, loss)
     rng = generator("learning", "rows")
     rows, truth = torch.randn(batch, columns, generator=rng), torch.rand(batch, 1, outputs, generator=rng)
     square = torch.randn(SQUARE, SQUARE, generator=rng)
