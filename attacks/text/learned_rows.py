@@ -23,7 +23,7 @@ from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
 from fedgauge.attacks.learned.trainer import Trainer, TrainingRecord, load, perceptron
 from fedgauge.attacks.text.certificate import NEEDS_LANGUAGE_MODEL
-from fedgauge.attacks.text.learning_to_invert_text import NEVER, likeliest
+from fedgauge.attacks.text.learning_to_invert_text import NEVER, answer_of
 from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator, seed_of
@@ -153,15 +153,9 @@ class _TrainedPositions:
 
     def answer(self, update: Update, model: LanguageModel, lengths: Tensor | None) -> Reconstruction:
         """The reconstruction of one update."""
-        started = time.perf_counter()
         with torch.no_grad():
             scores = self.network(self.reader.rows({k: t[None] for k, t in update.items()})[0])  # (vocabulary, L)
-        if not bool(scores.isfinite().all()):
-            return self.record.answer(None)
-        log = torch.full_like(scores, NEVER)
-        log[self.words] = scores[self.words].log_softmax(0)
-        x = likeliest(log.T[None].contiguous(), model, lengths)
-        return self.record.answer(x, seconds=time.perf_counter() - started)
+        return answer_of(scores[self.words].T[None], self.words, self.record, model, lengths)
 
 
 @dataclass(frozen=True, eq=False)

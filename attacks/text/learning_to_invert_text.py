@@ -179,14 +179,20 @@ class TextInverter:
 
     def answer(self, row: Tensor, model: LanguageModel, lengths: Tensor | None) -> Reconstruction:
         """The reconstruction of one hashed update (columns,), with lengths (B,) where they are given."""
-        started = time.perf_counter()
         with torch.no_grad():
-            logits = self.network(row[None])[0]
-        if not bool(logits.isfinite().all()):
-            return self.record.answer(None)
-        log = logits.new_full((*logits.shape[:2], model.vocabulary), NEVER)
-        log[..., self.vocabulary] = logits.log_softmax(-1)
-        return self.record.answer(likeliest(log, model, lengths), seconds=time.perf_counter() - started)
+            return answer_of(self.network(row[None])[0], self.vocabulary, self.record, model, lengths)
+
+
+def answer_of(
+    logits: Tensor, vocabulary: Tensor, record: TrainingRecord, model: LanguageModel, lengths: Tensor | None
+) -> Reconstruction:
+    """The likeliest sentences under a trained network's logits (B, L, words) of the words of a vocabulary (words,)."""
+    started = time.perf_counter()
+    if not bool(logits.isfinite().all()):
+        return record.answer(None)
+    log = logits.new_full((*logits.shape[:2], model.vocabulary), NEVER)
+    log[..., vocabulary] = logits.log_softmax(-1)
+    return record.answer(likeliest(log, model, lengths), seconds=time.perf_counter() - started)
 
 
 def likeliest(log: Tensor, model: LanguageModel, lengths: Tensor | None) -> Tensor:
