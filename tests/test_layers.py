@@ -275,9 +275,7 @@ BRANCHES_ON_MODALITY = {
     "attacks/grading/knowledge_card.py": 1,  # the others: a language model takes its words' vectors, which have gradients
     "attacks/labels.py": 1,
     "attacks/engine/simulator.py": 1,
-    "attacks/malicious/carried_input.py": 1,  # these three, and two defenses, are of images alone
-    "attacks/malicious/imprint.py": 1,
-    "attacks/malicious/optimised_features.py": 1,
+    "attacks/malicious/carried_input.py": 1,  # this, and two defenses, are of images alone
     "client/data/images.py": 1,  # whether examples have one label each, asked here and of a batch
     "client/update.py": 1,
     "defenses/ats.py": 1,

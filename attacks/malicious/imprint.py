@@ -20,6 +20,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.malicious.carried_input import check_images
 from fedgauge.attacks.malicious.decoding import ClosedForm, LayerRows, Reader, input_to_pixels, read_images
 from fedgauge.attacks.malicious.server_attack import ServerAttack, part_of
 from fedgauge.client.components import Table, check_above_zero, check_at_least
@@ -53,8 +54,7 @@ def imprint_block(model: nn.Module, shape: Shape, bins: int = 64) -> Imprinted:
     """The model behind a fully connected block of `bins` rows, which leaves images unchanged until it is crafted."""
     if bins < 1:
         raise ValueError(f"bins must be at least 1, got {bins}")
-    if len(shape) != 3:
-        raise ValueError(f"an imprint block reads images (C, H, W), and the examples here have shape {tuple(shape)}")
+    check_images(shape)
     return Imprinted(model, shape[0] * shape[1] * shape[2], bins)
 
 
