@@ -213,7 +213,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no strength": (lambda: imprint(strength=0.0), "strength must be above 0, got 0.0"),
     "words": (
         lambda: imprint_block(mlp(SHAPE, 2), (16,), 4),
-        r"reads images \(C, H, W\), and the examples here have shape",
+        r"expected images \(C, H, W\), and the examples here have shape",
     ),
     "no block": (lambda: crafted(knowledge(mlp(SHAPE, CLASSES), 1), 4), "it needs the architecture imprint_block"),
     "another size": (lambda: crafted(knowledge(network(8), 1), 4), "has 8 rows, and imprint was given bins = 4"),
