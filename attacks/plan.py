@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Literal
 
 from fedgauge.attacks.base import Attack, Budget
 from fedgauge.attacks.learned.auxiliary import Auxiliary
-from fedgauge.attacks.membership.measured import GUESSES, HELD, MEMBER
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.images import ImageModality
+from fedgauge.attacks.modality.membership import GUESSES, HELD, MEMBER
 from fedgauge.attacks.modality.registry import BASELINES, MODALITIES
 from fedgauge.client.components import (
     ComponentKind,

@@ -32,9 +32,9 @@ from fedgauge.attacks.grading.scores import WHOLE_BATCH, Grader, ScoreRecord, ha
 from fedgauge.attacks.grading.tuning import Tuning
 from fedgauge.attacks.learned.auxiliary import check_disjoint
 from fedgauge.attacks.limits import bayes_limit
-from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import mse
+from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import CANARIES, CANDIDATE_BOUND, MEMBERSHIP_LIMIT, PlannedAttack
 from fedgauge.attacks.threat_model import (

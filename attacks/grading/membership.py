@@ -21,8 +21,8 @@ from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.joint import marginal_ratios
 from fedgauge.attacks.membership.likelihood import AT_ONCE, RestOfBatch, joint_ratios
 from fedgauge.attacks.membership.limit import detectability, pair_area, power
-from fedgauge.attacks.membership.measured import ANYBODY, HELD, MEMBER, RATES
 from fedgauge.attacks.membership.scores import classes_of
+from fedgauge.attacks.modality.membership import ANYBODY, HELD, MEMBER, RATES
 from fedgauge.attacks.plan import CANARIES, PlannedAttack
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation

@@ -5,7 +5,7 @@ network serves all clients of a round; the next round's starts from its weights,
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Literal
@@ -25,16 +25,16 @@ from fedgauge.attacks.base import (
     Wave,
     not_applicable,
 )
-from fedgauge.attacks.engine.cache import TensorCache, digest
+from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned.refinement import refine
-from fedgauge.attacks.learned.ridge import inverter_answer, ridge_inversion
-from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
+from fedgauge.attacks.learned.ridge import ridge_inversion
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, flat
+from fedgauge.attacks.learned.trainer import TrainingRecord, load, perceptron, train_inverter
 from fedgauge.client.components import check_above_zero, check_at_least, check_part
 from fedgauge.client.pairing import assigned
-from fedgauge.client.rng import generator, seed_of
+from fedgauge.client.rng import seed_of
 
-SAVED = 60.0  # seconds between two checkpoints
 NOTHING = torch.zeros(16, dtype=torch.uint8)
 ENUMERATED = 5  # images up to which all pairings (120) are tried at once
 
@@ -102,17 +102,16 @@ class learning_to_invert(StatefulAttack):
                 parent: ImageInverterTraining(self, shadow, budget, parent).inverter(clock)
                 for parent in sorted(set(parents))
             }
-            rows = shadow.view.rows(known, wave.update, labels) if self.by_label else self._rows(shadow.view, wave)
+            rows = (
+                shadow.view.rows(known, wave.update, labels) if self.by_label else shadow.view.hashed(flat(wave.update))
+            )
         except ValueError as error:
             return not_applicable(wave, str(error)), list(memories)
         found = []
         for k, part in enumerate(rows.view(len(wave), -1, rows.shape[1])):
-            x = made[parents[k]](part).view(known.batch_size, *known.shape)
-            found.append(
-                made[parents[k]].with_training_note(
-                    inverter_answer(x, labels[k] if labels.numel() else None, *made[parents[k]].spent)
-                )
-            )
+            with torch.no_grad():
+                x = made[parents[k]].network(part).view(known.batch_size, *known.shape)
+            found.append(made[parents[k]].record.answer(x, labels[k] if labels.numel() else None))
         return found, [{"inverter": _stored(made[parent].name)} for parent in parents]
 
     def _labels(self, wave: Wave, known: Knowledge) -> Tensor:
@@ -124,58 +123,25 @@ class learning_to_invert(StatefulAttack):
                 raise
             return torch.zeros(len(wave), 0, dtype=torch.int64)
 
-    def _rows(self, view: UpdateFeatures, wave: Wave) -> Tensor:
-        return view.hashed(flat(wave.update))
-
     def network(self, columns: int, outputs: int, seed: int) -> nn.Sequential:
         """An untrained network with torch's initial weights."""
-        widths = [columns, *[self.hidden] * (self.layers - 1), outputs]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            parts: list[nn.Module] = []
-            for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True):
-                parts += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-        return nn.Sequential(*parts[:-1], nn.Sigmoid())
+            return perceptron([columns, *[self.hidden] * (self.layers - 1), outputs], nn.Sigmoid())
 
 
 @dataclass(frozen=True, eq=False)
 class ImageInverter:
-    """A trained network.
-
-    Args:
-        name: in the tensor cache.
-        error: mean squared error on held-out auxiliary images.
-        steps: taken in training; planned: the maximum; interrupted: whether the deadline ended training.
-    """
+    """A trained network, with its name in the tensor cache."""
 
     name: str
     network: nn.Sequential
-    error: float
-    steps: int
-    planned: int
-    interrupted: bool
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Outputs (n, outputs) in [0, 1] for rows (n, columns)."""
-        with torch.no_grad():
-            outputs: Tensor = self.network(rows)
-        return outputs
-
-    @property
-    def spent(self) -> tuple[float, int]:
-        return self.error, self.steps
-
-    def with_training_note(self, result: Reconstruction) -> Reconstruction:
-        """A reconstruction by this network, marked out_of_budget if its training was interrupted."""
-        if not self.interrupted or result.status != "converged":
-            return result
-        reason = f"{self.steps} of {self.planned} steps of training when the seconds were over"
-        return Reconstruction(result.x, result.y, result.objective, result.iterations, 0.0, "out_of_budget", reason)
+    record: TrainingRecord
 
 
 @dataclass(frozen=True, eq=False)
 class ImageInverterTraining:
-    """The training of one inverter; a killed training continues from its last checkpoint.
+    """The training of one inverter.
 
     Args:
         parent: the name of the network to start from; empty, or no longer in the cache: it starts from scratch.
@@ -190,34 +156,26 @@ class ImageInverterTraining:
     def name(self) -> str:
         return digest(self.shadow.key, self.attack, self.budget, self.parent)
 
-    @property
-    def cache(self) -> TensorCache:
-        return self.shadow.cache
-
     def inverter(self, clock: Deadline) -> ImageInverter:
         """The trained inverter, from the cache or trained now."""
-        kept = self.cache.get(f"inverter-{self.name}", lambda: self._train(clock))
-        network = self._network(kept)
-        numbers = {k: int(kept[f"n {k}"]) for k in ("steps", "planned")}
-        return ImageInverter(
-            self.name, network, float(kept["n error"]), interrupted=bool(kept["n interrupted"]), **numbers
-        )
+        kept = self.shadow.cache.get(f"image-inverter-{self.name}", lambda: self._train(clock))
+        return ImageInverter(self.name, self._network(kept), TrainingRecord.kept(kept["numbers"]))
 
-    def _network(self, weights: dict[str, Tensor] | None) -> nn.Sequential:
+    def _network(self, kept: dict[str, Tensor] | None) -> nn.Sequential:
         view, known = self.shadow.view, self.shadow.known
         outputs = known.shape[0] * known.shape[1] * known.shape[2] * (1 if view.by_label else known.batch_size)
         network = self.attack.network(view.columns(self.shadow.entries), outputs, seed_of("inverter", self.name))
         network = network.to(next(iter(self.shadow.params.values())))
-        if weights is not None:
-            network.load_state_dict({k: weights[f"w {k}"] for k in network.state_dict()})
+        if kept is not None:
+            load(network, kept)
         return network
 
     def _begun(self) -> tuple[nn.Sequential, bool]:
         """The network at the start of training, and whether it is the parent's; ValueError if that has another batch size."""
         fresh = self._network(None)
-        kept = self.cache.read(f"inverter-{self.parent}") if self.parent else None
+        kept = self.shadow.cache.read(f"image-inverter-{self.parent}") if self.parent else None
         size = self.shadow.known.batch_size
-        if kept is not None and (trained := int(kept.get("n images", torch.tensor(size)))) != size:
+        if kept is not None and (trained := int(kept["images"])) != size:
             raise ValueError(
                 f"the inverter of the previous round was trained on batches of {trained}, and these updates are of "
                 f"batches of {size}: an inverter serves one batch size, so attack them as a new client"
@@ -230,137 +188,13 @@ class ImageInverterTraining:
     def _train(self, clock: Deadline) -> dict[str, Tensor]:
         network, warm = self._begun()
         planned = max(1, round(self.budget.iterations * (self.attack.again if warm else 1.0)))
-        trainer = Trainer(network, self.attack.rate, self.attack.patience, planned)
-        sigma = final_noise_std(self.shadow)
-        shadow_data, held = self.shadow.shadow_data(False, quiet=sigma > 0), self.shadow.shadow_data(True)
-        part = f"training-{self.name}"
-        if (saved := self.cache.read(part)) is not None:
-            trainer.restore(saved)
-        trainer.record_error(self._error(network, held))
-        saved_at = time.perf_counter()
-        for rows, groups in batches(self.shadow, shadow_data, sigma, self.attack.batch, self.name, trainer.step):
-            if trainer.done or clock.over():
-                break
-            trainer.train_step(rows, self._truth(groups))
-            if trainer.step % steps_per_epoch(shadow_data, self.attack.batch) == 0 or trainer.done:
-                trainer.record_error(self._error(network, held))
-            if time.perf_counter() - saved_at > SAVED:
-                self.cache.put(part, trainer.saved())
-                saved_at = time.perf_counter()
-        if not trainer.done:
-            trainer.record_error(self._error(network, held))
-        self.cache.drop(part)
-        numbers = {"error": trainer.lowest, "steps": trainer.step, "planned": planned, "interrupted": not trainer.done}
-        numbers["images"] = self.shadow.known.batch_size
-        return {**trainer.best, **{f"n {k}": torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}}
+        auxiliary = self.shadow.auxiliary.x
 
-    def _truth(self, groups: Tensor) -> Tensor:
-        """The images (n, images, d)."""
-        return self.shadow.auxiliary.x[groups].flatten(2)
+        def loss(outputs: Tensor, images: Tensor) -> Tensor:
+            return matched_error(outputs, auxiliary[images].flatten(2))
 
-    def _error(self, network: nn.Sequential, held: ShadowDataset) -> float:
-        images = held.groups.reshape(len(held.rows), -1)
-        with torch.no_grad():
-            return float(matched_error(network(held.rows), self._truth(images)))
-
-
-def steps_per_epoch(shadow_data: ShadowDataset, size: int) -> int:
-    """Steps of an epoch with batches of this size."""
-    return -(-len(shadow_data.rows) // size)
-
-
-def batches(
-    shadow: ShadowTrainer, shadow_data: ShadowDataset, sigma: float, size: int, name: str, first: int = 0
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless rows and image numbers (n, images) for every step from `first` on, each with its own draws.
-
-    Args:
-        sigma: of the noise that each step draws anew; name: of the training, which seeds its order.
-    """
-    images = shadow_data.groups.reshape(len(shadow_data.rows), -1)
-    passed, step = divmod(first, steps_per_epoch(shadow_data, size))
-    scale = sigma * shadow.view.noise(shadow.entries)
-    while True:
-        order = torch.randperm(len(images), generator=generator("order", name, passed))
-        for chosen in order.split(size)[step:]:
-            rows = shadow_data.rows[chosen]
-            if sigma:
-                draw = generator("noise", name, passed, int(chosen[0]))
-                rows = rows + scale.to(rows) * torch.randn(rows.shape, generator=draw).to(rows)
-            yield rows, images[chosen]
-        passed, step = passed + 1, 0
-
-
-class Trainer:
-    """A network with the state of its training: everything in a checkpoint.
-
-    Args:
-        planned: steps; error: the loss between the network's outputs and the truth; default: matched_error.
-    """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        rate: float,
-        patience: int,
-        planned: int,
-        error: Callable[[Tensor, Tensor], Tensor] | None = None,
-    ) -> None:
-        self.network, self.rate, self.patience, self.planned = network, rate, patience, planned
-        self._loss = error or matched_error
-        # fused: otherwise Adam's memory traffic takes half as long as the matrix products
-        self.adam = torch.optim.Adam(network.parameters(), lr=rate, fused=True)
-        self.step = self.since = 0
-        self.lowest = float("inf")
-        self.best = self._weights()
-
-    @property
-    def done(self) -> bool:
-        """Whether all steps are taken, or no epoch was better for `patience` epochs."""
-        return self.step >= self.planned or self.since >= self.patience
-
-    def train_step(self, rows: Tensor, truth: Tensor) -> None:
-        """One step."""
-        for group in self.adam.param_groups:
-            group["lr"] = self.rate * (0.1 if 4 * self.step >= 3 * self.planned else 1.0)
-        with torch.enable_grad():
-            loss = self._loss(self.network(rows), truth)
-            gradients = torch.autograd.grad(loss, list(self.network.parameters()))
-        for p, g in zip(self.network.parameters(), gradients, strict=True):
-            p.grad = g
-        self.adam.step()
-        self.step += 1
-
-    def record_error(self, error: float) -> None:
-        """Record the error on held-out images, and keep the weights if it is the lowest."""
-        if error < self.lowest:
-            self.lowest, self.best, self.since = error, self._weights(), 0
-        else:
-            self.since += 1
-
-    def _weights(self) -> dict[str, Tensor]:
-        return {f"w {k}": t.detach().clone() for k, t in self.network.state_dict().items()}
-
-    def saved(self) -> dict[str, Tensor]:
-        """A checkpoint of the training."""
-        state = self.adam.state_dict()["state"]
-        moments = {f"m {i} {k}": t for i, kept in state.items() for k, t in kept.items()}
-        now = {k.replace("w ", "now ", 1): t for k, t in self._weights().items()}
-        numbers = torch.tensor([self.step, self.since, self.lowest], dtype=torch.float64)
-        return {**self.best, **now, **moments, "numbers": numbers}
-
-    def restore(self, saved: dict[str, Tensor]) -> None:
-        """Continue from a checkpoint."""
-        self.network.load_state_dict({k[4:]: t for k, t in saved.items() if k.startswith("now ")})
-        self.best = {k: t for k, t in saved.items() if k.startswith("w ")}
-        state: dict[int, dict[str, Tensor]] = {}
-        for key, t in saved.items():
-            if key.startswith("m "):
-                _, place, moment = key.split(" ")
-                state.setdefault(int(place), {})[moment] = t
-        self.adam.load_state_dict({**self.adam.state_dict(), "state": state})
-        step, since, self.lowest = saved["numbers"].tolist()
-        self.step, self.since = int(step), int(since)
+        kept = train_inverter(self.shadow, self.attack, self.name, planned, lambda *_: network, loss, clock)
+        return {**kept, "images": torch.tensor(self.shadow.known.batch_size)}
 
 
 def matched_error(found: Tensor, truth: Tensor) -> Tensor:
@@ -385,13 +219,6 @@ def hungarian(costs: Tensor) -> Tensor:
         totals = costs[:, torch.arange(size), orders].sum(2)  # (n, orders)
         return orders[totals.argmin(1)]
     return torch.stack([assigned(c) for c in costs.double().nan_to_num()]).to(costs.device)
-
-
-def final_noise_std(shadow: ShadowTrainer) -> float:
-    """The deviation of normal noise at the end of the chain, which each training step can draw itself; 0: other chains."""
-    known = shadow.known.chain.update_distribution
-    simple = known is not None and not (known.signed or known.sparse or known.scale or known.hidden)
-    return known.sigma if simple and known is not None and known.shrink == 1 else 0.0
 
 
 def _name(stored: Tensor) -> str:

@@ -18,8 +18,9 @@ from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Wave, not_a
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.engine.simulator import Simulator
-from fedgauge.attacks.learned.ridge import FittedRidge, inverter_answer, ridge_inversion
+from fedgauge.attacks.learned.ridge import FittedRidge, ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, aligned_orders
+from fedgauge.attacks.learned.trainer import TrainingRecord
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, Update
 
@@ -262,8 +263,5 @@ def refine(wave: Wave, known: Knowledge, budget: Budget, linear: ridge_inversion
     if trust:
         x, spent = refined.descend(wave.update, labels, start, trust, clock)
     x = x.view(*labels.shape, *known.shape)
-    results = [inverter_answer(x[k], labels[k], error, spent) for k in range(len(wave))]
-    if not trust or spent == budget.iterations:
-        return results
-    reason = f"{spent} of {budget.iterations} steps of refinement when the seconds were over"
-    return [replace(r, status="out_of_budget", reason=reason) if r.status == "converged" else r for r in results]
+    record = TrainingRecord(error, spent, budget.iterations, bool(trust) and spent < budget.iterations)
+    return [record.answer(x[k], labels[k]) for k in range(len(wave))]

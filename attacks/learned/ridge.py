@@ -15,6 +15,7 @@ from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures
+from fedgauge.attacks.learned.trainer import TrainingRecord
 from fedgauge.client.components import check_at_least
 from fedgauge.client.rng import generator
 
@@ -79,8 +80,7 @@ def fit(
         start: the first regulariser, as a multiple of the mean squared length of phi.
     """
     centre, base = rows.x.double().mean(0), targets.double().mean(0)
-    width = rows.x.shape[1] * (1 + (classes if bond else 0))
-    system = (_Primal if width < len(rows.x) else _Dual)(rows, held, centre, bond, classes)
+    system = _System(rows, held, centre, bond, classes)
     some = torch.arange(0, targets.shape[1], max(1, targets.shape[1] // PIXELS))
 
     def error(regulariser: float) -> float:
@@ -122,54 +122,45 @@ def kernel(new: RidgeInputs, rows: RidgeInputs, centre: Tensor, bond: float) -> 
     return found
 
 
-class _Dual:
-    """(K + regulariser I) weights = targets."""
+class _System:
+    """The normal equations of ridge regression: by the entries of phi, or by the rows if these are fewer.
+
+    Attributes:
+        kept: the rows, if the weights are over them.
+    """
 
     def __init__(self, rows: RidgeInputs, held: RidgeInputs, centre: Tensor, bond: float, classes: int) -> None:
-        self.kept: RidgeInputs | None = rows
-        blocks = [rows.of(slice(i, i + 1024)) for i in range(0, len(rows.x), 1024)]
-        own = [kernel(RidgeInputs(b.x.double() - centre, b.labels), rows, centre, bond) for b in blocks]
-        self.gram = torch.cat(own)
-        self.beside = kernel(RidgeInputs(held.x.double() - centre, held.labels), rows, centre, bond)
-        self.size = float(self.gram.diagonal().mean())
-
-    def solve(self, regulariser: float, targets: Tensor) -> Tensor:
-        return torch.cholesky_solve(targets, _factor(self.gram, regulariser * self.size))
-
-    def error(self, regulariser: float, targets: Tensor, base: Tensor, truth: Tensor) -> float:
-        return _error(self.gram, regulariser * self.size, targets, self.beside, base, truth)
-
-
-class _Primal:
-    """(phi^T phi + regulariser I) weights = phi^T targets."""
-
-    def __init__(self, rows: RidgeInputs, held: RidgeInputs, centre: Tensor, bond: float, classes: int) -> None:
+        beside = RidgeInputs(held.x.double() - centre, held.labels)
         self.kept: RidgeInputs | None = None
-        self.phi = label_features(RidgeInputs(rows.x.double() - centre, rows.labels), bond, classes)
-        self.beside = label_features(RidgeInputs(held.x.double() - centre, held.labels), bond, classes)
-        self.gram = self.phi.T @ self.phi
-        self.size = float(self.gram.diagonal().sum() / len(rows.x))
+        self.phi: Tensor | None = None
+        if rows.x.shape[1] * (1 + (classes if bond else 0)) < len(rows.x):
+            self.phi = label_features(RidgeInputs(rows.x.double() - centre, rows.labels), bond, classes)
+            self.beside = label_features(beside, bond, classes)
+            self.gram = self.phi.T @ self.phi
+            self.size = float(self.gram.diagonal().sum() / len(rows.x))
+        else:
+            self.kept = rows
+            blocks = [rows.of(slice(i, i + 1024)) for i in range(0, len(rows.x), 1024)]
+            own = [kernel(RidgeInputs(b.x.double() - centre, b.labels), rows, centre, bond) for b in blocks]
+            self.gram = torch.cat(own)
+            self.beside = kernel(beside, rows, centre, bond)
+            self.size = float(self.gram.diagonal().mean())
+
+    def _right(self, targets: Tensor) -> Tensor:
+        return targets if self.phi is None else self.phi.T @ targets
 
     def solve(self, regulariser: float, targets: Tensor) -> Tensor:
-        return torch.cholesky_solve(self.phi.T @ targets, _factor(self.gram, regulariser * self.size))
+        factor = torch.linalg.cholesky(_ridged(self.gram, regulariser * self.size))
+        return torch.cholesky_solve(self._right(targets), factor)
 
     def error(self, regulariser: float, targets: Tensor, base: Tensor, truth: Tensor) -> float:
-        return _error(self.gram, regulariser * self.size, self.phi.T @ targets, self.beside, base, truth)
-
-
-def _error(gram: Tensor, ridge: float, right: Tensor, beside: Tensor, base: Tensor, truth: Tensor) -> float:
-    """The error on held-out rows; infinite if rounding leaves no positive definite matrix."""
-    factor, wrong = torch.linalg.cholesky_ex(_ridged(gram, ridge))
-    if int(wrong):
-        return float("inf")
-    found = (beside @ torch.cholesky_solve(right, factor) + base).clamp(0, 1)
-    value = float((found - truth).square().mean())
-    return value if value == value else float("inf")
-
-
-def _factor(gram: Tensor, ridge: float) -> Tensor:
-    found: Tensor = torch.linalg.cholesky(_ridged(gram, ridge))
-    return found
+        """The error on held-out rows; infinite if rounding leaves no positive definite matrix."""
+        factor, wrong = torch.linalg.cholesky_ex(_ridged(self.gram, regulariser * self.size))
+        if int(wrong):
+            return float("inf")
+        found = (self.beside @ torch.cholesky_solve(self._right(targets), factor) + base).clamp(0, 1)
+        value = float((found - truth).square().mean())
+        return value if value == value else float("inf")
 
 
 def _ridged(gram: Tensor, ridge: float) -> Tensor:
@@ -228,16 +219,7 @@ class ridge_inversion(Attack):
         with torch.no_grad():
             x = inverter(fitted.read(fitted.shadow.view.rows(known, wave.update, labels), labels.flatten(), basis))
         x = x.to(known.auxiliary.x if known.auxiliary is not None else x).view(*labels.shape, *known.shape)
-        return [inverter_answer(x[k], labels[k], inverter.error) for k in range(len(wave))]
-
-
-def inverter_answer(x: Tensor, labels: Tensor | None, error: float, iterations: int = 0) -> Reconstruction:
-    """The result of a trained inverter for one observation: images (B, C, H, W); diverged if they are not finite."""
-    if not torch.isfinite(x).all():
-        return Reconstruction(
-            None, labels, error, iterations, 0.0, "diverged", "the update is not finite, or too large to invert"
-        )
-    return Reconstruction(x, labels, error, iterations, 0.0, "converged")
+        return [TrainingRecord(inverter.error).answer(x[k], labels[k]) for k in range(len(wave))]
 
 
 @dataclass(frozen=True, eq=False)

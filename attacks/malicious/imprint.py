@@ -20,8 +20,9 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.malicious.carried_input import check_images
 from fedgauge.attacks.malicious.decoding import ClosedForm, LayerRows, Reader, input_to_pixels, read_images
-from fedgauge.attacks.malicious.server_attack import ServerAttack
+from fedgauge.attacks.malicious.server_attack import ServerAttack, part_of
 from fedgauge.client.components import Table, check_above_zero, check_at_least
 from fedgauge.client.models.vision import Shape
 from fedgauge.client.update import Params
@@ -53,17 +54,8 @@ def imprint_block(model: nn.Module, shape: Shape, bins: int = 64) -> Imprinted:
     """The model behind a fully connected block of `bins` rows, which leaves images unchanged until it is crafted."""
     if bins < 1:
         raise ValueError(f"bins must be at least 1, got {bins}")
-    if len(shape) != 3:
-        raise ValueError(f"an imprint block reads images (C, H, W), and the examples here have shape {tuple(shape)}")
+    check_images(shape)
     return Imprinted(model, shape[0] * shape[1] * shape[2], bins)
-
-
-def _block(model: nn.Module) -> tuple[str, Imprinted]:
-    """The block's prefix in parameter names, and the block; ValueError where there is none."""
-    for name, module in model.named_modules():
-        if isinstance(module, Imprinted):
-            return f"{name}." if name else "", module
-    raise ValueError("the model has no imprint block: it needs the architecture imprint_block")
 
 
 # -------------------------------------------------------------------------------------------------------- server attack
@@ -94,7 +86,7 @@ class imprint(ServerAttack):
         return {"use": "imprint_block", "bins": self.bins}
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        prefix, block = _block(known.model)
+        prefix, block = part_of(known.model, Imprinted, "imprint_block")
         if block.query.out_features != self.bins:
             raise ValueError(f"the block has {block.query.out_features} rows, and imprint was given bins = {self.bins}")
         row, bias, back = sorting_query(self.bins, self.strength, known, rng)
@@ -161,7 +153,7 @@ class read_imprint(ClosedForm):
     """
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
-        prefix, _ = _block(known.model)
+        prefix, _ = part_of(known.model, Imprinted, "imprint_block")
         return partial(read_bins, known, f"{prefix}query")
 
 

@@ -21,7 +21,7 @@ from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.malicious.carried_input import check_images
 from fedgauge.attacks.malicious.decoding import ClosedForm, LayerRows, Reader, read_images
 from fedgauge.attacks.malicious.imprint import sorting_query
-from fedgauge.attacks.malicious.server_attack import ServerAttack
+from fedgauge.attacks.malicious.server_attack import ServerAttack, part_of
 from fedgauge.client.components import Table, check_above_zero
 from fedgauge.client.models.vision import Shape
 from fedgauge.client.update import Params
@@ -61,14 +61,6 @@ def client_kernels(model: nn.Module, shape: Shape, members: int = 4, bins: int =
     return ClientKernels(model, shape, members, bins)
 
 
-def _front(model: nn.Module) -> tuple[str, ClientKernels]:
-    """The front's prefix in parameter names, and the front; ValueError where there is none."""
-    for name, module in model.named_modules():
-        if isinstance(module, ClientKernels):
-            return f"{name}." if name else "", module
-    raise ValueError("the model has no kernels for each client: it needs the architecture client_kernels")
-
-
 # -------------------------------------------------------------------------------------------------------- server attack
 
 
@@ -102,7 +94,7 @@ class loki(ServerAttack):
         return replace(self, place=place)
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        prefix, front = _front(known.model)
+        prefix, front = part_of(known.model, ClientKernels, "client_kernels")
         if (front.members, front.query.out_features) != (self.members, self.bins):
             raise ValueError(
                 f"the network has kernels for {front.members} clients and {front.query.out_features} rows, and loki was given "
@@ -136,7 +128,7 @@ class read_kernels(ClosedForm):
     """
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
-        prefix, front = _front(known.model)
+        prefix, front = part_of(known.model, ClientKernels, "client_kernels")
         return partial(_read, known, f"{prefix}query", front.members)
 
 

@@ -22,6 +22,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.malicious.carried_input import check_images
 from fedgauge.attacks.malicious.decoding import ClassifierInputs, ClosedForm, Reader, check_readable
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
 from fedgauge.client.components import check_at_least
@@ -80,8 +81,7 @@ class LinearEstimate:
 
 def public_images(known: Knowledge) -> Tensor:
     """Public images (n, C, H, W) in pixels; ValueError where there are too few."""
-    if len(known.shape) != 3:
-        raise ValueError(f"expected images (C, H, W), and the examples here have shape {tuple(known.shape)}")
+    check_images(known.shape)
     public = known.auxiliary
     if public is None or len(public.y) < LEAST:
         count = 0 if public is None else len(public.y)

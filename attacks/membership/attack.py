@@ -10,8 +10,8 @@ from torch import Tensor
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch
-from fedgauge.attacks.membership.measured import LABELS_ALONE
 from fedgauge.attacks.membership.scores import SCORES, Scoring, beside_null, classes_of, null_and_population
+from fedgauge.attacks.modality.membership import LABELS_ALONE
 from fedgauge.client.components import check_at_least
 from fedgauge.client.update import Batch, concatenate
 

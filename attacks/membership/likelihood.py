@@ -76,16 +76,6 @@ class RestOfBatch:
         entries = torch.cat([(1 - EVEN) * part + EVEN * part.mean() for part in left.split(tensors)])
         return cls(mean, mean, along, variances.to(rows), entries)
 
-    @classmethod
-    def of_known(cls, others: CandidateGradients) -> "RestOfBatch":
-        """Exactly these other examples; without the candidate, its term of the mean is zero."""
-        total = torch.zeros(sum(t.numel() for t in others.params.values()), dtype=torch.float64)
-        for rows, kept in zip(others.rows(), others.kept.split(others.chunk), strict=True) if len(others) else ():
-            total += kept @ rows.double()
-        mean = (total / max(len(others), 1)).to(next(iter(others.params.values())))
-        none = torch.zeros_like(mean)
-        return cls(mean, none, mean.new_zeros(0, len(mean)), mean.new_zeros(0), none)
-
     @property
     def norm(self) -> float:
         """Root mean square of the norm of one gradient."""

@@ -7,7 +7,6 @@ tell more of an example that was trained on before: the curve is of the update a
 """
 
 import math
-from collections.abc import Iterable
 from statistics import NormalDist
 
 import torch
@@ -48,11 +47,6 @@ def mu_of(told: float, alpha: float) -> float:
     if told <= alpha:
         return 0.0
     return math.inf if told >= 1 else NormalDist().inv_cdf(told) - NormalDist().inv_cdf(alpha)
-
-
-def composed(mus: Iterable[float]) -> float:
-    """mu of several rounds with fresh noise: the square root of the sum of their squares."""
-    return math.sqrt(sum(mu * mu for mu in mus))
 
 
 def detectability(candidates: CandidateGradients) -> Tensor:

@@ -2,10 +2,9 @@
 
 from collections.abc import Collection
 
-from fedgauge.attacks.membership.measured import GUESSES
 from fedgauge.attacks.modality.base import Measured, Modality
 from fedgauge.attacks.modality.images import ImageModality
-from fedgauge.attacks.modality.membership import MEMBERSHIP
+from fedgauge.attacks.modality.membership import GUESSES, MEMBERSHIP
 from fedgauge.attacks.modality.rows import RowModality
 from fedgauge.attacks.modality.sentences import SentenceModality
 from fedgauge.client.data.corpora import Text

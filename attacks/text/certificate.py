@@ -8,7 +8,7 @@ from itertools import islice, permutations, product
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
+from fedgauge.attacks.base import Knowledge, Reconstruction, Status, Wave
 from fedgauge.attacks.text.layer_inputs import layer_inputs, module_of_weight
 from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import targets
@@ -95,10 +95,16 @@ class GuessVerifier:
         """Sentences (B, L) with the labels that explain the update best, and the relative error that remains."""
         return self.best(islice(self.interpretations(x), MOST_ORDERS))
 
-    def answer(self, batch: Batch, error: float, seconds: float) -> Reconstruction:
-        """A reconstruction whose reason says whether it is proven."""
-        y = batch.y if batch.y.dim() == 1 else None
-        return Reconstruction(batch.x, y, error, self.spent, seconds, "converged", self.verdict(batch, error))
+    def answer(self, batch: Batch, error: float, seconds: float, over: bool = False) -> Reconstruction:
+        """A reconstruction whose reason says whether it is proven; over: the time ended the search for it."""
+        y, reason = batch.y if batch.y.dim() == 1 else None, self.verdict(batch, error)
+        status: Status = "out_of_budget" if over else "converged"
+        reason = f"its seconds were over; {reason}" if over else reason
+        return Reconstruction(batch.x, y, error, self.spent, seconds, status, reason)
+
+    def nothing(self, reason: str, seconds: float) -> Reconstruction:
+        """The result where nothing can be read."""
+        return Reconstruction(None, None, math.nan, self.spent, seconds, "not_applicable", reason)
 
     def smallest_share(self, batch: Batch) -> float:
         """The smallest sentence gradient relative to the batch's; it counts as no iteration."""

@@ -12,7 +12,7 @@ classifier then judges sentences if the second cannot: its query has one input a
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, islice, product
 from typing import Literal
@@ -229,11 +229,8 @@ class _SpanReader:
         seconds = shared + time.perf_counter() - started
         if best is None:
             reason = self.reason or "no word's vector lies in the span of the first block"
-            return Reconstruction(None, None, math.nan, self.verifier.spent, seconds, "not_applicable", reason)
-        answer = self.verifier.answer(*best, seconds)
-        if self.deadline.over() and not best[1] <= TOLERANCE:
-            return replace(answer, status="out_of_budget", reason=f"its seconds were over; {answer.reason}")
-        return answer
+            return self.verifier.nothing(reason, seconds)
+        return self.verifier.answer(*best, seconds, self.deadline.over() and not best[1] <= TOLERANCE)
 
     def _limits(self) -> tuple[float, ...]:
         """Distances within which a word is a candidate: first midway between rounding and the worst case, then the worst case."""

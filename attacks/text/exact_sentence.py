@@ -43,20 +43,15 @@ class exact(Attack):
     def _one(self, verifier: GuessVerifier, model: LanguageModel) -> Reconstruction:
         started = time.perf_counter()
         if verifier.reason:
-            return _nothing(verifier, verifier.reason, started)
+            return verifier.nothing(verifier.reason, time.perf_counter() - started)
         ids = _words(verifier, model)
         if not ids:
-            return _nothing(verifier, "no position's row exceeds rounding or noise", started)
+            return verifier.nothing("no position's row exceeds rounding or noise", time.perf_counter() - started)
         if model.task == "next_token":
             batch, error = complete_sentences(verifier, model, [ids])
         else:
             batch, error = verifier.best_labels(framed([ids], verifier.known.shape[0], model.pad))
         return verifier.answer(batch, error, time.perf_counter() - started)
-
-
-def _nothing(verifier: GuessVerifier, reason: str, started: float) -> Reconstruction:
-    spent = time.perf_counter() - started
-    return Reconstruction(None, None, float("nan"), verifier.spent, spent, "not_applicable", reason)
 
 
 def _missing(wave: Wave, known: Knowledge) -> str:

@@ -6,7 +6,7 @@ the guess's text in its own tokens.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.devices import CPU
+from fedgauge.attacks.learned.trainer import Trainer
 from fedgauge.client.models.language import LanguageModel, import_transformers
 from fedgauge.client.models.tokenizer import Tokenizer, load_tokenizer, model_place
 from fedgauge.client.rng import generator, seed_of
@@ -149,30 +150,29 @@ class TrainedPrior(LanguagePrior):
         held, own = order[: len(order) // HELD_OUT], order[len(order) // HELD_OUT :]
         held = held if len(held) else own  # too few sentences to hold any out
         net = self._net.train()  # it has no dropout
-        optimizer = torch.optim.Adam(net.parameters(), training.rate, betas=(0.9, 0.98))
-        best = first = self._held_out(ids[held], seen[held])
-        weights, stalled = _copied(net), 0
-        with torch.enable_grad():
-            for step in range(1, training.steps + 1):
-                for group in optimizer.param_groups:
-                    group["lr"] = training.rate * min(1.0, step / CHECK_EVERY, 1.1 - step / training.steps)
+
+        def loss(ids: Tensor, seen: Tensor) -> Tensor:
+            return nll(_log(net, ids, seen), ids, seen).mean()
+
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
+            while True:
                 rows = own[torch.randint(len(own), (training.batch,), generator=rng)]
-                part, there = ids[rows], seen[rows]
-                longest = max(int(there.sum(1).max()), 2)
-                part, there = part[:, :longest], there[:, :longest]
-                value = nll(_log(net, part, there), part, there).mean()
-                optimizer.zero_grad()
-                value.backward()
-                optimizer.step()
-                if step % CHECK_EVERY and step < training.steps:
-                    continue
-                now = self._held_out(ids[held], seen[held])
-                stalled = 0 if now < best else stalled + 1
-                if now < best:
-                    best, weights = now, _copied(net)
-                if stalled >= training.patience:
-                    break
-        return {**weights, "told": torch.tensor([first, best], dtype=torch.float64)}
+                longest = max(int(seen[rows].sum(1).max()), 2)
+                yield ids[rows, :longest], seen[rows, :longest]
+
+        trainer = Trainer(
+            net,
+            training.rate,
+            training.patience,
+            training.steps,
+            loss,
+            lambda step: min(1.0, (step + 1) / CHECK_EVERY, 1.1 - (step + 1) / training.steps),
+            betas=(0.9, 0.98),
+            fused=None,
+        )
+        trainer.train(batches(), CHECK_EVERY, lambda: self._held_out(ids[held], seen[held]))
+        told = torch.tensor([trainer.first, trainer.lowest], dtype=torch.float64)
+        return {**{k.removeprefix("w "): t for k, t in trainer.best.items()}, "told": told}
 
     def _held_out(self, ids: Tensor, seen: Tensor) -> float:
         parts = zip(ids.split(TOGETHER), seen.split(TOGETHER), strict=True)
@@ -183,11 +183,6 @@ def _log(net: Any, ids: Tensor, seen: Tensor) -> Tensor:
     """Log-probabilities (N, L, V) of the word after each word."""
     log: Tensor = net(input_ids=ids, attention_mask=seen.long()).logits.log_softmax(-1)
     return log
-
-
-def _copied(net: Any) -> dict[str, Tensor]:
-    """A copy of a network's weights."""
-    return {k: t.detach().clone() for k, t in net.state_dict().items()}
 
 
 def _gpt2(training: LanguageModelTraining, vocabulary: int, positions: int) -> Any:

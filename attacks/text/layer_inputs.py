@@ -1,6 +1,7 @@
-"""Inputs of one linear map inside a language model."""
+"""Inputs of linear maps inside a language model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,19 +23,30 @@ def layer_inputs(
     Args:
         mask: which positions exist; default: those without padding.
     """
+    with torch.no_grad():
+        return inputs_of(model, params, [part], ids, mask)[0]
+
+
+def inputs_of(
+    model: LanguageModel, params: Mapping[str, Tensor], parts: Sequence[nn.Module], x: Tensor, mask: Tensor | None
+) -> list[Tensor]:
+    """The inputs (B, L, width) of modules, in the order of the forward pass, of ids (B, L) or embeddings (B, L, width)."""
     captured: list[Tensor] = []
 
     def keep(_: nn.Module, arguments: tuple[Any, ...]) -> None:
         captured.append(arguments[0])
-        raise _InputsReached
+        if len(captured) == len(parts):
+            raise _InputsReached
 
-    try:
-        with part.register_forward_pre_hook(keep), torch.no_grad():
-            device = next(iter(params.values())).device
-            functional_call(model, dict(params), (ids.to(device), None if mask is None else mask.to(device)))
-    except _InputsReached:
-        return captured[0]
-    raise ValueError(f"the model's forward pass never calls {type(part).__name__}")
+    device = next(iter(params.values())).device
+    with ExitStack() as hooks:
+        for part in parts:
+            hooks.enter_context(part.register_forward_pre_hook(keep))
+        try:
+            functional_call(model, dict(params), (x.to(device), None if mask is None else mask.to(device)))
+        except _InputsReached:
+            return captured
+    raise ValueError(f"the model's forward pass never calls {type(parts[-1]).__name__}")
 
 
 def module_of_weight(model: LanguageModel, weight: str) -> nn.Module:

@@ -20,10 +20,10 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Str
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.engine.simulator import Simulator
-from fedgauge.attacks.learned.learning_to_invert import Trainer
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
+from fedgauge.attacks.learned.trainer import Trainer, TrainingRecord, load, perceptron
 from fedgauge.attacks.text.certificate import NEEDS_LANGUAGE_MODEL
-from fedgauge.attacks.text.learning_to_invert_text import NEVER, TrainingRecord, likeliest
+from fedgauge.attacks.text.learning_to_invert_text import NEVER, answer_of
 from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator, seed_of
@@ -131,18 +131,11 @@ class _PositionNetwork(nn.Module):
 
     def __init__(self, features: int, hidden: int, length: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, length)
-        )
+        self.body = perceptron([features, hidden, hidden, length])
 
     def forward(self, rows: Tensor) -> Tensor:
         scores: Tensor = self.body(rows) + NEVER * rows[..., -1:]
         return scores
-
-
-def _nll(scores: Tensor, truth: Tensor) -> Tensor:
-    """Mean -log p of the true candidate (n, L) at each position, under scores (n, candidates, L)."""
-    return F.cross_entropy(scores, truth)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,14 +153,9 @@ class _TrainedPositions:
 
     def answer(self, update: Update, model: LanguageModel, lengths: Tensor | None) -> Reconstruction:
         """The reconstruction of one update."""
-        started = time.perf_counter()
         with torch.no_grad():
             scores = self.network(self.reader.rows({k: t[None] for k, t in update.items()})[0])  # (vocabulary, L)
-        if not bool(scores.isfinite().all()):
-            return self.record.diverged("the update is not finite")
-        log = torch.full_like(scores, NEVER)
-        log[self.words] = scores[self.words].log_softmax(0)
-        return self.record.answer(likeliest(log.T[None].contiguous(), model, lengths), time.perf_counter() - started)
+        return answer_of(scores[self.words].T[None], self.words, self.record, model, lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +175,7 @@ class _PositionTraining:
         """The trained network, from the cache where it is there."""
         kept = self.shadow.cache.get(f"rows-{self.name}", lambda: self._train(clock))
         network = self._network(int(kept["features"]))
-        network.load_state_dict({k: kept[f"w {k}"] for k in network.state_dict()})
+        load(network, kept)
         return _TrainedPositions(
             network, self.reader, self.shadow.auxiliary.x.unique(), TrainingRecord.kept(kept["numbers"])
         )
@@ -203,21 +191,22 @@ class _PositionTraining:
         rows, truth = self._shadow_data(False)
         held = self._shadow_data(True)
         network = self._network(rows.shape[2])
-        trainer = Trainer(network, self.attack.rate, self.attack.patience, self.budget.iterations, _nll)
-        rng = generator("rows", self.name)
-        while not (trainer.done or (trainer.step and clock.over())):
-            chosen = torch.randint(len(rows), (self.attack.batch,), generator=rng)
-            trainer.train_step(rows[chosen], truth[chosen])
-            if trainer.step % self.attack.every == 0 or trainer.done:
-                trainer.record_error(self._error(network, held))
-        if not trainer.done and trainer.step % self.attack.every:
-            trainer.record_error(self._error(network, held))
-        return {**trainer.best, "numbers": TrainingRecord.of(trainer).numbers, "features": torch.tensor(rows.shape[2])}
 
-    def _error(self, network: _PositionNetwork, held: tuple[Tensor, Tensor]) -> float:
-        """Mean negative log-likelihood of a word of held-out sentences, in nats."""
-        with torch.no_grad():
-            return float(_nll(network(held[0]), held[1]))
+        def loss(features: Tensor, positions: Tensor) -> Tensor:
+            return F.cross_entropy(network(features), positions)
+
+        def error() -> float:
+            with torch.no_grad():
+                return float(loss(*held))
+
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
+            rng = generator("rows", self.name)
+            while True:
+                chosen = torch.randint(len(rows), (self.attack.batch,), generator=rng)
+                yield rows[chosen], truth[chosen]
+
+        trainer = Trainer(network, self.attack.rate, self.attack.patience, self.budget.iterations, loss)
+        return {**trainer.train(batches(), self.attack.every, error, clock), "features": torch.tensor(rows.shape[2])}
 
     def _shadow_data(self, held: bool) -> tuple[Tensor, Tensor]:
         """Candidates' features (n, candidates, F), and the index of the true one at each position (n, L)."""

@@ -16,14 +16,9 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.learned.learning_to_invert import (
-    Trainer,
-    batches,
-    final_noise_std,
-    hungarian,
-    steps_per_epoch,
-)
+from fedgauge.attacks.learned.learning_to_invert import hungarian
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
+from fedgauge.attacks.learned.trainer import TrainingRecord, load, perceptron, train_inverter
 from fedgauge.attacks.text.certificate import NEEDS_LANGUAGE_MODEL
 from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.data.corpora import targets
@@ -140,10 +135,7 @@ class SentenceNetwork(nn.Module):
         super().__init__()
         self.sentences, self.length = sentences, length
         widths = [len(mean), *[attack.hidden] * (attack.layers - 1), sentences * length * attack.width]
-        parts: list[nn.Module] = []
-        for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True):
-            parts += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-        self.body = nn.Sequential(*parts[:-1])
+        self.body = perceptron(widths)
         self.words = nn.Linear(attack.width, words)
         self.register_buffer("mean", mean)
         self.register_buffer("deviation", deviation)
@@ -173,48 +165,6 @@ def _pairwise_nll(logits: Tensor, truth: Tensor) -> Tensor:
     return torch.stack(each, 1)
 
 
-@dataclass(frozen=True)
-class TrainingRecord:
-    """The outcome of a training.
-
-    Args:
-        error: mean negative log-likelihood of a held-out sentence's word, in nats.
-        steps: done; planned: at most; interrupted: whether the deadline ended it.
-    """
-
-    error: float
-    steps: int
-    planned: int
-    interrupted: bool
-
-    @classmethod
-    def of(cls, trainer: Trainer) -> "TrainingRecord":
-        """Of a finished training."""
-        return cls(trainer.lowest, trainer.step, trainer.planned, not trainer.done)
-
-    @classmethod
-    def kept(cls, numbers: Tensor) -> "TrainingRecord":
-        """The inverse of `numbers`."""
-        error, steps, planned, interrupted = numbers.tolist()
-        return cls(error, int(steps), int(planned), bool(interrupted))
-
-    @property
-    def numbers(self) -> Tensor:
-        """The form in the cache."""
-        return torch.tensor([self.error, self.steps, self.planned, self.interrupted], dtype=torch.float64)
-
-    def answer(self, x: Tensor, seconds: float) -> Reconstruction:
-        """The trained network's reconstruction."""
-        if not self.interrupted:
-            return Reconstruction(x, None, self.error, self.steps, seconds, "converged")
-        reason = f"training stopped after {self.steps} of {self.planned} steps: its seconds were over"
-        return Reconstruction(x, None, self.error, self.steps, seconds, "out_of_budget", reason)
-
-    def diverged(self, reason: str) -> Reconstruction:
-        """The result for an update that cannot be read."""
-        return Reconstruction(None, None, self.error, self.steps, 0.0, "diverged", reason)
-
-
 @dataclass(frozen=True, eq=False)
 class TextInverter:
     """A trained network.
@@ -229,14 +179,20 @@ class TextInverter:
 
     def answer(self, row: Tensor, model: LanguageModel, lengths: Tensor | None) -> Reconstruction:
         """The reconstruction of one hashed update (columns,), with lengths (B,) where they are given."""
-        started = time.perf_counter()
         with torch.no_grad():
-            logits = self.network(row[None])[0]
-        if not bool(logits.isfinite().all()):
-            return self.record.diverged("the update is not finite, or too large for the network")
-        log = logits.new_full((*logits.shape[:2], model.vocabulary), NEVER)
-        log[..., self.vocabulary] = logits.log_softmax(-1)
-        return self.record.answer(likeliest(log, model, lengths), time.perf_counter() - started)
+            return answer_of(self.network(row[None])[0], self.vocabulary, self.record, model, lengths)
+
+
+def answer_of(
+    logits: Tensor, vocabulary: Tensor, record: TrainingRecord, model: LanguageModel, lengths: Tensor | None
+) -> Reconstruction:
+    """The likeliest sentences under a trained network's logits (B, L, words) of the words of a vocabulary (words,)."""
+    started = time.perf_counter()
+    if not bool(logits.isfinite().all()):
+        return record.answer(None)
+    log = logits.new_full((*logits.shape[:2], model.vocabulary), NEVER)
+    log[..., vocabulary] = logits.log_softmax(-1)
+    return record.answer(likeliest(log, model, lengths), seconds=time.perf_counter() - started)
 
 
 def likeliest(log: Tensor, model: LanguageModel, lengths: Tensor | None) -> Tensor:
@@ -297,7 +253,7 @@ class TextInverterTraining:
         """The trained inverter, from the cache where it is there."""
         kept = self.shadow.cache.get(f"inverter-{self.name}", lambda: self._train(clock))
         network = self._network(kept["w mean"], kept["w deviation"])
-        network.load_state_dict({k: kept[f"w {k}"] for k in network.state_dict()})
+        load(network, kept)
         return TextInverter(network, self.vocabulary, TrainingRecord.kept(kept["numbers"]))
 
     def _network(self, mean: Tensor, deviation: Tensor) -> SentenceNetwork:
@@ -309,21 +265,16 @@ class TextInverterTraining:
         return made.to(mean.device, mean.dtype)
 
     def _train(self, clock: Deadline) -> dict[str, Tensor]:
-        shadow, size, planned = self.shadow, self.attack.batch, self.budget.iterations
-        sigma = final_noise_std(shadow)
-        shadow_data, held = shadow.shadow_data(False, quiet=sigma > 0), shadow.shadow_data(True)
-        network = self._network(*self._statistics(shadow_data, sigma))
-        trainer = Trainer(network, self.attack.rate, self.attack.patience, planned, matched_nll)
-        trainer.record_error(self._error(network, held))
-        for rows, groups in batches(shadow, shadow_data, sigma, size, self.name):
-            if trainer.done or clock.over():
-                break
-            trainer.train_step(rows, self._truth(groups))
-            if trainer.step % steps_per_epoch(shadow_data, size) == 0 or trainer.done:
-                trainer.record_error(self._error(network, held))
-        if not trainer.done:
-            trainer.record_error(self._error(network, held))
-        return {**trainer.best, "numbers": TrainingRecord.of(trainer).numbers}
+        return train_inverter(
+            self.shadow,
+            self.attack,
+            self.name,
+            self.budget.iterations,
+            lambda shadow_data, sigma: self._network(*self._statistics(shadow_data, sigma)),
+            lambda logits, groups: matched_nll(logits, self._truth(groups)),
+            clock,
+            IN_ONE_PASS,
+        )
 
     def _statistics(self, shadow_data: ShadowDataset, sigma: float) -> tuple[Tensor, Tensor]:
         """Mean and deviation (columns,) of the training rows with their noise."""
@@ -335,10 +286,3 @@ class TextInverterTraining:
         """Sentences (n, B, L) as indices into `vocabulary`."""
         indices: Tensor = torch.searchsorted(self.vocabulary, self.shadow.auxiliary.x[groups])
         return indices
-
-    def _error(self, network: SentenceNetwork, held: ShadowDataset) -> float:
-        """Mean negative log-likelihood of a word of held-out sentences, in nats."""
-        truth = self._truth(held.groups.reshape(len(held.rows), -1))
-        parts = zip(held.rows.split(IN_ONE_PASS), truth.split(IN_ONE_PASS), strict=True)
-        with torch.no_grad():
-            return sum(float(matched_nll(network(r), t)) * len(r) for r, t in parts) / len(held.rows)

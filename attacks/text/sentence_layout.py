@@ -63,19 +63,10 @@ class SentenceLayout:
         self._place()
 
     def _place(self) -> None:
-        model, longest = self.model, int(self.lengths.max())
-        at = torch.arange(longest)
-        self.mask = at < self.lengths[..., None]
-        first, last = len(model.start), len(model.end)
-        self.free = (at >= first) & (at < (self.lengths - last)[..., None])
-        ids = torch.full(self.mask.shape, model.pad)
-        ids[..., :first] = torch.tensor(model.start, dtype=torch.int64)
-        for i, token in enumerate(model.end):
-            ids.scatter_(2, (self.lengths - last + i)[..., None], token)
-        self.ids = ids
+        self.mask, self.free, self.ids = framed_places(self.model, self.lengths)
         device = self.table.device
         self.mask, self.free, self.owners = self.mask.to(device), self.free.to(device), self.owners.to(device)
-        self.frame = self.table[ids.to(device)]
+        self.frame = self.table[self.ids.to(device)]
 
     def movable(self, row: int, sentence: int) -> Tensor:
         """Positions of a sentence's words."""
@@ -114,6 +105,17 @@ class SentenceLayout:
         whole = torch.full((self.known.batch_size, self.known.shape[0]), self.model.pad)
         whole[:, : tokens.shape[1]] = torch.where(self.mask[row], tokens, self.model.pad).cpu()
         return whole
+
+
+def framed_places(model: LanguageModel, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions that exist and those of free words (..., L), and the ids (..., L) of start, end and padding."""
+    at, first, last = torch.arange(int(lengths.max())), len(model.start), len(model.end)
+    mask = at < lengths[..., None]
+    ids = torch.full(mask.shape, model.pad)
+    ids[..., :first] = torch.tensor(model.start, dtype=torch.int64)
+    for i, token in enumerate(model.end):
+        ids.scatter_(-1, (lengths - last + i)[..., None], token)
+    return mask, (at >= first) & (at < (lengths - last)[..., None]), ids
 
 
 # ------------------------------------------------------------------------------------------------ what the update reveals

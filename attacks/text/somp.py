@@ -12,7 +12,7 @@ this package's. A correlation is the slope of a sentence's loss along the residu
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -70,18 +70,15 @@ class somp(Attack):
         beginnings = {} if verifier.reason else grown(verifier, self.each, self.beam)
         if not beginnings:
             reason = verifier.reason or "no head's gradient shows a subspace"
-            answer = not_applicable(verifier.wave.of([verifier.k]), reason)[0]
-            return replace(answer, seconds=time.perf_counter() - started)
+            return verifier.nothing(reason, time.perf_counter() - started)
         pursuit = Pursuit(verifier, beginnings, deadline)
         pursuit.choose(verifier.known.batch_size)
         for _ in range(budget.iterations):
             if not pursuit.exchange():
                 break
         batch = pursuit.batch()
-        answer = verifier.answer(batch, verifier.error(batch), time.perf_counter() - started)
-        if deadline.over() and not pursuit.explained:
-            return replace(answer, status="out_of_budget", reason=f"its seconds were over; {answer.reason}")
-        return answer
+        over = deadline.over() and not pursuit.explained
+        return verifier.answer(batch, verifier.error(batch), time.perf_counter() - started, over)
 
 
 def _missing(wave: Wave, known: Knowledge) -> str:

@@ -9,20 +9,18 @@ objective follows the paper's abstract; candidates, weights, the second term and
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import GuessVerifier, why_not_applicable
 from fedgauge.attacks.text.last_words import complete_sentences
-from fedgauge.attacks.text.layer_inputs import layer_inputs, module_of_weight
-from fedgauge.attacks.text.sentence_layout import lengths_of
+from fedgauge.attacks.text.layer_inputs import inputs_of, layer_inputs, module_of_weight
+from fedgauge.attacks.text.sentence_layout import framed_places, lengths_of
 from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.language_parts import Projection
@@ -76,7 +74,7 @@ class tiger(Attack):
         verifier = GuessVerifier(wave, known, k)
         spaces = verifier.reason or self._subspaces(verifier)
         if isinstance(spaces, str):
-            return replace(not_applicable(wave.of([k]), spaces)[0], seconds=time.perf_counter() - started)
+            return verifier.nothing(spaces, time.perf_counter() - started)
         search = _WordSearch(self, verifier, spaces, lengths, deadline)
         best: tuple[Tensor, float] | None = None
         for restart in range(budget.restarts):
@@ -88,10 +86,8 @@ class tiger(Attack):
                 break
         assert best is not None
         verifier.spent = search.spent
-        answer = verifier.answer(*search.labelled(best[0]), time.perf_counter() - started)
-        if deadline.over():
-            return replace(answer, status="out_of_budget", reason=f"its seconds were over; {answer.reason}")
-        return answer
+        labelled = search.labelled(best[0])
+        return verifier.answer(*labelled, time.perf_counter() - started, deadline.over())
 
     def _subspaces(self, verifier: GuessVerifier) -> "Spaces | str":
         """Those of the blocks that rise above the noise, the first block's first; or why nothing can be read."""
@@ -188,10 +184,6 @@ def subspace(update: Mapping[str, Tensor], maps: Sequence[Projection], most: int
     return Subspace(basis[: len(weights)][kept].to(like), weights[kept].to(like)) if bool(kept.any()) else None
 
 
-class _InputsReached(Exception):
-    """The last block's inputs are captured."""
-
-
 class _WordSearch:
     """Searches one observation's words, given its subspaces."""
 
@@ -232,14 +224,7 @@ class _WordSearch:
             # sentences of one length leave fewer places that fit
             near = places[ends[places] <= (4 * ends[places[0]]).clamp(min=1e-4)]
             lengths = 1 + near.repeat(size)[:size].sort(descending=True).values
-        lengths = (lengths - self.unseen).clamp(min=first + last + 1)
-        at = torch.arange(int(lengths.max()))
-        mask = at < lengths[:, None]
-        ids = torch.full(mask.shape, model.pad)
-        ids[:, :first] = torch.tensor(model.start, dtype=torch.int64)
-        for i, token in enumerate(model.end):
-            ids.scatter_(1, (lengths - last + i)[:, None], token)
-        return mask, (at >= first) & (at < lengths[:, None] - last), ids
+        return framed_places(model, (lengths - self.unseen).clamp(min=first + last + 1))
 
     def _likely(self, fit: Tensor) -> tuple[Tensor, Tensor]:
         """Each position's candidates (L, K), the nearest first, and the logits (L, K) from which they start."""
@@ -252,23 +237,7 @@ class _WordSearch:
 
     def _inputs(self, x: Tensor, mask: Tensor) -> list[Tensor]:
         """The inputs (B, L, width) of all blocks that count, of words' ids (B, L) or embeddings (B, L, width)."""
-        captured: list[Tensor] = []
-
-        def keep(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-            captured.append(arguments[0])
-            if len(captured) == len(self.spaces):
-                raise _InputsReached
-
-        handles = [part.register_forward_pre_hook(keep) for part, _ in self.spaces]
-        try:
-            where = self.table.device
-            functional_call(self.model, dict(self.verifier.params), (x.to(where), mask.to(where)))
-        except _InputsReached:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
-        return captured
+        return inputs_of(self.model, self.verifier.params, [part for part, _ in self.spaces], x, mask)
 
     def _distance(self, inputs: Sequence[Tensor]) -> Tensor:
         """The objective (...) of inputs (..., n, width), a batch's of one block after the other."""

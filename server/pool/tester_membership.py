@@ -11,7 +11,7 @@ from torch import Tensor
 from fedgauge.attacks.base import ClientState, Observation, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
-from fedgauge.attacks.membership.measured import MEMBER
+from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, PlannedAttack
 from fedgauge.client.data.images import Dataset, Shards, batch_of
 from fedgauge.client.federation import Federation

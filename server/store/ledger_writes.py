@@ -9,8 +9,8 @@ from dataclasses import fields
 from fedgauge.attacks.engine.devices import Numerics
 from fedgauge.attacks.grading.canary import CANARY
 from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, ScoreRecord
-from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.image_metrics import mse
+from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.plan import CANARIES, ERROR_LIMITS, MEMBERSHIP_LIMIT, MOST_ATTACKS, AttackPlan
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_reads import LedgerReads

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fedgauge.attacks.membership.measured import ANYBODY, HELD, MEMBER
-from fedgauge.attacks.modality.membership import MEMBERSHIP
+from fedgauge.attacks.modality.membership import ANYBODY, HELD, MEMBER, MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow

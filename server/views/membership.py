@@ -8,8 +8,7 @@ import numpy as np
 from scipy.special import bdtrc
 
 from fedgauge.attacks.membership.limit import mu_of, power
-from fedgauge.attacks.membership.measured import HELD, MEMBER, RATES
-from fedgauge.attacks.modality.membership import QUESTIONS
+from fedgauge.attacks.modality.membership import HELD, MEMBER, QUESTIONS, RATES
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT
 from fedgauge.server.store.ledger import Ledger

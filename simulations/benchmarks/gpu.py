@@ -24,14 +24,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fedgauge.attacks.base import Budget, Reconstruction
 from fedgauge.attacks.engine.devices import CPU, Precision, compute_on, devices_of, numerics
 from fedgauge.attacks.engine.simulator import Simulator
-from fedgauge.attacks.learned.learning_to_invert import (
-    Trainer,
-    batches,
-    learning_to_invert,
-    matched_error,
-    steps_per_epoch,
-)
+from fedgauge.attacks.learned.learning_to_invert import learning_to_invert, matched_error
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
+from fedgauge.attacks.learned.trainer import Trainer, batches, steps_per_epoch
 from fedgauge.attacks.matching.compiled_step import missing
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr
 from fedgauge.attacks.text.lamp import lamp
@@ -324,7 +319,11 @@ class GpuBenchmark:
         groups = torch.arange(count)[:, None]
         train = ShadowDataset(rows[held:], groups[held:], shadow.auxiliary.y[held:, None])
         network = attack.network(rows.shape[1], x[0].numel(), 0).to(self.device)
-        trainer = Trainer(network, attack.rate, attack.patience, 10**9)
+
+        def loss(rows: Tensor, truth: Tensor) -> Tensor:
+            return matched_error(network(rows), truth)
+
+        trainer = Trainer(network, attack.rate, attack.patience, 10**9, loss)
         steps = steps_per_epoch(train, attack.batch)
         drawn = batches(shadow, train, 0.0, attack.batch, "gpu")
 
@@ -334,7 +333,7 @@ class GpuBenchmark:
                 trainer.train_step(some, shadow.auxiliary.x[groups].flatten(2))
             truth = shadow.auxiliary.x[:held, None].flatten(2)
             with torch.no_grad():
-                trainer.record_error(float(matched_error(network(rows[:held]), truth)))
+                trainer.record_error(float(loss(rows[:held], truth)))
 
         each = [self.seconds(epoch) for _ in range(1 + sizes.epochs)][1:]
         minutes = (simulated + EPOCHS * median(each)) / 60

@@ -24,8 +24,8 @@ from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit, noise_is_known
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.limit import area, detectability, power
-from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy
+from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.plan import PlannedAttack, modalities_of
 from fedgauge.client.chain import trained_on
 from fedgauge.client.collusion import tolerance

@@ -9,8 +9,8 @@ import numpy as np
 from fedgauge.attacks.base import Budget, ClientState, Wave
 from fedgauge.attacks.grading.audit import AuditResult
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, has_images
-from fedgauge.attacks.membership.measured import LABELS_ALONE
 from fedgauge.attacks.modality.image_metrics import AUGMENTED, mse
+from fedgauge.attacks.modality.membership import LABELS_ALONE
 from fedgauge.attacks.plan import ERROR_LIMITS, MEMBERSHIP_LIMIT, PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.server.views.scores import Scores

@@ -10,11 +10,10 @@ from typing import Any
 
 from rich.table import Table as Grid
 
-from fedgauge.attacks.membership.measured import MEMBER
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.modality.image_metrics import AUGMENTED
 from fedgauge.attacks.modality.images import ImageModality
-from fedgauge.attacks.modality.membership import QUESTIONS
+from fedgauge.attacks.modality.membership import MEMBER, QUESTIONS
 from fedgauge.attacks.modality.registry import MEASURED, modality_measured
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.server.store import run_files

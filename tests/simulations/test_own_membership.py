@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedgauge.attacks.membership.measured import HELD, MEMBER
+from fedgauge.attacks.modality.membership import HELD, MEMBER
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve

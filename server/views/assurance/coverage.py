@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fedgauge.attacks.membership.measured import HELD, MEMBER
-from fedgauge.attacks.modality.membership import QUESTIONS
+from fedgauge.attacks.modality.membership import HELD, MEMBER, QUESTIONS
 from fedgauge.server.views.membership import tests_of, why_not_tested
 from fedgauge.server.views.privacy import canaries, privacy
 from fedgauge.server.views.reading import Reading

@@ -161,7 +161,7 @@ def test_packing_changes_no_refinement_and_the_clock_ends_it() -> None:
         torch.testing.assert_close(a.x, b.x, atol=1e-3, rtol=0)
     (late, *_) = attack.reconstruct(wave, known, Budget(20, seconds=1e-9), STREAMS)
     assert (late.status, late.iterations) == ("out_of_budget", 0)
-    assert late.reason == "0 of 20 steps of refinement when the seconds were over"
+    assert late.reason == "0 of 20 steps when the seconds were over"
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-30, 3e38, float("nan"), float("inf")])

@@ -213,9 +213,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no strength": (lambda: imprint(strength=0.0), "strength must be above 0, got 0.0"),
     "words": (
         lambda: imprint_block(mlp(SHAPE, 2), (16,), 4),
-        r"reads images \(C, H, W\), and the examples here have shape",
+        r"expected images \(C, H, W\), and the examples here have shape",
     ),
-    "no block": (lambda: crafted(knowledge(mlp(SHAPE, CLASSES), 1), 4), "the model has no imprint block"),
+    "no block": (lambda: crafted(knowledge(mlp(SHAPE, CLASSES), 1), 4), "it needs the architecture imprint_block"),
     "another size": (lambda: crafted(knowledge(network(8), 1), 4), "has 8 rows, and imprint was given bins = 4"),
 }
 
@@ -240,7 +240,7 @@ def test_an_honest_network_has_nothing_to_read() -> None:
     known = knowledge(mlp(SHAPE, CLASSES), 2)
     params = detached_params(known.model)
     found = read(known, params, answer(known, params, examples(0, 2)))
-    assert found.status == "not_applicable" and "no imprint block" in found.reason
+    assert found.status == "not_applicable" and "the architecture imprint_block" in found.reason
 
 
 @given(seed=st.integers(0, 10**6), share=st.floats(0.05, 0.95))

@@ -315,7 +315,7 @@ def test_when_its_seconds_are_over_it_answers_and_says_so(said: Text) -> None:
     wave, _ = seen_of(known, said)
     for found in run(SMALL, wave, known, 10**6, seconds=1e-3):
         assert found.status == "out_of_budget" and found.x is not None
-        assert "of 1000000 steps: its seconds were over" in found.reason
+        assert "of 1000000 steps when the seconds were over" in found.reason
 
 
 def test_training_ends_where_held_out_sentences_become_no_likelier(said: Text) -> None:

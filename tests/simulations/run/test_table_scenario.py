@@ -7,7 +7,7 @@ import pytest
 
 from fedgauge.attacks.effort import attacks_by_effort
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.membership.measured import MEMBER
+from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.client.components import SpecError
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
