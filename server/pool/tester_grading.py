@@ -66,7 +66,7 @@ def grade(
         notes = Counter(_grade(run, ledger, grader, job, found, _assumed(scenario, job)) for job in jobs)
         graded = notes.pop("", 0)
         every = len(jobs) - notes.pop(None, 0)
-        words = _graded(graded, every, str(truth))
+        words = _graded(graded, every, truth)
         if tests:
             words += (
                 f"; {retest(run, ledger, scenario, tests, found, progress)} of {len(tests)} tests of membership done"
@@ -76,7 +76,7 @@ def grade(
             words += f"; not graded ({sum(notes.values())} of {every}): {why}"
         ledger.set_grading({row["name"]: GRADED for row in ledger.attacks() if row["name"] not in LIMITS})
         doubts = _doubts(run, ledger, scenario, found)
-        ledger.set_meta(grading=words, ungraded=why, truth=str(truth), truth_doubts=doubts)
+        ledger.set_meta(grading=words, ungraded=why, truth=truth.to_json(), truth_doubts=doubts)
     return words
 
 
@@ -85,25 +85,28 @@ def regrade(run: Run, ledger: Ledger, scenario: Scenario, progress: Progress = l
     left, meta = ledger.ungraded(), ledger.meta()
     if "truth" not in meta or not (left or finished_tests(ledger, untested=True)):
         return
+    truth = TesterTruth.from_json(meta["truth"])
     try:
-        grade(run, ledger, scenario, TesterTruth.named(meta["truth"]), progress, untested=True)
+        grade(run, ledger, scenario, truth.check(), progress, untested=True)
     except (SpecError, OSError) as error:
         every = sum(job.status not in EMPTY_HANDED for job in ledger.ungraded(again=True))
         left = [job for job in left if job.status not in EMPTY_HANDED]
-        words = _graded(every - len(left), every, meta["truth"])
+        words = _graded(every - len(left), every, truth)
         why = f"the truth cannot be read any more ({error}): hand it in again with --truth"
         ledger.set_meta(grading=f"{words}; not graded ({len(left)} of {every}): {why}", ungraded=why)
 
 
-def _graded(some: int, every: int, truth: str) -> str:
+def _graded(some: int, every: int, truth: TesterTruth) -> str:
     return (
         f"graded {some} of {every} reconstructions and baselines against the examples handed in with --truth ({truth})"
     )
 
 
 def _doubts(run: Run, ledger: Ledger, scenario: Scenario, found: Found) -> str:
-    """Updates that another truth gives better than their own; empty if there are none."""
-    digests = {(o["round"], o["client"]): o["digest"] for o in ledger.observations()}
+    """What speaks against this truth, by the updates that it should give; empty if nothing does."""
+    fits, digests = ledger.training_fits is not False, {}
+    for o in ledger.observations():
+        digests[o["round"], o["client"]] = o["digest"]
     doubts: list[str] = []
     began = time.monotonic()
     try:
@@ -111,10 +114,12 @@ def _doubts(run: Run, ledger: Ledger, scenario: Scenario, found: Found) -> str:
             if time.monotonic() - began > CHECKING:
                 break
             seen = read_observation(run, ledger, scenario.federation, *key, digests[key])
-            doubts.append(doubt(scenario.federation, seen, found))
+            doubts.append(doubt(scenario.federation, seen, found, fits))
     except Exception as error:  # a user's network may raise anything; the grades stand without this check
         doubts.append(f"whether the truth gives the updates was not checked: {type(error).__name__}: {error}")
-    return "; ".join(list(filter(None, doubts))[:MOST_DOUBTS])
+    doubts = [words for words in doubts if words]
+    more = f"; and {len(doubts) - MOST_DOUBTS} more like it" if len(doubts) > MOST_DOUBTS else ""
+    return "; ".join(doubts[:MOST_DOUBTS]) + more
 
 
 def _assumed(scenario: Scenario, job: Ungraded) -> int:

@@ -1,20 +1,25 @@
 """The truth that a tester hands in: the examples that a foreign app's clients trained on, by client and round."""
 
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.client.components import SpecError
-from fedgauge.client.data.images import Dataset
+from fedgauge.client.components import SpecError, Table, build, coerce, with_absolute_paths
+from fedgauge.client.data.images import Dataset, batch_of
+from fedgauge.client.federation import DATASET
 from fedgauge.client.files import read_file
 from fedgauge.client.local_data import read_npz
 from fedgauge.client.update import Batch
+from fedgauge.server.store.run_files import MOST_TEXT
+from fedgauge.server.store.scenario import component_of
 from fedgauge.server.store.tape import most_bytes, tensors_of
 
 _NAME = re.compile(r"(client|node)-(-?\d+)(?:-round-(\d+))?\.(npz|safetensors)")
@@ -27,20 +32,64 @@ class TruthError(SpecError):
 
 @dataclass(frozen=True)
 class TesterTruth:
-    """A folder with a file of examples for each client and round."""
+    """Where the truth is.
 
-    folder: Path
+    Args:
+        folder: of files, one for each client and round; None: the truth are rows of a dataset.
+        dataset: a component's table, as [data] names it.
+        rows: a JSON file, {"client": [rows]} or {"client": {"round": [rows]}}; clients are numbers, or Flower's node ids.
+    """
+
+    folder: Path | None = None
+    dataset: Table = field(default_factory=dict)
+    rows: Path | None = None
 
     @classmethod
-    def named(cls, text: str) -> "TesterTruth":
-        """From the command line or a run's ledger; TruthError if nothing can be read there."""
-        folder = Path(text).absolute()
-        if not folder.is_dir() or not _files(folder):
-            raise TruthError(f"--truth: {text} is no folder with a file of each client's examples, such as {LAYOUT}")
-        return cls(folder)
+    def named(cls, text: str, rows: Path | None) -> "TesterTruth":
+        """From the command line: a folder, or a dataset as 'NAME KEY=VALUE ...'.
+
+        Raises:
+            SpecError: nothing can be read there.
+        """
+        if (folder := Path(text)).is_dir():
+            if rows is not None:
+                raise TruthError(f"--truth-rows chooses rows of a dataset, and {folder} is a folder: leave it out")
+            return cls(folder.absolute()).check()
+        name, *settings = text.split() or [""]
+        if folder.exists() or not (settings or ":" in name or name in {e.name for e in DATASET.entries()}):
+            what = f"{text} is a file" if folder.is_file() else f"there is no folder {text!r}"
+            raise TruthError(
+                f"--truth: {what}, and it names no dataset: expected a folder with a file for each client, {LAYOUT}; or "
+                "'NAME KEY=VALUE ...' of a dataset (fedgauge list dataset) with --truth-rows"
+            )
+        located = with_absolute_paths(component_of(text, "--truth"), DATASET, Path.cwd())
+        return cls(None, located, rows.absolute() if rows is not None else None).check()
+
+    def to_json(self) -> str:
+        """For the run's ledger."""
+        return json.dumps({"folder": _text(self.folder), "dataset": dict(self.dataset), "rows": _text(self.rows)})
+
+    @classmethod
+    def from_json(cls, text: str) -> "TesterTruth":
+        """The inverse of `to_json`; TruthError if it wrote no such text."""
+        try:
+            read = json.loads(text)
+            paths = [coerce(read[key], Path | None, key) for key in ("folder", "rows")]
+            return cls(paths[0], coerce(read["dataset"], dict, "dataset"), paths[1])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise TruthError(f"what the run says of a tester's truth cannot be read: {error}") from error
 
     def __str__(self) -> str:
-        return str(self.folder)
+        return str(self.folder) if self.folder is not None else f"{self.dataset['use']}, rows of {self.rows}"
+
+    def check(self) -> "TesterTruth":
+        """Raise TruthError if nothing can be read from it."""
+        if self.folder is not None:
+            if not _files(self.folder):
+                raise TruthError(f"{self.folder} has no file of the truth; expected {LAYOUT}")
+        else:
+            _ = _rows(self.rows), _dataset(json.dumps(dict(self.dataset)))
+        return self
 
     def batch(self, round: int, client: int, like: Dataset, nodes: Mapping[int, str]) -> Batch | None:
         """The examples of a client in a round, pixels in [0, 1]; None if there are none.
@@ -52,11 +101,25 @@ class TesterTruth:
         Raises:
             TruthError: a file is damaged, or holds other examples.
         """
+        if self.folder is None:
+            rows, data = _of(_rows(self.rows), round, client, nodes), _dataset(json.dumps(dict(self.dataset)))
+            if rows is None:
+                return None
+            if bad := [row for row in rows if not 0 <= row < len(data.y)]:
+                raise TruthError(
+                    f"{self.rows}: row {bad[0]} is not one of the {len(data.y)} training examples of {data.name}"
+                )
+            found = batch_of(data.x, data.y, torch.tensor(rows, dtype=torch.int64))
+            return Batch(_arranged(found.x, like, str(self)), found.y)
         path = _file(_files(self.folder), round, client, nodes)
         if path is None:
             return None
         x, y = _read(path, path.stat().st_mtime_ns)
-        return Batch(_arranged(x, like, path), y)
+        return Batch(_arranged(x, like, str(path)), y)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _files(folder: Path) -> dict[tuple[str, int, int | None], Path]:
@@ -89,12 +152,41 @@ def _read(path: Path, changed: int) -> Batch:
     return Batch(x, y)
 
 
-def _arranged(x: Tensor, like: Dataset, path: Path) -> Tensor:
+def _arranged(x: Tensor, like: Dataset, where: str) -> Tensor:
     """Examples in the audit's layout."""
     try:
         x = modality_of(like).arranged(x)
     except ValueError as error:
-        raise TruthError(f"{path}: {error}") from error
+        raise TruthError(f"{where}: {error}") from error
     if tuple(x.shape[1:]) != like.shape:
-        raise TruthError(f"{path} has examples of shape {tuple(x.shape[1:])}; the audit's have {like.shape}")
+        raise TruthError(f"{where} has examples of shape {tuple(x.shape[1:])}; the audit's have {like.shape}")
     return x.contiguous()
+
+
+def _rows(path: Path | None) -> Mapping[str, Any]:
+    if path is None:
+        raise TruthError(
+            'a dataset as the truth needs --truth-rows FILE.json: {"client": [rows]} or {"client": {"round": [rows]}}'
+        )
+    try:
+        rows = json.loads(read_file(path, MOST_TEXT))
+    except (OSError, ValueError, RecursionError) as error:
+        raise TruthError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(rows, dict) or not rows:
+        raise TruthError(f'{path}: expected {{"client": [rows]}} or {{"client": {{"round": [rows]}}}}')
+    return rows
+
+
+def _of(rows: Mapping[str, Any], round: int, client: int, nodes: Mapping[int, str]) -> Sequence[int] | None:
+    own = rows.get(str(client), rows.get(nodes.get(client, "")))
+    if isinstance(own, dict):
+        own = own.get(str(round))
+    if own is not None and not (isinstance(own, list) and all(isinstance(row, int) for row in own)):
+        raise TruthError(f"the rows of client {client}: expected a list of whole numbers, got {own!r:.60}")
+    return own
+
+
+@lru_cache(maxsize=2)
+def _dataset(table: str) -> Dataset:
+    built: Dataset = build(json.loads(table), "--truth", DATASET)
+    return built

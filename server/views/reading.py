@@ -292,7 +292,7 @@ class Reading(LedgerReading):
         def read() -> Batch | None:
             before = may_download.set(False)
             try:
-                source = TesterTruth.named(self.meta["truth"])
+                source = TesterTruth.from_json(self.meta["truth"])
                 return source.batch(round, client, self.scenario.federation.shards.dataset, nodes)
             except (SpecError, OSError):
                 return None

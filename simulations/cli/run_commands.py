@@ -58,8 +58,11 @@ def add_to(commands: Commands) -> None:
         help="try these again, after their cause is mended, or all after the run's scenario.toml was changed (repeatable)",
     )
     again.add_argument(
-        "--truth", metavar="FOLDER", help="grade what came back by the clients' own examples, a file for each client"
+        "--truth",
+        metavar="FOLDER|'NAME KEY=VALUE ...'",
+        help="grade what came back by the clients' own examples: files of them, or a dataset with --truth-rows",
     )
+    again.add_argument("--truth-rows", type=Path, metavar="FILE.json", help="which rows of the dataset each client has")
     again.add_argument("--executor", choices=("ray", "local"), help="instead of the scenario's")
     again.add_argument("--workers", type=int, metavar="N", help="instead of the scenario's")
     again.add_argument("--devices", metavar="cuda:0,cuda:1", help="instead of the scenario's; auto, cpu, cuda or names")
@@ -201,6 +204,8 @@ def _attack(options: argparse.Namespace, run: Run, ledger: Ledger, scenario: Sce
 def _truth(options: argparse.Namespace, run: Run, ledger: Ledger) -> TesterTruth | None:
     """The truth that --truth names; SpecError if the run has one of its own."""
     if options.truth is None:
+        if options.truth_rows is not None:
+            raise SpecError("--truth-rows chooses rows of the dataset that --truth names: add --truth")
         return None
     if options.follow:
         raise SpecError("--follow attacks while the training continues: leave out --truth, and grade afterwards")
@@ -209,7 +214,7 @@ def _truth(options: argparse.Namespace, run: Run, ledger: Ledger) -> TesterTruth
             f"{run.folder} is a run that its own data grades: --truth is for deployments and your own Flower app, whose data "
             "is not here"
         )
-    return TesterTruth.named(options.truth)
+    return TesterTruth.named(options.truth, options.truth_rows)
 
 
 def _tested(console: Console, log: str) -> Callable[[int, int], None]:

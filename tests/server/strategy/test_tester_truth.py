@@ -48,11 +48,18 @@ def test_a_truth_that_does_not_give_the_updates_is_doubted_and_the_right_one_is_
     run, grid = train(kit, app, tmp_path, **{"num-server-rounds": 1})
     assert main(["audit", str(run.folder), "--log", "quiet"]) == 0
     right = write_truth(app, grid, tmp_path / "right")
-    swapped = changed(right, tmp_path / "swapped", swapped=True)
-    assert main(["audit", str(run.folder), "--truth", str(swapped)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "graded 12 of 12" in told and "WARNING: the truth of client" in told and "those of client" in told
-    assert "The grades may be against wrong examples" in (run.folder / "report.html").read_text()
+    wrong = {
+        "swapped": ({"swapped": True}, "those of client"),
+        "half": ({"x": lambda x: x // 2}, "these at twice the brightness do"),
+        "inverted": ({"x": lambda x: 255 - x}, "these with black and white exchanged do"),
+        "nothing": ({"x": lambda x: np.random.default_rng(0).integers(0, 255, x.shape, np.uint8)}, "or is the local training"),
+    }  # fmt: skip
+    for name, (change, words) in wrong.items():
+        assert main(["audit", str(run.folder), "--truth", str(changed(right, tmp_path / name, **change))]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert "graded 12 of 12" in told and "WARNING: the truth of client" in told and words in told, name
+        report = (run.folder / "report.html").read_text()
+        assert "The grades may be against wrong examples" in report
     assert main(["audit", str(run.folder), "--truth", str(right)]) == 0
     assert "WARNING" not in capsys.readouterr().out and run.ledger().meta()["truth_doubts"] == ""
     binary = changed(right, tmp_path / "binary", x=lambda x: (x > 127).astype(np.uint8))

@@ -326,6 +326,35 @@ def test_a_reply_with_fewer_arrays_is_recorded_and_its_audit_asks_what_is_frozen
 
 
 @pytest.mark.parametrize("app", [ADAM], indirect=True, ids=["ragged_adam"])
+def test_the_truth_may_be_rows_of_a_dataset_and_may_be_mended(
+    kit: Any, app: ForeignApp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, grid = train(kit, app, tmp_path, **{"num-server-rounds": 1})
+    assert main(["audit", str(run.folder)]) == 0
+    x, y = app.pictures()
+    np.savez(tmp_path / "all.npz", x=x, y=y, x_test=x[:9], y_test=y[:9])
+    dataset = f"npz path={tmp_path / 'all.npz'}"
+    rows = {str(node): {"1": app.rows_of(p)} for node, p in grid.nodes.items()}
+    few = {str(node): [0, 1, 2] for node in list(grid.nodes)[:1]}  # too few examples, and of one client alone
+    for number, wanted in ((1, few), (2, rows)):
+        (tmp_path / f"{number}.json").write_text(json.dumps(wanted))
+        assert (
+            main(["audit", str(run.folder), "--truth", dataset, "--truth-rows", str(tmp_path / f"{number}.json")]) == 0
+        )
+    told = capsys.readouterr().out
+    assert "graded 4 of 12" in told and "no truth of client" in told and "graded 12 of 12" in told
+    with run.ledger() as ledger:
+        psnr = [row for row in ledger.scores("psnr") if row["attack"] == "mean_image"]
+    assert [row["example"] for row in psnr] == 3 * list(range(5)), "the first grades are replaced"
+    means = {row["client"]: row["value"] for row in psnr if row["example"] == 0}
+    auxiliary = run.scenario().federation.shards.auxiliary_batch().x.mean(0)
+    clients = {client: grid.nodes[int(node)] for client, node in run.ledger().nodes().items()}
+    for client, value in means.items():
+        own = torch.tensor(x[app.rows_of(clients[client])[0]]) / 255
+        assert value == pytest.approx(float(-10 * (own - auxiliary).double().square().mean().log10()), abs=1e-4)
+
+
+@pytest.mark.parametrize("app", [ADAM], indirect=True, ids=["ragged_adam"])
 def test_other_numbers_of_examples_and_attacks_that_do_not_apply_are_said_once(
     kit: Any, app: ForeignApp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
