@@ -8,28 +8,32 @@ from typing import Any, TypeGuard
 
 from fedgauge.attacks.limits import noise_is_known
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND, ERROR_LIMITS, describe
+from fedgauge.attacks.plan import ERROR_LIMITS, describe
 from fedgauge.server.store import run_files
 from fedgauge.server.views import formatting, server_attacks
-from fedgauge.server.views.formatting import decibel, metric_facts, percent, rounded
+from fedgauge.server.views.figures import (
+    LIMIT_NAMES,
+    canaries_figure,
+    in_json,
+    membership_figure,
+    rounds_figures,
+    success_figure,
+)
+from fedgauge.server.views.formatting import decibel, rounded
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, as_rate
-from fedgauge.server.views.membership import RATES_SHOWN, members_sentences, membership_table, roc_curves
+from fedgauge.server.views.membership import members_sentences, membership_table
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import attacked_on, device_use
 from fedgauge.server.views.participation import app_clients
 from fedgauge.server.views.privacy import canaries, privacy
 from fedgauge.server.views.reading import Reading, jobs_of_run
 from fedgauge.server.views.roles import is_attack, is_baseline, planned_attacks, role_of
-from fedgauge.server.views.strength import Limits, error_in_db, final_accuracy, newest
-from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve, success_series, ungraded_table
+from fedgauge.server.views.strength import Limits, error_in_db, final_accuracy
+from fedgauge.server.views.success import count_ungraded, ungraded_table
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 
 REASONS = 40  # the most rows in a table of reasons
-LIMIT_NAMES = {
-    BAYES_LIMIT: "Bayes error if the images of a class were Gaussian (an estimate)",
-    CANDIDATE_BOUND: "bound for any images",
-}
 LIMIT_STATES = {
     "pending": "The limits of this chain have not been computed yet, or do not apply to this network.",
     "none": "No limit is drawn: without noise in the chain, rounding is the only limit if the chain's Jacobian has full column "
@@ -55,11 +59,9 @@ def overview(reading: Reading) -> dict[str, Any]:
         "progress": progress(reading),
         "plan": reading.plan_coverage.to_json(),
         "attacked_on": attacked_on(reading.ledger),
-        **figure(reading),
-        "success": success(reading),
+        "figures": figures(reading),
         "ungraded": ungraded(reading),
         "membership": membership(reading),
-        "thresholds": THRESHOLDS,
         "summary": [_in_short(row) for row in summary(reading)],
         "limit": limit(reading),
         "privacy": privacy(reading),
@@ -125,50 +127,22 @@ def server_attack_effects(reading: Reading) -> dict[str, str]:
     return server_attacks.server_attack_effects(scenario, reading.scores, reading.ledger)
 
 
-# ------------------------------------------------------------------------------------------------------------ figures
+def figures(reading: Reading, certified: Sequence[float] | None = None) -> dict[str, Any]:
+    """The run's figures but the heat map of clients, for the page's scripts.
 
-
-def figure(reading: Reading) -> dict[str, Any]:
-    """Accuracy and leakage over rounds, as plain data for the page's scripts."""
-    rounds, order = [reading.rounds[r] for r in sorted(reading.rounds)], reading.order
-    tested = rounds if any(r["accuracy"] is not None for r in rounds) else []
-    accuracy = {"x": [r["round"] for r in tested], "y": [rounded(r["accuracy"]) for r in tested]}
-    metrics = [
-        {**metric_facts(m), "series": series(m, reading.leaks(m), order), "newest": newest(reading.leaks(m))}
-        for m in reading.metrics
-    ]
-    return {"accuracy": accuracy, "metrics": [m for m in metrics if m["series"]]}
-
-
-def series(metric: str, leaks: Sequence[Leak], order: Sequence[str]) -> list[dict[str, Any]]:
-    """A metric's curve for each attack, limit and baseline."""
-    by_attack: dict[str, list[Leak]] = {}
-    for leak in leaks:
-        if leak.round is not None and leak.mean is not None:
-            by_attack.setdefault(leak.attack, []).append(leak)
-    return [
-        {
-            "name": LIMIT_NAMES.get(attack, attack),
-            "kind": role_of(attack),
-            "x": [leak.round for leak in own],
-            "mean": [rounded(leak.mean) for leak in own],
-            "low": [rounded(formatting.interval_label(leak)[0]) for leak in own],
-            "high": [rounded(formatting.interval_label(leak)[1]) for leak in own],
-            "best": [rounded(leak.worst) for leak in own if leak.worst is not None],
-            "hover": [formatting.point_label(leak) for leak in own],
-        }
-        for attack in order
-        if (own := by_attack.get(attack))
-    ]
-
-
-def success(reading: Reading) -> list[dict[str, Any]]:
-    """For each attack and baseline, the fraction of the examples that reaches each PSNR."""
-    return success_series(success_curve(reading.scores, reading.ledger))
+    Args:
+        certified: upper bounds on success at THRESHOLDS.
+    """
+    return {
+        "rounds": in_json(rounds_figures(reading)),
+        "success": in_json(success_figure(reading, certified)),
+        "membership": in_json(membership_figure(reading)),
+        "canaries": in_json(canaries_figure(reading)),
+    }
 
 
 def membership(reading: Reading) -> dict[str, Any]:
-    """Who was in a batch: every test's numbers and ROC curve, as plain data; no rows where it was not tested."""
+    """Who was in a batch: every test's numbers, as plain data; no rows where it was not tested."""
     scores = reading.scores
     rows = [
         {
@@ -181,22 +155,9 @@ def membership(reading: Reading) -> dict[str, Any]:
         }
         for row in membership_table(scores, reading.order)
     ]  # fmt: skip
-    curves = roc_curves(scores)
-    roc = [
-        {
-            "name": name,
-            "kind": role_of(name),
-            "y": [rounded(y) for y in curves[name]],
-            "hover": [percent(y) for y in curves[name]],
-        }
-        for name in reading.order
-        if name in curves
-    ]
     return {
         "words": " ".join(members_sentences(verdict_of(reading).members, reading.ledger)),
         "rows": rows,
-        "roc": roc,
-        "rates": RATES_SHOWN,
     }
 
 

@@ -19,7 +19,7 @@ from fedgauge.server.views import overview
 from fedgauge.server.views.assurance.coverage import MAPS_TO, TEXTS, coverage
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
-from fedgauge.server.views.formatting import number, percent, rounded, scenario_line, status_words
+from fedgauge.server.views.formatting import number, percent, scenario_line, status_words
 from fedgauge.server.views.gallery import Gallery, worst_cases
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak
@@ -141,6 +141,8 @@ def _content(reading: Reading) -> dict[str, Any]:
             if metric not in (scores.measure.metric, "identified", "label_accuracy", *MEMBERSHIP)
         ],
         "gallery": shown,
+        "membership": overview.membership(reading),
+        "canaries": canaries(reading),
         "data": _data(reading, gallery, shown, certificate),
         "cards": known["cards"],
         "shared": known["shared"],
@@ -171,13 +173,8 @@ def _data(
     cards = [card for comparisons in shown.cards(gallery).values() for card in comparisons]
     return {
         "overview": {
-            **overview.figure(reading),
-            "success": overview.success(reading) + ([certificate.series] if certificate else []),
+            "figures": overview.figures(reading, certificate.curve if certificate else None),
             "ungraded": overview.ungraded(reading),
-            "thresholds": THRESHOLDS,
-            "membership": overview.membership(reading),
-            "canaries": canaries(reading),
-            "knowledge": overview.knowledge(reading),
         },
         "gallery": {
             "kind": gallery.kind,
@@ -200,13 +197,13 @@ class Certificate:
 
     Args:
         mechanism: clipping and noise.
-        series: the curve for one round, as the page's script draws it.
+        curve: at THRESHOLDS, for one round.
         at: the threshold (dB) in the text; once, always: the certified rates there, for one round and for all.
         rounds: in the run.
     """
 
     mechanism: GaussianMechanism
-    series: Mapping[str, Any]
+    curve: Sequence[float]
     at: int
     once: float
     always: float
@@ -220,15 +217,8 @@ def _certificate(reading: Reading, curve: Mapping[str, Sequence[Rate]]) -> Certi
     once, always = (certified(curve, mechanism, n) for n in (1, rounds))
     if once is None or always is None:
         return None
-    descriptions = [f"at most {percent(v)} of the examples, by any attack on one round" for v in once]
-    series = {
-        "name": "certified (ReRo), one round",
-        "kind": "limit",
-        "y": [rounded(v) for v in once],
-        "hover": descriptions,
-    }
     at = THRESHOLDS.index(AT)
-    return Certificate(mechanism, series, AT, once[at], always[at], rounds)
+    return Certificate(mechanism, once, AT, once[at], always[at], rounds)
 
 
 def _by_round(lines: Sequence[RoundLeak]) -> list[list[RoundLeak]]:

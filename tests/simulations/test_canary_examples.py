@@ -204,7 +204,7 @@ def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(ru
     assert rows[1]["accounted"] == pytest.approx(accountant.spent(2, shard).record, rel=1e-3)
     assert rows[0]["accounted"] < rows[1]["accounted"] and all(row["epsilon"] <= row["accounted"] for row in rows)
     assert told["canaries"]["words"].startswith("30 canary examples were each among a client's data or not")
-    assert EVIDENCE not in {metric["name"] for metric in told["metrics"]}
+    assert EVIDENCE not in {figure["metric"] for figure in told["figures"]["rounds"]}
     assert CANARIES not in {row["attack"] for row in told["summary"]}
     (looked_at,) = [p for p in run.scenario().plan.attacks if p.name == CANARIES]
     card = knowledge_card(run.scenario().federation, looked_at)

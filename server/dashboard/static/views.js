@@ -75,9 +75,9 @@ function overviewView(o, { state }) {
     o.ungraded.rows.length > 0 && section("Reconstructions without a truth", withoutTruth(o)),
     o.app_rounds.length > 0 && section("What the app returned", appRounds(o.app_rounds)),
     (numbers || !o.ungraded.rows.length) && section("Numbers", numbers || empty("No attack has given a score yet; they appear here by themselves.")),
-    section("Success over thresholds", o.success.length ? successFigure(o) : empty(o.ungraded.count ? "Unknown, as nothing is graded." : noScore(o.ungraded))),
-    section("Who was in a batch", el("p", o.membership.words), o.membership.rows.length > 0 && [rocFigure(o), membershipTable(o.membership.rows)]),
-    o.canaries.rows.length > 0 && section("What canaries show", el("p", o.canaries.words), canariesFigure(o.canaries), canariesTable(o.canaries)),
+    section("Success over thresholds", o.figures.success ? specified(o.figures.success) : empty(o.ungraded.count ? "Unknown, as nothing is graded." : noScore(o.ungraded))),
+    section("Who was in a batch", el("p", o.membership.words), o.membership.rows.length > 0 && [o.figures.membership && specified(o.figures.membership), membershipTable(o.membership.rows)]),
+    o.canaries.rows.length > 0 && section("What canaries show", el("p", o.canaries.words), specified(o.figures.canaries), canariesTable(o.canaries)),
     section("What each attacker knew", knowledge(o.knowledge)),
     section("Participation", participation(o.participation)),
     section("Replay check", el("p", replay || "Not done yet: it runs before the first attack.")),
@@ -229,7 +229,7 @@ function clientsView(clients, { id, state }) {
     choice("Attack", clients.attack, attacks, value => change({ attack: value })));
   const none = empty(clients.ungraded ? "Unknown, as nothing is graded." : "No attack has given a score yet: the map of clients and rounds appears here by itself.");
   return [
-    el("h1", "Who leaks most"), el("p.facts", id), clients.rounds.length ? [controls, heatFigure(clients, open)] : none,
+    el("h1", "Who leaks most"), el("p.facts", id), clients.figure ? [controls, heatFigure(clients, open)] : none,
     clientsTable(clients, state, open), clients.opened && openedClient(clients.opened, clients.attacks),
   ];
 }

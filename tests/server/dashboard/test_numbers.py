@@ -43,13 +43,14 @@ def test_the_overview_is_what_the_ledger_says(get: Get, attacked_run: Run) -> No
         told = {m: leakage(scores, m) for m in ("psnr", "ssim", "identified")}
     with closing(Reading(attacked_run)) as reading, reading.now():
         assert tuple(page["verdict"]["sentences"]) == verdict_of(reading).sentences
-    shown = {m["name"]: {s["name"]: s for s in m["series"]} for m in page["metrics"]}
+    shown = {f["metric"]: {s["name"]: s for s in f["series"]} for f in page["figures"]["rounds"]}
     for metric, leaks in told.items():
         for leak in leaks:
             if leak.round is not None and leak.mean is not None:
                 series = shown[metric][leak.attack]
                 assert series["mean"][series["x"].index(leak.round)] == pytest.approx(leak.mean, rel=1e-4)
-    assert page["accuracy"] == {"x": [0, 1, 2], "y": [0.1, 0.2, 0.3]}
+    accuracy = shown["psnr"]["test accuracy (right)"]
+    assert (accuracy["x"], accuracy["mean"]) == ([0, 1, 2], [0.1, 0.2, 0.3])
     assert page["progress"] | {"done": 20} == page["progress"], "two rounds, two clients, two attacks, three baselines"
     assert page["participation"]["rejected"] == 2
     assert {row["attack"]: row["n"] for row in page["summary"]}["inverting_gradients"] == 8
@@ -230,21 +231,20 @@ def test_the_heat_map_holds_the_worst_case_of_each_cell(get: Get, attacked_run: 
         with attacked_run.ledger() as ledger:
             rows = [r for r in ledger.scores(metric) if r["attack"] == "inverting_gradients" and r["value"] is not None]
             luck = [r for r in ledger.scores(metric) if is_baseline(r["attack"]) and r["value"] is not None]
-        assert page["clients"] == [0, 1, 2]
-        for i, client in enumerate(page["clients"]):
-            for j, round in enumerate(page["rounds"]):
+        heat = page["figure"]
+        assert heat["clients"] == [0, 1, 2]
+        for i, client in enumerate(heat["clients"]):
+            for j, round in enumerate(heat["rounds"]):
                 values = [r["value"] for r in rows if (r["client"], r["round"]) == (client, round)]
-                assert page["z"][i][j] == (pytest.approx(worst(values), rel=1e-4) if values else None)
+                assert heat["values"][i][j] == (pytest.approx(worst(values), rel=1e-4) if values else None)
         cells: dict[str, dict[tuple[int, int], float]] = {}
         for r in luck:
             own, cell = cells.setdefault(r["attack"], {}), (r["round"], r["client"])
             own[cell] = worst(r["value"], own.get(cell, r["value"]))
         by_luck = {name: float(np.mean(list(own.values()))) for name, own in cells.items()}
         name = worst(by_luck, key=lambda attack: by_luck[attack])
-        assert page["floor"] == {"name": name, "value": pytest.approx(by_luck[name], rel=1e-4)}
-        assert page["metric"]["ceiling"] == {"psnr": 40.0, "mse": 0.0}[metric], (
-            "the same scale, whatever this run leaks"
-        )
+        assert heat["darkest"] == pytest.approx(by_luck[name], rel=1e-4) and f"({name})" in heat["meaning"]
+        assert heat["brightest"] == {"psnr": 40.0, "mse": 0.0}[metric], "the same scale, whatever this run leaks"
         leaks = [row["worst"] for row in page["table"] if row["worst"] is not None]
         assert leaks == sorted(leaks, reverse=metric == "psnr")
         assert page["table"][-1]["client"] == 2, "of whom nothing is known, last"
@@ -254,7 +254,7 @@ def test_the_map_of_labels_begins_at_what_a_guess_gets_right(get: Get, attacked_
     y = attacked_run.scenario().federation.shards.dataset.y
     page = get("/api/runs/complete/clients?metric=label_accuracy")
     guess = guessed_labels((torch.bincount(y) / len(y)).tolist(), 2)
-    assert page["floor"] == {"name": "by how common the classes are", "value": pytest.approx(guess, rel=1e-3)}
+    assert page["figure"]["darkest"] == pytest.approx(guess, rel=1e-3)
 
 
 def test_runs_are_compared_with_the_front_that_none_beats(

@@ -56,7 +56,7 @@ def test_the_attack_that_restores_labels_is_the_strongest_at_them_everywhere(tmp
             "restores": 0.5,
         }
         worst = clients(reading, OF_LABELS, None)
-        assert worst["z"] == [[0.5], [None], [0.5]]
+        assert worst["figure"]["values"] == [[0.5], [None], [0.5]]
         assert {row["client"]: row["worst"] for row in worst["table"]} == {0: 0.5, 1: None, 2: 0.5}
         for attack, share in ((None, 0.5), ("restores", 0.5), ("told", None)):
             table = {row["client"]: row["labels"] for row in clients(reading, "psnr", attack)["table"]}
@@ -69,4 +69,4 @@ def test_where_every_attack_is_given_the_labels_no_label_is_measured(tmp_path: P
         (gate,) = gate_of_run(reading, [Threshold(OF_LABELS, 0.9)])
         assert gate.outcome == "not measured"
         assert "labels" not in verdict_of(reading).sentences[0]
-        assert clients(reading, OF_LABELS, None)["z"] == [[], [], []]
+        assert clients(reading, OF_LABELS, None)["figure"] is None
