@@ -157,7 +157,8 @@ def utility_figure(
     leaks = [(name, k) for name in tested for k in _attacked(named[name], metric) if k.mean is not None]
     if not leaks:
         return None
-    points, floors = [], []
+    points: list[Series] = []
+    floors: list[Series] = []
     numbers = {name: str(i) for i, name in enumerate(named, 1)}
     for name, leak in leaks:
         (low, high), accuracy = formatting.interval_label(leak), tested[name]

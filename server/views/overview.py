@@ -10,7 +10,7 @@ from fedgauge.attacks.limits import noise_is_known
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import ERROR_LIMITS, describe
 from fedgauge.server.store import run_files
-from fedgauge.server.views import formatting, server_attacks
+from fedgauge.server.views import formatting, server_attacks, tables
 from fedgauge.server.views.figures import (
     LIMIT_NAMES,
     canaries_figure,
@@ -19,10 +19,10 @@ from fedgauge.server.views.figures import (
     rounds_figures,
     success_figure,
 )
-from fedgauge.server.views.formatting import decibel, rounded
+from fedgauge.server.views.formatting import decibel, finite, rounded
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, as_rate
-from fedgauge.server.views.membership import members_sentences, membership_table
+from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import attacked_on, device_use
 from fedgauge.server.views.participation import app_clients
@@ -55,7 +55,7 @@ def overview(reading: Reading) -> dict[str, Any]:
             {"name": name, "words": sentence} for name, sentence in server_attack_effects(reading).items()
         ],
         "training": training(reading),
-        "app_rounds": app_rounds(reading),
+        "app_rounds": in_json(app_rounds(reading)),
         "progress": progress(reading),
         "plan": reading.plan_coverage.to_json(),
         "attacked_on": attacked_on(reading.ledger),
@@ -65,7 +65,7 @@ def overview(reading: Reading) -> dict[str, Any]:
         "summary": [_in_short(row) for row in summary(reading)],
         "limit": limit(reading),
         "privacy": privacy(reading),
-        "canaries": canaries(reading),
+        "canaries": canary_results(reading),
         "knowledge": knowledge(reading),
         "replay": {"verdict": reading.meta.get("replay"), "words": reading.meta.get("replay_detail", "")},
         "participation": participation(reading),
@@ -92,13 +92,13 @@ def training(reading: Reading) -> dict[str, Any]:
     }
 
 
-def app_rounds(reading: Reading) -> list[dict[str, Any]]:
-    """What a user's own app returned in each round, None for what was not finite; empty for other runs."""
+def app_rounds(reading: Reading) -> tables.Table:
+    """What a user's own app returned in each round, a dash for what was not finite; no rows for other runs."""
     rows = [
-        {"round": number, "metrics": {k: rounded(v) for k, v in told.items() if v is None or _is_number(v)}}
-        for number, told in reading.returned
+        (round, {k: finite(v) for k, v in told.items() if v is None or _is_number(v)})
+        for round, told in reading.returned
     ]
-    return rows if any(row["metrics"] for row in rows) else []
+    return tables.app_rounds(rows if any(metrics for _, metrics in rows) else [])
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -142,23 +142,15 @@ def figures(reading: Reading, certified: Sequence[float] | None = None) -> dict[
 
 
 def membership(reading: Reading) -> dict[str, Any]:
-    """Who was in a batch: every test's numbers, as plain data; no rows where it was not tested."""
-    scores = reading.scores
-    rows = [
-        {
-            **asdict(row),
-            "area": rounded(row.area), "low": rounded(row.low), "high": rounded(row.high),
-            "told": [
-                {"rate": rate, "share": rounded(share), **(rate_in_numbers(row.told.get(rate)) or {})}
-                for rate, share in row.shares.items()
-            ],
-        }
-        for row in membership_table(scores, reading.order)
-    ]  # fmt: skip
-    return {
-        "words": " ".join(members_sentences(verdict_of(reading).members, reading.ledger)),
-        "rows": rows,
-    }
+    """Who was in a batch: a sentence for each question, and every test's numbers."""
+    words = " ".join(members_sentences(verdict_of(reading).members, reading.ledger))
+    return {"words": words, "table": in_json(tables.membership_tests(reading))}
+
+
+def canary_results(reading: Reading) -> dict[str, Any]:
+    """What canaries show, in words and in numbers."""
+    found = canaries(reading)
+    return {"kind": found["kind"], "words": found["words"], "table": in_json(tables.canaries_by_round(reading))}
 
 
 def ungraded(reading: Reading) -> dict[str, Any]:
@@ -166,7 +158,7 @@ def ungraded(reading: Reading) -> dict[str, Any]:
     return {
         "count": count_ungraded(reading.scores),
         "reason": ungraded_reason(reading.ledger),
-        "rows": [asdict(row) for row in ungraded_table(reading.scores, reading.ledger)],
+        "table": in_json(tables.without_truth(ungraded_table(reading.scores, reading.ledger))),
     }
 
 

@@ -25,7 +25,7 @@ from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import attacked_on
-from fedgauge.server.views.privacy import canaries, privacy
+from fedgauge.server.views.privacy import privacy
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.strength import RoundLeak, round_table
 from fedgauge.server.views.success import THRESHOLDS, success_curve
@@ -116,7 +116,7 @@ def _content(reading: Reading) -> dict[str, Any]:
     gallery, reasons = Gallery(reading), ledger.reasons()
     curve = success_curve(scores, ledger)
     certificate, shown = _certificate(reading, curve), sample_examples(gallery)
-    known, lines, rounds = overview.knowledge(reading), round_table(scores, ledger), overview.app_rounds(reading)
+    known, lines = overview.knowledge(reading), round_table(scores, ledger)
     return {
         "name": reading.run.name,
         "facts": scenario_line(reading.tables),
@@ -131,7 +131,6 @@ def _content(reading: Reading) -> dict[str, Any]:
         "graded": any(line.leak.n for line in lines),
         "failed": any(line.leak.failed for line in lines),
         "truth_shown": gallery.shards is not None or "truth" in reading.meta,
-        "app_metrics": sorted({name for row in rounds for name in row["metrics"]}),
         "reasons": reasons[: overview.REASONS],
         "more_reasons": max(0, len(reasons) - overview.REASONS),
         "summary": overview.summary(reading),
@@ -142,7 +141,7 @@ def _content(reading: Reading) -> dict[str, Any]:
         ],
         "gallery": shown,
         "membership": overview.membership(reading),
-        "canaries": canaries(reading),
+        "canaries": overview.canary_results(reading),
         "data": _data(reading, gallery, shown, certificate),
         "cards": known["cards"],
         "shared": known["shared"],
@@ -151,7 +150,7 @@ def _content(reading: Reading) -> dict[str, Any]:
         "progress": reading.progress,
         "plan": reading.plan_coverage.to_json(),
         "without_truth": overview.ungraded(reading),
-        "app_rounds": rounds,
+        "app_rounds": overview.app_rounds(reading),
         "replay": reading.meta.get("replay"),
         "replay_detail": reading.meta.get("replay_detail", ""),
         "scenario": reading.run.scenario_text(),

@@ -57,7 +57,7 @@ def test_the_page_draws_membership_over_rounds_with_its_limit(run: Run) -> None:
     assert member["membership_limit"]["role"] == "limit"
     assert {series["name"] for series in curves["held_membership"]} >= {"membership_over_rounds"}
     assert "membership" not in {series["name"] for series in curves["psnr"]}
-    rows = {(row["question"], row["name"]) for row in told["membership"]["rows"]}
+    rows = {tuple(row[:2]) for row in told["membership"]["table"]["rows"]}
     assert ("Who was in a batch", "membership") in rows
     assert ("Who was in anybody's batch", "membership") in rows
     assert ("Whom a client's data holds", "membership_over_rounds") in rows

@@ -20,7 +20,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.privacy import CanaryEstimate, _accounted, canary_estimates, canary_words
+from fedgauge.server.views.privacy import CanaryEstimate, _accounted, canaries, canary_estimates, canary_words
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.cli.run_commands import _extra_plan
@@ -208,7 +208,7 @@ def test_attacks_leave_canaries_alone_and_these_are_looked_at_in_every_round(run
     assert looked_at[CANARIES] == {
         (round, canary) for round in (1, 2) for canary in (3, 4, 5)
     }  # the last one was refused
-    assert [row["canaries"] for row in told["canaries"]["rows"]] == [3, 3]
+    assert [row[0] for row in told["canaries"]["table"]["rows"]] == ["1", "2"]
     assert told["canaries"]["words"].startswith(
         "3 canaries sent a fixed random direction in place of an update, at most 2 times each"
     )
@@ -260,7 +260,7 @@ def test_a_deployments_server_reads_them_from_its_record(tmp_path: Path) -> None
         ledger.set_meta(mode="deployment")
     serve(made, LocalExecutor())
     with closing(Reading(made)) as reading, reading.now():
-        told = overview(reading)["canaries"]
+        told = canaries(reading)
         chosen = reading.scenario
     assert [(row["round"], row["canaries"]) for row in told["rows"]] == [(1, 3), (2, 3)]
     assert told["words"].startswith("3 canaries sent a fixed") and told["words"].endswith("is their owners' word.")

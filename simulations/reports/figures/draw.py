@@ -33,7 +33,7 @@ def draw(spec: views.Figure) -> Figure:
         place = right if right is not None and series.role == "accuracy" else axes
         shift = step * (lone.index(series) - (len(lone) - 1) / 2) if series in lone else 0.0
         half = 5 * step if of_rounds and series.role in ("baseline", "limit") else 0.0
-        line = _draw_series(place, series, shift, half, along_y=len(series.x) == 1)
+        line = _draw_series(place, series, shift, half)
         handles += [line] if series.name else []
     handles += _common_entries(spec)
     _set_axis(axes, "x", spec.x)
@@ -49,7 +49,7 @@ def draw(spec: views.Figure) -> Figure:
     return figure
 
 
-def _draw_series(axes: Axes, series: views.Series, shift: float, half: float, along_y: bool) -> Artist:
+def _draw_series(axes: Axes, series: views.Series, shift: float, half: float) -> Artist:
     """Draw a series, and return its entry of the legend.
 
     Args:
@@ -64,9 +64,11 @@ def _draw_series(axes: Axes, series: views.Series, shift: float, half: float, al
         x, mean = [x[0] - half, x[0] + half], [*mean, *mean]
     intervals = [(at, *ends) for at, *ends in zip(x, series.low, series.high, strict=False) if None not in ends]
     if len(series.x) > 1 and len(intervals) > 1:
-        axes.fill_between(*zip(*intervals, strict=True), color=color, alpha=0.2, linewidth=0)
-    elif intervals and along_y:
-        axes.vlines(*zip(*intervals, strict=True), color=color, linewidth=2.5, alpha=0.3)
+        at, low, high = zip(*intervals, strict=True)
+        axes.fill_between(at, low, high, color=color, alpha=0.2, linewidth=0)
+    elif intervals and len(x) == 1:
+        at, low, high = zip(*intervals, strict=True)
+        axes.vlines(at, low, high, color=color, linewidth=2.5, alpha=0.3)
     hollow: dict[str, Any] = {"color": color, "marker": marker, "mfc": "none", "mew": 0.7, "markevery": step}
     if worst := [(at, value) for at, value in zip(x, series.worst, strict=False) if value is not None]:
         axes.plot(*zip(*worst, strict=True), **hollow, ls=":" if len(x) > 1 else "", lw=1)
