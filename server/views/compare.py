@@ -24,7 +24,7 @@ from fedgauge.server.views.figures import (
     value_axis,
 )
 from fedgauge.server.views.leakage import Leak, as_rate
-from fedgauge.server.views.overview import rate_in_numbers
+from fedgauge.server.views.overview import numbers_of, rate_in_numbers
 from fedgauge.server.views.privacy import privacy
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack
@@ -46,7 +46,6 @@ def compare(
     named = named_readings(readings)
     tradeoffs = {name: tradeoff(r, metric) for name, r in named.items()}
     points = [point for name, r in named.items() for point in _points(name, r, metric, tradeoffs)]
-    chains = {name: formatting.chain(r.tables) for name, r in named.items()}
     differing, same = differences([reading.tables for reading in readings])
     metrics = [m for m in MEASURED if any(m in reading.metrics for reading in readings)]
     places = dict(zip(named, colours or count(), strict=False))
@@ -56,7 +55,6 @@ def compare(
         "runs": [_run(name, r) for name, r in named.items()],
         "points": points,
         "matrix": _matrix(named, metric),
-        "table": [{**point, "chain": chains[point["run"]]} for point in points],
         "differences": differing,
         "same": same,
         "utility": in_json(utility_figure(named, metric, places)),
@@ -107,12 +105,10 @@ def _points(name: str, reading: Reading, metric: str, tradeoffs: Mapping[str, Tr
         leak, hit, restored = pooled[attack], hits.get(attack), labels.get(attack)
         yield {
             "run": name,
+            "chain": formatting.chain(reading.tables),
             "attack": attack,
             "accuracy": formatting.rounded(own.accuracy),
-            "mean": formatting.rounded(leak.mean),
-            "low": formatting.rounded(formatting.interval_label(leak)[0]),
-            "high": formatting.rounded(formatting.interval_label(leak)[1]),
-            "worst": formatting.rounded(leak.best),
+            **numbers_of(leak),
             "exact": formatting.is_exact(leak.best),
             "identified": rate_in_numbers(as_rate(hit)) if hit and hit.n else None,
             "labels": formatting.rounded(restored.mean) if restored and restored.n else None,

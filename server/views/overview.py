@@ -201,24 +201,21 @@ def _in_short(row: Mapping[str, Any]) -> dict[str, Any]:
         "attack": row["attack"],
         "kind": row["kind"],
         "n": leak.n,
-        **(
-            {"mean": None, "low": None, "high": None, "median": None, "worst": None}
-            if row["kind"] == "limit"
-            else {
-                "mean": rounded(leak.mean),
-                "low": rounded(leak.low),
-                "high": rounded(leak.high),
-                "median": rounded(leak.median),
-                "worst": rounded(leak.best),
-            }
-        ),
-        "of_error": rounded(row["of_error"]),
+        **(dict.fromkeys(("mean", "low", "high", "median", "worst")) if row["kind"] == "limit" else numbers_of(leak)),
         "exact": formatting.is_exact(leak.best),
+        "of_error": rounded(row["of_error"]),
         "identified": rate_in_numbers(row["identified"]),
         "labels": rounded(row["labels"].mean) if row["labels"] else None,
         "failed": ", ".join(f"{n} {formatting.status_words(status)}" for status, n in leak.failed.items()),
         "ungraded": leak.ungraded,
     }
+
+
+def numbers_of(leak: Leak) -> dict[str, float | None]:
+    """A Leak's mean with its interval, its median and its worst case."""
+    low, high = formatting.interval_label(leak)
+    found = {"mean": leak.mean, "low": low, "high": high, "median": leak.median, "worst": leak.best}
+    return {key: rounded(value) for key, value in found.items()}
 
 
 def rate_in_numbers(rate: Rate | None) -> dict[str, Any] | None:

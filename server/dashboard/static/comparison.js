@@ -48,10 +48,10 @@ function compareTable(compare, state, change, named) {
     },
   ];
   const caption = `Every attack on every run, ${compare.metric.label}`;
-  const said = new Map(compare.table.map(r => [r.privacy, new Set()]));
-  compare.table.forEach(r => said.get(r.privacy).add(r.run));
+  const said = new Map(compare.points.map(r => [r.privacy, new Set()]));
+  compare.points.forEach(r => said.get(r.privacy).add(r.run));
   const privacy = [...said].map(([words, runs]) => el("p.small", said.size > 1 && `${[...runs].join(", ")}: `, words));
-  return [table({ id: "compare", caption, columns, rows: compare.table, key: r => `${r.run} ${r.attack}`, state, change }), privacy];
+  return [table({ id: "compare", caption, columns, rows: compare.points, key: r => `${r.run} ${r.attack}`, state, change }), privacy];
 }
 
 function differences({ differences: found, same, runs }) {
