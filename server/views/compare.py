@@ -44,8 +44,7 @@ def compare(
     """
     metric = metric or next((r.scores.measure.metric for r in readings), ImageModality.main.metric)
     named = named_readings(readings)
-    tradeoffs = {name: tradeoff(r, metric) for name, r in named.items()}
-    points = [point for name, r in named.items() for point in _points(name, r, metric, tradeoffs)]
+    points = [point for name, r in named.items() for point in _points(name, r, metric)]
     differing, same = differences([reading.tables for reading in readings])
     metrics = [m for m in MEASURED if any(m in reading.metrics for reading in readings)]
     places = dict(zip(named, colours or count(), strict=False))
@@ -97,8 +96,7 @@ def tradeoff(reading: Reading, metric: str) -> Tradeoff:
     return Tradeoff(_data(reading.tables["data"]), final_accuracy(reading.rounds), strongest)
 
 
-def _points(name: str, reading: Reading, metric: str, tradeoffs: Mapping[str, Tradeoff]) -> Iterator[dict[str, Any]]:
-    own = tradeoffs[name]
+def _points(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]]:
     pooled, hits, labels = (reading.pooled(m) for m in (metric, "identified", "label_accuracy"))
     spent = privacy(reading)
     for attack in [a for a in reading.order if is_attack(a) and a in pooled]:
@@ -107,7 +105,7 @@ def _points(name: str, reading: Reading, metric: str, tradeoffs: Mapping[str, Tr
             "run": name,
             "chain": formatting.chain(reading.tables),
             "attack": attack,
-            "accuracy": formatting.rounded(own.accuracy),
+            "accuracy": formatting.rounded(final_accuracy(reading.rounds)),
             **numbers_of(leak),
             "exact": formatting.is_exact(leak.best),
             "identified": rate_in_numbers(as_rate(hit)) if hit and hit.n else None,
@@ -115,9 +113,6 @@ def _points(name: str, reading: Reading, metric: str, tradeoffs: Mapping[str, Tr
             "n": leak.n,
             "epsilon": spent["epsilon"],
             "privacy": spent["words"],
-            "data": own.data,
-            "strongest": leak is own.strongest,
-            "pareto": leak is own.strongest and own.is_optimal(tradeoffs.values()),
         }
 
 

@@ -257,6 +257,12 @@ def test_the_map_of_labels_begins_at_what_a_guess_gets_right(get: Get, attacked_
     assert page["figure"]["darkest"] == pytest.approx(guess, rel=1e-3)
 
 
+def fronts(page: Any) -> dict[str, list[tuple[float, float]]]:
+    """The Pareto fronts of a comparison's figure: accuracy and leakage."""
+    lines = [s for s in page["utility"]["series"] if s["name"].startswith("Pareto")]
+    return {line["name"]: list(zip(line["x"], line["mean"], strict=True)) for line in lines}
+
+
 def test_runs_are_compared_with_the_front_that_none_beats(
     folder: Path, get: Get, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run]
 ) -> None:
@@ -264,16 +270,17 @@ def test_runs_are_compared_with_the_front_that_none_beats(
     for name, leak, rounds in (("a", 20.0, 2), ("b", 25.0, 2), ("c", 10.0, 1)):
         score_all(make_taped(folder / name, make_scenario(rounds=rounds), rounds=rounds), leak)
     page = get("/api/compare?runs=a,b,c")
-    front = {(p["run"], p["attack"]) for p in page["points"] if p["pareto"]}
-    assert {run for run, _ in front} == {"a", "c"}
-    assert len(front) == 2, "each run stands with its strongest attack"
-    assert [(p["run"], p["mean"]) for p in page["points"] if p["strongest"]] == [("a", 20.5), ("b", 25.5), ("c", 10.5)]
+    assert fronts(page) == {"Pareto front (strongest attacks)": [(0.2, 10.5), (0.3, 20.5)]}
+    strongest = {s["label"]: s["mean"] for s in page["utility"]["series"] if s["label"]}
+    assert strongest == {"1": [20.5], "2": [25.5], "3": [10.5]}
     assert page["differences"] == [{"key": "rounds", "values": ["2", "2", "1"]}]
     shutil.copytree(folder / "b", folder / "d")
     elsewhere = folder / "d" / "scenario.toml"
     elsewhere.write_text(elsewhere.read_text().replace("mnist5k", "other"))
-    apart = {(p["run"], p["data"]) for p in get("/api/compare?runs=a,b,c,d")["points"] if p["pareto"]}
-    assert apart == {("a", "mnist5k"), ("d", "other"), ("c", "mnist5k")}, "no run on other data beats it"
+    assert fronts(get("/api/compare?runs=a,b,c,d")) == {
+        "Pareto front (strongest attacks), mnist5k": [(0.2, 10.5), (0.3, 20.5)],
+        "Pareto front (strongest attacks), other": [(0.3, 25.5)],
+    }, "no run on other data beats it"
     assert page["matrix"]["columns"] == ["inverting_gradients", "analytic"]
     assert page["matrix"]["mean"][0] == [20.5, 20.5]
     assert page["matrix"]["baseline"] == [20.5, 25.5, 10.5]
