@@ -299,7 +299,11 @@ async def _compare(request: Request) -> Response:
     names = [name for name in asked.get("runs", "").split(",") if name] or catalog.names()
     if len(names) > OPEN:
         raise BadQuery(f"at most {OPEN} runs can be compared, got {len(names)}: name some, ?runs=a,b")
-    return Json(await run_in_threadpool(catalog.compare, names, lambda readings: compare(readings, metric)))
+    known = {
+        name: place for place, name in enumerate(catalog.names())
+    }  # each keeps its colour whichever others are chosen
+    colours = [known.get(name, 0) for name in dict.fromkeys(names)]
+    return Json(await run_in_threadpool(catalog.compare, names, lambda readings: compare(readings, metric, colours)))
 
 
 async def _events(request: Request) -> Response:

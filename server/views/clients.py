@@ -1,5 +1,6 @@
 """The clients' view: who leaks most, in which round, and which labels attacks restored of each."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.pictures import reconstruction
 from fedgauge.server.views import formatting
+from fedgauge.server.views.figures import HeatMap, in_json
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.leakage import counted, counted_of_all
@@ -26,30 +28,69 @@ def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]
     Args:
         attack: None for the worst over all attacks.
     """
-    rows = _graded(counted(reading.scores, metric), metric, attack)
-    ids = sorted({client for client, _ in reading.participation})
-    table = sorted(_table(reading, metric, attack, ids), key=lambda row: _by_leak(row, metric))
-    rounds = np.unique(rows.round).tolist()
-    shown, some = heat_map([row["client"] for row in table], rounds)
     return {
         "metric": formatting.metric_facts(metric),
         "ungraded": count_ungraded(reading.scores),
         "attack": attack or "",
         "attacks": [a for a in reading.order if is_attack(a)],
         "metrics": [formatting.metric_facts(m) for m in reading.metrics],
-        "rounds": some,
-        "clients": shown,
-        "left_out": {"clients": len(ids) - len(shown), "rounds": len(rounds) - len(some)},
-        "z": [
-            [formatting.rounded(formatting.plotted_value(metric, v)) for v in row]
-            for row in _cells(_of_clients(rows, shown).leakiest(metric, of_batch=True), shown, some).tolist()
-        ],
-        "floor": _floor(reading, metric, ids),
-        "table": table,
+        "figure": in_json(heat_map(reading, metric, attack)),
+        "table": _table(reading, metric, attack),
     }
 
 
-def heat_map(clients: Sequence[int], rounds: Sequence[int]) -> tuple[list[int], list[int]]:
+def heat_map(reading: Reading, metric: str, attack: str | None = None) -> HeatMap | None:
+    """The worst leak of each client in each round; None before the first score."""
+    rows = _graded(counted(reading.scores, metric), metric, attack)
+    rounds = np.unique(rows.round).tolist()
+    if not rounds:
+        return None
+    table = _table(reading, metric, attack)
+    ids = [row["client"] for row in table]
+    shown, some = _places_shown(ids, rounds)
+    worst = _of_clients(rows, shown).leakiest(metric, of_batch=True)
+    cells = [[None if math.isnan(v) else v for v in row] for row in _cells(worst, shown, some, metric).tolist()]
+    values = [v for row in cells for v in row if v is not None]
+    by, floor = MEASURED[metric], _floor(reading, metric, ids)
+    darkest = floor[0] if floor else 0.0 if by.higher_is_better else max(values, default=0.0)
+    step = max(1e-9, abs(by.ceiling) * 1e-6)  # a scale has a length
+    darkest = min(darkest, by.ceiling - step) if by.higher_is_better else max(darkest, by.ceiling + step)
+    left_out = len(table) - len(shown), len(rounds) - len(some)
+    words = _heat_words(metric, table[0], floor, left_out)
+    return HeatMap(
+        "clients", "Worst leak by client and round", words, by.label, shown, some, cells, darkest, by.ceiling
+    )
+
+
+def _heat_words(
+    metric: str, most: Mapping[str, Any], floor: tuple[float, str] | None, left_out: tuple[int, int]
+) -> str:
+    by, words = MEASURED[metric], []
+    worst = math.inf if most["exact"] else most["worst"]
+    if worst is not None:
+        guessed = floor is not None and by.sign * worst <= by.sign * floor[0]
+        words.append(
+            f"Client {most['client']} leaks most, in round {most['round']}: {formatting.in_metric(metric, worst)}"
+            f"{', no more than a guess' if guessed else ''}."
+        )
+    if floor is not None:
+        reached = formatting.in_metric(metric, floor[0])
+        words.append(
+            f"The best guess that does not read the update ({floor[1]}) reaches {reached} in a cell on average."
+        )
+    darkest = "nothing" if floor is None else "no more than that guess"
+    brightest = f"{formatting.in_metric(metric, by.ceiling)}{'' if by.cap is None else ' or more'}"
+    words.append(f"Brighter leaks more: darkest is {darkest}, brightest {brightest}.")
+    words.append("A cross means that nothing was graded there.")
+    clients, rounds = left_out
+    if clients:
+        words.append(f"{clients} client{'s' if clients != 1 else ''} that leak less are left out.")
+    if rounds:
+        words.append(f"Rounds are shown evenly spread, and {rounds} between them are left out.")
+    return " ".join(words)
+
+
+def _places_shown(clients: Sequence[int], rounds: Sequence[int]) -> tuple[list[int], list[int]]:
     """The clients and rounds of a heat map: MOST_CELLS at most, as a ledger may name any number of both.
 
     Args:
@@ -61,12 +102,12 @@ def heat_map(clients: Sequence[int], rounds: Sequence[int]) -> tuple[list[int], 
     return sorted(clients[: MOST_CELLS // max(1, len(some))]), some
 
 
-def _floor(reading: Reading, metric: str, ids: list[int]) -> dict[str, Any] | None:
+def _floor(reading: Reading, metric: str, ids: list[int]) -> tuple[float, str] | None:
     """The baseline that leaks most by luck: its worst case in a round of a client, on average; None if none is graded."""
     if metric == "label_accuracy":
         labels = restored_labels(reading.scores, reading.ledger, class_shares(reading))
         guess = "by how common the classes are"
-        return {"value": formatting.rounded(labels.guess), "name": guess} if labels else None
+        return (labels.guess, guess) if labels else None
     found: list[tuple[float, str]] = []
     for name in filter(is_baseline, reading.order):
         worst = _of_clients(_graded(counted(reading.scores, metric), metric, name), ids).leakiest(metric, of_batch=True)
@@ -74,8 +115,7 @@ def _floor(reading: Reading, metric: str, ids: list[int]) -> dict[str, Any] | No
             found.append((float(capped(metric, worst.value).mean()), name))
     if not found:
         return None
-    value, name = max(found) if MEASURED[metric].higher_is_better else min(found)
-    return {"value": formatting.rounded(value), "name": name}
+    return max(found) if MEASURED[metric].higher_is_better else min(found)
 
 
 def _graded(rows: Scores, metric: str, attack: str | None) -> Scores:
@@ -89,11 +129,11 @@ def _of_clients(rows: Scores, ids: list[int]) -> Scores:
     return rows.where(np.isin(rows.client, ids))
 
 
-def _cells(worst: Scores, ids: list[int], rounds: list[int]) -> Floats:
-    """(clients, rounds): the values of these rows; NaN where there is none."""
+def _cells(worst: Scores, ids: list[int], rounds: list[int], metric: str) -> Floats:
+    """(clients, rounds): the values of these rows, capped; NaN where there is none."""
     worst = worst.where(np.isin(worst.round, rounds))
     z = np.full((len(ids), len(rounds)), np.nan)
-    z[np.searchsorted(ids, worst.client), np.searchsorted(rounds, worst.round)] = worst.value
+    z[np.searchsorted(ids, worst.client), np.searchsorted(rounds, worst.round)] = capped(metric, worst.value)
     return z
 
 
@@ -104,7 +144,13 @@ def _places(rows: Scores) -> dict[int, Ints]:
     return dict(zip(ids.tolist(), np.split(order, first[1:]), strict=False))  # of no row there is one empty part
 
 
-def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) -> list[dict[str, Any]]:
+def _table(reading: Reading, metric: str, attack: str | None) -> list[dict[str, Any]]:
+    """A row for each client, the worst first."""
+    return reading.view(("clients' leaks", metric, attack), lambda: _rows(reading, metric, attack))
+
+
+def _rows(reading: Reading, metric: str, attack: str | None) -> list[dict[str, Any]]:
+    ids = sorted({client for client, _ in reading.participation})
     rows = _graded(counted_of_all(reading.scores, metric), metric, attack)
     hits, labels = (_graded(reading.scores.of_metric(m), m, attack) for m in ("identified", "label_accuracy"))
     if attack is None:  # per example the value that leaks most
@@ -135,7 +181,7 @@ def _table(reading: Reading, metric: str, attack: str | None, ids: list[int]) ->
                 **replies,
             }
         )
-    return lines
+    return sorted(lines, key=lambda row: _by_leak(row, metric))
 
 
 def _by_leak(row: Mapping[str, Any], metric: str) -> tuple[bool, float]:

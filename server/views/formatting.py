@@ -40,6 +40,12 @@ def in_unit(value: float | None, by: Measured) -> str:
     return text if text == NONE else f"{text} {by.unit}".strip()
 
 
+def in_metric(metric: str, value: float | None) -> str:
+    """A metric's value with its unit, a share in percent."""
+    measured = MEASURED[metric]
+    return percent(value) if measured.fraction else in_unit(value, measured)
+
+
 def percent(value: float | None, digits: int = 0, space: str = "\u00a0") -> str:
     """A fraction in percent."""
     return NONE if value is None or math.isnan(value) else f"{number(100 * value, digits)}{space}%"

@@ -8,28 +8,32 @@ from typing import Any, TypeGuard
 
 from fedgauge.attacks.limits import noise_is_known
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND, ERROR_LIMITS, describe
+from fedgauge.attacks.plan import ERROR_LIMITS, describe
 from fedgauge.server.store import run_files
-from fedgauge.server.views import formatting, server_attacks
-from fedgauge.server.views.formatting import decibel, metric_facts, percent, rounded
+from fedgauge.server.views import formatting, server_attacks, tables
+from fedgauge.server.views.figures import (
+    LIMIT_NAMES,
+    canaries_figure,
+    in_json,
+    membership_figure,
+    rounds_figures,
+    success_figure,
+)
+from fedgauge.server.views.formatting import decibel, finite, rounded
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, as_rate
-from fedgauge.server.views.membership import RATES_SHOWN, members_sentences, membership_table, roc_curves
+from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import attacked_on, device_use
 from fedgauge.server.views.participation import app_clients
 from fedgauge.server.views.privacy import canaries, privacy
 from fedgauge.server.views.reading import Reading, jobs_of_run
 from fedgauge.server.views.roles import is_attack, is_baseline, planned_attacks, role_of
-from fedgauge.server.views.strength import Limits, error_in_db, final_accuracy, newest
-from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve, success_series, ungraded_table
+from fedgauge.server.views.strength import Limits, error_in_db, final_accuracy
+from fedgauge.server.views.success import count_ungraded, ungraded_table
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 
 REASONS = 40  # the most rows in a table of reasons
-LIMIT_NAMES = {
-    BAYES_LIMIT: "Bayes error if the images of a class were Gaussian (an estimate)",
-    CANDIDATE_BOUND: "bound for any images",
-}
 LIMIT_STATES = {
     "pending": "The limits of this chain have not been computed yet, or do not apply to this network.",
     "none": "No limit is drawn: without noise in the chain, rounding is the only limit if the chain's Jacobian has full column "
@@ -51,19 +55,17 @@ def overview(reading: Reading) -> dict[str, Any]:
             {"name": name, "words": sentence} for name, sentence in server_attack_effects(reading).items()
         ],
         "training": training(reading),
-        "app_rounds": app_rounds(reading),
+        "app_rounds": in_json(app_rounds(reading)),
         "progress": progress(reading),
         "plan": reading.plan_coverage.to_json(),
         "attacked_on": attacked_on(reading.ledger),
-        **figure(reading),
-        "success": success(reading),
+        "figures": figures(reading),
         "ungraded": ungraded(reading),
         "membership": membership(reading),
-        "thresholds": THRESHOLDS,
         "summary": [_in_short(row) for row in summary(reading)],
         "limit": limit(reading),
         "privacy": privacy(reading),
-        "canaries": canaries(reading),
+        "canaries": canary_results(reading),
         "knowledge": knowledge(reading),
         "replay": {"verdict": reading.meta.get("replay"), "words": reading.meta.get("replay_detail", "")},
         "participation": participation(reading),
@@ -90,13 +92,13 @@ def training(reading: Reading) -> dict[str, Any]:
     }
 
 
-def app_rounds(reading: Reading) -> list[dict[str, Any]]:
-    """What a user's own app returned in each round, None for what was not finite; empty for other runs."""
+def app_rounds(reading: Reading) -> tables.Table:
+    """What a user's own app returned in each round, a dash for what was not finite; no rows for other runs."""
     rows = [
-        {"round": number, "metrics": {k: rounded(v) for k, v in told.items() if v is None or _is_number(v)}}
-        for number, told in reading.returned
+        (round, {k: finite(v) for k, v in told.items() if v is None or _is_number(v)})
+        for round, told in reading.returned
     ]
-    return rows if any(row["metrics"] for row in rows) else []
+    return tables.app_rounds(rows if any(metrics for _, metrics in rows) else [])
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -125,79 +127,30 @@ def server_attack_effects(reading: Reading) -> dict[str, str]:
     return server_attacks.server_attack_effects(scenario, reading.scores, reading.ledger)
 
 
-# ------------------------------------------------------------------------------------------------------------ figures
+def figures(reading: Reading, certified: Sequence[float] | None = None) -> dict[str, Any]:
+    """The run's figures but the heat map of clients, for the page's scripts.
 
-
-def figure(reading: Reading) -> dict[str, Any]:
-    """Accuracy and leakage over rounds, as plain data for the page's scripts."""
-    rounds, order = [reading.rounds[r] for r in sorted(reading.rounds)], reading.order
-    tested = rounds if any(r["accuracy"] is not None for r in rounds) else []
-    accuracy = {"x": [r["round"] for r in tested], "y": [rounded(r["accuracy"]) for r in tested]}
-    metrics = [
-        {**metric_facts(m), "series": series(m, reading.leaks(m), order), "newest": newest(reading.leaks(m))}
-        for m in reading.metrics
-    ]
-    return {"accuracy": accuracy, "metrics": [m for m in metrics if m["series"]]}
-
-
-def series(metric: str, leaks: Sequence[Leak], order: Sequence[str]) -> list[dict[str, Any]]:
-    """A metric's curve for each attack, limit and baseline."""
-    by_attack: dict[str, list[Leak]] = {}
-    for leak in leaks:
-        if leak.round is not None and leak.mean is not None:
-            by_attack.setdefault(leak.attack, []).append(leak)
-    return [
-        {
-            "name": LIMIT_NAMES.get(attack, attack),
-            "kind": role_of(attack),
-            "x": [leak.round for leak in own],
-            "mean": [rounded(leak.mean) for leak in own],
-            "low": [rounded(formatting.interval_label(leak)[0]) for leak in own],
-            "high": [rounded(formatting.interval_label(leak)[1]) for leak in own],
-            "best": [rounded(leak.worst) for leak in own if leak.worst is not None],
-            "hover": [formatting.point_label(leak) for leak in own],
-        }
-        for attack in order
-        if (own := by_attack.get(attack))
-    ]
-
-
-def success(reading: Reading) -> list[dict[str, Any]]:
-    """For each attack and baseline, the fraction of the examples that reaches each PSNR."""
-    return success_series(success_curve(reading.scores, reading.ledger))
+    Args:
+        certified: upper bounds on success at THRESHOLDS.
+    """
+    return {
+        "rounds": in_json(rounds_figures(reading)),
+        "success": in_json(success_figure(reading, certified)),
+        "membership": in_json(membership_figure(reading)),
+        "canaries": in_json(canaries_figure(reading)),
+    }
 
 
 def membership(reading: Reading) -> dict[str, Any]:
-    """Who was in a batch: every test's numbers and ROC curve, as plain data; no rows where it was not tested."""
-    scores = reading.scores
-    rows = [
-        {
-            **asdict(row),
-            "area": rounded(row.area), "low": rounded(row.low), "high": rounded(row.high),
-            "told": [
-                {"rate": rate, "share": rounded(share), **(rate_in_numbers(row.told.get(rate)) or {})}
-                for rate, share in row.shares.items()
-            ],
-        }
-        for row in membership_table(scores, reading.order)
-    ]  # fmt: skip
-    curves = roc_curves(scores)
-    roc = [
-        {
-            "name": name,
-            "kind": role_of(name),
-            "y": [rounded(y) for y in curves[name]],
-            "hover": [percent(y) for y in curves[name]],
-        }
-        for name in reading.order
-        if name in curves
-    ]
-    return {
-        "words": " ".join(members_sentences(verdict_of(reading).members, reading.ledger)),
-        "rows": rows,
-        "roc": roc,
-        "rates": RATES_SHOWN,
-    }
+    """Who was in a batch: a sentence for each question, and every test's numbers."""
+    words = " ".join(members_sentences(verdict_of(reading).members, reading.ledger))
+    return {"words": words, "table": in_json(tables.membership_tests(reading))}
+
+
+def canary_results(reading: Reading) -> dict[str, Any]:
+    """What canaries show, in words and in numbers."""
+    found = canaries(reading)
+    return {"kind": found["kind"], "words": found["words"], "table": in_json(tables.canaries_by_round(reading))}
 
 
 def ungraded(reading: Reading) -> dict[str, Any]:
@@ -205,7 +158,7 @@ def ungraded(reading: Reading) -> dict[str, Any]:
     return {
         "count": count_ungraded(reading.scores),
         "reason": ungraded_reason(reading.ledger),
-        "rows": [asdict(row) for row in ungraded_table(reading.scores, reading.ledger)],
+        "table": in_json(tables.without_truth(ungraded_table(reading.scores, reading.ledger))),
     }
 
 
@@ -248,24 +201,21 @@ def _in_short(row: Mapping[str, Any]) -> dict[str, Any]:
         "attack": row["attack"],
         "kind": row["kind"],
         "n": leak.n,
-        **(
-            {"mean": None, "low": None, "high": None, "median": None, "worst": None}
-            if row["kind"] == "limit"
-            else {
-                "mean": rounded(leak.mean),
-                "low": rounded(leak.low),
-                "high": rounded(leak.high),
-                "median": rounded(leak.median),
-                "worst": rounded(leak.best),
-            }
-        ),
-        "of_error": rounded(row["of_error"]),
+        **(dict.fromkeys(("mean", "low", "high", "median", "worst")) if row["kind"] == "limit" else numbers_of(leak)),
         "exact": formatting.is_exact(leak.best),
+        "of_error": rounded(row["of_error"]),
         "identified": rate_in_numbers(row["identified"]),
         "labels": rounded(row["labels"].mean) if row["labels"] else None,
         "failed": ", ".join(f"{n} {formatting.status_words(status)}" for status, n in leak.failed.items()),
         "ungraded": leak.ungraded,
     }
+
+
+def numbers_of(leak: Leak) -> dict[str, float | None]:
+    """A Leak's mean with its interval, its median and its worst case."""
+    low, high = formatting.interval_label(leak)
+    found = {"mean": leak.mean, "low": low, "high": high, "median": leak.median, "worst": leak.best}
+    return {key: rounded(value) for key, value in found.items()}
 
 
 def rate_in_numbers(rate: Rate | None) -> dict[str, Any] | None:

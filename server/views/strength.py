@@ -11,7 +11,6 @@ from fedgauge.attacks.modality.registry import BASELINES, MEASURED
 from fedgauge.attacks.plan import ERROR_LIMITS
 from fedgauge.client.pairing import in_db
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.views.formatting import rounded
 from fedgauge.server.views.intervals import LUCK, Floats, Ints, Rate, clustered_interval
 from fedgauge.server.views.leakage import Leak, as_rate, leakage
 from fedgauge.server.views.roles import Role, attack_order, is_attack, role_of
@@ -69,17 +68,13 @@ def final_accuracy(rounds: Mapping[int, Mapping[str, Any]]) -> float | None:
     return tested[-1] if tested else None
 
 
-def newest(leaks: Sequence[Leak]) -> dict[str, Any] | None:
-    """The newest round in which an attack has a value: the strongest attack and the best guess; None before the first."""
-    last = max(
-        (k.round for k in leaks if k.round is not None and k.mean is not None and is_attack(k.attack)), default=None
-    )
-    if last is None:
-        return None
+def newest(leaks: Sequence[Leak]) -> tuple[Leak, Leak | None] | None:
+    """The strongest attack and the best guess of the newest round in which an attack has a value; None before the first."""
+    rounds = (k.round for k in leaks if k.round is not None and k.mean is not None and is_attack(k.attack))
+    last = max(rounds, default=None)
     own = [leak for leak in leaks if leak.round == last]
-    best, floor = (best_of(own, role) for role in ("attack", "baseline"))
-    named = [leak and {"name": leak.attack, "mean": rounded(leak.mean)} for leak in (best, floor)]
-    return {"round": last, "strongest": named[0], "baseline": named[1]}
+    best = best_of(own, "attack")
+    return None if last is None or best is None else (best, best_of(own, "baseline"))
 
 
 @dataclass(frozen=True)
@@ -104,6 +99,15 @@ class Tradeoff:
         rivals = [other.place for other in among if other.data == self.data and other.place is not None]
         gains = [(accuracy - reached, sign * (leaked - leakage)) for leakage, accuracy in rivals]
         return not any(min(gain) >= 0 and max(gain) > 0 for gain in gains)
+
+
+def fronts(tradeoffs: Sequence[Tradeoff]) -> dict[str, list[tuple[float, float]]]:
+    """Leakage and accuracy along the Pareto front of each data set, by accuracy."""
+    best = [(t.data, t.place) for t in tradeoffs if t.place is not None and t.is_optimal(tradeoffs)]
+    return {
+        data: sorted({place for of, place in best if of == data}, key=lambda place: place[1])
+        for data in dict.fromkeys(data for data, _ in best)
+    }
 
 
 @dataclass(frozen=True)

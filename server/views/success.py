@@ -1,18 +1,16 @@
 """How many of the attacked examples come back at each level or better, and what came back that nobody graded."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.views.formatting import percent, rounded, status_words
+from fedgauge.server.views.formatting import status_words
 from fedgauge.server.views.intervals import Rate
-from fedgauge.server.views.roles import attack_order, is_attack, is_baseline, is_limit, planned_attacks, role_of
+from fedgauge.server.views.roles import attack_order, is_attack, is_baseline, is_limit, planned_attacks
 from fedgauge.server.views.scores import Scores
 
 THRESHOLDS = tuple(range(10, 61))  # dB
@@ -38,19 +36,6 @@ def success_curve(scores: Scores, ledger: Ledger) -> dict[str, list[Rate]]:
         n = int(rows.counts(scores.measure.metric).sum())
         curve[attack] = [Rate(int((rows.value >= t).sum()), n) for t in THRESHOLDS]
     return curve
-
-
-def success_series(curve: Mapping[str, Sequence[Rate]]) -> list[dict[str, Any]]:
-    """Success curves as the page's scripts draw them."""
-    return [
-        {
-            "name": attack,
-            "kind": role_of(attack),
-            "y": [rounded(r.fraction) for r in rates],
-            "hover": [f"{r.count} of {r.n} ({percent(r.interval[0])} to {percent(r.interval[1])})" for r in rates],
-        }
-        for attack, rates in curve.items()
-    ]
 
 
 def count_ungraded(scores: Scores) -> int:

@@ -21,6 +21,7 @@ from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.strength import RoundLeak, round_table
 from fedgauge.server.views.success import UngradedAttack, ungraded_table
+from fedgauge.server.views.tables import without_truth
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 from fedgauge.simulations.live import json_log
 from fedgauge.simulations.live.log import Log
@@ -89,18 +90,18 @@ def _print_results(reading: Reading) -> None:
     of = f"{scores.measure.name} ({scores.measure.unit})"
     values = [f"{which} {of}" for which in ("mean", "best", "baseline")]
     table = Table("round", "accuracy", "attack", *values, "label accuracy", box=None)
-    lines, without_truth = round_table(scores, ledger), ungraded_table(scores, ledger)
-    if any(line.leak.n for line in lines) or not without_truth:
+    lines, ungraded = round_table(scores, ledger), ungraded_table(scores, ledger)
+    if any(line.leak.n for line in lines) or not ungraded:
         for line in lines:
             if line.leak.n or line.leak.failed:
                 table.add_row(*_cells(line))
     if table.row_count:
         console.print(table)
-    elif not without_truth:
+    elif not ungraded:
         _print_line(console, f"no table: {verdict_of(reading).sentence}")
-    if without_truth:
-        _print_ungraded(console, ledger, without_truth)
-    if ledger.attacks() and (table.row_count or without_truth):
+    if ungraded:
+        _print_ungraded(console, ledger, ungraded)
+    if ledger.attacks() and (table.row_count or ungraded):
         for text in members_sentences(verdict_of(reading).members, ledger):
             _print_line(console, text)
     if words := canaries(reading)["words"]:
@@ -128,12 +129,10 @@ def _print_results(reading: Reading) -> None:
 
 def _print_ungraded(console: Console, ledger: Ledger, rows: Sequence[UngradedAttack]) -> None:
     """Print what came back without a truth, and why nobody graded it."""
-    table = Table("round", "accuracy", "attack", "came back", "median objective", "ended", box=None)
-    for row in rows:
-        accuracy, objective = percent(row.accuracy, 1), number(row.objective, None)
-        table.add_row(
-            str(row.round), accuracy, printable(row.attack), str(row.reconstructions), objective, row.statuses
-        )
+    found = without_truth(rows)
+    table = Table(*found.heads, box=None)
+    for row in found.rows:
+        table.add_row(*map(printable, row))
     console.print(table)
     if reason := ungraded_reason(ledger):
         _print_line(console, f"nobody graded these reconstructions, which the report shows: {reason}")

@@ -14,7 +14,7 @@ from fedgauge.server.views.reading import read_once
 from fedgauge.server.views.roles import attack_order, role_of
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.live.log import emit
-from fedgauge.simulations.live.progress import AttackProgress, RunProgress
+from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.view import View
 
 
@@ -50,8 +50,9 @@ class Events(View):
             return
         for number, row in sorted(s.rounds.items()):
             self._once(number, "round", _round(number, row))
-        for attack, number in s.fresh:
-            self._once((attack, number), "scores", _scores(attack, number, s.cells[attack, number], s.measure.metric))
+        for key in s.fresh:
+            leak, complete = s.cells[key]
+            self._once(key, "scores", {"round": leak.round, **_in_numbers(leak), "complete": complete})
         p, jobs = s.progress, s.jobs
         counts = {
             "done": p.done,
@@ -87,7 +88,10 @@ def finish(run: Run, report: Path) -> None:
             verdict=result.word,
             words=result.sentence,
             plan=reading.plan_coverage.to_json(),
-            attacks=[_pooled(pooled[a]) for a in attack_order(ledger, pooled)],
+            attacks=[
+                {**_in_numbers(pooled[a]), "low": pooled[a].low, "high": pooled[a].high}
+                for a in attack_order(ledger, pooled)
+            ],
             errors=ledger.errors(),
         )
 
@@ -96,23 +100,15 @@ def _round(round: int, row: Mapping[str, float | None]) -> dict[str, object]:
     return {"round": round, **{k: finite(row[k]) for k in ("accuracy", "loss", "seconds")}}
 
 
-def _scores(attack: str, round: int, cell: AttackProgress, metric: str) -> dict[str, object]:
-    facts = {"n": cell.n, "failed": cell.failed, "complete": cell.complete}
-    return {"round": round, **_measured(metric, attack, cell.mean, cell.best), **facts}
-
-
-def _pooled(leak: Leak) -> dict[str, object]:
-    facts = {"low": leak.low, "high": leak.high, "n": leak.n, "failed": sum(leak.failed.values())}
-    return {**_measured(leak.metric, leak.attack, leak.mean, leak.best), **facts}
-
-
-def _measured(metric: str, attack: str, mean: float | None, best: float | None) -> dict[str, object]:
-    """Values are capped in the mean and raw in the best."""
+def _in_numbers(leak: Leak) -> dict[str, object]:
+    """What came back; capped in the mean and raw in the best."""
     return {
-        "attack": attack,
-        "kind": role_of(attack),
-        "metric": metric,
-        "mean": mean,
-        "best": finite(best),
-        "exact": is_exact(best),
+        "attack": leak.attack,
+        "kind": role_of(leak.attack),
+        "metric": leak.metric,
+        "mean": leak.mean,
+        "best": finite(leak.best),
+        "exact": is_exact(leak.best),
+        "n": leak.n,
+        "failed": sum(leak.failed.values()),
     }

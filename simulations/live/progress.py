@@ -3,8 +3,8 @@
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from fedgauge.attacks.grading.scores import attack_of
 from fedgauge.attacks.modality.registry import modality_of
@@ -21,27 +21,11 @@ EVERY = 1.0  # seconds between two readings of the ledger
 Clock = Callable[[], float]  # seconds since any moment
 
 
-@dataclass(frozen=True)
-class AttackProgress:
-    """The results of one attack in one round so far.
+class AttackProgress(NamedTuple):
+    """The results of one attack in one round so far, and whether no job of it is left."""
 
-    Args:
-        n, failed: examples with a value, and without.
-        mean: capped.
-        best: of the example that leaks most, not capped.
-        complete: no job of it is left.
-    """
-
-    n: int
-    failed: int
-    mean: float | None
-    best: float | None
+    leak: Leak
     complete: bool
-
-    @classmethod
-    def of(cls, leak: Leak, complete: bool) -> "AttackProgress":
-        """The results of an attack in a round."""
-        return cls(leak.n, sum(leak.failed.values()), leak.mean, leak.best, complete)
 
 
 class RunProgress(LedgerReading):
@@ -105,7 +89,7 @@ class RunProgress(LedgerReading):
         self.fresh = []
         for round in sorted(touched):
             for leak in sorted(self.snapshot.of_round(self.measure.metric, round), key=_attacks_first):
-                cell = AttackProgress.of(leak, not waiting[attack_of(leak.attack), round])
+                cell = AttackProgress(leak, not waiting[attack_of(leak.attack), round])
                 if cell != known.get((leak.attack, round)):
                     self.fresh.append((leak.attack, round))
                 self.cells[leak.attack, round] = cell
@@ -137,11 +121,11 @@ class RunProgress(LedgerReading):
 
     def means(self, attack: str) -> dict[int, float]:
         """Mean of an attack by round."""
-        return {r: c.mean for (a, r), c in self.cells.items() if a == attack and c.mean is not None}
+        return {r: c.leak.mean for (a, r), c in self.cells.items() if a == attack and c.leak.mean is not None}
 
     def worst_case(self, attack: str) -> float | None:
         """The value that leaks most of those that an attack has reached."""
-        reached = (c.best for (a, _), c in self.cells.items() if a == attack and c.best is not None)
+        reached = (c.leak.best for (a, _), c in self.cells.items() if a == attack and c.leak.best is not None)
         return self.measure.leakiest(reached, float)
 
     def floor(self) -> dict[int, float]:

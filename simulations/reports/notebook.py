@@ -14,7 +14,6 @@ from fedgauge.server.views.formatting import scenario_line
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.reading import read_once
 from fedgauge.server.views.verdict import verdict_of
-from fedgauge.simulations.reports.figures.data import RunResults
 from fedgauge.simulations.reports.figures.style import PaperFigure, own_style
 from fedgauge.simulations.reports.figures.write import run_figures
 from fedgauge.simulations.reports.report import fill_template, write_report
@@ -24,8 +23,8 @@ HEIGHT = 800  # pixels of a report's frame
 
 def figures(run: Run) -> dict[str, PaperFigure]:
     """Every figure of a run by its name, such as leakage-psnr or gallery; each shows itself."""
-    with own_style():
-        return {figure.name: figure for figure in run_figures(RunResults.read(run))}
+    with read_once(run) as reading, own_style():
+        return {figure.name: figure for figure in run_figures(reading)}
 
 
 @dataclass(frozen=True)

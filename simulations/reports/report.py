@@ -19,13 +19,13 @@ from fedgauge.server.views import overview
 from fedgauge.server.views.assurance.coverage import MAPS_TO, TEXTS, coverage
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
-from fedgauge.server.views.formatting import number, percent, rounded, scenario_line, status_words
+from fedgauge.server.views.formatting import number, percent, scenario_line, status_words
 from fedgauge.server.views.gallery import Gallery, worst_cases
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import attacked_on
-from fedgauge.server.views.privacy import canaries, privacy
+from fedgauge.server.views.privacy import privacy
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.strength import RoundLeak, round_table
 from fedgauge.server.views.success import THRESHOLDS, success_curve
@@ -116,7 +116,7 @@ def _content(reading: Reading) -> dict[str, Any]:
     gallery, reasons = Gallery(reading), ledger.reasons()
     curve = success_curve(scores, ledger)
     certificate, shown = _certificate(reading, curve), sample_examples(gallery)
-    known, lines, rounds = overview.knowledge(reading), round_table(scores, ledger), overview.app_rounds(reading)
+    known, lines = overview.knowledge(reading), round_table(scores, ledger)
     return {
         "name": reading.run.name,
         "facts": scenario_line(reading.tables),
@@ -131,7 +131,6 @@ def _content(reading: Reading) -> dict[str, Any]:
         "graded": any(line.leak.n for line in lines),
         "failed": any(line.leak.failed for line in lines),
         "truth_shown": gallery.shards is not None or "truth" in reading.meta,
-        "app_metrics": sorted({name for row in rounds for name in row["metrics"]}),
         "reasons": reasons[: overview.REASONS],
         "more_reasons": max(0, len(reasons) - overview.REASONS),
         "summary": overview.summary(reading),
@@ -141,6 +140,8 @@ def _content(reading: Reading) -> dict[str, Any]:
             if metric not in (scores.measure.metric, "identified", "label_accuracy", *MEMBERSHIP)
         ],
         "gallery": shown,
+        "membership": overview.membership(reading),
+        "canaries": overview.canary_results(reading),
         "data": _data(reading, gallery, shown, certificate),
         "cards": known["cards"],
         "shared": known["shared"],
@@ -149,7 +150,7 @@ def _content(reading: Reading) -> dict[str, Any]:
         "progress": reading.progress,
         "plan": reading.plan_coverage.to_json(),
         "without_truth": overview.ungraded(reading),
-        "app_rounds": rounds,
+        "app_rounds": overview.app_rounds(reading),
         "replay": reading.meta.get("replay"),
         "replay_detail": reading.meta.get("replay_detail", ""),
         "scenario": reading.run.scenario_text(),
@@ -171,13 +172,8 @@ def _data(
     cards = [card for comparisons in shown.cards(gallery).values() for card in comparisons]
     return {
         "overview": {
-            **overview.figure(reading),
-            "success": overview.success(reading) + ([certificate.series] if certificate else []),
+            "figures": overview.figures(reading, certificate.curve if certificate else None),
             "ungraded": overview.ungraded(reading),
-            "thresholds": THRESHOLDS,
-            "membership": overview.membership(reading),
-            "canaries": canaries(reading),
-            "knowledge": overview.knowledge(reading),
         },
         "gallery": {
             "kind": gallery.kind,
@@ -200,13 +196,13 @@ class Certificate:
 
     Args:
         mechanism: clipping and noise.
-        series: the curve for one round, as the page's script draws it.
+        curve: at THRESHOLDS, for one round.
         at: the threshold (dB) in the text; once, always: the certified rates there, for one round and for all.
         rounds: in the run.
     """
 
     mechanism: GaussianMechanism
-    series: Mapping[str, Any]
+    curve: Sequence[float]
     at: int
     once: float
     always: float
@@ -220,15 +216,8 @@ def _certificate(reading: Reading, curve: Mapping[str, Sequence[Rate]]) -> Certi
     once, always = (certified(curve, mechanism, n) for n in (1, rounds))
     if once is None or always is None:
         return None
-    descriptions = [f"at most {percent(v)} of the examples, by any attack on one round" for v in once]
-    series = {
-        "name": "certified (ReRo), one round",
-        "kind": "limit",
-        "y": [rounded(v) for v in once],
-        "hover": descriptions,
-    }
     at = THRESHOLDS.index(AT)
-    return Certificate(mechanism, series, AT, once[at], always[at], rounds)
+    return Certificate(mechanism, once, AT, once[at], always[at], rounds)
 
 
 def _by_round(lines: Sequence[RoundLeak]) -> list[list[RoundLeak]]:

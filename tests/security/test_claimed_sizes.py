@@ -20,12 +20,12 @@ from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError
-from fedgauge.server.views.clients import clients
+from fedgauge.server.views.clients import clients, heat_map
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import LARGEST, Scores
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports.export import rows
-from fedgauge.simulations.reports.figures.clients import clients_figure, worst_case_by_client
+from fedgauge.simulations.reports.figures.draw import draw_heat_map
 from fedgauge.simulations.reports.report import write_report
 from tests.server.dashboard.pages import Http
 from tests.small_runs import scenario, taped
@@ -235,15 +235,15 @@ def test_no_heat_map_has_as_many_cells_as_a_ledgers_clients_times_its_rounds(att
     tracemalloc.start()
     try:
         with reading.now():
-            found = clients(reading, "psnr", None)
-            drawn = clients_figure(worst_case_by_client(reading.scores), reading.scores.measure)
+            found, heat = clients(reading, "psnr", None), heat_map(reading, "psnr")
+            assert heat is not None
+            draw_heat_map(heat)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
         reading.close()
-    shown = len(found["clients"]), len(found["rounds"])
-    assert shown == (len(found["z"]), len(found["z"][0])) == (100, 500)
-    assert found["left_out"] == {"clients": MANY + 1 - 100, "rounds": MANY - 500}
-    assert len(found["table"]) == MANY + 1 and found["table"][0]["client"] in found["clients"]
-    assert found["rounds"][0] == 1 and found["rounds"][-1] == MANY
-    assert drawn is not None and peak < 64 << 20
+    assert (len(heat.clients), len(heat.rounds)) == (len(heat.values), len(heat.values[0])) == (100, 500)
+    assert f"{MANY + 1 - 100} clients" in heat.meaning and f"{MANY - 500} between them" in heat.meaning
+    assert len(found["table"]) == MANY + 1 and found["table"][0]["client"] in heat.clients
+    assert heat.rounds[0] == 1 and heat.rounds[-1] == MANY
+    assert peak < 64 << 20

@@ -43,7 +43,7 @@ def run(
 def test_the_page_draws_membership_over_rounds_with_its_limit(run: Run) -> None:
     with closing(Reading(run)) as reading, reading.now():
         told, found = overview(reading), verdict_of(reading)
-    curves = {metric["name"]: metric["series"] for metric in told["metrics"]}
+    curves = {figure["metric"]: figure["series"] for figure in told["figures"]["rounds"]}
     member = {series["name"]: series for series in curves["membership"]}
     assert set(member) == {
         "membership",
@@ -51,12 +51,13 @@ def test_the_page_draws_membership_over_rounds_with_its_limit(run: Run) -> None:
         "loss",
         "wrong_client(membership)",
         "membership_limit",
+        "test accuracy (right)",
     }
     assert member["membership"]["x"] == [1, 2] and min(member["membership"]["mean"]) > 0.8
-    assert member["membership_limit"]["kind"] == "limit"
+    assert member["membership_limit"]["role"] == "limit"
     assert {series["name"] for series in curves["held_membership"]} >= {"membership_over_rounds"}
     assert "membership" not in {series["name"] for series in curves["psnr"]}
-    rows = {(row["question"], row["name"]) for row in told["membership"]["rows"]}
+    rows = {tuple(row[:2]) for row in told["membership"]["table"]["rows"]}
     assert ("Who was in a batch", "membership") in rows
     assert ("Who was in anybody's batch", "membership") in rows
     assert ("Whom a client's data holds", "membership_over_rounds") in rows

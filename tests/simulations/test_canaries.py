@@ -20,13 +20,12 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.privacy import CanaryEstimate, _accounted, canary_estimates, canary_words
+from fedgauge.server.views.privacy import CanaryEstimate, _accounted, canaries, canary_estimates, canary_words
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.cli.run_commands import _extra_plan
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.live.progress import RunProgress
-from fedgauge.simulations.reports.figures.style import display_name
 from fedgauge.simulations.reports.figures.write import write_figures
 from fedgauge.simulations.reports.report import write_report
 from fedgauge.simulations.run.create import check_deployable
@@ -209,11 +208,11 @@ def test_attacks_leave_canaries_alone_and_these_are_looked_at_in_every_round(run
     assert looked_at[CANARIES] == {
         (round, canary) for round in (1, 2) for canary in (3, 4, 5)
     }  # the last one was refused
-    assert [row["canaries"] for row in told["canaries"]["rows"]] == [3, 3]
+    assert [row[0] for row in told["canaries"]["table"]["rows"]] == ["1", "2"]
     assert told["canaries"]["words"].startswith(
         "3 canaries sent a fixed random direction in place of an update, at most 2 times each"
     )
-    assert CANARY not in {metric["name"] for metric in told["metrics"]}
+    assert CANARY not in {figure["metric"] for figure in told["figures"]["rounds"]}
     assert CANARIES not in {row["attack"] for row in told["summary"]}
     assert told["limit"]["state"] == "drawn"
 
@@ -238,7 +237,6 @@ def test_figures_draw_them_and_the_limits_keep_their_names(run: Run, tmp_path: P
     text = {path.name: path.read_text() for path in paths if path.suffix == ".svg"}
     assert "accounted" in text["canaries.svg"] and "seen by canaries" in text["canaries.svg"]
     assert "(an estimate)" in text["leakage-mse.svg"] and ">canaries<" not in text["leakage-psnr.svg"]
-    assert display_name("membership_limit") == "membership_limit"
 
 
 def test_the_live_display_has_a_row_for_what_reconstructs_alone(run: Run) -> None:
@@ -262,7 +260,7 @@ def test_a_deployments_server_reads_them_from_its_record(tmp_path: Path) -> None
         ledger.set_meta(mode="deployment")
     serve(made, LocalExecutor())
     with closing(Reading(made)) as reading, reading.now():
-        told = overview(reading)["canaries"]
+        told = canaries(reading)
         chosen = reading.scenario
     assert [(row["round"], row["canaries"]) for row in told["rows"]] == [(1, 3), (2, 3)]
     assert told["words"].startswith("3 canaries sent a fixed") and told["words"].endswith("is their owners' word.")

@@ -98,9 +98,9 @@ def test_it_is_shown_where_its_module_may_not_be_loaded(run: Run) -> None:
         assert (membership.tests_of(ledger, MEMBER), membership.tests_of(ledger, HELD)) == (["aligned"], ["remembers"])
     with closing(Reading(run)) as reading, reading.now():
         told, found = overview(reading), verdict_of(reading)
-    rows = {(row["question"], row["name"]) for row in told["membership"]["rows"]}
+    rows = {tuple(row[:2]) for row in told["membership"]["table"]["rows"]}
     assert rows >= {("Who was in a batch", "aligned"), ("Whom a client's data holds", "remembers")}
-    assert {series["name"] for m in told["metrics"] if m["name"] == MEMBER for series in m["series"]} >= {"aligned"}
+    assert {s["name"] for f in told["figures"]["rounds"] if f["metric"] == MEMBER for s in f["series"]} >= {"aligned"}
     assert {test.attack for test in found.members} == set(PLANNED)
     assert not any("membership was not tested" in sentence for sentence in found.sentences)
     assert "aligned" in write_report(run).read_text()

@@ -78,9 +78,7 @@ async function loadCompare(route) {
   if (known.length > MOST) left.push(`${known.length} runs are too many at once: the newest ${MOST} are shown.`);
   if (!known.length) return { all, readable, left, runs: [], points: [], metrics: [] };
   const query = new URLSearchParams([...asked(route, ["metric"]), ["runs", known.slice(0, MOST).join(",")]]);
-  const compare = await ask("/api/compare", query);
-  const runs = compare.runs.map(run => ({ ...run, colour_index: readable.indexOf(run.id) })); // the same colour, whichever others are chosen
-  return { ...compare, all, readable, left, runs };
+  return { ...await ask("/api/compare", query), all, readable, left };
 }
 
 // ------------------------------------------------------------------------------------------- going about, and staying live

@@ -3,34 +3,11 @@
 
 const scheme = window.matchMedia("(prefers-color-scheme: dark)");
 const narrow = window.matchMedia("(max-width: 600px)");
-// Okabe and Ito's palette, which the colour-blind can tell apart; on a dark page the bright ones come first
-const PALETTE = {
-  light: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"],
-  dark: ["#56b4e9", "#e69f00", "#2fc49a", "#cc79a7", "#f0e442", "#d55e00"],
-};
-const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star"];
-const DASHES = ["dash", "dashdot", "longdash", "longdashdot", "2px,4px", "8px,2px"];
-
 const cssVariable = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const colour = index => PALETTE[scheme.matches ? "dark" : "light"][index % PALETTE.light.length];
+const colour = place => cssVariable(`--series-${place % 6}`);
 /** A name for a legend, in two lines if it is long. */
 const folded = name => plain(name.length > 34 ? name.replace(/^(.{18,34}) /, "$1\n") : name).replace("\n", "<br>");
 const translucent = hex => `rgba(${[1, 3, 5].map(i => parseInt(hex.slice(i, i + 2), 16)).join()},.2)`;
-
-// attacks get colours in the plan's order, limits a colour of their own, baselines greys
-function styles(series, planned) {
-  let baselines = 0;
-  return series.map(s => {
-    if (s.kind === "limit") return { color: cssVariable("--limit"), dash: "longdashdot", symbol: "line-ew", width: 2.2, opacity: 1 };
-    if (s.kind === "baseline") return {
-      color: cssVariable("--muted"), dash: DASHES[baselines++ % DASHES.length], symbol: "line-ew", width: 1.3, opacity: .75,
-    };
-    const place = planned.indexOf(s.name);
-    return { color: colour(place), dash: "solid", symbol: SYMBOLS[place % SYMBOLS.length], width: 2.4, opacity: 1 };
-  });
-}
-
-const planned = knowledge => knowledge.cards.filter(card => card.kind === "attack").map(card => card.name);
 
 function layout(x, y, height, more) {
   const axis = { gridcolor: cssVariable("--line"), zerolinecolor: cssVariable("--line"), linecolor: cssVariable("--line"), automargin: true };
@@ -75,8 +52,56 @@ function figure(name, meaning, drawing, height) {
   return el("figure", { "data-key": name }, picture, el("figcaption.meaning", meaning));
 }
 
-const roundAxis = last => ({
-  title: { text: "round", standoff: 6 }, range: [-.03 * last, 1.03 * last], tickformat: "d",
-  unifiedhovertitle: { text: "round %{x}" }, ...(last < 12 ? { dtick: 1 } : {}),
-});
-const partAxis = { range: [-.02, 1.03], tickformat: ".0%", dtick: .25 };
+/** An axis of a specification; a fraction's that is whole has a line at every quarter. */
+function axis({ label, kind, low, high }) {
+  const open = low === null || high === null, whole = high - low > 1, ends = kind === "log" ? [Math.log10(low), Math.log10(high)] : [low, high];
+  return {
+    title: { text: plain(label), standoff: 6 }, unifiedhovertitle: { text: `${plain(label)}: %{x}` },
+    ...(open ? { rangemode: "tozero" } : { range: ends }),
+    ...(kind === "round" ? { tickformat: "d", ...(high < 12 ? { dtick: 1 } : {}) } : {}),
+    ...(kind === "fraction" ? { tickformat: whole ? ".0%" : "~%", ...(whole ? { dtick: .25 } : {}) } : {}),
+    ...(kind === "log" ? { type: "log", tickvals: [.001, .01, .1, 1], ticktext: ["0.1 %", "1 %", "10 %", "100 %"] } : {}),
+  };
+}
+
+/**
+ * A figure as server/views/figures.py specifies it.
+ * shown(series): whether it is drawn, or else only named in the legend; then the legend itself switches nothing.
+ */
+function specified(spec, shown, worst = true) {
+  const height = 320 + legendHeight(Math.max(spec.entries, spec.series.filter(s => s.name).length));
+  const drawing = node => {
+    const traces = spec.series.flatMap(s => seriesTraces(s, Boolean(spec.right), !shown || shown(s), worst));
+    const right = spec.right && { ...axis(spec.right), overlaying: "y", side: "right", showgrid: false };
+    if (right && narrow.matches) right.title = { text: "" };
+    const hovermode = spec.x.kind === "fraction" ? "closest" : "x unified"; // points lie anywhere, lines share their x
+    const more = { hovermode, ...(right ? { yaxis2: right } : {}), legend: { ...legend(), ...(shown ? { itemclick: false, itemdoubleclick: false } : {}) } };
+    draw(node, traces, layout(axis(spec.x), { uirevision: spec.metric, ...axis(spec.y) }, height, more));
+  };
+  return figure(spec.title, spec.meaning, drawing, height);
+}
+
+function seriesTraces({ look, ...s }, right, shown, worst) {
+  const name = folded(s.name), color = cssVariable(`--${look.colour}`), lone = s.x.length === 1;
+  const named = { name, legendgroup: name || undefined, visible: shown || "legendonly", ...(right && s.role === "accuracy" ? { yaxis: "y2" } : {}) };
+  const dash = look.dash.map(n => `${n}px`).join() || "solid", thin = look.symbol === "line-ew";
+  const banded = s.x.map((_, k) => k).filter(k => (s.low[k] ?? null) !== null && (s.high[k] ?? null) !== null), traces = [];
+  if (banded.length > 1 && shown) {
+    const edge = { x: banded.map(k => s.x[k]), mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false, legendgroup: name };
+    traces.push({ ...edge, y: banded.map(k => s.high[k]) });
+    traces.push({ ...edge, y: banded.map(k => s.low[k]), fill: "tonexty", fillcolor: translucent(color) });
+  }
+  const line = s.x.length > 1, marked = look.symbol && (!line || (!thin && s.x.length < 40));
+  traces.push({
+    ...named, x: s.x.length ? s.x : [null], y: s.x.length ? s.mean : [null], showlegend: Boolean(s.name),
+    mode: [line || !marked ? "lines" : "", marked ? "markers" : "", s.label ? "text" : ""].filter(Boolean).join("+"), text: [s.label], textposition: "top right",
+    customdata: s.note.map(note => plain(note).replaceAll("\n", "<br>")), hovertemplate: s.note.length ? "%{customdata}" : "%{y:.3g}",
+    line: { color, dash, width: look.width }, marker: { color, symbol: look.symbol || "circle", size: lone ? 10 : 7, line: { color, width: thin ? 2 : 0 } },
+    error_y: lone && banded.length ? { type: "data", symmetric: false, array: [s.high[0] - s.mean[0]], arrayminus: [s.mean[0] - s.low[0]], color } : undefined,
+  });
+  if (s.worst.length && shown && worst) traces.push({
+    x: s.x, y: s.worst, mode: "lines+markers", legendgroup: name, showlegend: false, hoverinfo: "skip",
+    line: { color, dash: "dot", width: 1.5 }, marker: { color, symbol: `${look.symbol}-open`, size: 6 },
+  });
+  return traces;
+}

@@ -91,22 +91,5 @@ function summaryTable(rows, state, change, measure) {
   return table({ id: "summary", caption: "All rounds together", columns, rows, key: r => r.attack, mark, state, change });
 }
 
-/** What canaries show, round by round. */
-function canariesTable({ kind, rows }) {
-  const between = (low, high) => `${decimal(low)} to ${decimal(high)}`;
-  if (kind === "examples") {
-    const cells = r => [String(r.round), String(r.canaries), `${r.right} of ${r.guesses}`, decimal(r.epsilon), decimal(r.most), decimal(r.accounted)];
-    return list("Canaries", ["round", "canaries", "surest guesses right", "epsilon at least", "at least, if all were right", "accounted"], rows.map(cells));
-  }
-  const cells = r => [String(r.round), decimal(r.epsilon), between(r.low, r.high), decimal(r.measured), between(r.measured_low, r.measured_high), decimal(r.accounted)];
-  return list("Canaries", ["round", "epsilon seen", "95 % interval", "with the spread measured", "95 % interval", "accounted"], rows.map(cells));
-}
-
-/** Every test, baseline and limit of membership. */
-function membershipTable(rows) {
-  const between = r => r.low === null || r.high === null ? NONE : `${percent(r.low)} to ${percent(r.high)}`;
-  const told = (r, rate) => r.told.filter(t => t.rate === rate).map(t => r.kind === "limit" ? percent(t.share) : `${t.count} of ${t.n}`)[0] ?? NONE;
-  const cells = r => [r.question, `${r.name}${r.kind === "attack" ? "" : ` (${r.kind})`}`, String(r.n), percent(r.area), between(r), told(r, .01), told(r, .001)];
-  const head = ["question", "test", "members", "pairs in which the member scores higher", "95 % interval", "told at 1 % false positives", "at 0.1 %"];
-  return list("Tests of membership", head, rows.map(cells));
-}
+/** A table of server/views/tables.py. */
+const printed = ({ caption, heads, rows }) => list(caption, heads, rows);

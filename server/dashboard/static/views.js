@@ -63,7 +63,7 @@ const opening = (title, text) => el("details", el("summary", title), el("pre", {
 function overviewView(o, { state }) {
   const notice = ({ words, command }) => el("li", words, command && [" ", el("code", command)]);
   const replay = o.replay.verdict && [el("strong", o.replay.verdict), `: ${o.replay.words}`];
-  const numbers = o.summary.some(row => row.n || (row.failed && !o.ungraded.rows.length)) && summaryTable(o.summary, state, change, o.measure);
+  const numbers = o.summary.some(row => row.n || (row.failed && !o.ungraded.table.rows.length)) && summaryTable(o.summary, state, change, o.measure);
   return [
     el("h1", o.name), el("p.facts", o.facts),
     el("div", { class: `verdict ${VERDICTS[o.verdict.word] || ""}` }, o.verdict.sentences.map(words => el("p", words))),
@@ -72,12 +72,12 @@ function overviewView(o, { state }) {
     progressStrip(o),
     o.server_attacks.length > 0 && section("The malicious server", serverAttacks(o.server_attacks)),
     section("Leakage and accuracy over rounds", overRounds(o, state, change), el("p.small", lines(o)), el("p.small", o.privacy.words)),
-    o.ungraded.rows.length > 0 && section("Reconstructions without a truth", withoutTruth(o)),
-    o.app_rounds.length > 0 && section("What the app returned", appRounds(o.app_rounds)),
-    (numbers || !o.ungraded.rows.length) && section("Numbers", numbers || empty("No attack has given a score yet; they appear here by themselves.")),
-    section("Success over thresholds", o.success.length ? successFigure(o) : empty(o.ungraded.count ? "Unknown, as nothing is graded." : noScore(o.ungraded))),
-    section("Who was in a batch", el("p", o.membership.words), o.membership.rows.length > 0 && [rocFigure(o), membershipTable(o.membership.rows)]),
-    o.canaries.rows.length > 0 && section("What canaries show", el("p", o.canaries.words), canariesFigure(o.canaries), canariesTable(o.canaries)),
+    o.ungraded.table.rows.length > 0 && section("Reconstructions without a truth", withoutTruth(o)),
+    o.app_rounds.rows.length > 0 && section("What the app returned", printed(o.app_rounds)),
+    (numbers || !o.ungraded.table.rows.length) && section("Numbers", numbers || empty("No attack has given a score yet; they appear here by themselves.")),
+    section("Success over thresholds", o.figures.success ? specified(o.figures.success) : empty(o.ungraded.count ? "Unknown, as nothing is graded." : noScore(o.ungraded))),
+    section("Who was in a batch", el("p", o.membership.words), o.membership.table.rows.length > 0 && [o.figures.membership && specified(o.figures.membership), printed(o.membership.table)]),
+    o.canaries.table.rows.length > 0 && section("What canaries show", el("p", o.canaries.words), specified(o.figures.canaries), printed(o.canaries.table)),
     section("What each attacker knew", knowledge(o.knowledge)),
     section("Participation", participation(o.participation)),
     section("Replay check", el("p", replay || "Not done yet: it runs before the first attack.")),
@@ -89,18 +89,11 @@ function overviewView(o, { state }) {
 
 /** What came back though nobody can grade it. */
 function withoutTruth({ name, ungraded }) {
-  const rows = ungraded.rows.map(r => [String(r.round), percent(r.accuracy), r.attack, String(r.reconstructions), decimal(r.objective), decimal(r.lowest), r.statuses]);
   const words = " A lower objective fits the update better; it compares updates under one attack, never two attacks.";
   return [
     el("p", noScore(ungraded), " What came back is in the ", link(address(name, "/gallery"), "gallery"), ".", words),
-    list("Attacks without a truth", ["round", "accuracy", "attack", "came back", "median objective", "lowest", "ended"], rows),
+    printed(ungraded.table),
   ];
-}
-
-function appRounds(rows) {
-  const names = [...new Set(rows.flatMap(row => Object.keys(row.metrics)))];
-  const cells = row => [String(row.round), ...names.map(name => decimal(row.metrics[name] ?? null))];
-  return list("What clients and server returned in each round", ["round", ...names], rows.map(cells));
 }
 
 /** The private examples that came back best, with a way to all of them. */
@@ -229,7 +222,7 @@ function clientsView(clients, { id, state }) {
     choice("Attack", clients.attack, attacks, value => change({ attack: value })));
   const none = empty(clients.ungraded ? "Unknown, as nothing is graded." : "No attack has given a score yet: the map of clients and rounds appears here by itself.");
   return [
-    el("h1", "Who leaks most"), el("p.facts", id), clients.rounds.length ? [controls, heatFigure(clients, open)] : none,
+    el("h1", "Who leaks most"), el("p.facts", id), clients.figure ? [controls, heatFigure(clients, open)] : none,
     clientsTable(clients, state, open), clients.opened && openedClient(clients.opened, clients.attacks),
   ];
 }

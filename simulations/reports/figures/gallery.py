@@ -10,20 +10,25 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from PIL import Image
 
-from fedgauge.simulations.reports.figures.data import EXAMPLES, RunResults
+from fedgauge.server.views.gallery import Card, Gallery
 from fedgauge.simulations.reports.figures.style import INK, LINE_HEIGHT, MUTED, WIDTH
+from fedgauge.simulations.reports.sampling import sample_examples
 
+EXAMPLES = 6
 LETTER_WIDTH = 0.0505  # inches: one monospaced letter of 6 points
 MONOSPACED: dict[str, Any] = {"ha": "left", "va": "top", "family": "monospace", "size": 6}
 
 
-def gallery_figure(results: RunResults) -> Figure:
-    """True examples above each attack's reconstructions, with the PSNR below."""
-    if results.kind == "text":
-        return _sentences_figure(results)
-    cards = results.cards[:EXAMPLES]
+def gallery_figure(gallery: Gallery) -> Figure | None:
+    """True examples above each attack's reconstructions, with the PSNR below; None if no true example is on this machine."""
+    found = [card for some in sample_examples(gallery, EXAMPLES).cards(gallery).values() for card in some]
+    cards = [card for card in found if card.truth is not None or card.truth_words is not None][:EXAMPLES]
+    if not cards:
+        return None
+    if gallery.kind == "text":
+        return _sentences_figure(cards)
     shown = {tile.attack for card in cards for tile in card.tiles}
-    attacks = [attack for attack in results.attacks if attack in shown]  # a test of membership shows nothing
+    attacks = [attack for attack in gallery.attacks if attack in shown]  # a test of membership shows nothing
     truths = [_pixels(card.truth) for card in cards if card.truth is not None]
     tile = WIDTH / EXAMPLES
     height, width, _ = truths[0].shape
@@ -49,10 +54,10 @@ def gallery_figure(results: RunResults) -> Figure:
     return figure
 
 
-def _sentences_figure(results: RunResults) -> Figure:
+def _sentences_figure(cards: Sequence[Card]) -> Figure:
     """True sentences above each attack's, whose words are marked right, misplaced (underlined) or wrong (grey)."""
     lines: list[tuple[str, Sequence[tuple[str, str]]]] = []
-    for card in results.cards[:EXAMPLES]:
+    for card in cards:
         lines.append((f"client {card.client}, round {card.round}", [(w, "right") for w in card.truth_words or ()]))
         lines += [(f"{tile.attack}: {tile.note}", tile.words or ()) for tile in card.tiles]
     figure = Figure((WIDTH, (2 * len(lines) + 1) * LINE_HEIGHT))

@@ -1,41 +1,31 @@
-"""How figures look: colours, sizes, line styles, and the axes and legends that all share."""
+"""How figures look in print: sizes, the page's colours, and the legend."""
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, Literal
 
 import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MultipleLocator, PercentFormatter
 
-from fedgauge.attacks.modality.registry import MEASURED
-from fedgauge.server.views.overview import LIMIT_NAMES
-from fedgauge.server.views.roles import role_of
+from fedgauge.server.dashboard import STATIC
 
 WIDTH = 3.3  # inches: a column of most two-column papers
 HEIGHT = 2.1  # inches: axes with their labels, without the legend
 LINE_HEIGHT = 0.15  # inches: one line of text
-FRACTION_LIMITS = (-0.02, 1.03)
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # of Okabe and Ito, in the report's order
-MARKERS = (
-    "o",
-    "s",
-    "D",
-    "^",
-    "P",
-    "*",
-    "v",
-)  # one more than colours, so that the seventh attack differs from all before it
-DASHES: tuple[Any, ...] = ("--", "-.", (0, (1.5, 3)), (0, (6, 1.5)), (0, (4, 1.5, 1, 1.5, 1, 1.5)))
-INK, MUTED, GRID, PURPLE = "#1b1f24", "#59636e", "#d5dae0", "#6a3d9a"
-LONG_DASH = (0, (9, 3))
+SCALE = 0.55  # points of a line in print for each pixel on the page
+# the page's own colours on a white ground
+THEME = dict(re.findall(r"--([\w-]+): (#\w{6})", (STATIC / "style.css").read_text().partition("@media")[0]))
+INK, MUTED, GRID, PURPLE = THEME["ink"], THEME["muted"], THEME["line"], THEME["limit"]
+SYMBOLS = {
+    "circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "cross": "P", "star": "*", "triangle-down": "v",
+    "line-ew": "_",
+}  # fmt: skip
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with Matplotlib, so letters are the same everywhere
     "font.size": 7.5,
@@ -103,56 +93,9 @@ def own_style() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class LineStyle:
-    """How an attack, baseline or limit is drawn."""
-
-    color: str
-    dash: Any
-    marker: str
-    width: float
-
-    @property
-    def line(self) -> dict[str, Any]:
-        """Arguments for Matplotlib's plot."""
-        return {"color": self.color, "linestyle": self.dash, "linewidth": self.width}
-
-
-def line_styles(order: Sequence[str]) -> dict[str, LineStyle]:
-    """A style for each name: attacks coloured with a marker each, baselines grey and dashed, limits purple with long dashes."""
-    styles, attacks, baselines = {}, count(), count()
-    for name in order:
-        match role_of(name):
-            case "attack":
-                i = next(attacks)
-                styles[name] = LineStyle(COLOURS[i % len(COLOURS)], "-", MARKERS[i % len(MARKERS)], 1.3)
-            case "limit":
-                styles[name] = LineStyle(PURPLE, LONG_DASH, "_", 1.3)
-            case "baseline":
-                styles[name] = LineStyle(MUTED, DASHES[next(baselines) % len(DASHES)], "_", 0.9)
-    return styles
-
-
 def new_axes(height: float = HEIGHT) -> tuple[Figure, Axes]:
     figure = Figure((WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02))
     return figure, figure.subplots()
-
-
-def display_name(attack: str) -> str:
-    return LIMIT_NAMES.get(attack, attack).replace(" were ", "\nwere ")
-
-
-def percent_axis(axis: Axis) -> None:
-    axis.set_major_locator(MultipleLocator(0.25))
-    axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-
-
-def value_limits(metric: str, values: Sequence[float], whole: tuple[float, float]) -> tuple[float, float]:
-    """Axis limits that show all values, and intervals only as far as values stay readable (two clients' are vast)."""
-    low, high = min(values), max(values)
-    margin = 0.5 * max(high - low, 1e-3 * max(abs(low), abs(high)), 1e-9)
-    low, high = max(whole[0], low - margin), min(whole[1], high + margin)
-    return low if MEASURED[metric].higher_is_better else max(low, -0.03 * high), high  # errors are never negative
 
 
 def add_legend(figure: Figure, handles: Sequence[Artist]) -> None:

@@ -1,20 +1,24 @@
 """Figures for papers: each plot of a run as PNG and SVG, one column wide, the same bytes for the same ledger."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
-from fedgauge.server.views.compare import distinct
-from fedgauge.simulations.reports.figures.canaries import canaries_figure
-from fedgauge.simulations.reports.figures.clients import clients_figure, worst_case_by_client
-from fedgauge.simulations.reports.figures.data import RunResults
+from fedgauge.server.views.clients import heat_map
+from fedgauge.server.views.compare import named_readings, utility_figure
+from fedgauge.server.views.figures import canaries_figure, membership_figure, rounds_figures, success_figure
+from fedgauge.server.views.gallery import Gallery
+from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.roles import is_baseline
+from fedgauge.server.views.success import success_curve
+from fedgauge.simulations.reports.certificates import certified, mechanism_of
+from fedgauge.simulations.reports.figures.draw import draw, draw_heat_map
 from fedgauge.simulations.reports.figures.gallery import gallery_figure
-from fedgauge.simulations.reports.figures.leakage import leakage_figure
 from fedgauge.simulations.reports.figures.style import PaperFigure, own_style
-from fedgauge.simulations.reports.figures.success import success_figure
-from fedgauge.simulations.reports.figures.tradeoff import tradeoff_figures
 
 KINDS: tuple[Literal["png", "svg"], ...] = ("png", "svg")
 
@@ -25,19 +29,17 @@ def write_figures(runs: Sequence[Run], folder: Path) -> tuple[list[Path], list[s
     Returns the paths, and sentences on what could not be drawn. One run's files go into the folder itself, those of several
     runs into a folder each.
     """
-    all_results = [RunResults.read(run) for run in {run.folder.absolute(): run for run in runs}.values()]
-    run_folders = (
-        [folder] if len(all_results) == 1 else [folder / name for name in distinct(s.run.name for s in all_results)]
-    )
     paths, missing = [], []
-    with own_style():
-        for results, run_folder in zip(all_results, run_folders, strict=True):
-            if not len(results.scores):
-                missing.append(f"{results.run.name}: no attack has a score yet, so there is nothing to draw")
-            for figure in run_figures(results):
-                paths += _save(figure, run_folder)
-        if len(all_results) > 1:
-            comparison = tradeoff_figures(all_results)
+    with ExitStack() as stack, own_style():
+        distinct = {run.folder.absolute(): run for run in runs}
+        named = named_readings([stack.enter_context(read_once(run)) for run in distinct.values()])
+        for name, reading in named.items():
+            if not len(reading.scores):
+                missing.append(f"{reading.run.name}: no attack has a score yet, so there is nothing to draw")
+            for figure in run_figures(reading):
+                paths += _save(figure, folder if len(named) == 1 else folder / name)
+        if len(named) > 1:
+            comparison = list(_comparison(named))
             for figure in comparison:
                 paths += _save(figure, folder)
             if not comparison:
@@ -53,17 +55,34 @@ def _save(figure: PaperFigure, folder: Path) -> list[Path]:
     return paths
 
 
-def run_figures(results: RunResults) -> Iterator[PaperFigure]:
-    about = f"{results.run.name}. {results.knowledge}"
-    for metric, leaks in results.leaks.items():
-        if any(leak.round is not None and leak.mean is not None for leak in leaks):
-            yield PaperFigure(f"leakage-{metric}", leakage_figure(results, metric, leaks), about)
-    if results.curve:
-        yield PaperFigure("success", success_figure(results), about)
-    worst, measure = worst_case_by_client(results.scores), results.scores.measure
-    if worst:
-        yield PaperFigure("clients", clients_figure(worst, measure), about)
-    if results.canaries["rows"]:
-        yield PaperFigure("canaries", canaries_figure(results.canaries), about)
-    if results.cards:
-        yield PaperFigure("gallery", gallery_figure(results), about)
+def run_figures(reading: Reading) -> Iterator[PaperFigure]:
+    """Every figure of a run that has a score."""
+    if not len(reading.scores):
+        return
+    curve, mechanism = success_curve(reading.scores, reading.ledger), mechanism_of(reading)
+    bound = certified(curve, mechanism) if mechanism else None
+    specified = [
+        *rounds_figures(reading), success_figure(reading, bound), membership_figure(reading), canaries_figure(reading)
+    ]  # fmt: skip
+    about = f"{reading.run.name}. {_knowledge(reading)}"
+    for spec in specified:
+        if spec is not None:
+            yield PaperFigure(spec.name, draw(spec), about)
+    if (heat := heat_map(reading, reading.scores.measure.metric)) is not None:
+        yield PaperFigure(heat.name, draw_heat_map(heat), about)
+    if (strip := gallery_figure(Gallery(reading))) is not None:
+        yield PaperFigure("gallery", strip, about)
+
+
+def _comparison(named: Mapping[str, Reading]) -> Iterator[PaperFigure]:
+    """Leakage against accuracy, a figure for each metric that two runs have."""
+    about = ". ".join(f"{i}: {r.run.name}. {_knowledge(r)}" for i, r in enumerate(named.values(), 1))
+    for metric in MEASURED:
+        spec = utility_figure(named, metric)
+        if spec is not None and sum(bool(series.label) for series in spec.series) > 1:
+            yield PaperFigure(spec.name, draw(spec), about)
+
+
+def _knowledge(reading: Reading) -> str:
+    """What each attacker knew, which every figure must state."""
+    return ". ".join(f"{row['name']}: {row['knowledge']}" for row in reading.attacks if not is_baseline(row["name"]))

@@ -43,13 +43,14 @@ def test_the_overview_is_what_the_ledger_says(get: Get, attacked_run: Run) -> No
         told = {m: leakage(scores, m) for m in ("psnr", "ssim", "identified")}
     with closing(Reading(attacked_run)) as reading, reading.now():
         assert tuple(page["verdict"]["sentences"]) == verdict_of(reading).sentences
-    shown = {m["name"]: {s["name"]: s for s in m["series"]} for m in page["metrics"]}
+    shown = {f["metric"]: {s["name"]: s for s in f["series"]} for f in page["figures"]["rounds"]}
     for metric, leaks in told.items():
         for leak in leaks:
             if leak.round is not None and leak.mean is not None:
                 series = shown[metric][leak.attack]
                 assert series["mean"][series["x"].index(leak.round)] == pytest.approx(leak.mean, rel=1e-4)
-    assert page["accuracy"] == {"x": [0, 1, 2], "y": [0.1, 0.2, 0.3]}
+    accuracy = shown["psnr"]["test accuracy (right)"]
+    assert (accuracy["x"], accuracy["mean"]) == ([0, 1, 2], [0.1, 0.2, 0.3])
     assert page["progress"] | {"done": 20} == page["progress"], "two rounds, two clients, two attacks, three baselines"
     assert page["participation"]["rejected"] == 2
     assert {row["attack"]: row["n"] for row in page["summary"]}["inverting_gradients"] == 8
@@ -230,21 +231,20 @@ def test_the_heat_map_holds_the_worst_case_of_each_cell(get: Get, attacked_run: 
         with attacked_run.ledger() as ledger:
             rows = [r for r in ledger.scores(metric) if r["attack"] == "inverting_gradients" and r["value"] is not None]
             luck = [r for r in ledger.scores(metric) if is_baseline(r["attack"]) and r["value"] is not None]
-        assert page["clients"] == [0, 1, 2]
-        for i, client in enumerate(page["clients"]):
-            for j, round in enumerate(page["rounds"]):
+        heat = page["figure"]
+        assert heat["clients"] == [0, 1, 2]
+        for i, client in enumerate(heat["clients"]):
+            for j, round in enumerate(heat["rounds"]):
                 values = [r["value"] for r in rows if (r["client"], r["round"]) == (client, round)]
-                assert page["z"][i][j] == (pytest.approx(worst(values), rel=1e-4) if values else None)
+                assert heat["values"][i][j] == (pytest.approx(worst(values), rel=1e-4) if values else None)
         cells: dict[str, dict[tuple[int, int], float]] = {}
         for r in luck:
             own, cell = cells.setdefault(r["attack"], {}), (r["round"], r["client"])
             own[cell] = worst(r["value"], own.get(cell, r["value"]))
         by_luck = {name: float(np.mean(list(own.values()))) for name, own in cells.items()}
         name = worst(by_luck, key=lambda attack: by_luck[attack])
-        assert page["floor"] == {"name": name, "value": pytest.approx(by_luck[name], rel=1e-4)}
-        assert page["metric"]["ceiling"] == {"psnr": 40.0, "mse": 0.0}[metric], (
-            "the same scale, whatever this run leaks"
-        )
+        assert heat["darkest"] == pytest.approx(by_luck[name], rel=1e-4) and f"({name})" in heat["meaning"]
+        assert heat["brightest"] == {"psnr": 40.0, "mse": 0.0}[metric], "the same scale, whatever this run leaks"
         leaks = [row["worst"] for row in page["table"] if row["worst"] is not None]
         assert leaks == sorted(leaks, reverse=metric == "psnr")
         assert page["table"][-1]["client"] == 2, "of whom nothing is known, last"
@@ -254,7 +254,13 @@ def test_the_map_of_labels_begins_at_what_a_guess_gets_right(get: Get, attacked_
     y = attacked_run.scenario().federation.shards.dataset.y
     page = get("/api/runs/complete/clients?metric=label_accuracy")
     guess = guessed_labels((torch.bincount(y) / len(y)).tolist(), 2)
-    assert page["floor"] == {"name": "by how common the classes are", "value": pytest.approx(guess, rel=1e-3)}
+    assert page["figure"]["darkest"] == pytest.approx(guess, rel=1e-3)
+
+
+def fronts(page: Any) -> dict[str, list[tuple[float, float]]]:
+    """The Pareto fronts of a comparison's figure: accuracy and leakage."""
+    lines = [s for s in page["utility"]["series"] if s["name"].startswith("Pareto")]
+    return {line["name"]: list(zip(line["x"], line["mean"], strict=True)) for line in lines}
 
 
 def test_runs_are_compared_with_the_front_that_none_beats(
@@ -264,16 +270,17 @@ def test_runs_are_compared_with_the_front_that_none_beats(
     for name, leak, rounds in (("a", 20.0, 2), ("b", 25.0, 2), ("c", 10.0, 1)):
         score_all(make_taped(folder / name, make_scenario(rounds=rounds), rounds=rounds), leak)
     page = get("/api/compare?runs=a,b,c")
-    front = {(p["run"], p["attack"]) for p in page["points"] if p["pareto"]}
-    assert {run for run, _ in front} == {"a", "c"}
-    assert len(front) == 2, "each run stands with its strongest attack"
-    assert [(p["run"], p["mean"]) for p in page["points"] if p["strongest"]] == [("a", 20.5), ("b", 25.5), ("c", 10.5)]
+    assert fronts(page) == {"Pareto front (strongest attacks)": [(0.2, 10.5), (0.3, 20.5)]}
+    strongest = {s["label"]: s["mean"] for s in page["utility"]["series"] if s["label"]}
+    assert strongest == {"1": [20.5], "2": [25.5], "3": [10.5]}
     assert page["differences"] == [{"key": "rounds", "values": ["2", "2", "1"]}]
     shutil.copytree(folder / "b", folder / "d")
     elsewhere = folder / "d" / "scenario.toml"
     elsewhere.write_text(elsewhere.read_text().replace("mnist5k", "other"))
-    apart = {(p["run"], p["data"]) for p in get("/api/compare?runs=a,b,c,d")["points"] if p["pareto"]}
-    assert apart == {("a", "mnist5k"), ("d", "other"), ("c", "mnist5k")}, "no run on other data beats it"
+    assert fronts(get("/api/compare?runs=a,b,c,d")) == {
+        "Pareto front (strongest attacks), mnist5k": [(0.2, 10.5), (0.3, 20.5)],
+        "Pareto front (strongest attacks), other": [(0.3, 25.5)],
+    }, "no run on other data beats it"
     assert page["matrix"]["columns"] == ["inverting_gradients", "analytic"]
     assert page["matrix"]["mean"][0] == [20.5, 20.5]
     assert page["matrix"]["baseline"] == [20.5, 25.5, 10.5]
@@ -328,8 +335,7 @@ def test_runs_that_share_a_name_are_told_apart(attacked_run: Run, tmp_path: Path
             pass
     page = compare(readings, "psnr")
     assert [run["id"] for run in page["runs"]] == page["matrix"]["rows"] == ["complete", "complete-2"]
-    assert sorted({row["run"] for row in page["table"]}) == ["complete", "complete-2"]
-    assert len(page["table"]) == len(page["points"])
+    assert sorted({row["run"] for row in page["points"]}) == ["complete", "complete-2"]
 
 
 def test_the_worst_of_all_attacks_counts_an_example_once(

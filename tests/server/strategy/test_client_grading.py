@@ -350,10 +350,10 @@ def test_what_nobody_graded_is_shown_and_scored_by_nothing(tmp_path: Path) -> No
         x = run.read_reconstruction(1, card.client, "inverting_gradients")["x"][card.example]
         assert picture is not None and (pixels(picture) == (x.clamp(0, 1) * 255).round().byte()[0].numpy()).all()
         assert shown["analytic"].image is None and shown["analytic"].note == "not applicable"
-    came_back = {row["attack"]: row["reconstructions"] for row in seen["ungraded"].pop("rows")}
+    came_back = {row[2]: int(row[3]) for row in seen["ungraded"].pop("table")["rows"]}
     assert came_back == {"inverting_gradients": 3, "analytic": 0}
     assert seen["ungraded"] == {"count": 3, "reason": "the owner does not allow it"}
-    assert seen["success"] == [], "what came back nobody graded: that the rest failed is no rate"
+    assert seen["figures"]["success"] is None, "what came back nobody graded: that the rest failed is no rate"
     row = next(r for r in seen["summary"] if r["attack"] == "inverting_gradients")
     assert (row["n"], row["failed"], row["ungraded"]) == (0, "", 3)
     page = html.unescape(write_report(run).read_text())

@@ -381,8 +381,10 @@ def test_other_numbers_of_examples_and_attacks_that_do_not_apply_are_said_once(
     with closing(Reading(run)) as reading, reading.now():
         page = overview.overview(reading)
     assert [row["attack"] for row in page["summary"] if "analytic" in row["attack"]] == ["analytic"]
-    assert not [line["name"] for line in page["success"] if "wrong_client(analytic)" in line["name"]]
-    assert page["ungraded"]["rows"] == []
+    assert not [
+        line["name"] for line in page["figures"]["success"]["series"] if "wrong_client(analytic)" in line["name"]
+    ]
+    assert page["ungraded"]["table"]["rows"] == []
 
 
 @pytest.mark.parametrize("app", [ADAM], indirect=True, ids=["ragged_adam"])

@@ -44,7 +44,7 @@ def test_the_attack_that_restores_labels_is_the_strongest_at_them_everywhere(tmp
         assert (gate.outcome, gate.measurement.value) == ("passed", 0.5)
         assert "by restores" in str(gate) and "told" not in str(gate), "nor did it fail at them"
         page = compare([reading], OF_LABELS)
-        assert [(p["attack"], p["strongest"], p["mean"]) for p in page["points"]] == [("restores", True, 0.5)]
+        assert [(p["attack"], p["mean"]) for p in page["points"]] == [("restores", 0.5)]
         assert page["matrix"]["baseline"] == [None]
         assert {p["attack"]: p["labels"] for p in compare([reading])["points"]} == {"told": None, "restores": 0.5}
         assert {r["attack"]: r["labels"] and r["labels"].mean for r in summary(reading) if r["kind"] == "attack"} == {
@@ -56,7 +56,7 @@ def test_the_attack_that_restores_labels_is_the_strongest_at_them_everywhere(tmp
             "restores": 0.5,
         }
         worst = clients(reading, OF_LABELS, None)
-        assert worst["z"] == [[0.5], [None], [0.5]]
+        assert worst["figure"]["values"] == [[0.5], [None], [0.5]]
         assert {row["client"]: row["worst"] for row in worst["table"]} == {0: 0.5, 1: None, 2: 0.5}
         for attack, share in ((None, 0.5), ("restores", 0.5), ("told", None)):
             table = {row["client"]: row["labels"] for row in clients(reading, "psnr", attack)["table"]}
@@ -69,4 +69,4 @@ def test_where_every_attack_is_given_the_labels_no_label_is_measured(tmp_path: P
         (gate,) = gate_of_run(reading, [Threshold(OF_LABELS, 0.9)])
         assert gate.outcome == "not measured"
         assert "labels" not in verdict_of(reading).sentences[0]
-        assert clients(reading, OF_LABELS, None)["z"] == [[], [], []]
+        assert clients(reading, OF_LABELS, None)["figure"] is None

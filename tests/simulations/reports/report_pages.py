@@ -97,15 +97,21 @@ class Page(HTMLParser):
         """An attack's pictures, in the order of the cards."""
         return [tile for card in self.cards for tile in card["tiles"] if tile["attack"] == attack]
 
+    @property
+    def rounds(self) -> list[Any]:
+        """The figures over rounds, one for each metric."""
+        figures: list[Any] = self.data["overview"]["figures"]["rounds"]
+        return figures
+
     def metric(self, name: str) -> dict[str, Any]:
         """The figure's series of a metric, by name."""
-        (found,) = [m for m in self.data["overview"]["metrics"] if m["name"] == name]
+        (found,) = [figure for figure in self.rounds if figure["metric"] == name]
         return {series["name"]: series for series in found["series"]}
 
     @property
     def success(self) -> dict[str, Any]:
         """The success curves, by name."""
-        return {series["name"]: series for series in self.data["overview"]["success"]}
+        return {series["name"]: series for series in self.data["overview"]["figures"]["success"]["series"]}
 
 
 def page_of(run: Run) -> Page:

@@ -82,32 +82,33 @@ def test_captions_and_table_hold_the_ledgers_numbers(attacked: Run) -> None:
 
 def test_the_figures_data_is_the_analysis(attacked: Run) -> None:
     page = page_of(attacked)
-    figure = page.data["overview"]
-    assert figure["accuracy"] == {"x": [0, 1, 2], "y": [0.1, 0.2, 0.3]}
-    assert [m["name"] for m in figure["metrics"]] == ["psnr", "ssim", "mse", "identified", "label_accuracy"]
+    accuracy = page.metric("psnr")["test accuracy (right)"]
+    assert (accuracy["x"], accuracy["mean"]) == ([0, 1, 2], [0.1, 0.2, 0.3])
+    assert [figure["metric"] for figure in page.rounds] == ["psnr", "ssim", "mse", "identified", "label_accuracy"]
     with attacked.ledger() as ledger:
-        for metric in figure["metrics"]:
-            leaks = {(k.attack, k.round): k for k in leakage(scores_of(ledger), metric["name"]) if k.mean is not None}
-            drawn = {(s["name"], r): v for s in metric["series"] for r, v in zip(s["x"], s["mean"], strict=True)}
+        for figure in page.rounds:
+            leaks = {(k.attack, k.round): k for k in leakage(scores_of(ledger), figure["metric"]) if k.mean is not None}
+            series = [s for s in figure["series"] if s["role"] != "accuracy"]
+            drawn = {(s["name"], r): v for s in series for r, v in zip(s["x"], s["mean"], strict=True)}
             assert drawn.keys() == {key for key in leaks if key[1] is not None}
             assert drawn == {key: pytest.approx(leaks[key].mean, rel=1e-4) for key in drawn}
-    baselines = {s["name"] for s in figure["metrics"][0]["series"] if s["kind"] == "baseline"}
+    baselines = {s["name"] for s in page.rounds[0]["series"] if s["role"] == "baseline"}
     assert baselines == {"mean_image", "class_mean_image", "random_image", "wrong_client(inverting_gradients)"}
-    curve = page.success["inverting_gradients"]["y"]
+    curve = page.success["inverting_gradients"]["mean"]
     assert all(a >= b for a, b in zip(curve, curve[1:], strict=False))
-    assert page.success["analytic"]["y"] == [0] * 51
+    assert page.success["analytic"]["mean"] == [0] * 51
 
 
 def test_the_heat_map_holds_each_clients_worst_case(attacked: Run) -> None:
-    heat = page_of(attacked).data["clients"]
+    heat = page_of(attacked).data["clients"]["figure"]
     with attacked.ledger() as ledger:
         rows = [r for r in ledger.scores("psnr") if r["attack"] == "inverting_gradients"]
     worst = {
         c: max(r["value"] for r in rows if (r["client"], r["round"]) == c) for c in ((0, 1), (0, 2), (1, 1), (1, 2))
     }
     assert (heat["clients"], heat["rounds"]) == ([0, 1, 2], [1, 2])
-    assert heat["z"][:2] == [[pytest.approx(worst[c, r], rel=1e-4) for r in (1, 2)] for c in (0, 1)]
-    assert heat["z"][2] == [None, None], "the client whose replies were refused was not attacked"
+    assert heat["values"][:2] == [[pytest.approx(worst[c, r], rel=1e-4) for r in (1, 2)] for c in (0, 1)]
+    assert heat["values"][2] == [None, None], "the client whose replies were refused was not attacked"
 
 
 def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None:

@@ -55,14 +55,14 @@ def test_a_chain_with_noise_gets_its_limit_beside_the_attacks(hidden: Run) -> No
     }
     assert best == max(attacks), "a limit is no attack's success"
     by_round = {r["round"]: r["value"] for r in rows}
-    drawn = {m["name"]: [s for s in m["series"] if s["kind"] == "limit"] for m in page.data["overview"]["metrics"]}
+    drawn = {f["metric"]: [s for s in f["series"] if s["role"] == "limit"] for f in page.rounds}
     series, *further = drawn["mse"]
     assert series["name"] == "Bayes error if the images of a class were Gaussian (an estimate)"
     assert [s["name"] for s in further] in ([], ["bound for any images"]), "little noise gives no bound"
     assert dict(zip(series["x"], series["mean"], strict=True)) == {
         k: pytest.approx(v, rel=1e-4) for k, v in by_round.items()
     }
-    assert series["best"] == []
+    assert series["worst"] == []
     assert [m for m, found in drawn.items() if found] == ["mse"], "a mean of PSNRs is of another kind"
     with hidden.ledger() as ledger:
         errors = [r["value"] for r in ledger.scores("mse") if r["attack"] == "inverting_gradients"]
@@ -96,10 +96,10 @@ def test_noise_over_clipping_is_certified(hidden: Run) -> None:
     # two examples an update, each moving their mean by 1 / 2: noise 0.2 is 0.4 times that; 8 examples, none ever hit by a guess
     prior = 1.959964**2 / (8 + 1.959964**2)
     certified = NormalDist().cdf(NormalDist().inv_cdf(prior) + 1 / 0.4)
-    assert curves["mean_image"]["y"][-1] == 0
-    assert found["y"][-1] == pytest.approx(certified, rel=1e-3)
-    assert found["y"] == sorted(found["y"], reverse=True)
-    assert all(c >= a for c, a in zip(found["y"], curves["inverting_gradients"]["y"], strict=True))
+    assert curves["mean_image"]["mean"][-1] == 0
+    assert found["mean"][-1] == pytest.approx(certified, rel=1e-3)
+    assert found["mean"] == sorted(found["mean"], reverse=True)
+    assert all(c >= a for c, a in zip(found["mean"], curves["inverting_gradients"]["mean"], strict=True))
     assert "normal noise of 0.400 times the largest effect" in page.words
     assert "ReRo" not in page_of_words_without_noise(page)
 
@@ -161,7 +161,7 @@ def test_the_replay_of_a_noisy_chain_is_exact(hidden: Run) -> None:
 def test_without_a_limit_it_says_why(chain: list[dict[str, Any]], words: str, tmp_path: Path) -> None:
     page = page_of(taped(tmp_path / "run", scenario(chain=chain, attack=[]), rounds=1))
     assert words in page.words
-    assert not [s for m in page.data["overview"]["metrics"] for s in m["series"] if s["kind"] == "limit"]
+    assert not [s for f in page.rounds for s in f["series"] if s["role"] == "limit"]
     assert "Certified" not in page.words
 
 

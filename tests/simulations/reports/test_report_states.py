@@ -23,8 +23,7 @@ def test_a_run_without_rounds(tmp_path: Path) -> None:
     assert "No round has been recorded yet" in page.words
     assert "no attack was planned" in page.words
     assert page.cards == []
-    assert page.data["overview"]["accuracy"] == {"x": [], "y": []}
-    assert page.data["overview"]["metrics"] == []
+    assert page.rounds == []
 
 
 def test_a_run_not_attacked_yet_names_the_command(tmp_path: Path) -> None:
@@ -32,7 +31,7 @@ def test_a_run_not_attacked_yet_names_the_command(tmp_path: Path) -> None:
     page = page_of(run)
     assert f"0 of 20 attacks done. Continue with: fedgauge audit {run.folder}" in page.words
     assert "no attack has been done" in page.words
-    assert page.data["overview"]["accuracy"]["x"] == [0, 1, 2]
+    assert [(f["metric"], [s["x"] for s in f["series"]]) for f in page.rounds] == [("", [[0, 1, 2]])], "the accuracy"
     assert "Not done yet: it runs before the first attack." in page.words
 
 

@@ -13,7 +13,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.reports.figures.data import RunResults
+from fedgauge.server.views.reading import read_once
 from fedgauge.simulations.reports.figures.write import run_figures
 
 METRICS = ("psnr", "ssim", "mse", "identified", "label_accuracy")
@@ -83,7 +83,8 @@ def graded(
 
 
 def drawn(run: Run) -> dict[str, Figure]:
-    return {drawing.name: drawing.figure for drawing in run_figures(RunResults.read(run))}
+    with read_once(run) as reading:
+        return {drawing.name: drawing.figure for drawing in run_figures(reading)}
 
 
 def points(axes: Axes, color: str, dash: str | None = None) -> list[list[tuple[float, float]]]:

@@ -2,19 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 from matplotlib.collections import QuadMesh
 
-from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.reports.figures.clients import clients_figure, worst_case_by_client
+from fedgauge.server.views.clients import heat_map
+from fedgauge.server.views.reading import read_once
+from fedgauge.simulations.reports.figures.draw import draw_heat_map
 from fedgauge.simulations.reports.figures.write import write_figures
 from tests.simulations.reports.figures.graded_runs import drawn, graded
-from tests.small_runs import scores_of
 
 
 def test_the_heat_map_is_the_worst_psnr_of_each_client_and_round(run: Run) -> None:
@@ -33,28 +31,24 @@ def test_who_was_not_graded_is_blank_and_baselines_are_no_leak(tmp_path: Path) -
         return {"psnr": math.inf if (round, client) == (2, 1) else None}
 
     run = graded(tmp_path / "one", one, limit=False)
-    with run.ledger() as ledger:
-        worst = worst_case_by_client(scores_of(ledger))
-    assert len(worst) == 9
-    assert {key for key, value in worst.items() if not math.isnan(value)} == {(1, 2)}
-    assert worst[1, 2] == 60.0
+    with read_once(run) as reading:
+        heat = heat_map(reading, "psnr")
+    assert heat is not None and (heat.clients, heat.rounds, heat.values) == ([0, 1, 2], [2], [[None], [60.0], [None]])
     (mesh,) = [c for c in drawn(run)["clients"].axes[0].collections if isinstance(c, QuadMesh)]
-    assert np.ma.count_masked(mesh.get_array()) == 8
+    assert np.ma.count_masked(mesh.get_array()) == 2
     assert write_figures([run], tmp_path / "figures")[1] == []
 
 
-def test_where_a_lower_value_leaks_more_the_lowest_is_the_worst(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    main = replace(ImageModality.main, higher_is_better=False, cap=None)
-    monkeypatch.setattr(ImageModality, "main", main)
-    with run.ledger() as ledger:
-        worst = worst_case_by_client(scores_of(ledger))
-        rows = scores_of(ledger).of_metric("psnr")
+def test_where_a_lower_value_leaks_more_the_lowest_is_the_worst(run: Run) -> None:
+    with read_once(run) as reading:
+        heat, rows = heat_map(reading, "mse"), reading.scores.of_metric("mse")
+    assert heat is not None and heat.brightest == 0.0 < heat.darkest
     rows = rows.where(rows.by_attacks)
-    for (client, round), value in worst.items():
-        assert value == rows.value[(rows.client == client) & (rows.round == round)].min()
-    figure = clients_figure({(0, 1): 3.0, (1, 1): 2.0}, main)
-    (mesh,) = [c for c in figure.axes[0].collections if isinstance(c, QuadMesh)]
-    assert sum(mesh.to_rgba(2.0)) > sum(mesh.to_rgba(3.0)), "the brightest leaks most"
+    for client, values in zip(heat.clients, heat.values, strict=True):
+        for round, value in zip(heat.rounds, values, strict=True):
+            assert value == rows.value[(rows.client == client) & (rows.round == round)].min()
+    (mesh,) = [c for c in draw_heat_map(heat).axes[0].collections if isinstance(c, QuadMesh)]
+    assert sum(mesh.to_rgba(0.0)) > sum(mesh.to_rgba(heat.darkest)), "the brightest leaks most"
 
 
 def test_many_cells_stay_a_small_file(tmp_path: Path) -> None:

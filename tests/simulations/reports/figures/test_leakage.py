@@ -62,7 +62,7 @@ def test_everything_drawn_has_a_name(run: Run) -> None:
     figures = drawn(run)
     limit = "Bayes error if the images of a class\nwere Gaussian (an estimate)"
     common = ["first", "second", "mean_image", "random_image"]
-    tail = ["worst case", "95 % interval (3 clients)", "test accuracy (right)"]
+    tail = ["test accuracy (right)", "worst case", "95 % interval (3 clients)"]
     assert named(figures["leakage-psnr"]) == common + tail
     assert named(figures["leakage-mse"]) == [*common[:2], limit, *common[2:], *tail]
     assert "95 % interval (Wilson)" in named(figures["leakage-identified"])
@@ -104,8 +104,8 @@ def test_one_round_is_drawn_in_points_that_can_be_told_apart(tmp_path: Path) -> 
     run = graded(tmp_path / "single", rounds=1)
     axes = drawn(run)["leakage-psnr"].axes[0]
     firsts, seconds = points(axes, BLUE), points(axes, VERMILION)
-    assert [y for ((_, y),) in firsts] == [28.0, 29.0], "mean and worst case"
-    assert [y for ((_, y),) in seconds] == [23.0, 24.0]
+    assert [y for ((_, y),) in firsts] == [29.0, 28.0], "worst case and mean"
+    assert [y for ((_, y),) in seconds] == [24.0, 23.0]
     assert firsts[0][0][0] != seconds[0][0][0], "side by side"
     with run.ledger() as ledger:
         bands = [

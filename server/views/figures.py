@@ -1,0 +1,391 @@
+"""Figures as data: one specification of each plot, which the page's scripts and Matplotlib draw."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import count
+from typing import Any, Literal
+
+from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND
+from fedgauge.server.views.formatting import in_metric, interval_label, percent, point_label, rounded
+from fedgauge.server.views.leakage import Leak
+from fedgauge.server.views.membership import RATES_SHOWN, roc_curves
+from fedgauge.server.views.privacy import canaries
+from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.roles import Role, attack_order, is_attack, role_of
+from fedgauge.server.views.strength import newest
+from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
+
+LIMIT_NAMES = {
+    BAYES_LIMIT: "Bayes error if the images of a class were Gaussian (an estimate)",
+    CANDIDATE_BOUND: "bound for any images",
+}
+COLOURS = 6  # of series in static/style.css
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "triangle-down")  # one more than colours
+BASELINE_DASHES = ((5, 3), (7, 3, 1.5, 3), (1.5, 3), (8, 2), (10, 3, 1.5, 3, 1.5, 3))
+WHOLE = (-0.02, 1.03)  # the limits of an axis from 0 to 100 %
+AT = 20  # dB: the threshold in the caption of success
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of a figure.
+
+    Args:
+        label: with the unit.
+        kind: round: whole numbers; fraction: in percent; log: in percent, logarithmic.
+        low, high: its ends, the upper or right one second; None: as the values need.
+    """
+
+    label: str
+    kind: Literal["number", "round", "fraction", "log"] = "number"
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a series is drawn.
+
+    Args:
+        colour: a variable of static/style.css.
+        dash: lengths of dashes and gaps; empty: solid.
+        symbol: Plotly's name of the marker; empty: none.
+        width: of the line, in pixels of a screen.
+    """
+
+    colour: str
+    dash: Sequence[float] = ()
+    symbol: str = ""
+    width: float = 2.4
+
+
+LIMIT, INK = Look("limit", (9, 3), "line-ew", 2.2), Look("ink", width=1.5)
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """A line of a figure, or a point.
+
+    Args:
+        name: in the legend; empty: not there.
+        role: accuracy: of the model, on the right axis if there is one; run: of several that are compared.
+        x, mean: the line; no values: an entry of the legend only. None: nothing there.
+        low, high, worst: the interval and the worst case at each x; empty: none anywhere.
+        note: a text for each point.
+        label: a text beside a point.
+    """
+
+    name: str
+    role: Role | Literal["accuracy", "run"]
+    look: Look
+    x: Sequence[float] = ()
+    mean: Sequence[float | None] = ()
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+    worst: Sequence[float | None] = ()
+    note: Sequence[str] = ()
+    label: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Figure:
+    """A plot of lines or points.
+
+    Args:
+        name: of its files.
+        meaning: the caption.
+        metric: what is drawn, if it is a metric.
+        interval: the name of the intervals in a legend; empty: there are none.
+        entries: for how many names of a legend there must be room.
+    """
+
+    name: str
+    title: str
+    meaning: str
+    x: Axis
+    y: Axis
+    series: Sequence[Series]
+    right: Axis | None = None
+    metric: str = ""
+    interval: str = ""
+    entries: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class HeatMap:
+    """A table of colours, a row for each client and a column for each round.
+
+    Args:
+        values: by client and round; None: nothing there.
+        darkest, brightest: the ends of the scale; brighter leaks more, which may be a lower value.
+    """
+
+    name: str
+    title: str
+    meaning: str
+    label: str
+    clients: Sequence[int]
+    rounds: Sequence[int]
+    values: Sequence[Sequence[float | None]]
+    darkest: float
+    brightest: float
+
+
+def in_json(value: Any) -> Any:
+    """A specification as JSON holds it: numbers have five significant digits."""
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        return rounded(value)
+    if isinstance(value, Sequence):
+        return [in_json(each) for each in value]
+    return {f.name: in_json(getattr(value, f.name)) for f in fields(value)}
+
+
+def attack_look(place: int) -> Look:
+    """The look of the attack at this place of the plan."""
+    return Look(colour(place), symbol=SYMBOLS[place % len(SYMBOLS)])
+
+
+def colour(place: int) -> str:
+    """The colour of the series at this place."""
+    return f"series-{place % COLOURS}"
+
+
+def looks_of(reading: Reading) -> dict[str, Look]:
+    """The look of each name in a run's scores or plan: attacks are coloured, baselines grey and dashed."""
+    names = attack_order(reading.ledger, {*reading.scores.attacks, *(row["name"] for row in reading.attacks)})
+    attacks, baselines, looks = count(), count(), {}
+    for name in names:
+        match role_of(name):
+            case "attack":
+                looks[name] = attack_look(next(attacks))
+            case "limit":
+                looks[name] = LIMIT
+            case "baseline":
+                dash = BASELINE_DASHES[next(baselines) % len(BASELINE_DASHES)]
+                looks[name] = Look("muted", dash, "line-ew", 1.5)
+    return looks
+
+
+# ------------------------------------------------------------------------------------------------------ leakage by round
+
+
+def rounds_figures(reading: Reading) -> list[Figure]:
+    """Leakage over rounds beside the test accuracy, one figure for each metric; the accuracy alone before the first score."""
+    tested = {n: row["accuracy"] for n, row in sorted(reading.rounds.items()) if row["accuracy"] is not None}
+    look = INK if len(tested) > 1 else replace(INK, symbol="circle")
+    notes = [*map(percent, tested.values())]
+    curve = Series("test accuracy (right)", "accuracy", look, [*tested], [*tested.values()], note=notes)
+    accuracy = [curve] if tested else []
+    figures = [_leakage(reading, metric, accuracy) for metric in reading.metrics]
+    drawn = [figure for figure in figures if figure is not None]
+    if drawn or not tested:
+        return drawn
+    state = "Nothing is graded" if count_ungraded(reading.scores) else "No attack has given a score yet"
+    meaning, room = f"{state}: only the test accuracy is drawn.", _room(reading)
+    y = Axis("test accuracy", "fraction", *WHOLE)
+    return [
+        Figure(
+            "accuracy", TITLE, meaning, round_axis([*tested]), y, [replace(curve, name="test accuracy")], entries=room
+        )
+    ]
+
+
+TITLE = "Leakage and test accuracy over rounds"
+
+
+def _leakage(reading: Reading, metric: str, accuracy: Sequence[Series]) -> Figure | None:
+    leaks = [leak for leak in reading.leaks(metric) if leak.round is not None and leak.mean is not None]
+    looks = looks_of(reading)
+    by_attack = {attack: [leak for leak in leaks if leak.attack == attack] for attack in reading.order}
+    series = [leak_series(attack, own, looks[attack]) for attack, own in by_attack.items() if own]
+    if not series:
+        return None
+    attacks = [leak for leak in leaks if is_attack(leak.attack)]
+    return Figure(
+        f"leakage-{metric}",
+        TITLE,
+        _newest_words(reading, metric),
+        round_axis([x for s in (*series, *accuracy) for x in s.x]),
+        value_axis(metric, series),
+        [*series, *accuracy],
+        right=Axis("test accuracy", "fraction", *WHOLE) if accuracy else None,
+        metric=metric,
+        interval=interval_name(metric, attacks),
+        entries=_room(reading),
+    )
+
+
+def leak_series(name: str, leaks: Sequence[Leak], look: Look) -> Series:
+    """The means by round; those of an attack with their 95 % intervals and worst cases."""
+    low, high = zip(*map(interval_label, leaks), strict=True) if is_attack(name) else ((), ())
+    worst = [leak.worst for leak in leaks]
+    return Series(
+        LIMIT_NAMES.get(name, name),
+        role_of(name),
+        look,
+        [leak.round or 0 for leak in leaks],
+        [leak.mean for leak in leaks],
+        low,
+        high,
+        worst if any(value is not None for value in worst) else (),
+        [point_label(leak) for leak in leaks],
+    )
+
+
+def _room(reading: Reading) -> int:
+    """The names that a legend will hold: each planned one, a baseline for each attack, and the accuracy."""
+    return len(reading.attacks) + sum(is_attack(row["name"]) for row in reading.attacks) + 1
+
+
+def round_axis(rounds: Iterable[float]) -> Axis:
+    """The axis of these rounds."""
+    last = max(1, *rounds, 1)
+    return Axis("round", "round", -0.03 * last, 1.03 * last)
+
+
+def value_axis(metric: str, series: Sequence[Series]) -> Axis:
+    """A metric's axis: all values, and intervals only as far as values stay readable (two clients' are vast)."""
+    measured = MEASURED[metric]
+    if measured.fraction:
+        return Axis(measured.label, "fraction", *WHOLE)
+    values = [v for s in series for v in (*s.mean, *s.worst) if v is not None]
+    drawn = [*values, *(v for s in series for v in (*s.low, *s.high) if v is not None)]
+    low, high = min(values), max(values)
+    margin = 0.5 * max(high - low, 1e-3 * max(abs(low), abs(high)), 1e-9)
+    edge = 0.1 * margin
+    low, high = max(min(drawn) - edge, low - margin), min(max(drawn) + edge, high + margin)
+    return Axis(measured.label, low=low if measured.higher_is_better else max(low, -0.03 * high), high=high)
+
+
+def interval_name(metric: str, leaks: Sequence[Leak]) -> str:
+    """The name of these leaks' intervals, with the number of clients if it is small; empty if there are none."""
+    clusters = [leak.clusters for leak in leaks if None not in interval_label(leak)]
+    if not clusters:
+        return ""
+    if MEASURED[metric].rate:
+        return "95 % interval (Wilson)"
+    least, most = min(clusters), max(clusters)
+    return (
+        "95 % interval"
+        if least >= 10
+        else f"95 % interval ({least if least == most else f'{least} to {most}'} clients)"
+    )
+
+
+def _newest_words(reading: Reading, metric: str) -> str:
+    """The newest attacked round in a sentence."""
+    if (found := newest(reading.leaks(metric))) is None:
+        return "No attack has given a score yet."
+    best, floor = found
+    words = (
+        f"In round {best.round}, the strongest attack ({best.attack}) reaches {in_metric(metric, best.mean)} on average"
+    )
+    if floor is not None:
+        words += f", the best guess that does not read the update ({floor.attack}) {in_metric(metric, floor.mean)}"
+    return f"{words}. What an attack has beyond the grey lines is leakage."
+
+
+# ------------------------------------------------------------------------------------- thresholds, membership, canaries
+
+
+def success_figure(reading: Reading, certified: Sequence[float] | None = None) -> Figure | None:
+    """The fraction of the examples that is reconstructed to each PSNR or better; None without a curve.
+
+    Args:
+        certified: upper bounds at THRESHOLDS.
+    """
+    curve, looks = success_curve(reading.scores, reading.ledger), looks_of(reading)
+    if not curve:
+        return None
+    series = []
+    for attack, rates in curve.items():
+        low, high = zip(*(rate.interval for rate in rates), strict=True)
+        notes = [f"{r.count} of {r.n} ({percent(r.interval[0])} to {percent(r.interval[1])})" for r in rates]
+        parts, banded = [rate.fraction for rate in rates], is_attack(attack)
+        own = Series(attack, role_of(attack), looks[attack], THRESHOLDS, parts, note=notes)
+        series.append(replace(own, low=low, high=high) if banded else own)
+    if certified:
+        notes = [f"at most {percent(v)} of the examples, by any attack on one round" for v in certified]
+        series.append(Series("certified (ReRo), one round", "limit", LIMIT, THRESHOLDS, certified, note=notes))
+    x, y = (
+        Axis("PSNR of at least (dB)", low=THRESHOLDS[0], high=THRESHOLDS[-1]),
+        Axis("part of the examples", "fraction", *WHOLE),
+    )
+    return Figure("success", "Success over thresholds", _success_words(reading, series), x, y, series)
+
+
+def _success_words(reading: Reading, series: Sequence[Series]) -> str:
+    place, ungraded = THRESHOLDS.index(AT), count_ungraded(reading.scores)
+    best, floor = (
+        max((s for s in series if s.role == role), key=lambda s: s.mean[place] or 0.0, default=None)
+        for role in ("attack", "baseline")
+    )
+    if best is None:
+        return "No attack has given a score yet."
+    words = f"{percent(best.mean[place])} of the attacked examples come back at {AT} dB or better with {best.name}"
+    if floor is not None:
+        words += f", {percent(floor.mean[place])} with {floor.name}, which needs no update"
+    words += ". Attempts without an image count as failed."
+    if ungraded:
+        words += f" Not counted: {ungraded} reconstruction{'s' if ungraded != 1 else ''} that nobody graded."
+    return words
+
+
+def membership_figure(reading: Reading) -> Figure | None:
+    """Members detected at each rate of false positives; None where it was not tested, or on too few."""
+    curves, looks = roc_curves(reading.scores), looks_of(reading)
+    known = [rate for i, rate in enumerate(RATES_SHOWN) if any(c[i] is not None for c in curves.values())]
+    if len(known) < 2:
+        return None  # a point is no curve
+    least, at = known[0], RATES_SHOWN.index(0.01)
+    series = [
+        Series(
+            LIMIT_NAMES.get(name, name),
+            role_of(name),
+            looks[name],
+            RATES_SHOWN,
+            [None if y is None else max(y, least / 2) for y in curves[name]],
+            note=[percent(y) for y in curves[name]],
+        )
+        for name in reading.order
+        if name in curves
+    ]
+    chance = Series("chance", "baseline", Look("muted", (1, 2), width=1), RATES_SHOWN, RATES_SHOWN)
+    tests = {name: told for name, c in curves.items() if is_attack(name) and (told := c[at]) is not None}
+    best = max(tests, key=tests.__getitem__, default=None)
+    words = "There are too few non-members for 1 % false positives."
+    if best is not None:
+        words = f"At 1 % false positives, {best} detects {percent(tests[best])} of the members."
+    x = Axis("non-members taken for members", "log", least, 1)
+    y = Axis("members detected", "log", least / 2, 1.07)
+    return Figure("membership", "Members and non-members told apart", words, x, y, [*series, chance])
+
+
+def canaries_figure(reading: Reading) -> Figure | None:
+    """The epsilon that canaries show, round by round, next to the accounted one; None without canaries."""
+    found = canaries(reading)
+    rows, bound = found["rows"], found["kind"] == "examples"
+    if not rows:
+        return None
+    x = [row["round"] for row in rows]
+
+    def column(key: str) -> list[float | None]:
+        return [row[key] for row in rows]
+
+    look, epsilon = attack_look(0), column("epsilon")
+    if bound:
+        shown, y = Series("at least, by canaries", "attack", look, x, epsilon), Axis("epsilon, one record", low=0)
+        words = "The line is a lower bound with a confidence of 95 %, from guesses of which canaries are among the data"
+    else:
+        shown = Series("seen by canaries", "attack", look, x, epsilon, column("low"), column("high"))
+        words, y = (
+            "The line is what their updates show, with its 95 % interval",
+            Axis("epsilon, all of a client's data", low=0),
+        )
+    series = [shown, Series("accounted", "limit", LIMIT, x, column("accounted"))]
+    series = [s for s in series if any(value is not None for value in s.mean)]
+    words += "; the accounted epsilon is what the noise promises."
+    return Figure("canaries", "Epsilon that canaries show", words, round_axis(x), y, series)
