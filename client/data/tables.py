@@ -211,7 +211,8 @@ def _cells(name: str, column: Any, categorical: bool, path: Path) -> np.ndarray:
     encoded = encoded.combine_chunks()
     texts = [None if word is None else str(word).strip() for word in encoded.dictionary.to_pylist()]
     different = np.array([*(None if text in EMPTY else text for text in texts), None], object)
-    return different[encoded.indices.fill_null(len(texts)).to_numpy()]  # each different text is kept once
+    cells: np.ndarray = different[encoded.indices.fill_null(len(texts)).to_numpy()]  # each different text is kept once
+    return cells
 
 
 def _labels(column: Any, label: str, path: Path) -> np.ndarray:
@@ -231,7 +232,7 @@ def _labels(column: Any, label: str, path: Path) -> np.ndarray:
 
 
 def _absent(column: np.ndarray) -> np.ndarray:
-    return np.isnan(column) if column.dtype == np.float64 else np.equal(column, None)
+    return np.isnan(column) if column.dtype == np.float64 else np.array([cell is None for cell in column])
 
 
 # --------------------------------------------------------------------------------------------------------------- columns
