@@ -52,15 +52,10 @@ class Text(Dataset):
             labels = x.shape if self.task == "next_token" else x.shape[:1]
             if x.dtype != torch.int64 or x.dim() != 2 or not len(x) or x.shape[1:] != self.x.shape[1:]:
                 return f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected int64 (N, L), one sentence at least"
-            if y.dtype != torch.int64 or y.shape != labels:
-                return f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 {tuple(labels)}"
             if not 0 <= int(x.min()) <= int(x.max()) < self.tokenizer.size:
                 return f"{name} has tokens {int(x.min())}..{int(x.max())}, and the tokenizer's are 0..{self.tokenizer.size - 1}"
-            seen = y[y != IGNORED]
-            if len(seen) and not 0 <= int(seen.min()) <= int(seen.max()) < self.classes:
-                return (
-                    f"the labels of {name} lie in {int(seen.min())}..{int(seen.max())}, expected 0..{self.classes - 1}"
-                )
+            if fault := self.label_fault(name, y, labels):
+                return fault
         return ""
 
 

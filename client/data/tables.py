@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.components import call, check_arguments, coerce
+from fedgauge.client.components import coerce, options
 from fedgauge.client.data import census as made_up
 from fedgauge.client.data.corpora import MOST_CLASSES, held_out, numbers
 from fedgauge.client.data.images import Dataset
@@ -47,12 +47,10 @@ class Tabular(Dataset):
             if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != self.columns.entries or not len(x):
                 wanted = f"expected float32 (N, {self.columns.entries}), one row at least"
                 return f"{name} is {x.dtype} of shape {tuple(x.shape)}, {wanted}"
-            if y.dtype != torch.int64 or y.shape != x.shape[:1]:
-                return f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 ({len(x)},)"
             if not bool(x.isfinite().all()):
                 return f"{name} has entries that are not finite"
-            if not 0 <= int(y.min()) <= int(y.max()) < self.classes:
-                return f"the labels of {name} lie in {int(y.min())}..{int(y.max())}, expected 0..{self.classes - 1}"
+            if fault := self.label_fault(name, y, x.shape[:1]):
+                return fault
         return ""
 
 
@@ -299,8 +297,7 @@ def _declared(columns: Mapping[str, Any]) -> Columns:
         if isinstance(given, list | tuple) and given:
             found.append(Column(name, coerce(given, Sequence[str], where)))
         elif isinstance(given, Mapping):
-            scale = call(_Scale, check_arguments(_Scale, given, where), where)
-            found.append(Column(name, decimals=DECIMALS // 2, **vars(scale)))
+            found.append(Column(name, decimals=DECIMALS // 2, **vars(options(_Scale, given, where))))
         else:
             raise ValueError(f"{where} must be a list of its categories, or a table of mean and std, got {given!r}")
     return Columns(tuple(found))
