@@ -38,12 +38,7 @@ bench: install
 
 # the tables in docs/ that are written from the code and from the kept figures
 docs: install
-	$(BIN)/python -m fedgauge.simulations.cli.list_components --write docs/components.md
-	$(BIN)/python -m fedgauge.simulations.cli.list_keys --write docs/scenario-keys.md
-	$(BIN)/python -m fedgauge.simulations.cli.list_signatures --write docs/adding-components.md
-	$(BIN)/python -m fedgauge.simulations.cli.list_options --write docs/reference/command-options.md
-	$(BIN)/python -m fedgauge.simulations.cli.list_ledger --write docs/reference/ledger.md
-	$(BIN)/python -m fedgauge.simulations.reports.kept_figures docs/papers/[a-z]*.md
+	$(BIN)/python -m docs.generate
 
 # the documentation as a site in site/, with its notebooks executed; a broken link or anchor ends it
 site: install

@@ -81,7 +81,7 @@ def _learned(wave: Wave, known: Knowledge, dummies: "Dummies", labels: list[Tens
 
 
 def auto(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
-    """The method measured best (simulations/benchmarks/label_restoration.py) for the chain and the update.
+    """The method measured best (docs/papers/labels.md) for the chain and the update.
 
     iDLG for one example. LLG without a complete bias gradient of true magnitudes. iLRG if every example is used once, and
     for a sum of clients that trained separately, since their mean is no model that any of them had. Else the FedAvg average

@@ -25,7 +25,7 @@ from fedgauge.client.registry import ALLOW, OWN, PLUG_INS, Entry, allowed, is_in
 Table = Mapping[str, Any]  # what TOML or JSON gives: values of mixed type, checked here
 ALLOW_PATH = "FEDGAUGE_ALLOW_PATH"  # folders, besides Python's own path, in which allowed packages are looked for
 MEND = "mend this line, or name another component"
-Options = TypeVar("Options")
+Settings = TypeVar("Settings")
 _Types = tuple[type, ...]
 
 
@@ -442,12 +442,16 @@ def spell(hint: Any) -> str:
     return names.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def options(kind: type[Options], value: Any, where: str) -> Options:
-    """A dataclass of settings from a table; SpecError where the table does not fit."""
-    table, names = coerce(value, dict, where), list(inspect.signature(kind).parameters)
+def settings_of(kind: type[Settings], value: Any, where: str, beside: Sequence[str] = ()) -> Settings:
+    """A dataclass of settings from a table; SpecError where the table does not fit.
+
+    Args:
+        beside: keys of the table that something else reads, for the message.
+    """
+    table, names = coerce(value, dict, where), [*beside, *inspect.signature(kind).parameters]
     if unknown := [key for key in table if key not in names]:
         raise SpecError(f"{where}: unknown key {unknown[0]!r} (it has: {', '.join(names)})")
-    found: Options = call(kind, check_arguments(kind, table, where), where)
+    found: Settings = call(kind, check_arguments(kind, table, where), where)
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.collusion import check_threshold
-from fedgauge.client.components import SpecError, Table, check_at_least, coerce, options
+from fedgauge.client.components import SpecError, Table, check_at_least, coerce, settings_of
 from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.rng import generator
@@ -152,10 +152,10 @@ class Protocol:
             data=data,
             model=model,
             chain=chain,
-            stragglers=options(Stragglers, spec.get("stragglers", {}), "[stragglers]"),
+            stragglers=settings_of(Stragglers, spec.get("stragglers", {}), "[stragglers]"),
             secure_sum=_secure_sum(spec, numbers["clients"]),
             loss=coerce(spec.get("loss", CROSS_ENTROPY), dict, "[loss]"),
-            guard=options(InspectionPolicy, spec.get("guard", {}), "[guard]"),
+            guard=settings_of(InspectionPolicy, spec.get("guard", {}), "[guard]"),
             canaries=_canaries(spec, numbers["clients"]),
         )
 
@@ -229,7 +229,7 @@ def _canaries(spec: Table, clients: int) -> CanaryOptions | None:
     if "canaries" not in spec:
         return None
     where = "[canaries]"
-    found = options(CanaryOptions, spec["canaries"], where)
+    found = settings_of(CanaryOptions, spec["canaries"], where)
     if found.clients > clients - (not found.examples):
         most = "at most" if found.examples else "fewer than"
         why = "" if found.examples else ", some of which train"
@@ -242,7 +242,7 @@ def _secure_sum(spec: Table, clients: int) -> SecureSumOptions | None:
     if "secure_sum" not in spec:
         return None
     where = "[secure_sum]"
-    found = options(SecureSumOptions, spec["secure_sum"], where)
+    found = settings_of(SecureSumOptions, spec["secure_sum"], where)
     if clients % found.group:
         raise SpecError(f"{where}: group = {found.group} does not divide clients = {clients}")
     return found

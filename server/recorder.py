@@ -37,7 +37,7 @@ MOST_METRICS, MOST_LETTERS = 100, 100  # kept of a round, and in a metric's name
 PATIENCE = 10  # rounds after which a reply that was not pulled is no longer waited for: its weights are in memory
 MOST_ROUNDS = 10**6  # a larger number in a message is not a round
 TRAINING, EVALUATION, SERVER = "training", "evaluation", "server"  # who computed metrics
-EXAMPLES = ("num-examples", "num_examples")
+EXAMPLES = ("num-examples", "num_examples", "examples", "num-samples", "num_samples", "samples")  # as apps call them
 _ACCURACY, _LOSS = re.compile(r"(^|[^a-z])acc(uracy)?([^a-z]|$)"), re.compile(r"(^|[^a-z])loss([^a-z]|$)")
 Arrays = Mapping[str, Array]
 
@@ -367,6 +367,8 @@ class AppRecorder:
         self._ledger.record_round(round, accuracy, loss, seconds, self._cost, metrics)
 
     def _enter_server_metrics(self, metrics: Mapping[int, MetricRecord]) -> None:
+        self._flush()
+        self._sums = {}  # written: another flush would replace the last round's row
         rows = {row["round"]: row for row in self._ledger.rounds()}
         for given, record in metrics.items():
             row = rows.get(given + self._shift)

@@ -23,7 +23,7 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.cli.list_components import components_of
+from fedgauge.simulations.cli.components import components_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.create import create_run

@@ -1,12 +1,18 @@
-"""Noise: it raises the rank of a fully connected layer's update."""
+"""Noise: it raises the rank of a fully connected layer's update, and hides every layer's entries under one normal distribution.
+
+A sum of n examples' gradients has a rank of at most n in a fully connected layer. What an update has beyond it is noise if no
+singular value of it stands out (Marchenko & Pastur) and its entries are normal. Adam's steps and further steps of SGD go
+beyond that rank, too, but not so evenly. Where no layer is large enough, noise shows only if it covers the gradient: the
+entries of all weights are normal, with one standard deviation. A gradient's have heavy tails, and another size in each layer.
+"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
 from fedgauge.attacks.defense_inference.evidence import Inferred, UpdateEvidence
 from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
@@ -14,6 +20,11 @@ from fedgauge.client.update import Update, UpdateFn
 
 RANK = 1e-5  # share of a matrix's norm beyond its rank that is more than rounding
 SUBMATRIX = 512  # rows and columns that suffice to estimate a rank
+FREE = 16  # rows and columns beyond the rank that suffice to test the rest
+EDGE = 1.25  # times noise's largest singular value
+MANY = 128  # entries of a tensor that suffice to estimate its kurtosis
+NORMAL = 0.2  # distance of the kurtosis from 3, beyond four standard errors
+ONE_SIGMA = 1.25  # the largest ratio of two layers' standard deviations
 
 
 def find_noise(read: UpdateEvidence) -> Inferred:
@@ -21,7 +32,9 @@ def find_noise(read: UpdateEvidence) -> Inferred:
     free = sum(tally.live for tally in read.certain)
     nature = f"the {free:,} entries that no network makes zero are not zero"
     clip = "a clip cannot be seen in one update" if len(read.updates) == 1 else "no two norms are equal"
-    beyond = list(_beyond_rank(read))
+    beyond = [
+        rest for update in read.updates for rest in _beyond_rank(update, read.layers.linear, read.rows, read.rows + 4)
+    ]
     if white := [rest for rest in beyond if rest.white]:
         sigma = math.sqrt(sum(rest.square for rest in white) / sum(rest.entries for rest in white))
         evidence = f"a fully connected layer's update has a rank above {read.rows}, and the rest is white"
@@ -34,27 +47,79 @@ def find_noise(read: UpdateEvidence) -> Inferred:
     return read.verdict("none", {}, None, f"{nature}; {clip}; {rank}", free * -math.log(0.9))
 
 
-class _RankResidual(NamedTuple):
-    """The rest of a matrix beyond the rank that examples and steps can give it, and how many entries it counts for."""
+def gaussian_sigma(update: Update, linear: Sequence[str], rows: int, least: Mapping[str, float]) -> float | None:
+    """Return the standard deviation of normal noise on an update; None: there is none, or the gradient hides it.
 
+    Args:
+        linear: weights of fully connected layers that see each example once.
+        rows: the highest rank that the gradients give their updates.
+        least: for each tensor, the standard deviation that rounding may cause.
+    """
+    beyond = list(_beyond_rank(update, linear, rows, rows + FREE))
+    if beyond:
+        clear = all(r.share > RANK and r.largest < EDGE * r.edge and _is_normal(r.rest) for r in beyond)
+        sigmas = [math.sqrt(r.square / r.entries) for r in beyond]
+        if clear and all(sigma > least[r.name] for sigma, r in zip(sigmas, beyond, strict=True)):
+            return _one_sigma(sigmas, [r.entries for r in beyond])
+    large = {k: t.double().flatten() for k, t in update.items() if t.numel() >= MANY and t.dim() > 1}
+    if len(large) < 2 or not all(map(_is_normal, large.values())):
+        return None
+    sigmas = [float(t.std()) for t in large.values()]
+    if any(sigma <= least[k] for sigma, k in zip(sigmas, large, strict=True)):
+        return None
+    return _one_sigma(sigmas, [t.numel() for t in large.values()])
+
+
+def kurtosis(entries: Tensor) -> float:
+    """Return the fourth standardised moment: 3 of a normal distribution, 1 of a sign, more than 3 of a gradient's entries."""
+    centred = entries.double().flatten() - entries.double().mean()
+    return float(centred.pow(4).mean() / centred.square().mean().square().clamp_min(1e-300))
+
+
+def _is_normal(entries: Tensor) -> bool:
+    return abs(kurtosis(entries) - 3) < NORMAL + 4 * math.sqrt(24 / entries.numel())
+
+
+def _one_sigma(sigmas: list[float], entries: list[int]) -> float | None:
+    """Return the common standard deviation of several layers; None if they differ."""
+    if max(sigmas) > ONE_SIGMA * min(sigmas):
+        return None
+    return math.sqrt(sum(n * sigma**2 for sigma, n in zip(sigmas, entries, strict=True)) / sum(entries))
+
+
+class _RankResidual(NamedTuple):
+    """The rest of a matrix beyond the rank that examples and steps can give it, and how many entries it counts for.
+
+    Attributes:
+        share: its part of the matrix's norm.
+        edge: the largest singular value of noise of this size (Marchenko & Pastur).
+    """
+
+    name: str
+    rest: Tensor
     square: float
     entries: int
-    white: bool
+    share: float
+    largest: float
+    edge: float
+
+    @property
+    def white(self) -> bool:
+        return self.share > RANK and self.largest < 1.5 * self.edge  # with a margin
 
 
-def _beyond_rank(read: UpdateEvidence) -> Iterator[_RankResidual]:
-    """The rest of each fully connected layer that is large enough to show one."""
-    for update in read.updates:
-        for name in read.layers.linear:
-            if name not in update or min(update[name].shape) < read.rows + 4:
-                continue
-            matrix = update[name].double()[:SUBMATRIX, :SUBMATRIX]
-            values = torch.linalg.svdvals(matrix)
-            rest, (high, wide) = values[read.rows :], (side - read.rows for side in matrix.shape)
-            size, largest = float(rest.norm()), float(rest[0])
-            # noise's largest singular value (Marchenko & Pastur), with a margin: a spectrum with larger ones is no noise
-            edge = 1.5 * (math.sqrt(high) + math.sqrt(wide)) * size / math.sqrt(high * wide)
-            yield _RankResidual(size**2, high * wide, size > RANK * float(values.norm()) and largest < edge)
+def _beyond_rank(update: Update, linear: Sequence[str], rows: int, fewest: int) -> Iterator[_RankResidual]:
+    """Yield the rest of each fully connected layer of at least `fewest` rows and columns."""
+    for name in linear:
+        if name not in update or min(SUBMATRIX, *update[name].shape) < fewest:
+            continue
+        left, values, right = torch.linalg.svd(update[name].double()[:SUBMATRIX, :SUBMATRIX], full_matrices=False)
+        rest = (left[:, rows:] * values[rows:]) @ right[rows:]
+        high, wide = (side - rows for side in rest.shape)
+        size, whole = float(values[rows:].norm()), float(values.norm())
+        edge = (math.sqrt(high) + math.sqrt(wide)) * size / math.sqrt(high * wide)
+        share = size / whole if whole else 0.0
+        yield _RankResidual(name, rest, size**2, high * wide, share, float(values[rows]), edge)
 
 
 @dataclass(frozen=True)

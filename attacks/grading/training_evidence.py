@@ -11,6 +11,23 @@ The server has the weights theta that it sent and the update. What they decide, 
 - The rounding of half precision in the passes (autocast) leaves a little of these sums, and so does a little noise.
 - Adam's first step is rate * g / (|g| + eps): all entries with a gradient have nearly one size. A sign looks the same.
   After a few more steps they still differ less than a gradient's, of which auxiliary examples give an idea; after many, not.
+- Normal noise is looked for before Adam is named: beyond the rank that the examples allow, or as one normal distribution of
+  all weights' entries (`fedgauge.attacks.defense_inference.noise`).
+- Differences that are taken for weights make the update -1 times the weights that were sent.
+- With the client's last reply: layers that start from it instead of what was sent (`fedgauge.attacks.grading.own_start`).
+
+| compared in every attacked round | detected | not decided |
+|---|---|---|
+| optimizer | SGD, weight decay, first steps of Adam | momentum, schedule within a round, many steps of Adam |
+| start | a fully connected layer of the client's own, a layer that never moves | a convolution or norm whose entries all move |
+| rate times steps | by the classifier's bias, if a batch has fewer examples than there are classes; and its change | otherwise |
+| noise | sigma, if beyond the rank of a large layer or larger than the gradient | smaller noise on convolutions alone |
+| what is sent | differences instead of weights; ascent instead of descent | |
+| frozen layers, the norms' mode | parameters or statistics that move or do not | |
+
+In 96 random federations of small networks no honest update was called noise, Adam (of SGD) or a layer of the client's own. Of
+26 heads of the client's own 17 were named, of 23 updates with noise as large as the update or larger (some of them after such a
+head) 15, of 11 halved rates of batches of fewer examples than classes 7 (tests/attacks/grading/test_evidence_counts.py).
 """
 
 import math
@@ -21,9 +38,12 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.grading.rate_and_steps import rate_times_steps
+from fedgauge.attacks.defense_inference.noise import MANY, gaussian_sigma, kurtosis
+from fedgauge.attacks.grading.own_start import last_reply, own_start
+from fedgauge.attacks.grading.rate_and_steps import RateTimesSteps, rate_times_steps
 from fedgauge.attacks.grading.update_measures import (
     MOST,
+    MOST_ENTRIES,
     Probe,
     class_sums,
     flattened,
@@ -31,27 +51,33 @@ from fedgauge.attacks.grading.update_measures import (
     highest_rank,
     like_noise,
     probe_gradients,
+    rms,
     rounding_of,
     share_of_one_size,
+    single_layers,
     unevenness_of,
     without_decay,
 )
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.federation import Federation, whole_parts
 from fedgauge.client.local_training import LocalTraining
-from fedgauge.client.training import local_sgd
+from fedgauge.client.models.losses import is_cross_entropy
+from fedgauge.client.training import evaluated, local_sgd
 from fedgauge.client.transforms import is_identity
 from fedgauge.client.update import Batch, norm
 
-Kind = Literal["sum of gradients", "weight decay", "Adam", "unexplained", "undecided"]
+Kind = Literal["sum of gradients", "weight decay", "Adam", "noise", "differences", "unexplained", "undecided"]
 LEFT = 2e-5  # the part of the classifier's update that may stay unexplained
 STILL = 1e-4  # the part of a gradient that a parameter must have to be missed where it does not move
 SMALL_EPS = 1e-6  # Adam's eps above which its step is no sign
+WARNING = "WARNING: the assumed local training does not explain the update, so attacks may show noise"
 UNTOLD = "momentum, rate, number of steps, augmentation, dropout, a smoothed or weighted loss and a proximal term"
 UP = "it goes up the loss, by auxiliary examples, where the assumed training goes down: compare the sign of what the app sends"
 MOST_NAMED = 3  # of the layers that are frozen
 FAR_OFF = 1.5  # beyond its interval, where an assumed sum of rates is doubted
 LITTLE = 0.02  # that half precision in the passes, or a little noise, may leave
+LIGHT = 2.8  # the kurtosis of entries that a few steps of Adam stay below; those of a gradient with noise are above 3
+NEARLY_NOTHING = 0.3  # times the weights: what is smaller cannot be weights after a round
 
 
 @dataclass(frozen=True)
@@ -62,19 +88,30 @@ class TrainingEvidence:
         kind: the training that explains it.
         fits: whether it may come from the local training that the scenario assumes; None: that is not decided.
         words: a sentence for people: the evidence, and what to do if the assumption is wrong.
+        rates: the sum of the steps' rates; None: not known.
     """
 
     kind: Kind
     fits: bool | None
     words: str
+    rates: RateTimesSteps | None = None
 
 
-def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
-    """What an update says of its local training, compared with the one that the federation's chain assumes."""
+def training_evidence(fed: Federation, seen: Observation, before: Observation | None = None) -> TrainingEvidence:
+    """Compare an update with the local training that the federation's chain assumes.
+
+    Args:
+        before: the client's last reply before this one; None: it is the first, or not known.
+    """
     local, assumed = fed.chain.local, "the clients' local training is assumed"
     if reason := _unreadable(fed, seen):
         return TrainingEvidence("undecided", None, f"{assumed} and was not checked: {reason}")
     try:
+        kept, unknown = own_start(seen, before) if before is not None else (set[str](), set[str]())
+        if before is not None and kept:  # the rest is read as the client computed it
+            start = {k: last_reply(before, k) for k in kept}
+            moved = {k: seen.params[k] + seen.update[k] - start[k] for k in kept}
+            seen = replace(seen, params={**seen.params, **start}, update={**seen.update, **moved})
         held, thawed = _frozen(fed, seen)
         seen = replace(seen, update={k: t for k, t in seen.update.items() if k not in held})
         probes = probe_gradients(fed, seen)
@@ -84,23 +121,24 @@ def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
             probes = probe_gradients(fed, seen)
         kind, evidence = _read(fed, seen, probes)
         mode = _other_mode(fed, seen)
-        parts = " and ".join(filter(None, (thawed, _frozen_unsaid(fed, still), mode)))
+        parts = " and ".join(filter(None, (_kept_by_client(fed, kept), thawed, _frozen_unsaid(fed, still), mode)))
         if kind != "undecided" and _many_steps_of_adam(local, kind):
             kind, evidence = "undecided", f"{evidence}, and {local.words} may do this or not"
         wrong, down = "", None
         if kind != "undecided":
-            wrong, down = _contradiction(fed, seen, kind, probes), _goes_down(fed, seen, kind, probes)
+            wrong = _contradiction(fed, seen, kind, probes)
+            down = None if kind in ("noise", "differences") else _goes_down(fed, seen, kind, probes)
         if not wrong and down is False:
             wrong = UP
-        size = _size(fed, seen, probes) if kind != "undecided" else ""
-        size += _rates(fed, seen) if kind == "sum of gradients" else ""
+        size = _size(fed, seen, probes) if kind not in ("undecided", "noise", "differences") else ""
+        rates = rate_times_steps(fed, seen) if kind == "sum of gradients" else None
+        size += _rates(fed, rates) + _start_unknown(fed, seen, before, unknown)
     except Exception as error:  # a user's network may raise anything; the attacks will meet it, too, and say more
         reason = f"the network cannot be run ({type(error).__name__}: {error})"
         return TrainingEvidence("undecided", None, f"{assumed} and was not checked: {reason}")
     if wrong or parts:
-        start = "WARNING: the assumed local training does not explain the update, so attacks may show noise"
         words = "; ".join(filter(None, (parts, f"{evidence}; {wrong}" if wrong else f"of the rest: {evidence}")))
-        return TrainingEvidence(kind, False, f"{start}: {words}")
+        return TrainingEvidence(kind, False, f"{WARNING}: {words}{size}", rates)
     frozen = f"; {_named(whole_parts(fed.model, held))} did not move, as the chain says" if held else ""
     if kind == "undecided":
         return TrainingEvidence(kind, None, f"{assumed}, and the update does not tell it: {evidence}{frozen}")
@@ -108,8 +146,29 @@ def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
     rest = "" if local.adaptive else f"; {UNTOLD} cannot be told from one update"
     words = f"the assumed local training ({local.words}) fits {looked}: {evidence}{rest}{size}{frozen}"
     if down is None:
-        return TrainingEvidence(kind, None, f"{words}; whether it goes down the loss, or up, is not told either")
-    return TrainingEvidence(kind, True, words)
+        return TrainingEvidence(kind, None, f"{words}; whether it goes down the loss, or up, is not told either", rates)
+    return TrainingEvidence(kind, True, words, rates)
+
+
+def _start_unknown(fed: Federation, seen: Observation, before: Observation | None, unknown: set[str]) -> str:
+    """Which layers may start from the client's last reply, in words; empty if none may."""
+    if before is None and seen.round > 1:
+        return "; the tape has no reply of the client before it, so layers that start from that are not looked for"
+    parts = _named(whole_parts(fed.model, unknown)) if unknown else ""
+    return (
+        f"; whether {parts} started from what was sent, or from the client's last reply, is not decided"
+        if unknown
+        else ""
+    )
+
+
+def _kept_by_client(fed: Federation, kept: set[str]) -> str:
+    if not kept:
+        return ""
+    return (
+        f"{_named(whole_parts(fed.model, kept))} starts from the client's own last reply and not from the weights that it was "
+        "sent, which the attacks take: attack the client's first round only (audit --attack ... --rounds)"
+    )
 
 
 def _frozen(fed: Federation, seen: Observation) -> tuple[set[str], str]:
@@ -159,6 +218,10 @@ def _contradiction(fed: Federation, seen: Observation, kind: Kind, probes: list[
     """Why the assumed training cannot have made such an update, and what to write instead; empty if it can."""
     local, size = fed.chain.local, fed.shards.batch_size
     instead = f'the chain assumes {local.words}: set use = "local_training" with'
+    if kind == "noise":
+        return 'the chain assumes none: add [[chain]] use = "gaussian" with this sigma, which is a mean over the layers'
+    if kind == "differences":
+        return 'set [tape] replies = "updates" in the scenario'
     if kind == "unexplained":
         return (
             "SGD on this loss does not do this; another loss, many steps of Adam, noise or a defense may: compare the app's "
@@ -239,8 +302,13 @@ def _unreadable(fed: Federation, seen: Observation) -> str:
 
 
 def _read(fed: Federation, seen: Observation, probes: list[Probe]) -> tuple[Kind, str]:
+    if _are_differences(seen):
+        words = "it is -1 times the weights: the app uploads differences, not weights"
+        return "differences", words
     if not probes:
         return "undecided", "the weights' rounding hides it"
+    if (sigma := _noise(fed, seen)) is not None:
+        return "noise", f"its entries have normal noise of a standard deviation of {sigma:.2g}"
     entries = without_decay(seen)
     share, size = share_of_one_size(entries)
     if share >= MOST:
@@ -248,6 +316,8 @@ def _read(fed: Federation, seen: Observation, probes: list[Probe]) -> tuple[Kind
             f"{share:.0%} of its large entries have nearly one size, {size:.3g}, as after Adam's first steps, or a sign"
         )
         return "Adam", words
+    if reason := _other_outputs(fed):
+        return "undecided", reason
     uneven, own = min(unevenness_of(flattened(probe.step)) for probe in probes), unevenness_of(entries)
     flat = (
         f"the update's entries differ less in size ({own:.2g} times between the median and the largest hundredth) than "
@@ -277,7 +347,7 @@ def _read(fed: Federation, seen: Observation, probes: list[Probe]) -> tuple[Kind
         own = max(
             own, unevenness_of(flattened(seen.update) + assumed * flattened({k: seen.params[k] for k in seen.update}))
         )
-    if own < uneven / 2:
+    if own < uneven / 2 and _is_light(seen):
         return "Adam", flat
     if sums is None:
         return (
@@ -291,9 +361,41 @@ def _read(fed: Federation, seen: Observation, probes: list[Probe]) -> tuple[Kind
     )
 
 
-def _rates(fed: Federation, seen: Observation) -> str:
+def _are_differences(seen: Observation) -> bool:
+    """Whether what came back is small beside the weights that were sent, so that it cannot be weights."""
+    sent = norm({k: seen.params[k] for k in seen.update})
+    return 0 < float(norm({k: seen.params[k] + t for k, t in seen.update.items()})) < NEARLY_NOTHING * float(sent)
+
+
+def _noise(fed: Federation, seen: Observation) -> float | None:
+    """The standard deviation of normal noise on the update; None: there is none, or it cannot be distinguished."""
+    rounding, size = rounding_of(seen), fed.shards.batch_size
+    least = {k: 2 * rounding * rms(seen.params[k]) for k in seen.update}
+    layers = [k for k in single_layers(fed) if k in seen.update and seen.update[k].numel() <= MOST_ENTRIES]
+    return gaussian_sigma(seen.update, layers, fed.chain.local.gradients(size) * fed.chain.slice_of(size), least)
+
+
+def _other_outputs(fed: Federation) -> str:
+    """Why the network has no cross-entropy over the classes; empty if it may have one."""
+    if not is_cross_entropy(fed.loss):
+        return ""
+    with evaluated(fed.model), torch.no_grad():
+        out = fed.model(fed.shards.dataset.normalise(torch.zeros(2, *fed.shards.dataset.shape)))
+    outputs, classes = out[0].numel(), fed.shards.dataset.classes
+    if outputs == classes:
+        return ""
+    return f"the network gives {outputs} outputs for {classes} classes, so its loss is not the assumed cross-entropy: set [loss]"
+
+
+def _is_light(seen: Observation) -> bool:
+    """Whether most weights' entries have lighter tails than a normal distribution, as after a few steps of Adam."""
+    found = sorted(kurtosis(t[t != 0]) for t in seen.update.values() if t.dim() > 1 and t.count_nonzero() >= MANY)
+    return not found or found[len(found) // 2] < LIGHT
+
+
+def _rates(fed: Federation, found: RateTimesSteps | None) -> str:
     """What the update says of the sum of its steps' rates, and whether the chain assumes another one."""
-    found, assumed = rate_times_steps(fed, seen), fed.chain.local.scale
+    assumed = fed.chain.local.scale
     if found is None:
         return ""
     words = f"; the sum of the steps' rates is {found.words} by the classifier's bias"

@@ -248,8 +248,8 @@ def _joined(part: Params, names: list[str]) -> Tensor:
     )
 
 
-def highest_rank(fed: Federation, seen: Observation) -> int:
-    """The highest rank of a fully connected layer's update above rounding; of layers that see each example once."""
+def single_layers(fed: Federation) -> list[str]:
+    """Return the weights of the fully connected layers that see each example once."""
     once: dict[str, bool] = {}
 
     def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
@@ -260,12 +260,24 @@ def highest_rank(fed: Federation, seen: Observation) -> int:
             if isinstance(m, nn.Linear):
                 hooks.enter_context(m.register_forward_hook(partial(note, name)))
         fed.model(fed.shards.dataset.normalise(torch.rand(2, *fed.shards.dataset.shape)))
-    highest = 0
-    for name in (f"{name}.weight" for name, single in once.items() if single):
-        if name not in seen.update or seen.update[name].numel() > MOST_ENTRIES:
-            continue  # made from other parameters (weight norm), or shared under another name
-        update, theta = (part[name].double() for part in (seen.update, seen.params))
-        noise = rounding_of(seen) * float(theta.square().mean().sqrt()) * sum(math.sqrt(side) for side in update.shape)
-        values = torch.linalg.svdvals(update)
-        highest = max(highest, int((values > max(4 * noise, 1e-5 * float(values[0]))).sum()))
-    return highest
+    return [f"{name}.weight" for name, single in once.items() if single]
+
+
+def highest_rank(fed: Federation, seen: Observation) -> int:
+    """The highest rank of a fully connected layer's update above rounding; of layers that see each example once."""
+    # others are made from other parameters (weight norm), or shared under another name
+    names = [k for k in single_layers(fed) if k in seen.update and seen.update[k].numel() <= MOST_ENTRIES]
+    rounding = rounding_of(seen)
+    return max((rank_of(seen.update[k], seen.params[k], rounding) for k in names), default=0)
+
+
+def rank_of(update: Tensor, theta: Tensor, rounding: float) -> int:
+    """Return the rank of a matrix's update above the rounding of its weights."""
+    noise = rounding * rms(theta) * sum(math.sqrt(side) for side in update.shape)
+    values = torch.linalg.svdvals(update.double())
+    return int((values > max(4 * noise, 1e-5 * float(values[0]))).sum())
+
+
+def rms(entries: Tensor) -> float:
+    """Return the root of the mean square."""
+    return float(entries.double().square().mean().sqrt())

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.components import coerce, options
+from fedgauge.client.components import coerce, settings_of
 from fedgauge.client.data import census as made_up
 from fedgauge.client.data.corpora import MOST_CLASSES, held_out, numbers
 from fedgauge.client.data.images import Dataset
@@ -297,7 +297,7 @@ def _declared(columns: Mapping[str, Any]) -> Columns:
         if isinstance(given, list | tuple) and given:
             found.append(Column(name, coerce(given, Sequence[str], where)))
         elif isinstance(given, Mapping):
-            found.append(Column(name, decimals=DECIMALS // 2, **vars(options(_Scale, given, where))))
+            found.append(Column(name, decimals=DECIMALS // 2, **vars(settings_of(_Scale, given, where))))
         else:
             raise ValueError(f"{where} must be a list of its categories, or a table of mean and std, got {given!r}")
     return Columns(tuple(found))

@@ -20,7 +20,7 @@ from fedgauge.client.components import (
     check_above_zero,
     check_at_least,
     coerce,
-    options,
+    settings_of,
     with_absolute_paths,
 )
 from fedgauge.client.data.images import Dataset, batch_of
@@ -228,8 +228,8 @@ class OwnerConfig:
             updates=updates,
             max_parameters=max_parameters,
             secure_sum=coerce(tables["secure_sum"], dict, "[secure_sum]") if "secure_sum" in tables else None,
-            grading=options(GradingPolicy, tables.get("grading", {}), "[grading]"),
-            guard=options(GuardPolicy, tables["guard"], "[guard]") if "guard" in tables else None,
+            grading=settings_of(GradingPolicy, tables.get("grading", {}), "[grading]"),
+            guard=settings_of(GuardPolicy, tables["guard"], "[guard]") if "guard" in tables else None,
         )
 
     @property

@@ -6,17 +6,17 @@ training goes on; if training dies, it finishes what is on the tape.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.replay import ReplayCheck, replay
-from fedgauge.attacks.grading.training_evidence import training_evidence
 from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.server.pool.executors import Executor, LocalExecutor, Result, WorkerDied, last_line
 from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices
+from fedgauge.server.pool.training_check import TrainingCheck
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import ATTACKED_FROM, DeviceUse, Lease
@@ -28,7 +28,6 @@ from fedgauge.server.store.uploads import UploadMismatch, read_observation
 NO_REPLAY = (
     "not possible in a deployment: only a client's own data, which stays with the client, can recompute its update"
 )
-NO_REPLAY_OF_AN_APP = "not possible: the app's clients keep their data; they are taken to train as the chain says"
 ATTEMPTS = 3  # for a wave whose worker dies; the last one is on the CPU
 EVERY = 1.0  # seconds between two notes on the use of the devices
 
@@ -78,6 +77,7 @@ def serve(
         ledger.release()
         flying: dict[int, Lease] = {}
         use = _DeviceUse(ledger, executor)
+        check: TrainingCheck | None = None  # of a user's own app
         replayed = ledger.meta().get("replay") == "ok"  # otherwise check again: the difference may be repaired
         tickets, coming = 0, False
         while True:
@@ -88,13 +88,16 @@ def serve(
             if training and not coming:  # the pace so far was that of the rounds
                 ledger.set_meta(**{ATTACKED_FROM: str(ledger.finished())})
             if not replayed:
-                replayed = _check_replay(run, ledger, scenario, coming)
+                check = TrainingCheck(run, ledger, scenario) if ledger.foreign else None
+                replayed = check.begin(coming) if check else _check_replay(run, ledger, scenario, coming)
                 if ledger.meta().get("replay") == "mismatch" and not force:
                     tick()
                     return
             if scenario.tape.keep == "none" and replayed:  # including what an earlier service did not get to delete
                 _forget(run, ledger)
             while len(flying) < executor.slots and not stop() and (lease := ledger.lease()) is not None:
+                if check is not None and lease.attack.name not in BASELINES:
+                    check.compare(lease.round, lease.clients)
                 loaded = _load(run, ledger, lease, scenario)
                 if loaded is not None:
                     flying[tickets := tickets + 1], task = loaded
@@ -158,13 +161,7 @@ class _DeviceUse:
 def _check_replay(run: Run, ledger: Ledger, scenario: Scenario, coming: bool) -> bool:
     """Recompute the first update on the tape that can be, and compare, before anything is attacked; True when that is decided."""
     if ledger.deployed:
-        if not ledger.foreign:
-            ledger.set_meta(replay="unknown", replay_detail=NO_REPLAY)
-            return True
-        taped = [o for o in ledger.observations() if o["status"] == "accepted" and o["digest"]]
-        if not taped and coming:
-            return False
-        _check_training(run, ledger, scenario, taped)
+        ledger.set_meta(replay="unknown", replay_detail=NO_REPLAY)
         return True
     first = _replayable(ledger, scenario)
     if first is None:
@@ -186,23 +183,6 @@ def _check_replay(run: Run, ledger: Ledger, scenario: Scenario, coming: bool) ->
     except TapeError as error:
         ledger.set_meta(replay="unknown", replay_detail=str(error))
     return True
-
-
-def _check_training(run: Run, ledger: Ledger, scenario: Scenario, taped: Sequence[Any]) -> None:
-    """Say on the cards of an app's attacks whether the first update may come from the local training that they assume."""
-    words, fits = "", None
-    if taped:
-        try:
-            first = taped[0]["round"], taped[0]["client"], taped[0]["digest"]
-            evidence = training_evidence(
-                scenario.federation, read_observation(run, ledger, scenario.federation, *first)
-            )
-            words, fits = evidence.words, evidence.fits
-        except (TapeError, UploadMismatch) as error:
-            words = f"whether the update fits this is not known: {error}"
-    ledger.set_training({a["name"]: words for a in ledger.attacks() if a["name"] not in BASELINES})
-    detail = f"{NO_REPLAY_OF_AN_APP}; {words}" if words else NO_REPLAY_OF_AN_APP
-    ledger.set_meta(replay="unknown", replay_detail=detail, training=words, training_fits=str(fits))
 
 
 def _replayable(ledger: Ledger, scenario: Scenario) -> tuple[int, int, str] | None:

@@ -46,7 +46,7 @@ class Ledger(JobQueue):
 
     @property
     def training_fits(self) -> bool | None:
-        """Whether the local training that the audit of a foreign app assumes explains its first update; None: not known."""
+        """Whether the local training that the audit of a foreign app assumes explains each compared update; None: not known."""
         return {"True": True, "False": False}.get(self.meta().get("training_fits", ""))
 
     @property

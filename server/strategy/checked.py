@@ -182,8 +182,10 @@ class CheckedStrategy(Wrapper):
             sent = self._sent_to_groups(self.protocol, server_round, [reply.client for reply, _ in passed])
             passed, alone = self._summed(self.protocol, server_round, passed)
             rejected |= alone
+        else:  # of a deployment's sum each reply is the mean of several already
+            rejected = {client: self._as_group(server_round, p) for client, p in rejected.items()}
         passed, outsized = self._within_norm(passed)
-        rejected = {c: self._as_group(server_round, p) for c, p in (rejected | outsized).items()}
+        rejected |= {client: self._as_group(server_round, p) for client, p in outsized.items()}
         accepted = tuple(reply for reply, _ in passed)
         before, undone = dict(self.buffers), ""
         try:
@@ -361,7 +363,7 @@ class CheckedStrategy(Wrapper):
     def _as_group(self, round: int, rejected: Participation) -> Participation:
         """A rejection that blames no single client for the sum of several."""
         group = next((g for g in self.groups(round) if rejected.client in g), ()) if self.groups is not None else ()
-        if len(group) < 2 or rejected.reason.startswith("no secure sum"):
+        if len(group) < 2:
             return rejected
         more = f" and {len(group) - MOST_NAMED} more" if len(group) > MOST_NAMED else ""
         named = ", ".join(map(str, group[:MOST_NAMED])) + more

@@ -88,8 +88,6 @@ def _audit_notices(reading: Reading) -> Iterator[Notice]:
         yield f"{words[0].upper()}{words[1:]}.", ""
     if meta.get("truth_doubts"):
         yield f"The grades may be against wrong examples: {meta['truth_doubts']}.", ""
-    if "uploads" in meta:
-        yield f"No update can be attacked: {meta['uploads']}", ""
     if reading.ledger.foreign and meta.get("training"):
         if reading.ledger.training_fits is not True:
             yield f"Whether the assumed local training is right: {meta['training']}", ""

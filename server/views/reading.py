@@ -49,6 +49,8 @@ def state_of(run: Run, ledger: Ledger) -> State:
     progress, meta, rounds = ledger.progress(), ledger.meta(), ledger.rounds()
     if meta.get("state") == "failed" and EMPTY in meta:
         return "failed"
+    if ledger.foreign and meta.get("state") in ("failed", "interrupted"):  # how many rounds its app planned is unknown
+        return "failed" if meta["state"] == "failed" else "interrupted"
     # once the model is trained the run has not failed, whatever happened to its processes
     if meta.get("state") == "trained" or (rounds and str(rounds[-1]["round"]) == meta.get("rounds")):
         ended: State = "attacks failed" if progress.failed else "complete"

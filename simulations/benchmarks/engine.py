@@ -29,9 +29,9 @@ from fedgauge.client.models.vision import convnet, lenet, mlp, resnet, resnet20
 from fedgauge.client.rng import generator
 from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
-from fedgauge.simulations.benchmarks.observed_updates import observed, singles, untrained
 from fedgauge.simulations.benchmarks.published import invert
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread
+from fedgauge.simulations.benchmarks.updates import observed, singles, untrained
 
 RATE = 0.1  # of the client's local steps
 TV = 0.1

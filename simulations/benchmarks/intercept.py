@@ -1,7 +1,7 @@
-"""What recording costs a federation: the recorder's time (tape and ledger) against the rest of the round.
+"""Cost of recording for a federation: the time of recorder and tap (tape and ledger) against the rest of the round.
 
 A round, in this process on one thread: the strategy's messages, each client's real local training (`client/app.py`), the
-validator's checks, Flower's FedAvg. A real federation adds transport, start-up and evaluation, so its share is smaller.
+server's check, Flower's FedAvg. A real federation adds transport, start-up and evaluation, so its share is smaller.
 """
 
 import time
@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import cast
 
 from fedgauge.client.components import Table
 from fedgauge.server.recorder import UpdateRecorder
+from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.checked import RoundReplies
+from fedgauge.server.tap import tap
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, one_thread
 from fedgauge.simulations.run.create import new_run
-from fedgauge.simulations.run.in_memory import InMemory, flower
+from fedgauge.simulations.run.in_memory import InMemory, MemoryGrid, flower
 
 WIDE: Table = {"use": "mlp", "hidden": [3000, 2900]}  # 11.1 M parameters on a digit
 LENET: Table = {"use": "lenet"}
@@ -76,10 +79,11 @@ def intercept(
     rounds: int = 30,
     large_rounds: int = 5,
 ) -> BenchmarkReport:
-    """The recorder's milliseconds per round for small updates, and its share of a round for large ones."""
+    """Milliseconds per round for small updates, and for large ones the share of a round that the recorder and the tap take."""
     repeat = {small: rounds, **dict.fromkeys(large, large_rounds)}
     with TemporaryDirectory(prefix="fedgauge-") as folder, one_thread(), flower():
         spent = _measure(repeat, Path(folder), progress)
+        taps = {case: _tapped(case, Path(folder) / f"tap-{i}", large_rounds) for i, case in enumerate(large)}
     figures = [
         Figure(
             f"{small.name}: recording", 1e3 * median(s.recorder_wall for s in spent[small]), "ms a round", at_most=50.0
@@ -95,11 +99,17 @@ def intercept(
             Figure(
                 f"{case.name}: recording / round", 100 * median(o.recorder_wall for o in s) / wall, "% of wall seconds"
             ),
+            Figure(
+                f"{case.name}: tap of a user's app / round",
+                taps[case],
+                "% of wall seconds",
+                at_most=5.0 if case is EPOCH else None,
+            ),
             Figure(f"{case.name}: round without recording", cpu, "CPU seconds"),
         ]
     settings = dict(
         data="mnist5k", strategy="FedAvg", threads=1, seed=0, rounds=rounds, large_rounds=large_rounds,
-        round="messages, every client's local training, validator, FedAvg; without transport, start-up and evaluation",
+        round="messages, every client's local training, check, FedAvg; without transport, start-up and evaluation",
         recording="one safetensors file a client and one of the weights, digests, one SQLite transaction; the disk's page cache",
     )  # fmt: skip
     return BenchmarkReport(tuple(figures), settings)
@@ -142,3 +152,18 @@ def _start(case: InterceptCase, folder: Path) -> tuple[InMemory, TimedRecorder]:
     run = new_run(scenario, "intercept", folder)
     recorder = TimedRecorder(run.ledger(), run.tape(), scenario.plan)
     return InMemory(scenario, recorder), recorder
+
+
+def _tapped(case: InterceptCase, folder: Path, rounds: int) -> float:
+    """Percentage of a round's wall seconds that a tap takes, as the run itself records them; the first round is not counted."""
+    folder.mkdir()
+    scenario = case.scenario()
+    (folder / "audit.toml").write_text(scenario.to_toml())
+    grid = tap(MemoryGrid(scenario.protocol), folder / "audit.toml", folder / "run")
+    federation, run = InMemory(scenario, lambda intake: None, cast(MemoryGrid, grid)), Run.open(folder / "run")
+    for round in range(1, rounds + 2):
+        federation.advance(round)
+        run.tape().forget(round, range(case.clients))
+    with run.ledger() as ledger:
+        cost = [(row["intercept_seconds"], row["seconds"]) for row in ledger.rounds()[1:]]
+    return 100 * median(own / (seconds - own) for own, seconds in cost)

@@ -20,8 +20,8 @@ from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
 from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch, Params
-from fedgauge.simulations.benchmarks.observed_updates import observed, singles, untrained
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread
+from fedgauge.simulations.benchmarks.updates import observed, singles, untrained
 
 MINILM = "minilm"
 CANDIDATE, STEP = "a candidate, scored among others", "a cosine step, among other sentences"

@@ -1,4 +1,4 @@
-"""`fedgauge sweep`, `reproduce`, `compare` and `bench`: many runs, a paper's tables, speed and quality."""
+"""`fedgauge sweep`, `reproduce` and `compare`: many runs, and a paper's tables."""
 
 import argparse
 import sys
@@ -39,9 +39,6 @@ def add_to(commands: Commands) -> None:
     several = commands.add(compare, with_run=False)
     text = "what fedgauge reproduce --output wrote; or suite_small: the figures that fedgauge keeps of it"
     several.add_argument("files", type=Path, nargs="+", metavar="FILE", help=text)
-    measured = commands.add(bench, with_run=False)
-    measured.add_argument("names", nargs="*", metavar="NAME", help="engine, quality, labels, ...; default: all")
-    measured.add_argument("--json", action="store_true", help="one object per line instead of tables")
 
 
 def sweep(options: argparse.Namespace) -> int:
@@ -107,10 +104,3 @@ def compare(options: argparse.Namespace) -> int:
     table = comparison(compared(files), files)
     (Console() if sys.stdout.isatty() else Console(width=180)).print(table)
     return 0
-
-
-def bench(options: argparse.Namespace) -> int:
-    """fedgauge bench [NAME ...]: measure speed and quality, and keep the figures in simulations/benchmarks/results."""
-    from fedgauge.simulations.benchmarks.__main__ import main as measure
-
-    return measure([*options.names, *(["--json"] if options.json else [])])

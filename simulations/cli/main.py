@@ -30,7 +30,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "sweep": "train and attack a grid of defenses, attacks and seeds in memory; continues where it stopped.",
         "reproduce": "attack what a paper attacked, and print its figures beside ours.",
         "compare": "figures that several people computed of the same cells and attacks, side by side.",
-        "bench": "measure speed and quality, and keep the figures in simulations/benchmarks/results.",
     },
     "deploy_commands": {
         "deploy": "a federation of real processes, each client its own, here or in containers.",

@@ -67,7 +67,7 @@ def init(options: argparse.Namespace) -> int:
 
 def list_components(options: argparse.Namespace) -> int:
     """fedgauge list [KIND]: every component by kind, with those of installed plug-ins."""
-    from fedgauge.simulations.cli.list_components import components_of, print_components, to_json
+    from fedgauge.simulations.cli.components import components_of, print_components, to_json
 
     components = components_of(options.kind)
     if options.json:
@@ -104,7 +104,7 @@ def doctor(options: argparse.Namespace) -> int:
     """fedgauge doctor [FILE]: what works on this machine and what is missing; what is wrong with a scenario or a client's file."""
     from fedgauge.simulations.checks.check_result import CheckResult
     from fedgauge.simulations.checks.machine import examine
-    from fedgauge.simulations.cli.list_components import components_of
+    from fedgauge.simulations.cli.components import components_of
 
     file: Path | None = options.scenario
     if file is None:

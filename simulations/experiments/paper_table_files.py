@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgauge.attacks.base import Budget
-from fedgauge.client.components import SpecError, call, check_arguments, coerce
+from fedgauge.client.components import SpecError, call, check_arguments, coerce, settings_of
 from fedgauge.simulations.experiments import grids
 from fedgauge.simulations.experiments.measures import all_measures
 from fedgauge.simulations.experiments.paper_tables import (
@@ -17,7 +17,6 @@ from fedgauge.simulations.experiments.paper_tables import (
     PaperTable,
     Pretraining,
     Setting,
-    WorldSpec,
     check_link,
 )
 
@@ -42,13 +41,12 @@ def load(name: str) -> PaperTable:
 
 def parse(name: str, tables: Mapping[str, Any]) -> PaperTable:
     """A table from parsed TOML, whose cells are those of its grid."""
-    cells = tuple(map(_cell, grids.expand(tables, ("title", "note", "seed", "version", "world"))))
-    world = _options(WorldSpec, tables["world"], "[world]") if "world" in tables else None
-    if (world is None) == (not cells):
-        raise SpecError("a paper table needs either [[cell]]s or a [world]")
+    cells = tuple(map(_cell, grids.expand(tables, ("title", "note", "seed", "version"))))
+    if not cells:
+        raise SpecError("a paper table needs a [[cell]]")
     head = {key: coerce(tables.get(key, ""), str, key) for key in ("title", "note")}
     seed, version = (coerce(tables.get(key, least), int, key) for key, least in (("seed", 0), ("version", 1)))
-    return PaperTable(name, **head, seed=seed, cells=cells, world=world, version=version)
+    return PaperTable(name, **head, seed=seed, cells=cells, version=version)
 
 
 def _cell(table: Mapping[str, Any]) -> Setting:
@@ -62,19 +60,15 @@ def _cell(table: Mapping[str, Any]) -> Setting:
     for j, link in enumerate(coerce(table.get("chain", []), list, f"{where}: chain"), 1):
         check_link(link, f"{where}, chain #{j}")
     made = {
-        "images": _options(Images, table.get("data"), f"{where}: data"),
+        "images": settings_of(Images, table.get("data"), f"{where}: data"),
         "attacks": tuple(specs),
-        "train": _options(Pretraining, table["train"], f"{where}: train") if "train" in table else None,
+        "train": settings_of(Pretraining, table["train"], f"{where}: train") if "train" in table else None,
     }
     rest = {key: value for key, value in table.items() if key not in ("data", "attack", "train")}
     made |= check_arguments(Setting, {"wave": 64, "chain": [], **rest}, where, made)
     cell: Setting = call(Setting, made, where)
     cell.build_server_attack()
     return cell
-
-
-def _options(kind: Any, table: Any, where: str) -> Any:
-    return call(kind, check_arguments(kind, coerce(table, dict, where), where), where)
 
 
 def _attack_spec(table: Mapping[str, Any], where: str) -> AttackSpec:
@@ -85,7 +79,7 @@ def _attack_spec(table: Mapping[str, Any], where: str) -> AttackSpec:
     auxiliary = coerce(arguments.pop("auxiliary", None), dict | None, f"{where}: auxiliary")
     made = {
         "table": {k: v for k, v in table.items() if k not in own | spent},
-        "budget": _options(Budget, {k: v for k, v in table.items() if k in spent}, where),
+        "budget": settings_of(Budget, {k: v for k, v in table.items() if k in spent}, where),
         "paper": paper,
         "auxiliary": auxiliary,
     }
@@ -122,16 +116,6 @@ def restrict(
     for option, value in (("--n", n), ("--budget", budget)):
         if value is not None and value < 1:
             raise SpecError(f"{option} must be at least 1, got {value}")
-    if paper_table.world is not None:
-        if attacks is not None:
-            raise SpecError(f"--attacks: {paper_table.name} compares no attacks; choose with --cells")
-        world = replace(
-            paper_table.world,
-            n=n or paper_table.world.n,
-            iterations=budget or paper_table.world.iterations,
-            only=cells or "*",
-        )
-        return replace(paper_table, world=world)
     chosen = [c for c in paper_table.cells if (not c.heavy if cells is None else matches(c.name, cells))]
     if not chosen:
         known = ", ".join(c.name for c in paper_table.cells)

@@ -2,19 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
-from fedgauge.attacks import plan
-from fedgauge.attacks.base import Attack
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
 from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.client.components import ComponentKind, Table, build, call, check_arguments, coerce, resolve
+from fedgauge.client.components import Table, build, call, check_arguments, coerce, resolve
 from fedgauge.client.data.corpora import Longer
 from fedgauge.client.federation import TRANSFORM
 from fedgauge.client.models.tokenizer import Task
 
-# a scenario's attacks, and ablations
-TABLE_ATTACK = ComponentKind("an attack", (*plan.ATTACK.groups, "fedgauge.ablations"), Attack)
 OFFERED = ("model", "shape", "classes", "batch_size", "examples", "normalise")  # to links, by a federation
 
 
@@ -90,8 +86,6 @@ class AttackSpec(PlannedAttack):
     metrics: tuple[str, ...] = ("psnr",)
     against: str = ""
 
-    kind: ClassVar[ComponentKind] = TABLE_ATTACK
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -145,24 +139,8 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class WorldSpec:
-    """A table that a function computes, without images of a dataset.
-
-    Args:
-        name: of the function, in gaussian_world.py, guard_detection.py or canary_world.py.
-        n, iterations: inputs, and gradient evaluations for each, unless the function defines them otherwise.
-        only: a pattern for the names of its cells.
-    """
-
-    name: Literal["gaussian_world", "bayes_fig4", "guard_world", "patient_world", "canary_world"]
-    n: int
-    iterations: int
-    only: str = "*"
-
-
-@dataclass(frozen=True)
 class PaperTable:
-    """A published table: attacked settings, or a simulated world.
+    """A published table: attacked settings.
 
     Args:
         version: figures of another version do not compare; it rises when a cell changes, or what the code measures in it.
@@ -173,7 +151,6 @@ class PaperTable:
     note: str
     seed: int
     cells: tuple[Setting, ...] = ()
-    world: WorldSpec | None = None
     version: int = 1
 
 

@@ -6,28 +6,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from fedgauge.attacks.modality.registry import modality_measured
-from fedgauge.attacks.plan import ERROR_LIMITS
+from fedgauge.attacks.plan import ATTACK, ERROR_LIMITS
 from fedgauge.client.components import SpecError, is_own, own_line
 from fedgauge.client.federation import TRANSFORM
 from fedgauge.simulations.checks.remedies import remedy, sentence
-from fedgauge.simulations.experiments.canary_world import canary_world
-from fedgauge.simulations.experiments.gaussian_world import bayes_fig4, gaussian_world
-from fedgauge.simulations.experiments.guard_detection import guard_world, patient_world
 from fedgauge.simulations.experiments.measures import DERIVED, AttackOutcome, ComparedFigure, measured, metric_of
-from fedgauge.simulations.experiments.paper_table_files import matches
-from fedgauge.simulations.experiments.paper_tables import TABLE_ATTACK, AttackSpec, PaperTable, Setting, WorldSpec
+from fedgauge.simulations.experiments.paper_tables import AttackSpec, PaperTable, Setting
 from fedgauge.simulations.experiments.run_attack import check_attacks, estimate_seconds, run_attack
 from fedgauge.simulations.experiments.setups import Setup, build_setup
 
 REPORT_EVERY = 60.0  # seconds between two progress reports of an attack
-WORLDS = {
-    "gaussian_world": gaussian_world,
-    "bayes_fig4": bayes_fig4,
-    "guard_world": guard_world,
-    "patient_world": patient_world,
-    "canary_world": canary_world,
-}
-UNTIMED = ("guard_world", "patient_world", "canary_world")  # most of their time does not depend on n
 ReportProgress = Callable[[str], None]
 
 
@@ -79,15 +67,11 @@ def _budget(spec: AttackSpec, cell: Setting) -> str:
 def reproduce(
     paper_table: PaperTable, report: ReportProgress, done: Collection[tuple[str, str]] = ()
 ) -> Iterator[list[ComparedFigure]]:
-    """Yield the figures of each attack, or of a world, when it is done; every setting is prepared before the first attack.
+    """Yield the figures of each attack when it is done; every setting is prepared before the first attack.
 
     Args:
         done: attacks that need not be run again, as names of cell and attack.
     """
-    if paper_table.world is not None:
-        if not done:
-            yield _world_figures(paper_table.world, paper_table.seed, report)
-        return
     jobs = [(cell, spec) for cell in paper_table.cells for spec in cell.attacks if (cell.name, spec.name) not in done]
     setups: dict[str, Setup] = {}
     to_do = {cell.name for cell, _ in jobs}
@@ -99,7 +83,7 @@ def reproduce(
         check_attacks(cell, setups[cell.name])
     expected = []
     for cell, spec in jobs:
-        with _told(f"cell {cell.name}, attack {spec.name}", spec.is_limit or is_own(spec.table, TABLE_ATTACK)):
+        with _told(f"cell {cell.name}, attack {spec.name}", spec.is_limit or is_own(spec.table, ATTACK)):
             expected.append(estimate_seconds(spec, setups[cell.name], cell.wave))
     outcomes: dict[str, dict[str, AttackOutcome]] = {}
     for i, (cell, spec) in enumerate(jobs):
@@ -109,7 +93,7 @@ def reproduce(
         on_progress = _progress_callback(report, job, len(setup.observations), sum(expected[i + 1 :]))
         for needed in cell.attacks:  # what it is compared with was perhaps done in an earlier call
             if needed.name in (spec.name, spec.against) and needed.name not in cell_outcomes:
-                own = needed.is_limit or is_own(needed.table, TABLE_ATTACK)
+                own = needed.is_limit or is_own(needed.table, ATTACK)
                 with _told(f"cell {cell.name}, attack {needed.name}", own):
                     cell_outcomes[needed.name] = run_attack(needed, setup, cell.wave, on_progress)
         yield compared_figures(cell, spec, cell_outcomes[spec.name], cell_outcomes, setup.note)
@@ -140,20 +124,3 @@ def _progress_callback(report: ReportProgress, job: str, updates: int, later: fl
             report(f"{job}: {count} of {updates} updates; about {left:.0f} s left")
 
     return on_progress
-
-
-def _world_figures(world: WorldSpec, seed: int, report: ReportProgress) -> list[ComparedFigure]:
-    compute = WORLDS[world.name]
-    seconds = []
-    for pilot in () if world.name in UNTIMED else (8, 40):
-        started = time.perf_counter()
-        compute(pilot, seed, world.iterations)
-        seconds.append(time.perf_counter() - started)
-    about = f"; about {max(seconds[1] - seconds[0], 0.0) / 32 * world.n:.0f} s left" if seconds else ""
-    report(f"{world.n} inputs{about}")
-    started = time.perf_counter()
-    rows = [row for row in compute(world.n, seed, world.iterations) if matches(row.cell, world.only)]
-    if not rows:
-        raise SpecError(f"no cell of {world.name} matches {world.only!r}")
-    spent, budget = round(time.perf_counter() - started, 1), f"n {world.n}, iterations at most {world.iterations}"
-    return [replace(row, budget=budget, seconds=spent) for row in rows]

@@ -1,5 +1,6 @@
 """What `fedgauge reproduce` prints and keeps: the table, the progress, and a file of the figures."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
@@ -16,7 +17,6 @@ from fedgauge.attacks.modality.registry import MODALITIES, modality_measured
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.files import read_file, replacing
 from fedgauge.server.store.run_files import printable
-from fedgauge.simulations.experiments.kept_digest import computed, digest_of, figures_digest
 from fedgauge.simulations.experiments.measures import DERIVED, ComparedFigure, all_measures, metric_of, unit_of
 from fedgauge.simulations.experiments.paper_tables import PaperTable
 from fedgauge.simulations.run.environment import environment
@@ -26,9 +26,8 @@ LARGEST_FILE = 2**26  # bytes of kept figures
 
 def show(paper_table: PaperTable, rows: Sequence[ComparedFigure], console: Console) -> None:
     """Print a reproduction as a table, then what differs from the paper."""
-    reference = "paper" if paper_table.world is None else "bound"
     floor = _floor_name({metric_of(row.metric) for row in rows if row.metric not in DERIVED})
-    headings = ("cell", "attack", "metric", reference, "here", "95 % interval", "n", floor, "budget", "remarks")
+    headings = ("cell", "attack", "metric", "paper", "here", "95 % interval", "n", floor, "budget", "remarks")
     table = Table(*headings, title=paper_table.title)
     for row in rows:
         table.add_row(*(Text(printable(text)) for text in _row_texts(row)))
@@ -93,7 +92,7 @@ class FiguresFile:
         self._seconds = 0.0
         self._head: dict[str, Any] = {
             **{key: getattr(paper_table, key) for key in ("name", "title", "note", "seed", "version")},
-            "settings": _digest(paper_table),
+            "settings": digest_of([asdict(cell) for cell in paper_table.cells]),
             "computed": computed(paper_table),
             "environment": environment(),
         }
@@ -126,7 +125,6 @@ class FiguresFile:
             "seconds": round(self._seconds + seconds, 1),
             "rows": [asdict(row) for row in self.rows],
         }
-        kept["digest"] = figures_digest(kept)
         with replacing(self.path) as file:
             file.write((json.dumps(kept, indent=1, allow_nan=False) + "\n").encode())
 
@@ -134,8 +132,6 @@ class FiguresFile:
         later = {"computed", "version"}  # keys that older files lack
         if not isinstance(kept, dict) or not {*self._head, "rows", "seconds"} - later <= kept.keys():
             raise self._refusal("does not say with which settings its figures were computed")
-        if "digest" in kept and kept["digest"] != figures_digest(kept):
-            raise self._refusal("was altered: its figures are not those that its digest is of")
         kept = {"version": 1, **kept}
         for key in ("name", "version", "seed", "settings"):
             if kept[key] != self._head[key]:
@@ -160,7 +156,16 @@ def figures_of(kept: Mapping[str, Any]) -> tuple[list[ComparedFigure], float]:
         raise TypeError(str(error)) from error
 
 
-def _digest(paper_table: PaperTable) -> str:
-    """A digest of all that decides a table's figures, but for the seed."""
-    settings = {key: value for key, value in asdict(paper_table).items() if key in ("cells", "world")}
-    return digest_of(settings)
+def digest_of(value: Any) -> str:
+    """Return the SHA-256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def computed(paper_table: PaperTable) -> dict[str, str]:
+    """Return, by cell and attack, a digest of all that decides the attack's figures but the code: settings, budget, seed."""
+    found = {}
+    for cell in paper_table.cells:
+        setting = {key: value for key, value in asdict(cell).items() if key != "attacks"}
+        for spec in cell.attacks:
+            found[f"{cell.name}: {spec.name}"] = digest_of([paper_table.seed, setting, asdict(spec)])
+    return found

@@ -21,8 +21,6 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Update
-from fedgauge.simulations.benchmarks.label_rule import CHAINS as CHAINS_MEASURED
-from fedgauge.simulations.benchmarks.label_rule import label_rule
 
 STEP = {"use": "local_sgd", "rate": 0.1}
 CHAINS = {
@@ -149,13 +147,3 @@ def test_a_class_without_images_is_counted_by_the_other_classes_map() -> None:
     few = replace(known, auxiliary=Batch(known.auxiliary.x[kept], known.auxiliary.y[kept]))
     assert bool((truth >= 7).any())
     assert bool((restore(seen, few) == truth).all())
-
-
-@pytest.mark.full
-def test_the_benchmark_sets_the_rule_beside_the_formulas() -> None:
-    told: list[tuple[int, int]] = []
-    report = label_rule(lambda done, total: told.append((done, total)), batches=4, nets=("lenet",))
-    assert told[-1] == (len(CHAINS_MEASURED), len(CHAINS_MEASURED)) == (len(report.figures),) * 2
-    exact = {figure.name: figure.value for figure in report.figures}
-    assert exact["lenet, sign of each example: exact"] == 100
-    assert all("by formula" in figure.note for figure in report.figures)

@@ -26,7 +26,6 @@ from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
-from fedgauge.simulations.benchmarks.label_restoration import labels as labels_benchmark
 
 SHAPE = (1, 28, 28)
 SEVERAL = ("auto", "grad_inversion", "llg", "ilrg", "fedavg")
@@ -415,14 +414,3 @@ def test_of_many_assignments_some_are_drawn() -> None:
     for row in found:
         assert torch.equal(row.sort().values, labels)
         assert torch.equal(row.view(2, 5), row.view(2, 5).sort().values)
-
-
-def test_the_benchmark_measures_every_network_under_every_chain() -> None:
-    told: list[tuple[int, int]] = []
-    report = labels_benchmark(lambda done, total: told.append((done, total)), batches=2, sizes=(2,))
-    assert len({f.name for f in report.figures}) == len(report.figures) == len(told) == told[-1][0] == told[-1][1] == 16
-    for figure in report.figures:
-        assert figure.value in (0.0, 50.0, 100.0)
-        assert all(f"{method} " in figure.note for method in SEVERAL if method != "auto")
-        assert (figure.at_least is not None) == ("undefended" in figure.name)
-    assert {f.value for f in report.figures if f.name.startswith("mlp, undefended")} == {100.0}

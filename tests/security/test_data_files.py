@@ -132,7 +132,7 @@ def test_a_users_links_to_data_are_followed(tmp_path: Path) -> None:
     assert image_folder(tmp_path / "again", 8, std=[1.0, 1.0, 1.0]).x.shape == (3, 3, 8, 8)
 
 
-def test_no_file_larger_than_its_limit_is_opened(tmp_path: Path) -> None:
+def test_a_file_beyond_its_limit_is_refused(tmp_path: Path) -> None:
     for most in (MOST_TABLE, MOST_ARCHIVE, MOST_PICTURE, MOST_WORDS):
         _sparse(tmp_path / "file", most)
         open_data(tmp_path / "file", most).close()

@@ -95,7 +95,7 @@ def test_a_large_array_that_is_really_sent_is_refused_by_its_header_alone(
         return read(file, **options)
 
     monkeypatch.setattr(np, "load", load)
-    assert reason(at, content) == "bias has shape (1000000,), expected (2,)"
+    assert "has shape (1000000,)" in reason(at, content)
     assert decoded and max(decoded) < 1000
 
 

@@ -25,8 +25,6 @@ def with_submissions(paper_table: PaperTable, attacks: Sequence[str], defenses: 
     """
     if not attacks and not defenses:
         return paper_table
-    if paper_table.world is not None:
-        raise SpecError(f"{paper_table.name} is a world of its own: it takes no --attack and no --defense")
     tables = [component(text, "--attack") for text in attacks]
     links = [component(text, "--defense") for text in defenses]
     for link in links:

@@ -205,6 +205,42 @@ def test_noise_that_nobody_declared_is_explained_by_no_training() -> None:
     assert found.fits is not True, found.words
 
 
+@pytest.mark.parametrize("model", ["lenet", "mlp"])
+@pytest.mark.parametrize("own", [{}, {"optimizer": "adam", "rate": 1e-3}], ids=["SGD", "Adam"])
+def test_normal_noise_is_named_with_its_size_before_adam_is(model: str, own: dict[str, Any]) -> None:
+    fed = federation(SGD, model)
+    params, buffers = fed.initial()
+    client = local_training(examples=BATCH, **{"rate": 0.05, **own})(fed.gradient)
+    update = client(params, fed.shards.batch_at(0, 1), generator("client"))
+    entries = torch.cat([t.flatten() for t in update.values()])
+    sigma = 5 * float(entries.square().mean().sqrt())
+    noisy = {k: t + sigma * torch.randn(t.shape, generator=generator(k)) for k, t in update.items()}
+    found = training_evidence(fed, Observation(1, 0, params, noisy, buffers))
+    assert (found.kind, found.fits) == ("noise", False), found.words
+    named = float(found.words.partition("standard deviation of ")[2].partition(";")[0])
+    assert 0.85 * sigma < named < 1.15 * sigma
+
+
+def test_uploaded_differences_are_not_called_weight_decay() -> None:
+    fed = federation(SGD)
+    params, buffers = fed.initial()
+    difference = fed.own_update(params, buffers, 0, 1)
+    taken_for_weights = {k: t - params[k] for k, t in difference.items()}
+    found = training_evidence(fed, Observation(1, 0, params, taken_for_weights, buffers))
+    assert (found.kind, found.fits) == ("differences", False)
+    assert 'replies = "updates"' in found.words
+
+
+def test_a_network_of_other_outputs_than_classes_is_undecided() -> None:
+    found = brought(
+        lambda network, x, y: steps(loss=lambda out, y: (out - x.flatten(1)).square().mean())(network, x, y),
+        [SGD],
+        nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 784)),
+    )
+    assert (found.kind, found.fits) == ("undecided", None)
+    assert "784 outputs for 10 classes" in found.words
+
+
 FROZEN = {"use": "freeze", "layers": ["conv1", "conv2", "conv3"]}
 BACKBONE = "conv1, conv2, conv3"
 SUMS = "it sums to zero over the classes"

@@ -11,6 +11,7 @@ from torch import Generator, Tensor, nn
 from torch.distributions import MultivariateNormal
 
 from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.grading.membership import above
 from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
 from fedgauge.attacks.membership.likelihood import RestOfBatch, _Expected, _slopes, gain
 from fedgauge.attacks.membership.scores import SCORES, Scoring, against_null
@@ -28,7 +29,6 @@ from fedgauge.defenses.precode import precode
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.quantize import quantize
 from fedgauge.defenses.sign import sign
-from fedgauge.simulations.benchmarks.membership.roc import ScoredCandidates
 
 SIZE, CLASSES, WIDTH = 3, 3, 8
 CHAINS: Mapping[str, Chain] = {
@@ -191,7 +191,6 @@ def test_members_score_above_others_and_strangers_do_not(name: str) -> None:
     everybody = Batch(*(torch.cat(parts) for parts in zip(members, strangers, null, strict=True)))
     found = scoring(known, wave, everybody)
     n = len(members.y)
-    clients, rng = torch.arange(updates), generator("membership bootstrap")
     aucs = {}
     for method in ("likelihood_ratio", "matched_filter"):
         whole = SCORES[method](found)
@@ -204,18 +203,13 @@ def test_members_score_above_others_and_strangers_do_not(name: str) -> None:
             ("shuffled", shuffled, values[:, n:]),
             ("nobody", *half),
         ):
-            auc = ScoredCandidates(
-                positive.flatten(), clients.repeat_interleave(positive.shape[1]),
-                negative.flatten(), clients.repeat_interleave(negative.shape[1]),
-            ).auc(rng)  # fmt: skip
-            aucs[method, what] = auc
+            aucs[method, what] = float(above(positive.flatten(), negative.flatten()).mean())
     for (method, what), auc in aucs.items():
         if what == "members":
-            assert auc.low is not None and auc.low > 0.6, (name, method, auc)
+            assert auc > 0.65, (name, method, auc)
         else:
-            assert abs(auc.value - 0.5) < 0.08, (name, method, what, auc)
-    better, simple = aucs["likelihood_ratio", "members"], aucs["matched_filter", "members"]
-    assert better.high is not None and better.high >= simple.value
+            assert abs(auc - 0.5) < 0.08, (name, method, what, auc)
+    assert aucs["likelihood_ratio", "members"] > aucs["matched_filter", "members"] - 0.05
 
 
 def test_the_simple_scores_on_paper() -> None:

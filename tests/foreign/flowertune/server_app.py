@@ -6,7 +6,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-from fedgauge.simulations.run.foreign_app import curious  # fedgauge
+from fedgauge.server.tap import curious  # fedgauge
 
 app = ServerApp()
 

@@ -5,7 +5,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvgM
 from half_batchnorm.task import ConvNet, to_half
 
-from fedgauge.simulations.run.foreign_app import curious  # fedgauge
+from fedgauge.server.tap import curious  # fedgauge
 
 app = ServerApp()
 

@@ -1,6 +1,4 @@
-"""quickstart: the ServerApp; the three lines of fedgauge's stand in `curious`."""
-
-from pathlib import Path
+"""quickstart: the ServerApp, with a tap around its grid."""
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
@@ -8,17 +6,9 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from quickstart.task import Net
 
-from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
-from fedgauge.simulations.run.create import create_run
+from fedgauge.server.tap import tap  # fedgauge
 
 app = ServerApp()
-
-
-def curious(strategy: FedAvg, folder: Path):
-    scenario = Scenario.load(folder.parent / "audit.toml")
-    run = create_run(scenario, folder, "deployment")
-    return CuriousStrategy(strategy, UpdateRecorder(run.ledger(), run.tape(), scenario.plan), replies="weights")
 
 
 @app.main()
@@ -28,7 +18,7 @@ def main(grid: Grid, context: Context) -> None:
     arrays = ArrayRecord(Net().state_dict())
     strategy = FedAvg()
     if config["record-to"]:
-        strategy = curious(strategy, Path(config["record-to"]))
+        grid = tap(grid, config["audit"], config["record-to"])  # fedgauge
     strategy.start(
         grid=grid,
         initial_arrays=arrays,

@@ -6,7 +6,7 @@ from flwr.serverapp.strategy import FedAvg
 from ragged_adam.task import accuracy, build_model, digits
 from torch.utils.data import TensorDataset
 
-from fedgauge.simulations.run.foreign_app import curious  # fedgauge
+from fedgauge.server.tap import curious  # fedgauge
 
 app = ServerApp()
 

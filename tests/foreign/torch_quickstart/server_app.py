@@ -5,7 +5,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from torch_quickstart.task import Net
 
-from fedgauge.simulations.run.foreign_app import curious  # fedgauge
+from fedgauge.server.tap import curious  # fedgauge
 
 app = ServerApp()
 

@@ -190,7 +190,7 @@ def test_a_mu_that_is_no_number_is_refused(kit: Any, mu: Any) -> None:
             {"audit": {"worker": 1}},
             "[audit]: unknown key 'worker' (it has: rounds, every, clients, wave, seed, curious, executor, workers, devices, ",
         ),
-        ({"tape": {"kep": "all"}}, "[tape]: unknown key 'kep' (it has: keep, retention_days)"),
+        ({"tape": {"kep": "all"}}, "[tape]: unknown key 'kep' (it has: keep, retention_days, replies)"),
         ({"simulation": {"x": 1}}, "[simulation]: unknown key 'x' (it has: parallel_clients, round_timeout)"),
         ({"audit": {"rounds": [1], "every": 2}}, "[audit]: every has no effect"),
         ({"audit": {"executor": "slurm"}}, "[audit]: executor must be one of 'ray', 'local', got 'slurm'"),

@@ -1,6 +1,5 @@
 """A foreign app's local training: what is assumed of it is compared with its first update before anything is attacked."""
 
-import math
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +7,9 @@ from typing import Any
 
 import pytest
 import tomli_w
-from flwr.app import MetricRecord
 
+from fedgauge.server import recorder
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy import app_rounds
 from fedgauge.server.views import overview
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.reading import Reading
@@ -54,12 +52,13 @@ def test_a_metric_that_is_not_finite_keeps_its_name_and_is_said(tmp_path: Path) 
     }
     run = create_run(Scenario.from_tables(tables), tmp_path / "run")
     with run.ledger() as ledger:
-        rounds = app_rounds.AppRounds(ledger, {}, evaluates=False)
-        for round, loss in ((1, 2.5), (2, math.nan)):
-            rounds.trained(round, MetricRecord({"train_loss": loss, "norms": [1.0, loss]}), {})
-            rounds.evaluated(round, MetricRecord({"eval_loss": loss, "eval_acc": 0.5}))
-        shown = {row["round"]: (row["accuracy"], row["loss"]) for row in ledger.rounds()}
-        assert shown == {1: (0.5, 2.5), 2: (0.5, None)}
+        for round, loss in ((1, 2.5), (2, None)):
+            metrics = {
+                "training": {"train_loss": loss, "norms": [1.0, loss]},
+                "evaluation": {"eval_loss": loss, "eval_acc": 0.5},
+            }
+            assert recorder.test_figures(metrics) == (0.5, loss)
+            ledger.record_round(round, 0.5, loss, 1.0, 0.0, metrics)
     reading = Reading(run)
     with reading.now():
         (_, last), found = overview.app_rounds(reading), [sentence for sentence, _ in notices(reading)]
@@ -75,7 +74,7 @@ def test_after_the_scenario_of_an_app_was_corrected_every_attack_is_made_again_o
     kit: Any, app: ForeignApp, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[str] = []  # Flower's log, whoever silenced it
-    monkeypatch.setattr(app_rounds, "log", lambda level, text, *values: logged.append(text % values))
+    monkeypatch.setattr(recorder, "log", lambda level, text, *values: logged.append(text % values))
     run, _ = train(kit, app, tmp_path, **{"num-server-rounds": 1})
     assert any(f"Attack them with: fedgauge audit {run.folder}" in line for line in logged)
     assert main(["audit", str(run.folder)]) == 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -27,18 +27,19 @@ from fedgauge.client.training import gradient
 from fedgauge.defenses.secure_sum import PairwiseMasking
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
+from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import Tape
 from fedgauge.server.strategy.build import build_strategy
 from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
-from fedgauge.server.strategy.curious_strategy import CuriousStrategy, UpdateRecorder
 from fedgauge.server.strategy.secure_aggregation import NO_SUM, SUMMED, SecureSumStrategy
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.reading import Reading
 
 STEPS = ("advertise", "share", "mask", "confirm", "unmask")
 THETA = {"w": torch.tensor([[1.0, 2.0, 3.0]]), "n": torch.tensor(4), "b": torch.tensor([-1.0])}
+FLOATS = {k: t for k, t in THETA.items() if k != "n"}
 
 
 def update_of(client: int, round: int) -> dict[str, Tensor]:
@@ -46,18 +47,19 @@ def update_of(client: int, round: int) -> dict[str, Tensor]:
     return {k: 0.2 * torch.randn(t.shape, generator=rng) for k, t in THETA.items() if t.is_floating_point()}
 
 
-def app_of(terms: PairwiseMasking) -> ClientApp:
+def app_of(terms: PairwiseMasking, replies: Literal["updates", "weights"] = "weights") -> ClientApp:
     """Somebody's ClientApp: client c moves by update_of(c, round) and has c + 1 examples."""
     app = ClientApp()
 
-    @app.train(mods=[secure_sum(terms)])
+    @app.train(mods=[secure_sum(terms, replies)])
     def train(message: Message, context: Context) -> Message:
         client, round = int(context.node_config["partition-id"]), int(message.content["config"]["server-round"])  # type: ignore[arg-type,call-overload,index]
         sent = message.content.array_records["arrays"].to_torch_state_dict()
         moved = update_of(client, round)
         weights = {k: t + moved[k] if k in moved else t + client for k, t in sent.items()}
         metrics = MetricRecord({"num-examples": client + 1, "loss": 0.1 * client})
-        return Message(RecordDict({"model": ArrayRecord(weights), "m": metrics}), reply_to=message)
+        arrays = ArrayRecord(weights if replies == "weights" else moved)
+        return Message(RecordDict({"model": arrays, "m": metrics}), reply_to=message)
 
     return app
 
@@ -90,14 +92,13 @@ def train(
     clients: int,
     lost: dict[str, set[int]] | None = None,
     rounds: int = 1,
-    inner: Strategy | None = None,
+    theta: dict[str, Tensor] = THETA,
 ) -> tuple[dict[str, Tensor], Recorder, Any]:
-    """Weights after some rounds behind a door that orders clients, what FedAvg was handed, and the grid."""
+    """Weights after some rounds, what FedAvg was handed, and the grid."""
     grid, recorder = kit.MemoryGrid("", clients, app=app_of(terms)), Recorder()
     grid.tamper = losing(grid, lost or {})
-    validator = inner or CheckedStrategy(recorder, seed=1, clients=dict(grid.nodes), replies="weights")
-    result = SecureSumStrategy(validator, terms).start(grid, ArrayRecord(THETA), rounds)
-    return dict(result.arrays.to_torch_state_dict()) if result.arrays else dict(THETA), recorder, grid
+    result = SecureSumStrategy(recorder, terms).start(grid, ArrayRecord(theta), rounds)
+    return dict(result.arrays.to_torch_state_dict()) if result.arrays else dict(theta), recorder, grid
 
 
 def expected(members: Any, theta: dict[str, Tensor], round: int = 1) -> dict[str, Tensor]:
@@ -116,8 +117,8 @@ FIVE = PairwiseMasking(group=5, clip=2.0, threshold=3, colluders=0)
 
 
 def test_fedavg_trains_as_it_would_on_the_updates_themselves(kit: Any) -> None:
-    trained, recorder, _ = train(kit, FIVE, 5, rounds=3)
-    theta = dict(THETA)
+    trained, recorder, _ = train(kit, FIVE, 5, rounds=3, theta=FLOATS)
+    theta = FLOATS
     for round in (1, 2, 3):
         theta = expected(range(5), theta, round)
     assert distance(trained, theta) < 2e-6
@@ -132,8 +133,7 @@ def test_of_two_answers_under_one_nodes_id_neither_counts(kit: Any, step: str) -
 
     grid, recorder = kit.MemoryGrid("", 5, app=app_of(FIVE)), Recorder()
     grid.tamper = twice
-    validator = CheckedStrategy(recorder, seed=1, clients=dict(grid.nodes), replies="weights")
-    found = SecureSumStrategy(validator, FIVE).start(grid, ArrayRecord(THETA), 1)
+    found = SecureSumStrategy(recorder, FIVE).start(grid, ArrayRecord(THETA), 1)
     assert found.arrays is not None
     gone, _, _ = train(kit, FIVE, 5, {step: {1}})
     assert distance(dict(found.arrays.to_torch_state_dict()), gone) == 0
@@ -164,28 +164,27 @@ def test_any_one_of_five_may_drop_out(kit: Any, step: str, gone: int) -> None:
 @pytest.mark.parametrize("step", STEPS)
 def test_below_the_threshold_there_is_no_update_and_training_goes_on(kit: Any, step: str) -> None:
     intakes: list[RoundReplies] = []
-    grid = kit.MemoryGrid("", 5, app=app_of(FIVE))
+    grid = kit.MemoryGrid("", 5, app=app_of(FIVE, "updates"))
     lost = losing(grid, {step: {0, 2, 4}})
     grid.tamper = lambda round, replies: lost(round, replies) if round == 1 else replies
-    validator = CheckedStrategy(Recorder(), intakes.append, clients=dict(grid.nodes), replies="weights")
-    result = SecureSumStrategy(validator, FIVE).start(grid, ArrayRecord(THETA), 2)
+    checked = CheckedStrategy(Recorder(), intakes.append, clients=dict(grid.nodes))
+    result = SecureSumStrategy(checked, FIVE, "updates").start(grid, ArrayRecord(FLOATS), 2)
     assert [len(i.accepted) for i in intakes] == [0, 1]
     assert {s.reason for s in intakes[0].refused} == {"no secure sum: 2 clients are left, fewer than the threshold 3"}
     assert {(s.client, s.status) for s in intakes[0].refused} == {(c, "missing") for c in range(5)}
-    assert distance(dict(result.arrays.to_torch_state_dict()), expected(range(5), THETA, 2)) < 1e-6
+    assert distance(dict(result.arrays.to_torch_state_dict()), expected(range(5), FLOATS, 2)) < 1e-6
 
 
 def test_a_curious_server_tapes_one_update_for_each_group(kit: Any, tmp_path: Path) -> None:
     terms = PairwiseMasking(group=4, clip=2.0, threshold=3)
     scenario = kit.scenario(clients=7)
-    grid = kit.MemoryGrid("", 7, app=app_of(terms))
+    grid = kit.MemoryGrid("", 7, app=app_of(terms, "updates"))
     grid.tamper = losing(grid, {"mask": {1}})
-    params = {k: t for k, t in THETA.items() if k != "n"}
     with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
         ledger.add_attacks(scenario.plan, {p.name: "" for p in scenario.plan.attacks})
         recorder = UpdateRecorder(ledger, Tape(tmp_path / "tape"), scenario.plan)
-        inner = CuriousStrategy(InOrder(), recorder, clients=dict(grid.nodes), replies="weights")
-        SecureSumStrategy(inner, terms).start(grid, ArrayRecord(params), 1)
+        checked = CheckedStrategy(InOrder(), recorder, clients=dict(grid.nodes))
+        SecureSumStrategy(checked, terms, "updates").start(grid, ArrayRecord(FLOATS), 1)
         rows = ledger.observations()
         taped = {
             o["client"]: recorder.tape.read(1, o["client"], o["digest"]).update
@@ -194,7 +193,7 @@ def test_a_curious_server_tapes_one_update_for_each_group(kit: Any, tmp_path: Pa
         }
     assert sorted(taped) == [0, 4], "groups of four and three"
     for first, members in ((0, (0, 2, 3)), (4, (4, 5, 6))):
-        mean = {k: t - params[k] for k, t in expected(members, params).items()}
+        mean = {k: t - FLOATS[k] for k, t in expected(members, FLOATS).items()}
         assert distance(taped[first], mean) < 1e-6
     assert {o["client"]: o["examples"] for o in rows if o["status"] == "accepted"} == {0: 1 + 3 + 4, 4: 5 + 6 + 7}
     assert {o["client"]: o["reason"] for o in rows if o["status"] == "missing"} == {
@@ -294,9 +293,7 @@ def test_an_answer_that_cannot_be_decoded_is_none(kit: Any) -> None:
         return replies
 
     grid.tamper = spoil
-    SecureSumStrategy(CheckedStrategy(recorder, clients=dict(grid.nodes), replies="weights"), FIVE).start(
-        grid, ArrayRecord(THETA), 1
-    )
+    SecureSumStrategy(recorder, FIVE).start(grid, ArrayRecord(THETA), 1)
     (reply,) = (m for m in recorder.handed[0] if not m.has_error())
     assert reply.content.metric_records["metrics"]["num-examples"] == 1 + 2 + 4 + 5
 
@@ -312,7 +309,7 @@ def test_an_answer_that_cannot_be_decoded_is_none(kit: Any) -> None:
 )
 def test_an_odd_answer_costs_its_client_alone(kit: Any, step: str, name: str, value: Any) -> None:
     """Keys with which nobody can agree on a secret, and arrays where lists belong."""
-    grid, intakes = kit.MemoryGrid("", 5, app=app_of(FIVE)), []
+    grid, recorder = kit.MemoryGrid("", 5, app=app_of(FIVE)), Recorder()
 
     def spoil(round: int, replies: list[Message]) -> list[Message]:
         for m in replies:
@@ -321,11 +318,11 @@ def test_an_odd_answer_costs_its_client_alone(kit: Any, step: str, name: str, va
         return replies
 
     grid.tamper = spoil
-    validator = CheckedStrategy(Recorder(), intakes.append, clients=dict(grid.nodes), replies="weights")
-    SecureSumStrategy(validator, FIVE).start(grid, ArrayRecord(THETA), 1)
-    (accepted,) = intakes[0].accepted
-    lost = {s.client for s in intakes[0].refused if s.reason == "dropped out of its secure sum"}
-    assert (accepted.examples, lost) == ((1 + 2 + 4 + 5, {2}) if step in ("advertise", "share") else (15, set()))
+    SecureSumStrategy(recorder, FIVE).start(grid, ArrayRecord(THETA), 1)
+    (reply,) = (m for m in recorder.handed[0] if not m.has_error())
+    lost = {grid.nodes[m.metadata.src_node_id] for m in recorder.handed[0] if m.has_error() and m.error.code == NO_SUM}
+    examples = reply.content.metric_records["metrics"]["num-examples"]
+    assert (examples, lost) == ((1 + 2 + 4 + 5, {2}) if step in ("advertise", "share") else (15, set()))
 
 
 def test_a_clients_error_keeps_it_out_of_the_sum(kit: Any) -> None:
@@ -341,9 +338,7 @@ def test_a_clients_error_keeps_it_out_of_the_sum(kit: Any) -> None:
         return Message(content, reply_to=message)
 
     grid, recorder = kit.MemoryGrid("", 5, app=app), Recorder()
-    SecureSumStrategy(CheckedStrategy(recorder, clients=dict(grid.nodes), replies="weights"), FIVE).start(
-        grid, ArrayRecord(THETA), 1
-    )
+    SecureSumStrategy(recorder, FIVE).start(grid, ArrayRecord(THETA), 1)
     (reply,) = (m for m in recorder.handed[0] if not m.has_error())
     assert reply.content.metric_records["metrics"]["num-examples"] == 10 + 11 + 12 + 14
 
@@ -503,7 +498,7 @@ def test_a_run_under_a_secure_sum_is_replayed_attacked_and_shown(kit: Any, tmp_p
         ledger.add_attacks(scenario.plan, {p.name: knowledge_card(federation, p) for p in scenario.plan.attacks})
         recorder = UpdateRecorder(ledger, run.tape(), scenario.plan)
         network = kit.grid(scenario)
-        validator = CuriousStrategy(
+        validator = CheckedStrategy(
             FedAvg(1.0, 0.0, 1, 0, 1), recorder, {}, 1, dict(network.nodes), protocol=scenario.protocol
         )
         validator.start(network, ArrayRecord(federation.initial()[0]), 1)

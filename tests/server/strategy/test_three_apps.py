@@ -21,12 +21,12 @@ from torch.nn import functional as F
 
 from fedgauge.client.components import allowing
 from fedgauge.server.store.run import Run
-from fedgauge.server.strategy.curious_strategy import CuriousStrategy
+from fedgauge.server.store.uploads import UploadMismatch, read_observation
+from fedgauge.server.tap import curious
 from fedgauge.server.views import overview
 from fedgauge.server.views.gallery import Gallery, Query
 from fedgauge.server.views.reading import Reading
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.run.foreign_app import curious
 
 APPS = Path(__file__).resolve().parents[2] / "foreign"
 CLIENTS = 3
@@ -243,11 +243,6 @@ class SavingFedAvg(FedAvg):
         return arrays, metrics
 
 
-def curious_about(app: ForeignApp, strategy: Any, folder: Path) -> tuple[CuriousStrategy, Run]:
-    strategy = curious(strategy, app.write_audit(folder), folder / "theirs")
-    return strategy, Run.open(folder / "theirs")
-
-
 def mounted(kit: Any, app: ForeignApp) -> tuple[Any, dict[str, torch.Tensor]]:
     """The app's clients in memory, and its first weights."""
     grid = kit.MemoryGrid("", CLIENTS, app=importlib.import_module(f"{app.name}.client_app").app)
@@ -271,14 +266,14 @@ def test_a_second_training_gets_a_folder_of_its_own(kit: Any, app: ForeignApp, t
 def test_a_strategys_own_loop_is_kept(kit: Any, app: ForeignApp, tmp_path: Path) -> None:
     grid, state = mounted(kit, app)
     inner = SavingFedAvg(fraction_evaluate=0.0)
-    strategy, run = curious_about(app, inner, tmp_path)
+    strategy = curious(inner, app.write_audit(tmp_path), tmp_path / "theirs")
     result = strategy.start(grid, ArrayRecord(state), 2, note="the last")
     assert [name for name, _ in inner.kept] == [1, 2, "the last"]
     assert all(
         torch.equal(t, inner.kept[-1][1].to_torch_state_dict()[k])
         for k, t in result.arrays.to_torch_state_dict().items()
     )
-    with run.ledger() as ledger:
+    with Run.open(tmp_path / "theirs").ledger() as ledger:
         assert len(ledger.observations()) == 6 and [row["round"] for row in ledger.rounds()] == [1, 2]
 
 
@@ -288,22 +283,23 @@ def test_how_a_training_ended_is_recorded(
     kit: Any, app: ForeignApp, tmp_path: Path, error: type[BaseException], state: str
 ) -> None:
     grid, weights = mounted(kit, app)
-    strategy, run = curious_about(app, FedAvg(fraction_evaluate=0.0), tmp_path)
+    strategy = curious(FedAvg(fraction_evaluate=0.0), app.write_audit(tmp_path), tmp_path / "theirs")
 
     def evaluate(round: int, arrays: ArrayRecord) -> None:
         if round == 2:
             raise error
-        assert run.holder("training") is not None
+        assert Run.open(tmp_path / "theirs").holder("training") is not None
 
     with pytest.raises(error):
         strategy.start(grid, ArrayRecord(weights), 3, evaluate_fn=evaluate)
-    with closing(Reading(run)) as reading, reading.now():
-        assert (reading.state, sorted(reading.rounds)) == (state, [0, 1, 2])
-        assert overview.overview(reading)["training"]["rounds"] == 3
+    with closing(Reading(Run.open(tmp_path / "theirs"))) as reading, reading.now():
+        assert (reading.state, sorted(reading.rounds)) == (state, [1, 2])
 
 
 @only_half
-def test_single_precision_may_be_answered_in_half_and_in_part(kit: Any, app: ForeignApp, tmp_path: Path) -> None:
+def test_a_reply_with_fewer_arrays_is_recorded_and_its_audit_asks_what_is_frozen(
+    kit: Any, app: ForeignApp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     grid, state = mounted(kit, app)
     single = {k: t.float() if t.is_floating_point() else t for k, t in state.items()}
 
@@ -315,20 +311,18 @@ def test_single_precision_may_be_answered_in_half_and_in_part(kit: Any, app: For
         return replies
 
     grid.tamper = kept
-    strategy, run = curious_about(app, FedAvg(fraction_evaluate=0.0), tmp_path)
+    strategy = curious(FedAvg(fraction_evaluate=0.0), app.write_audit(tmp_path), tmp_path / "theirs")
     result = strategy.start(grid, ArrayRecord(single), 1)
     assert set(result.arrays.keys()) == {"classifier.weight", "classifier.bias"}
+    run = Run.open(tmp_path / "theirs")
     with run.ledger() as ledger:
-        first, meta = ledger.observations()[0], ledger.meta()
-    assert (first["status"], first["reason"]) == ("accepted", "")
-    seen = run.tape().read(1, first["client"], first["digest"])
-    assert {t.dtype for t in seen.update.values()} == {torch.float32} and len(seen.update) == 2
-    assert "freeze" in meta["uploads"], "the run says at once what its audit will refuse"
-
-
-def test_flowers_older_strategies_are_refused_with_words() -> None:
-    with pytest.raises(TypeError, match="expected a strategy of flwr.serverapp.strategy, got builtins.object"):
-        curious(object(), "audit.toml", "runs/none")  # type: ignore[arg-type]
+        first = ledger.observations()[0]
+        assert (first["status"], first["reason"]) == ("accepted", "")
+        assert len(run.tape().read(1, first["client"], first["digest"]).update) == 2
+        with pytest.raises(UploadMismatch, match="freeze"):
+            read_observation(run, ledger, run.scenario().federation, 1, first["client"], first["digest"])
+    assert main(["audit", str(run.folder)]) == 1
+    assert "freeze" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("app", [ADAM], indirect=True, ids=["ragged_adam"])

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -107,19 +106,6 @@ def test_each_row_of_the_targets_is_measured() -> None:
         name: [f.target for f in measure(name, GpuBenchmark(CPU, QUICK), targets=True) if f.target] for name in TARGETS
     }
     assert targets == TARGETS
-
-
-def test_the_page_names_every_measure_with_its_targets() -> None:
-    lines = (ROOT / "docs/gpu.md").read_text().splitlines()
-    rows = [line.split("|")[1:-1] for line in lines if re.search(r"\| `[\w-]+`(, `[\w-]+`)* \|$", line)]
-    told: dict[str, list[float]] = {}
-    for _, target, _, names in rows:
-        for name in re.findall(r"`([\w-]+)`", names):
-            told.setdefault(name, []).extend(float(n) for n in re.findall(r"\d*\.?\d+", target))
-    assert told.keys() == MEASURES.keys()
-    assert {name: set(targets) for name, targets in told.items() if targets} == {
-        name: {float(target.split()[1]) for target in targets} for name, targets in TARGETS.items()
-    }
 
 
 def test_the_residual_network_is_torchvisions() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fedgauge.client.components import SpecError
-from fedgauge.simulations.experiments.paper_table_files import load, names, parse
+from fedgauge.simulations.experiments.paper_table_files import parse
 from fedgauge.simulations.experiments.paper_tables import AttackSpec, PaperTable
 
 SGD = {"use": "local_sgd", "rate": 0.5}
@@ -98,43 +98,3 @@ def test_what_a_grid_names_and_does_not_have_is_told(changes: dict[str, Any], me
     with pytest.raises(SpecError) as error:
         grid(**changes)
     assert message in str(error.value)
-
-
-CELLS = {
-    "adapters": 16,
-    "bayes_fig2": 16, "bayes_fig5": 6, "bayes_table2": 16, "dager": 7, "feedback_blending": 4, "fishing": 5, "geiping_fig4": 5,
-    "geiping_fig5": 11, "geiping_fig6": 3, "geiping_table1": 5, "geiping_table2": 11, "geiping_table3": 2, "gifd": 4,
-    "gifd_resnet20": 1,
-    "identity_convolutions": 6, "imprint": 4, "inconsistency": 3, "label_flipping": 2, "label_flipping_noise": 4, "loki": 4,
-    "lamp_table1": 5, "lamp_table2": 3, "lamp_table4": 2, "lamp_table5": 3, "lamp_table7": 2, "lamp_table8": 6, "lamp_table9": 2,
-    "lti_auxiliary": 2, "lti_lenet": 24, "lti_ood": 4, "lti_resnet20": 8, "lti_text": 8, "optimised_parameters": 5,
-    "partial_matching": 2, "scale_mia": 8, "somp": 3, "spear": 7, "spear_plus_plus": 11, "trap_weights": 2,
-    "suite_full": 19, "suite_small": 19, "tableak": 5, "tiger": 5,
-}  # fmt: skip
-
-
-def test_every_paper_has_the_cells_that_it_had_when_each_was_written_out() -> None:
-    tables = {name: load(name) for name in names()}
-    assert {name: len(table.cells) for name, table in tables.items() if table.cells} == CELLS
-    assert sum(len(cell.attacks) for table in tables.values() for cell in table.cells) == 605
-
-
-def test_cells_of_the_papers_grids_are_what_they_were_when_they_were_written_out() -> None:
-    lenet = {cell.name: cell for cell in load("lti_lenet").cells}
-    assert list(lenet)[:4] == ["none B=1", "none B=1, network", "none B=1, all attacks", "sign B=1"]
-    cell = lenet["gauss B=4, all attacks"]
-    assert (cell.n, cell.wave, cell.heavy, cell.images.batch_size, cell.auxiliary) == (16, 64, True, 4, 10000)
-    assert cell.chain == ({"use": "gaussian", "sigma": 0.1, "each": True}, {"use": "local_sgd", "rate": 1.0})
-    assert [spec.name for spec in cell.attacks] == ["ridge", "learning_to_invert", "ig", "gi_gip", "mean_image"]
-    ig = cell.attacks[2]
-    assert (ig.table, ig.budget.iterations, ig.paper) == ({"use": "bayes"}, 1000, {"mse": 0.206, "n": 1000})
-    assert [spec.table.get("hidden") for spec in lenet["sign B=4, network"].attacks] == [10000, None]
-    ats = {cell.name: cell for cell in load("bayes_fig2").cells}["ats step 50"]
-    assert ats.train is not None and (ats.train.steps, ats.train.defended) == (50, True)
-    noisy = {cell.name: cell for cell in load("bayes_table2").cells}["cifar10 pruning-laplacian step 500"]
-    assert [spec.table["tv"] for spec in noisy.attacks] == [1250.0, 0.00265, 0.00265]
-    assert [spec.paper["psnr"] for spec in noisy.attacks] == [18.51, 15.32, 15.51]
-    blended = {cell.name: cell for cell in load("feedback_blending").cells}["cifar100 dlg"].attacks[1]
-    searched = {"use": "dlg", "restart_above": 1e-5, "tolerance": 1e-5}
-    assert blended.table == {"use": "feedback_blending", "attack": searched, "fit": 1e-5} and blended.against == "dlg"
-    assert (blended.budget.iterations, blended.paper) == (800, {"success_gain": 18.08, "iterations_saved": 48.82})

@@ -152,36 +152,38 @@ def test_a_sheet_of_text_that_does_not_fit_is_told(found: PaperTable, message: s
 def test_the_command_prints_one_object_a_line_and_keeps_the_figures(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    kept = tmp_path / "results" / "bayes_fig4.json"
-    assert main(["reproduce", "bayes_fig4", "--n", "8", "--budget", "10", "--json", "-o", str(kept)]) == 0
+    kept = tmp_path / "results" / "dlg.json"
+    assert (
+        main(["reproduce", "dlg", "--cells", "mnist5k", "--n", "2", "--budget", "10", "--json", "-o", str(kept)]) == 0
+    )
     printed, said = capsys.readouterr()
     lines = [json.loads(line) for line in printed.splitlines()]
-    assert len(lines) == 4
+    assert len(lines) == 6
     for line in lines:
         assert list(line) == ["cell", "attack", "metric", "reference", "here", "low", "high", "n"]
-        assert line["low"] <= line["here"] <= line["high"] and math.isfinite(line["here"])
-        assert line["n"] == 8
+        assert line["here"] is None or line["low"] <= line["here"] <= line["high"] and math.isfinite(line["here"])
+        assert line["n"] == 2
     assert "s left" in said and str(kept) in said
     record = json.loads(kept.read_text())
-    assert record["name"] == "bayes_fig4"
+    assert record["name"] == "dlg"
     assert record["environment"]["packages"]["torch"] == torch.__version__
     assert [r["here"] for r in record["rows"]] == [line["here"] for line in lines]
 
 
 def test_the_table_shows_paper_and_here_and_says_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "gaussian_world", "--n", "8", "--budget", "60", "--cells", "*= 0.1"]) == 0
+    assert main(["reproduce", "dlg", "--n", "1", "--budget", "5", "--cells", "mnist*", "--attacks", "idlg"]) == 0
     printed = capsys.readouterr().out
-    assert "sigma / |g| = 0.1" in printed and "= 0.01" not in printed
-    assert "95 % interval" in printed and "n 8, iterations at most 60" in printed
-    assert "no attacker can beat" in printed
+    assert "mnist5k" in printed and "cifar100" not in printed
+    assert "95 % interval" in printed and "n 1, iterations 5" in printed
+    assert "published loops find" in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["geiping_table9"], "no paper table is called 'geiping_table9'; there are "),
-        (["gaussian_world", "--n", "0"], "--n must be at least 1, got 0"),
-        (["gaussian_world", "--n", "4", "--budget", "4", "--cells", "x"], "no cell of gaussian_world matches 'x'"),
+        (["dlg", "--n", "0"], "--n must be at least 1, got 0"),
+        (["dlg", "--n", "4", "--budget", "4", "--cells", "x"], "no cell of dlg matches 'x'"),
         (["geiping_table1", "--cells", "x"], "no cell of geiping_table1 matches 'x'; it has: lenet untrained,"),
     ],
 )

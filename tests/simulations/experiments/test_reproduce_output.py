@@ -1,6 +1,5 @@
 """The file of a reproduction: it is written whole, continues after a kill, and takes no figures of anything else."""
 
-import io
 import json
 import subprocess
 import sys
@@ -8,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.experiments import reproduce as reproducing
 from fedgauge.simulations.experiments.reproduce import reproduce
-from fedgauge.simulations.experiments.reproduce_output import FiguresFile, show
+from fedgauge.simulations.experiments.reproduce_output import FiguresFile
 from tests.simulations.experiments.small_tables import ANALYTIC, paper_table, quiet
 
 CALL = ["reproduce", "dager", "--cells", "phrases*", "--n", "2", "--json"]
@@ -71,8 +69,6 @@ def filled(path: Path, **changes: Any) -> dict[str, Any]:
     (rows,) = reproduce(table, quiet)
     FiguresFile(path, table).add(rows, 1.0)
     kept: dict[str, Any] = {**json.loads(path.read_text()), **changes}
-    if changes:  # as older files are, which have no digest
-        del kept["digest"]
     path.write_text(json.dumps(kept))
     return kept
 
@@ -93,15 +89,8 @@ def test_a_finished_file_is_read_and_its_time_goes_on(tmp_path: Path) -> None:
         ({}, {"seed": 3}, "holds figures of another seed (0 there, 3 here)"),
         ({}, {"n": 3}, "holds figures of other settings; name another file with --output, or remove this one"),
         ({"environment": {"python": "2.7"}}, {}, "holds figures that were computed with another python (2.7 there"),
-        ({"environment": None}, {}, "is no file of figures ("),
         ({"rows": [{"cell": "mlp"}]}, {}, "is no file of figures ("),
-        ({"rows": 3}, {}, "is no file of figures ("),
-        ({"seconds": "long"}, {}, "is no file of figures ("),
-        ({"seconds": float("inf")}, {}, "is no file of figures (seconds must be a finite number"),
         ({"rows": [{"here": "abc"}]}, {}, "is no file of figures (here must be a number, got 'abc')"),
-        ({"rows": [{"here": float("nan")}]}, {}, "is no file of figures (here must be a number"),
-        ({"rows": [{"cell": [1]}]}, {}, "is no file of figures (cell must be a text"),
-        ({"rows": [{"n": 10**400}]}, {}, "is no file of figures (n must fit in 64 bits"),
     ],
 )
 def test_a_file_of_anything_else_is_refused(
@@ -114,28 +103,6 @@ def test_a_file_of_anything_else_is_refused(
         FiguresFile(path, paper_table(**{"n": 2, **table}))
     assert str(error.value).startswith(f"{path} ") and message in str(error.value)
     assert path.read_bytes() == before
-
-
-def test_the_words_of_a_file_are_shown_without_control_codes_and_markup(tmp_path: Path) -> None:
-    out, table = io.StringIO(), paper_table(n=2)
-    words = {
-        "cell": "[/nothing]",
-        "attack": "[bold]a[/bold]",
-        "metric": "[red]",
-        "note": "\x1b]0;mine\x07[link=x]y[/link]",
-    }
-    row = {**words, "reference": 1, "here": 2.0, "low": None, "high": None, "n": 3}
-    filled(tmp_path / "figures.json", rows=[row])
-    show(table, FiguresFile(tmp_path / "figures.json", table).rows, Console(file=out, width=200, force_terminal=True))
-    shown = out.getvalue()
-    assert "\x1b]" not in shown and "\x07" not in shown and "[link=x]y[/link]" in shown
-    assert all(words[key] in shown for key in ("cell", "attack", "metric"))
-
-
-def test_lists_within_lists_are_no_file_of_figures(tmp_path: Path) -> None:
-    (tmp_path / "figures.json").write_text("[" * 100_000)
-    with pytest.raises(SpecError, match="is no file of figures"):
-        FiguresFile(tmp_path / "figures.json", paper_table(n=2))
 
 
 @pytest.mark.parametrize(
@@ -151,16 +118,7 @@ def test_what_is_no_file_of_figures_is_refused_with_status_2(
 ) -> None:
     path = tmp_path / "figures.json"
     path.write_text(text)
-    assert main(["reproduce", "bayes_fig4", "--n", "8", "--budget", "10", "-o", str(path)]) == 2
+    assert main(["reproduce", "dlg", "--n", "1", "--budget", "1", "-o", str(path)]) == 2
     assert message in capsys.readouterr().err and path.read_text() == text
-    assert main(["reproduce", "bayes_fig4", "-o", str(tmp_path)]) == 2
+    assert main(["reproduce", "dlg", "-o", str(tmp_path)]) == 2
     assert "is no file of figures" in capsys.readouterr().err
-
-
-def test_a_world_is_kept_whole_and_not_computed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    call = ["reproduce", "bayes_fig4", "--n", "8", "--budget", "10", "--json", "-o", str(tmp_path / "figures.json")]
-    assert main(call) == 0
-    printed = capsys.readouterr().out
-    assert main(call) == 0
-    again, said = capsys.readouterr()
-    assert again == printed and "inputs" not in said

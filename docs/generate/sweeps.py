@@ -1,0 +1,16 @@
+"""The tables of docs/defenses.md: the kept sweeps of defenses."""
+
+import json
+from pathlib import Path
+
+from fedgauge.simulations.experiments.sweep_file import Sweep
+from fedgauge.simulations.experiments.sweep_rows import SweepRow, summary
+
+SIMULATIONS = Path(__file__).parents[2] / "simulations"
+
+
+def block(name: str) -> str:
+    """Return the kept rows of a sweep with a line for each defense."""
+    rows = json.loads((SIMULATIONS / "results" / name / "sweep.json").read_text())
+    promises = {cell.defense: cell.promise for cell in Sweep.load(SIMULATIONS / f"{name}.toml").cells}
+    return "\n".join([*summary([SweepRow(**row) for row in rows], promises), ""])

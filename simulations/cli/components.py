@@ -1,0 +1,209 @@
+"""Every component by kind, as `fedgauge list` prints it."""
+
+import dataclasses
+import inspect
+import json
+import pkgutil
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+
+from fedgauge.attacks.learned.generators import GENERATOR
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
+from fedgauge.attacks.matching.priors import PRIOR
+from fedgauge.attacks.plan import ATTACK
+from fedgauge.client.components import ComponentKind, SpecError
+from fedgauge.client.deployment.deployed_client import SELF_AUDIT
+from fedgauge.client.deployment.secure_sum_terms import SECURE_SUM
+from fedgauge.client.federation import DATASET, TRANSFORM
+from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE
+from fedgauge.client.models.losses import LOSS
+from fedgauge.client.registry import Entry, unknown_groups
+from fedgauge.server.strategy.build import STRATEGY
+
+KINDS: Mapping[str, ComponentKind] = {
+    "dataset": DATASET,
+    "model": MODEL,
+    "loss": LOSS,
+    "link": TRANSFORM,
+    "adapter": ADAPTER,
+    "model_defense": MODEL_DEFENSE,
+    "attack": ATTACK,
+    "prior": PRIOR,
+    "generator": GENERATOR,
+    "server_attack": SERVER_ATTACK,
+    "architecture": MALICIOUS,
+    "strategy": STRATEGY,
+    "audit": SELF_AUDIT,
+    "secure_sum": SECURE_SUM,
+}
+# required parameters with these names are filled in by fedgauge, not by the scenario
+FILLED_IN = ("model", "shape", "classes", "columns", "tokenizer", "task", "normalise", "batch_size", "examples")
+# a strategy's arguments that server.strategy.build.build_strategy fixes, and those for which it has other defaults than Flower
+FIXED = ("fraction_evaluate", "min_evaluate_nodes", "arrayrecord_key", "configrecord_key", "weighted_by_key")
+OTHER_DEFAULTS = {"min_train_nodes": "1", "min_available_nodes": "all"}
+
+
+@dataclass(frozen=True)
+class Component:
+    """One component as it is listed.
+
+    Args:
+        arguments: names with their defaults, as TOML; a required one has no default.
+        description: the first paragraph of its docstring.
+        package: that registers it.
+        error: why it cannot be used; empty if it can.
+    """
+
+    kind: str
+    name: str
+    arguments: str = ""
+    description: str = ""
+    package: str = ""
+    error: str = ""
+
+
+def components_of(kind: str | None = None, own_only: bool = False) -> list[Component]:
+    """Every registered component of a kind, or of all kinds.
+
+    Args:
+        own_only: leave out plug-ins.
+
+    Raises:
+        SpecError: there is no such kind.
+    """
+    if kind is not None and kind not in KINDS:
+        near = get_close_matches(kind, KINDS, 3, 0.5)
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        raise SpecError(f"there is no kind {kind!r}: {meant}the kinds are {', '.join(KINDS)}")
+    chosen = [kind] if kind is not None else list(KINDS)
+    listed = [
+        _component(name, entry)
+        for name in chosen
+        for entry in _once(KINDS[name].entries())
+        if entry.own or not own_only
+    ]
+    return listed if kind is not None or own_only else [*listed, *_without_kind()]
+
+
+def _once(entries: Sequence[Entry]) -> list[Entry]:
+    """Without the second entry of what is in two groups, as an attack on two kinds of data."""
+    found: dict[tuple[str, str, str], Entry] = {}
+    for entry in entries:
+        found.setdefault((entry.name, entry.value, entry.package), entry)
+    return list(found.values())
+
+
+def _without_kind() -> list[Component]:
+    """Plug-ins in a group that no kind has, such as fedgauge.defenses: they would be ignored in silence."""
+    groups = [group for kind in KINDS.values() for group in kind.groups]
+    listed = []
+    for entry in unknown_groups(groups):
+        near = get_close_matches(entry.group, groups, 1, 0.6)
+        meant = f"did you mean {near[0]}? " if near else ""
+        error = f"there is no group {entry.group}: {meant}the groups are {', '.join(groups)}"
+        listed.append(Component("unknown", entry.name, package=entry.package, error=error))
+    return listed
+
+
+def _component(kind: str, entry: Entry) -> Component:
+    listed = Component(kind, entry.name, package=entry.package)
+    try:
+        target = _load(KINDS[kind], entry)
+        return dataclasses.replace(listed, arguments=_arguments(target), description=_description(target))
+    except (Exception, SystemExit) as error:  # a plug-in may raise anything while it is imported
+        if entry.own:
+            raise
+        return dataclasses.replace(listed, error=f"{type(error).__name__}: {error}")
+
+
+def _load(kind: ComponentKind, entry: Entry) -> Callable[..., Any]:
+    namesakes = {other.package for other in kind.entries() if other.name == entry.name} - {entry.package}
+    if not entry.own and namesakes:  # nobody takes a name from fedgauge
+        raise ValueError(f"{' and '.join(sorted(namesakes))} has a component of this name, too")
+    target = pkgutil.resolve_name(entry.value)
+    if not entry.own and not kind.admits_outside(target, (entry.module.split(".")[0],)):
+        raise TypeError(f"{entry.value} is not {kind.noun}")
+    return typing.cast(Callable[..., Any], target)
+
+
+def _description(target: Callable[..., Any]) -> str:
+    return " ".join((inspect.getdoc(target) or "").split("\n\n")[0].split())
+
+
+# ---------------------------------------------------------------------------------------------------------- arguments
+
+
+def _arguments(target: Callable[..., Any]) -> str:
+    """The arguments that a scenario may set, with their defaults."""
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    defaults = _factory_defaults(target)
+    parts = []
+    for name, parameter in inspect.signature(target).parameters.items():
+        required = parameter.default is parameter.empty
+        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        filled_in = name in FIXED or (required and name in FILLED_IN)
+        if variadic or filled_in or not _is_settable(hints.get(name, Any)):
+            continue
+        default = OTHER_DEFAULTS.get(name) or toml(defaults.get(name, parameter.default))
+        parts.append(name if required else f"{name} = {default}")
+    return ", ".join(parts)
+
+
+def _factory_defaults(target: Callable[..., Any]) -> dict[str, object]:
+    if not dataclasses.is_dataclass(target):
+        return {}
+    fields = [f for f in dataclasses.fields(target) if f.default_factory is not dataclasses.MISSING]
+    return {f.name: f.default_factory() for f in fields if callable(f.default_factory)}
+
+
+def _is_settable(hint: Any) -> bool:
+    """Whether TOML can hold a value of this type: a tensor and a function it cannot."""
+    if typing.get_origin(hint) is Callable or hint is Tensor:
+        return False
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Mapping, dict, typing.Literal) or not inner:
+        return hint is not Callable
+    return all(_is_settable(option) for option in inner if option is not Ellipsis)
+
+
+def toml(value: object) -> str:
+    """A default as it would stand in a scenario; none where it is left out."""
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{k} = {toml(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return json.dumps(value) if isinstance(value, str | bool) else str(value)
+
+
+# ------------------------------------------------------------------------------------------------- in a terminal, as JSON
+
+
+def print_components(components: Sequence[Component], console: Console) -> None:
+    """Print a heading for each kind and a line for each component."""
+    width = max((len(c.name) for c in components), default=0)
+    kind = ""
+    for component in components:
+        if component.kind != kind:
+            console.print(Text(f"\n{component.kind}" if kind else component.kind, "bold"))
+            kind = component.kind
+        plug_in = "" if component.package == "fedgauge" else f" [{component.package}]"
+        line = Text(f"  {component.name:{width}}  ")
+        if component.error:
+            line.append(f"cannot be used{plug_in}: {component.error}", "red")
+        else:
+            line.append(f"{component.description}{plug_in}")
+        console.print(line)
+
+
+def to_json(components: Sequence[Component]) -> str:
+    """An array with one object per component."""
+    return json.dumps([dataclasses.asdict(c) for c in components], indent=1)

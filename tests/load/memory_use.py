@@ -1,0 +1,105 @@
+"""Memory of the process that trains and records, and of the one that attacks, after each round."""
+
+import ctypes
+import gc
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.recorder import UpdateRecorder
+from fedgauge.server.store.run import Run
+from fedgauge.simulations.run import processes
+from fedgauge.simulations.run.in_memory import InMemory, MemoryGrid, flower
+from fedgauge.simulations.run.launch import TrainingProcess
+
+MB = 2**20
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """A process's resident memory after some rounds, and its peak so far, in MiB."""
+
+    rounds: int
+    resident: float
+    peak: float
+
+
+def memory_of(pid: int, rounds: int) -> MemoryUse:
+    """Return a process's VmRSS and VmHWM (Linux)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    values = {key: int(value.split()[0]) / 1024 for key, _, value in (x.partition(":") for x in lines) if "kB" in value}
+    return MemoryUse(rounds, values["VmRSS"], values["VmHWM"])
+
+
+def own_memory(rounds: int) -> MemoryUse:
+    """Return this process's memory, after freed memory was returned to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return memory_of(os.getpid(), rounds)
+
+
+def in_a_process(work: Callable[[Run], Result], run: Run) -> Result:
+    """Run some work in a spawned process: a forked one starts with its parent's peak."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, run).result()
+
+
+def train(run: Run, grid: type[MemoryGrid] = MemoryGrid) -> list[MemoryUse]:
+    """Train a run's scenario in this process; return its memory after each round."""
+    torch.set_num_threads(1)
+    scenario, seen = run.scenario(), []
+    with flower(), run.ledger() as ledger:
+        recorder = UpdateRecorder(ledger, run.tape(), scenario.plan)
+        federation = InMemory(scenario, recorder, grid(scenario.protocol))
+        for round in range(1, scenario.protocol.rounds + 1):
+            federation.advance(round)
+            seen.append(own_memory(round))
+    return seen
+
+
+def audit(run: Run) -> list[MemoryUse]:
+    """Attack a run in this process; return its memory after each round's last job."""
+    seen: list[MemoryUse] = []
+    with run.ledger() as ledger:
+        jobs = ledger.progress().total // run.scenario().protocol.rounds
+
+        def look() -> None:
+            progress = ledger.progress()
+            while len(seen) < (progress.done + progress.failed) // jobs:
+                seen.append(own_memory(len(seen) + 1))
+
+        serve(run, LocalExecutor(), tick=look)
+        look()
+    return seen
+
+
+def train_through_flower(run: Run) -> list[MemoryUse]:
+    """Train through Flower; return the ServerApp's memory whenever the ledger has another round."""
+    seen: list[MemoryUse] = []
+    server = 0
+    with run.ledger() as ledger, TrainingProcess(run) as training:
+        while not training.finished():
+            done = max((row["round"] for row in ledger.rounds()), default=0)
+            if done > (seen[-1].rounds if seen else 0):
+                server = server or _server_process(training.mark)
+                seen.append(memory_of(server, done))
+            time.sleep(0.05)
+        training.verify()
+    return seen
+
+
+def _server_process(mark: str) -> int:
+    """The process of a training that runs the ServerApp."""
+    return next(
+        pid for pid in processes.marked(mark) if b"simulation_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )

@@ -1,0 +1,582 @@
+"""The check at the border: a bad reply costs its client the round, and nothing else."""
+
+import io
+import math
+import random
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app.metadata import Metadata
+from flwr.serverapp.strategy import FedAvg
+from flwr.supercore.task_identity import TaskIdentity
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedgauge.client.deployment.guard import WITHHELD
+from fedgauge.client.inspection.policy import REASON
+from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
+from fedgauge.server.views.participation import may_have_sent
+
+PARAMS = {
+    "conv.weight": torch.linspace(-1, 1, 12).reshape(3, 2, 2),
+    "scale": torch.tensor(0.7),  # no dimensions: numpy likes to make scalars of these
+    "linear.bias": torch.tensor([1e-3, -2.0, 3.0]),
+}
+BUFFERS = {"norm.running_mean": torch.tensor([0.5, -0.5])}
+CLIENTS = 4
+
+
+class Recorder(FedAvg):
+    """FedAvg that keeps what the door hands it."""
+
+    def __init__(self) -> None:
+        super().__init__(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=CLIENTS)
+        self.handed: list[dict[str, Tensor]] = []
+        self.metrics: list[dict[str, Any]] = []
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        replies = list(replies)
+        self.handed = [dict(next(iter(m.content.array_records.values())).to_torch_state_dict()) for m in replies]
+        self.metrics = [dict(next(iter(m.content.metric_records.values()))) for m in replies]
+        return super().aggregate_train(server_round, replies)
+
+
+class Round:
+    """One round at the door: the messages that went out, and a way to answer them."""
+
+    def __init__(self, kit: Any, buffers: dict[str, Tensor] | None = None, **options: Any) -> None:
+        self.kit = kit
+        self.intakes: list[RoundReplies] = []
+        self.inner = Recorder()
+        grid = kit.MemoryGrid("", CLIENTS)
+        self.checked = CheckedStrategy(self.inner, self.intakes.append, buffers, seed=1, clients=grid.nodes, **options)
+        sent = self.checked.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid)
+        by_client = sorted(sent, key=lambda m: grid.nodes[m.metadata.dst_node_id])
+        self.asked: list[Message] = [kit.travel(m) for m in by_client]
+
+    def update(self, client: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(client)
+        return {k: 0.1 * torch.randn(t.shape, generator=generator) for k, t in PARAMS.items()}
+
+    def good(self, client: int, examples: float = 2) -> Message:
+        message: Message = self.kit.reply(self.asked[client], self.update(client), examples)
+        return message
+
+    def answer(self, replies: list[Message]) -> tuple[dict[str, Tensor] | None, RoundReplies]:
+        arrays, _ = self.checked.aggregate_train(1, replies)
+        return (dict(arrays.to_torch_state_dict()) if arrays else None), self.intakes[-1]
+
+
+def reasons(intake: RoundReplies) -> dict[int, tuple[str, str]]:
+    return {seen.client: (seen.status, seen.reason) for seen in intake.refused}
+
+
+def identical(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+# ------------------------------------------------------------------------------------------------------ good replies
+
+
+def test_the_inner_strategy_gets_exactly_theta_plus_update(kit: Any) -> None:
+    at = Round(kit)
+    at.answer([at.good(c) for c in range(CLIENTS)])
+    for client, handed in enumerate(at.inner.handed):
+        assert list(handed) == list(PARAMS)
+        assert identical(handed, {k: PARAMS[k] + u for k, u in at.update(client).items()})
+
+
+def test_what_is_recorded_is_what_the_client_sent(kit: Any) -> None:
+    at = Round(kit)
+    _, intake = at.answer([at.good(c, examples=c + 1) for c in range(CLIENTS)])
+    assert [a.client for a in intake.accepted] == [0, 1, 2, 3]
+    assert [a.examples for a in intake.accepted] == [1, 2, 3, 4]
+    assert all(identical(dict(a.update), at.update(a.client)) for a in intake.accepted)
+    assert identical(dict(intake.params), PARAMS)
+    assert intake.refused == ()
+
+
+def test_aggregation_is_the_mean_weighted_by_examples(kit: Any) -> None:
+    at = Round(kit)
+    trained, _ = at.answer([at.good(c, examples=c + 1) for c in range(CLIENTS)])
+    assert trained is not None
+    for k, theta in PARAMS.items():
+        expected = sum((c + 1) / 10 * (theta + at.update(c)[k]).double() for c in range(CLIENTS))
+        torch.testing.assert_close(trained[k].double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_the_order_of_arrival_changes_no_bit(kit: Any) -> None:
+    at = Round(kit)
+    results = []
+    for shuffle in range(6):
+        replies = [at.good(c, examples=3 * c + 1) for c in range(CLIENTS)]
+        random.Random(shuffle).shuffle(replies)
+        results.append(at.answer(replies)[0])
+    assert all(identical(results[0], other) for other in results[1:])
+
+
+def test_the_order_of_a_replys_tensors_changes_no_bit(kit: Any) -> None:
+    """Krum and FedAvgM read arrays by position."""
+    at = Round(kit)
+    straight, _ = at.answer([at.good(c) for c in range(CLIENTS)])
+    turned = kit.reply(at.asked[1], dict(reversed(at.update(1).items())))
+    again, intake = at.answer([at.good(0), turned, at.good(2), at.good(3)])
+    assert identical(straight, again)
+    assert [list(handed) for handed in at.inner.handed] == [list(PARAMS)] * CLIENTS
+    assert intake.refused == ()
+
+
+# ---------------------------------------------------------------------------------------------------------- the absent
+
+
+def test_stragglers_and_errors_are_missing_with_their_reason(kit: Any) -> None:
+    at = Round(kit)
+    straggler = Message(Error(100, "straggler: too late"), reply_to=at.asked[1])
+    traceback = "<class 'ClientAppException'>:<'\nException occurred. Message: cuda went away'>"
+    crashed = Message(Error(2, traceback), reply_to=at.asked[2])
+    trained, intake = at.answer([crashed, at.good(3), straggler, at.good(0)])
+    assert reasons(intake) == {
+        1: ("missing", "straggler: too late"),
+        2: ("missing", "Exception occurred. Message: cuda went away'>"),
+    }
+    alone = Round(kit)
+    assert identical(trained, alone.answer([alone.good(0), alone.good(3)])[0])
+
+
+def test_a_dead_node_is_missing_though_the_superlink_answers_under_its_own_id(kit: Any) -> None:
+    at = Round(kit)
+    now = at.asked[0].metadata
+    dead = Metadata(1, "id", 1, 1, now.message_id, "", now.created_at, now.ttl, "train")  # what SuperLink 1.41 sends
+    message = Message(Error(5, "Node Unavailable\nits heartbeats lapsed"), metadata=dead)
+    before = dict(at.checked.clients)
+    _, intake = at.answer([message, at.good(0), at.good(1), at.good(3)])
+    assert reasons(intake) == {2: ("missing", "no reply (Node Unavailable)")}
+    assert at.checked.clients == before, "the SuperLink is no client"
+
+
+@pytest.mark.parametrize("reason", ["", " ", "\n", " \n\t", "\x0b"], ids=repr)
+def test_an_error_without_words_is_still_recorded(kit: Any, reason: str) -> None:
+    at = Round(kit)
+    _, intake = at.answer([Message(Error(0, reason), reply_to=at.asked[0]), *(at.good(c) for c in (1, 2, 3))])
+    status, words = reasons(intake)[0]
+    assert status == "missing"
+    assert words.strip()
+
+
+def test_silence_is_missing(kit: Any) -> None:
+    at = Round(kit)
+    _, intake = at.answer([at.good(0)])
+    assert reasons(intake) == {c: ("missing", "no reply") for c in (1, 2, 3)}
+    assert [(p.client, p.silent, p.alarm) for p in intake.refused] == [(c, True, None) for c in (1, 2, 3)]
+
+
+def test_no_words_of_a_client_make_it_one_that_withheld_or_came_too_late(kit: Any) -> None:
+    """What its error says is shown; what happened is told by the error's code, and by whether anything came."""
+    at = Round(kit)
+    said = {0: (0, REASON), 1: (0, "no reply"), 2: (WITHHELD, "anything")}
+    errors = [Message(Error(code, words), reply_to=at.asked[c]) for c, (code, words) in said.items()]
+    _, intake = at.answer([*errors, at.good(3)])
+    rows = {p.client: asdict(p) for p in intake.refused}
+    assert {c: (row["silent"], row["alarm"]) for c, row in rows.items()} == {
+        0: (False, None), 1: (False, None), 2: (False, True),
+    }  # fmt: skip
+    assert [may_have_sent(rows[c], deployed=True) for c in rows] == [False, False, True]
+
+
+def test_a_round_without_any_good_reply_changes_nothing(kit: Any) -> None:
+    at = Round(kit)
+    nan = {k: torch.full_like(t, math.nan) for k, t in PARAMS.items()}
+    trained, intake = at.answer([kit.reply(at.asked[0], nan), Message(Error(100, "late"), reply_to=at.asked[1])])
+    assert trained is None
+    assert {seen.client: seen.status for seen in intake.refused} == {
+        0: "rejected",
+        1: "missing",
+        2: "missing",
+        3: "missing",
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------- bad replies
+
+
+def npy(array: Any, **options: Any) -> Array:
+    buffer = io.BytesIO()
+    np.save(buffer, array, **options)
+    return Array("float32", np.shape(array), "numpy.ndarray", buffer.getvalue())
+
+
+def npz() -> Array:
+    buffer = io.BytesIO()
+    np.savez(buffer, a=np.zeros(3, np.float32))
+    return Array("float32", (3,), "numpy.ndarray", buffer.getvalue())
+
+
+def header(words: str, body: bytes = b"") -> Array:
+    """An npy file whose header says what we like."""
+    text = words.encode().ljust(118 - 10) + b"\n"
+    return Array("float32", (3,), "numpy.ndarray", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + body)
+
+
+class Exploding:
+    """What a pickle would run: the test fails loudly if anything unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.exit, ("a reply was unpickled",)
+
+
+EXPLODING = np.array([Exploding()], dtype=object)
+
+BIAS = "linear.bias"
+BAD_TENSORS: dict[str, tuple[Tensor | Array, str]] = {
+    "nan": (torch.tensor([0.0, math.nan, 0.0]), f"{BIAS} has entries that are not finite"),
+    "inf": (torch.tensor([0.0, math.inf, 0.0]), f"{BIAS} has entries that are not finite"),
+    "-inf": (torch.tensor([-math.inf, 0.0, 0.0]), f"{BIAS} has entries that are not finite"),
+    "longer": (torch.zeros(4), f"{BIAS} has shape (4,) and dtype float32, expected (3,) and float32"),
+    "broadcastable": (torch.zeros(1), f"{BIAS} has shape (1,) and dtype float32, expected (3,) and float32"),
+    "more dimensions": (torch.zeros(1, 3), f"{BIAS} has shape (1, 3) and dtype float32, expected (3,) and float32"),
+    "empty": (torch.zeros(0), f"{BIAS} has shape (0,) and dtype float32, expected (3,) and float32"),
+    "float64": (
+        torch.zeros(3, dtype=torch.float64),
+        f"{BIAS} has shape (3,) and dtype float64, expected (3,) and float32",
+    ),
+    "float16": (
+        torch.zeros(3, dtype=torch.float16),
+        f"{BIAS} has shape (3,) and dtype float16, expected (3,) and float32",
+    ),
+    "int": (torch.zeros(3, dtype=torch.int32), f"{BIAS} has shape (3,) and dtype int32, expected (3,) and float32"),
+    "bool": (torch.zeros(3, dtype=torch.bool), f"{BIAS} has shape (3,) and dtype bool, expected (3,) and float32"),
+    "complex": (
+        torch.zeros(3, dtype=torch.complex64),
+        f"{BIAS} has shape (3,) and dtype complex64, expected (3,) and float32",
+    ),
+    "big endian": (npy(np.zeros(3, ">f4")), f"{BIAS} has shape (3,) and dtype >f4, expected (3,) and float32"),
+    "text": (npy(np.array(["a", "b", "c"])), f"{BIAS} has shape (3,) and dtype <U1, expected (3,) and float32"),
+    "records": (
+        npy(np.zeros(3, [("a", "<f4")])),
+        f"{BIAS} has shape (3,) and dtype [('a', '<f4')], expected (3,) and float32",
+    ),
+    "no bytes": (Array("float32", (3,), "numpy.ndarray", b""), f"{BIAS} cannot be decoded"),
+    "garbage": (Array("float32", (3,), "numpy.ndarray", b"\x00\xffgarbage"), f"{BIAS} cannot be decoded"),
+    "truncated": (
+        Array("float32", (3,), "numpy.ndarray", npy(np.zeros(3, np.float32)).data[:-5]),
+        f"{BIAS} cannot be decoded",
+    ),
+    "pickle": (
+        npy(EXPLODING, allow_pickle=True),  # written, never read: the check must refuse it
+        f"{BIAS} cannot be decoded",
+    ),
+    "object header": (header("{'descr': '|O', 'fortran_order': False, 'shape': (3,), }"), f"{BIAS} cannot be decoded"),
+    "unknown storage": (Array("float32", (3,), "pickle", b"cos\nsystem\n."), f"{BIAS} cannot be decoded"),
+    "npz": (npz(), f"{BIAS} cannot be decoded"),
+    "broken zip": (Array("float32", (3,), "numpy.ndarray", b"PK\x03\x04broken"), f"{BIAS} cannot be decoded"),
+    "10 exabytes": (
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': (2500000000000000000,), }"),
+        f"{BIAS} cannot be decoded",
+    ),
+    "negative shape": (
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': (-3,), }", bytes(12)),
+        f"{BIAS} cannot be decoded",
+    ),
+    "deep header": (header("(" * 100), f"{BIAS} cannot be decoded"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_a_bad_tensor_is_refused_by_name_and_the_others_are_as_if_it_was_absent(kit: Any, case: str) -> None:
+    bad, reason = BAD_TENSORS[case]
+    at = Round(kit)
+    trained, intake = at.answer(
+        [at.good(0), kit.reply(at.asked[1], at.update(1) | {BIAS: bad}), at.good(2), at.good(3)]
+    )
+    status, words = reasons(intake)[1]
+    assert status == "rejected"
+    assert words.startswith(reason)
+    assert [a.client for a in intake.accepted] == [0, 2, 3]
+    alone = Round(kit)
+    assert identical(trained, alone.answer([alone.good(c) for c in (0, 2, 3)])[0])
+
+
+def metrics_of(message: Message) -> MetricRecord:
+    return message.content.metric_records["metrics"]
+
+
+def without(name: str) -> Callable[[Message], None]:
+    return lambda m: m.content.array_records["update"].pop(name) and None
+
+
+def with_examples(value: Any) -> Callable[[Message], None]:
+    return lambda m: metrics_of(m).update({"num-examples": value})
+
+
+def put(name: str, record: Any) -> Callable[[Message], None]:
+    return lambda m: m.content.update({name: record})
+
+
+def drop(name: str) -> Callable[[Message], None]:
+    return lambda m: m.content.pop(name) and None
+
+
+COUNT = "num-examples must be a whole number from 1 to 1000000000"
+BAD_REPLIES: dict[str, tuple[Callable[[Message], None], str]] = {
+    "missing tensor": (without("scale"), "missing tensors: scale"),
+    "extra tensor": (
+        lambda m: m.content.array_records["update"].update({"backdoor": Array(np.zeros(1, np.float32))}),
+        "tensors unknown to the model: backdoor",
+    ),
+    "no arrays": (drop("update"), "expected one ArrayRecord of updates, got none"),
+    "two ArrayRecords": (
+        put("more", ArrayRecord(PARAMS)),
+        "expected one ArrayRecord of updates, got ['more', 'update']",
+    ),
+    "no MetricRecord": (drop("metrics"), f"{COUNT}, got None"),
+    "two MetricRecords": (
+        put("more", MetricRecord({"num-examples": 1})),
+        f"{COUNT}, got None",
+    ),
+    "no num-examples": (
+        lambda m: metrics_of(m).pop("num-examples") and None,
+        f"{COUNT}, got None",
+    ),
+    "zero examples": (with_examples(0), "num-examples must be"),
+    "negative examples": (with_examples(-4), "num-examples must be"),
+    "half an example": (with_examples(0.5), "num-examples must be"),
+    "one and a half": (with_examples(1.5), "num-examples must be"),
+    "NaN examples": (with_examples(math.nan), "num-examples must be"),
+    "infinite examples": (with_examples(math.inf), "num-examples must be"),
+    "a list of examples": (with_examples([2, 2]), "num-examples must be"),
+    "more examples than SQLite counts": (with_examples(2**63), "num-examples must be"),
+    "more examples than a float counts": (with_examples(1e300), "num-examples must be"),
+    "buffers nobody asked for": (
+        put("buffers", ArrayRecord({"norm.running_mean": torch.zeros(2)})),
+        "tensors unknown to the model: norm.running_mean",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REPLIES)
+def test_a_bad_reply_is_refused_and_the_others_are_as_if_it_was_absent(kit: Any, case: str) -> None:
+    spoil, reason = BAD_REPLIES[case]
+    at = Round(kit)
+    bad = at.good(1)
+    spoil(bad)
+    trained, intake = at.answer([kit.travel(bad), at.good(0), at.good(2), at.good(3)])
+    status, words = reasons(intake)[1]
+    assert status == "rejected"
+    assert words.startswith(reason)
+    alone = Round(kit)
+    assert identical(trained, alone.answer([alone.good(c) for c in (0, 2, 3)])[0])
+
+
+def test_an_update_that_overflows_the_weights_is_refused(kit: Any) -> None:
+    at = Round(kit)
+    largest = torch.finfo(torch.float32).max
+    params = {k: torch.full_like(t, largest) for k, t in PARAMS.items()}
+    sent = at.checked.configure_train(2, ArrayRecord(params), ConfigRecord(), kit.MemoryGrid("", CLIENTS))
+    by_client = sorted((kit.travel(m) for m in sent), key=lambda m: at.checked.clients[m.metadata.dst_node_id])
+    huge = {k: torch.full_like(t, largest) for k, t in PARAMS.items()}
+    zero = {k: torch.zeros_like(t) for k, t in PARAMS.items()}
+    trained, intake = at.answer([kit.reply(by_client[0], huge), kit.reply(by_client[1], zero)])
+    assert reasons(intake)[0] == ("rejected", "conv.weight overflows the weights")
+    assert identical(trained, params)
+
+
+def test_a_client_that_answers_twice_loses_both_whatever_comes_first(kit: Any) -> None:
+    """Which of the two arrives first is chance: taking either would make the trained model depend on it."""
+    alone = Round(kit)
+    expected, _ = alone.answer([alone.good(c) for c in (0, 2, 3)])
+    for order in ((0, 1), (1, 0)):
+        at = Round(kit)
+        twice = [at.good(1), kit.reply(at.asked[1], at.update(7))]
+        trained, intake = at.answer([at.good(0), twice[order[0]], at.good(2), twice[order[1]], at.good(3)])
+        assert [s for s in intake.refused if s.client == 1] == list(intake.refused)
+        assert reasons(intake) == {1: ("rejected", "the client answered 2 times")}
+        assert identical(trained, expected)
+
+
+def test_a_client_that_was_not_asked_is_refused(kit: Any) -> None:
+    at = Round(kit)
+    stranger = Message(RecordDict(), dst_node_id=12345, message_type="train")
+    trained, intake = at.answer([kit.reply(stranger, at.update(1)), *(at.good(c) for c in range(CLIENTS))])
+    assert reasons(intake) == {4: ("rejected", "the client was not asked in this round")}
+    alone = Round(kit)
+    assert identical(trained, alone.answer([alone.good(c) for c in range(CLIENTS)])[0])
+
+
+def test_a_reply_to_an_earlier_round_is_refused_when_its_client_was_not_asked_again(kit: Any) -> None:
+    grid = kit.MemoryGrid("", CLIENTS)
+    intakes: list[RoundReplies] = []
+    checked = CheckedStrategy(FedAvg(0.5, 0.0, 1, 0, CLIENTS), intakes.append, seed=1, clients=grid.nodes)
+    first = {m.metadata.dst_node_id: m for m in checked.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid)}
+    for round in range(2, 20):
+        second = {
+            m.metadata.dst_node_id for m in checked.configure_train(round, ArrayRecord(PARAMS), ConfigRecord(), grid)
+        }
+        if late := first.keys() - second:
+            break
+    zero = {k: torch.zeros_like(t) for k, t in PARAMS.items()}
+    arrays, _ = checked.aggregate_train(round, [kit.reply(kit.travel(first[late.pop()]), zero)])
+    assert arrays is None
+    assert [s.reason for s in intakes[-1].refused if s.status == "rejected"] == [
+        "the client was not asked in this round"
+    ]
+
+
+# --------------------------------------------------------------------------------------------- any corruption whatever
+
+
+def spoil_bytes(draw: st.DrawFn, message: Message) -> None:
+    record = message.content.array_records["update"]
+    name = draw(st.sampled_from(sorted(record)))
+    data = bytearray(record[name].data)
+    for _ in range(draw(st.integers(1, 6))):
+        if not data:
+            break
+        data[draw(st.integers(0, len(data) - 1))] = draw(st.integers(0, 255))
+    cut = draw(st.integers(0, len(data)))
+    spoiled = bytes(data[:cut]) if draw(st.booleans()) else bytes(data) + draw(st.binary(max_size=8))
+    stype = draw(st.sampled_from(["numpy.ndarray", "numpy.ndarray", "pickle", ""]))
+    record[name] = Array(draw(st.text(max_size=8)), (draw(st.integers(0, 9)),), stype, spoiled)
+
+
+def spoil_structure(draw: st.DrawFn, message: Message) -> None:
+    choice = draw(st.integers(0, 4))
+    if choice == 0:
+        record = message.content.array_records["update"]
+        record.pop(draw(st.sampled_from(sorted(record))))
+    elif choice == 1:
+        metrics = message.content.metric_records["metrics"]
+        metrics[draw(st.text(max_size=5))] = draw(st.one_of(st.floats(), st.integers(-(2**63), 2**64 - 1)))
+    elif choice == 2:
+        value = draw(st.one_of(st.floats(), st.integers(-(2**63), 2**64 - 1), st.lists(st.floats(), max_size=3)))
+        message.content.metric_records["metrics"]["num-examples"] = value
+    elif choice == 3:
+        message.content.pop(draw(st.sampled_from(["update", "metrics"])))
+    else:
+        message.content[draw(st.text(max_size=8))] = draw(
+            st.sampled_from([ArrayRecord(PARAMS), MetricRecord({"a": 1}), ConfigRecord({"b": True})])
+        )
+
+
+@st.composite
+def corruption(draw: st.DrawFn) -> Callable[[Message], None]:
+    data = draw(st.data())
+    kinds = draw(st.lists(st.sampled_from([spoil_bytes, spoil_structure]), min_size=1, max_size=3))
+
+    def spoil(message: Message) -> None:
+        for kind in kinds:
+            if "update" in message.content and "metrics" in message.content:
+                kind(data.draw, message)
+
+    return spoil
+
+
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(spoil=corruption(), place=st.integers(0, 3))
+def test_no_corruption_raises_or_changes_the_others(kit: Any, spoil: Callable[[Message], None], place: int) -> None:
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    at = Round(kit)
+    bad = at.good(1)
+    spoil(bad)
+    replies = [at.good(c) for c in (0, 2, 3)]
+    replies.insert(place, kit.travel(bad))
+    trained, intake = at.answer(replies)
+    passed = [a.client for a in intake.accepted]
+    assert passed in ([0, 1, 2, 3], [0, 2, 3])
+    assert {s.client for s in intake.refused} == {0, 1, 2, 3} - set(passed)
+    assert trained is not None
+    assert all(t.dtype == torch.float32 and torch.isfinite(t).all() for t in trained.values())
+    for client, handed in zip(passed, at.inner.handed, strict=True):
+        if client != 1:
+            assert identical(handed, {k: PARAMS[k] + u for k, u in at.update(client).items()})
+    if 1 not in passed:
+        alone = Round(kit)
+        assert identical(trained, alone.answer([alone.good(c) for c in (0, 2, 3)])[0])
+
+
+# ------------------------------------------------------------------------------------------------ sampling and buffers
+
+
+def sampled(kit: Any, seed: int, draw: int, rounds: int = 8) -> list[list[int]]:
+    """Which clients each round asks, in order, on a grid with node ids of its own."""
+    grid = kit.MemoryGrid("", CLIENTS, draw)
+    checked = CheckedStrategy(FedAvg(0.5, 0.0, 1, 0, CLIENTS), seed=seed, clients=grid.nodes)
+    chosen = []
+    for round in range(1, rounds + 1):
+        random.seed(draw + round)  # whoever else draws from the global generator must not matter
+        sent = checked.configure_train(round, ArrayRecord(PARAMS), ConfigRecord(), grid)
+        chosen.append([grid.nodes[m.metadata.dst_node_id] for m in sent])
+    return chosen
+
+
+def test_partial_participation_depends_on_the_seed_and_not_on_node_ids(kit: Any) -> None:
+    first = sampled(kit, seed=5, draw=0)
+    assert all(sampled(kit, seed=5, draw=draw) == first for draw in (1, 2, 3))
+    assert all(len(set(clients)) == 2 for clients in first)
+    assert len({tuple(sorted(clients)) for clients in first}) > 1, "always the same two"
+    assert sampled(kit, seed=6, draw=0) != first
+
+
+def test_sampling_a_round_does_not_depend_on_the_rounds_before(kit: Any) -> None:
+    """A resumed training asks the same clients."""
+    grid = kit.MemoryGrid("", CLIENTS)
+    checked = CheckedStrategy(FedAvg(0.5, 0.0, 1, 0, CLIENTS), seed=5, clients=grid.nodes)
+    sent = checked.configure_train(6, ArrayRecord(PARAMS), ConfigRecord(), grid)
+    assert [grid.nodes[m.metadata.dst_node_id] for m in sent] == sampled(kit, seed=5, draw=0)[5]
+
+
+def test_an_unknown_node_gets_the_next_free_number(kit: Any) -> None:
+    grid = kit.MemoryGrid("", CLIENTS)
+    known = dict(list(grid.nodes.items())[:3])
+    checked = CheckedStrategy(FedAvg(1.0, 0.0, 1, 0, CLIENTS), clients=known)
+    list(checked.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid))
+    assert checked.clients == grid.nodes
+
+
+def with_buffers(kit: Any, message: Message, update: dict[str, Tensor], examples: int, mean: list[float]) -> Message:
+    reply: Message = kit.reply(message, update, examples)
+    reply.content["buffers"] = ArrayRecord({"norm.running_mean": torch.tensor(mean)})
+    travelled: Message = kit.travel(reply)
+    return travelled
+
+
+def test_buffers_travel_apart_and_come_back_averaged_by_examples(kit: Any) -> None:
+    at = Round(kit, BUFFERS)
+    sent = at.asked[0].content.array_records["buffers"].to_torch_state_dict()
+    assert identical(dict(sent), BUFFERS)
+    _, intake = at.answer(
+        [
+            with_buffers(kit, at.asked[0], at.update(0), 1, [1.0, 0.0]),
+            with_buffers(kit, at.asked[1], at.update(1), 3, [5.0, 8.0]),
+        ]
+    )
+    assert identical(dict(intake.buffers), BUFFERS), "the tape keeps what was sent, not what came back"
+    assert at.checked.buffers["norm.running_mean"].tolist() == [4.0, 6.0]
+    assert "norm.running_mean" not in at.inner.handed[0]
+
+
+def test_clients_without_buffers_leave_the_average_to_the_others(kit: Any) -> None:
+    at = Round(kit, BUFFERS)
+    at.answer([with_buffers(kit, at.asked[0], at.update(0), 1, [1.0, 0.0]), at.good(1, examples=99)])
+    assert at.checked.buffers["norm.running_mean"].tolist() == [1.0, 0.0]
+    at.answer([at.good(0), at.good(1)])
+    assert at.checked.buffers["norm.running_mean"].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("mean", [[math.nan, 0.0], [0.0], [0.0, 0.0, 0.0]])
+def test_bad_buffers_refuse_the_reply(kit: Any, mean: list[float]) -> None:
+    at = Round(kit, BUFFERS)
+    _, intake = at.answer([with_buffers(kit, at.asked[0], at.update(0), 1, mean), at.good(1)])
+    assert reasons(intake)[0][0] == "rejected"
+    assert reasons(intake)[0][1].startswith("norm.running_mean has")
+    assert identical(at.checked.buffers, BUFFERS)
