@@ -110,7 +110,7 @@ def test_files_that_are_no_tables_are_refused_in_words(tmp_path: Path) -> None:
     refused("must be a list of its categories", path=people, label="income", columns={"debt": "number"})
     refused("must be a list of its categories", path=people, label="income", columns={"debt": []})
     refused("mean must be", path=people, label="income", columns={"debt": {"mean": "0", "std": 1}})
-    refused("no argument 'deviation'", path=people, label="income", columns={"debt": {"mean": 0, "deviation": 1}})
+    refused("unknown key 'deviation'", path=people, label="income", columns={"debt": {"mean": 0, "deviation": 1}})
     refused("std 0.0 above 0", path=people, label="income", columns={"age": {"mean": 1, "std": 0}})
     refused("no column 'shoe'", path=people, label="income", drop=["shoe"])
     refused("No such file", path=str(tmp_path / "none.csv"), label="income")
