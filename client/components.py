@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeVar, Union
 
 from fedgauge.client import registry
 from fedgauge.client.registry import ALLOW, OWN, PLUG_INS, Entry, allowed, is_in
@@ -25,6 +25,7 @@ from fedgauge.client.registry import ALLOW, OWN, PLUG_INS, Entry, allowed, is_in
 Table = Mapping[str, Any]  # what TOML or JSON gives: values of mixed type, checked here
 ALLOW_PATH = "FEDGAUGE_ALLOW_PATH"  # folders, besides Python's own path, in which allowed packages are looked for
 MEND = "mend this line, or name another component"
+Settings = TypeVar("Settings")
 _Types = tuple[type, ...]
 
 
@@ -439,6 +440,19 @@ def spell(hint: Any) -> str:
         Path: "a path",
     }
     return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def settings_of(kind: type[Settings], value: Any, where: str, beside: Sequence[str] = ()) -> Settings:
+    """A dataclass of settings from a table; SpecError where the table does not fit.
+
+    Args:
+        beside: keys of the table that something else reads, for the message.
+    """
+    table, names = coerce(value, dict, where), [*beside, *inspect.signature(kind).parameters]
+    if unknown := [key for key in table if key not in names]:
+        raise SpecError(f"{where}: unknown key {unknown[0]!r} (it has: {', '.join(names)})")
+    found: Settings = call(kind, check_arguments(kind, table, where), where)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- checks of settings

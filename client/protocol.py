@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.collusion import check_threshold
-from fedgauge.client.components import SpecError, Table, call, check_arguments, check_at_least, coerce
+from fedgauge.client.components import SpecError, Table, check_at_least, coerce, settings_of
 from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.rng import generator
@@ -147,22 +147,17 @@ class Protocol:
                 raise SpecError(f"{key} must be at most {most}, got {numbers[key]}")
         data, model = (coerce(spec[k], dict, f"[{k}]") for k in ("data", "model"))
         chain = tuple(coerce(t, dict, f"[[chain]] #{i}") for i, t in enumerate(coerce(spec["chain"], list, "chain"), 1))
-        late = coerce(spec.get("stragglers", {}), dict, "[stragglers]")
-        stragglers = call(Stragglers, check_arguments(Stragglers, late, "[stragglers]"), "[stragglers]")
-        together = _secure_sum(spec, numbers["clients"])
-        loss = coerce(spec.get("loss", CROSS_ENTROPY), dict, "[loss]")
-        guard = coerce(spec.get("guard", {}), dict, "[guard]")
-        inspection_policy = call(InspectionPolicy, check_arguments(InspectionPolicy, guard, "[guard]"), "[guard]")
-        canaries = _canaries(spec, numbers["clients"])
-        parts = {
-            "data": data,
-            "model": model,
-            "chain": chain,
-            "loss": loss,
-            "guard": inspection_policy,
-            "canaries": canaries,
-        }
-        return cls(**numbers, **parts, stragglers=stragglers, secure_sum=together)
+        return cls(
+            **numbers,
+            data=data,
+            model=model,
+            chain=chain,
+            stragglers=settings_of(Stragglers, spec.get("stragglers", {}), "[stragglers]"),
+            secure_sum=_secure_sum(spec, numbers["clients"]),
+            loss=coerce(spec.get("loss", CROSS_ENTROPY), dict, "[loss]"),
+            guard=settings_of(InspectionPolicy, spec.get("guard", {}), "[guard]"),
+            canaries=_canaries(spec, numbers["clients"]),
+        )
 
     @classmethod
     def from_json(cls, text: str) -> "Protocol":
@@ -234,8 +229,7 @@ def _canaries(spec: Table, clients: int) -> CanaryOptions | None:
     if "canaries" not in spec:
         return None
     where = "[canaries]"
-    arguments = check_arguments(CanaryOptions, coerce(spec["canaries"], dict, where), where)
-    found: CanaryOptions = call(CanaryOptions, arguments, where)
+    found = settings_of(CanaryOptions, spec["canaries"], where)
     if found.clients > clients - (not found.examples):
         most = "at most" if found.examples else "fewer than"
         why = "" if found.examples else ", some of which train"
@@ -248,8 +242,7 @@ def _secure_sum(spec: Table, clients: int) -> SecureSumOptions | None:
     if "secure_sum" not in spec:
         return None
     where = "[secure_sum]"
-    table = coerce(spec["secure_sum"], dict, where)
-    found: SecureSumOptions = call(SecureSumOptions, check_arguments(SecureSumOptions, table, where), where)
+    found = settings_of(SecureSumOptions, spec["secure_sum"], where)
     if clients % found.group:
         raise SpecError(f"{where}: group = {found.group} does not divide clients = {clients}")
     return found

@@ -4,13 +4,10 @@ A data set comes with its tokenizer, and a model that was trained with another t
 """
 
 import hashlib
-import io
-from collections.abc import Callable, Iterator, Sequence
-from csv import DictReader
-from csv import Error as CsvError
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +15,8 @@ from torch import Tensor
 
 from fedgauge.client.data.grammar import sentences
 from fedgauge.client.data.images import Dataset
-from fedgauge.client.files import MOST_TABLE, open_data, read_file
+from fedgauge.client.data.table_files import check_columns, read_csv
+from fedgauge.client.files import MOST_TABLE, read_file
 from fedgauge.client.local_data import cached, data_folder
 from fedgauge.client.models.losses import IGNORED
 from fedgauge.client.models.tokenizer import WORDPIECE, Task, Tokenizer, framed, load_tokenizer, offline, wordpiece
@@ -27,7 +25,6 @@ from fedgauge.client.rng import generator
 Longer = Literal["cut", "drop"]
 MOST_TESTED = 2000  # pieces; every round evaluates them all
 MOST_CLASSES = 100_000  # of a table: each is a row of a model's last layer
-MOST_LINE = 16 << 20  # characters of a table
 LEAST_WORDS = 200  # of a vocabulary, which has every letter twice
 
 
@@ -55,15 +52,10 @@ class Text(Dataset):
             labels = x.shape if self.task == "next_token" else x.shape[:1]
             if x.dtype != torch.int64 or x.dim() != 2 or not len(x) or x.shape[1:] != self.x.shape[1:]:
                 return f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected int64 (N, L), one sentence at least"
-            if y.dtype != torch.int64 or y.shape != labels:
-                return f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 {tuple(labels)}"
             if not 0 <= int(x.min()) <= int(x.max()) < self.tokenizer.size:
                 return f"{name} has tokens {int(x.min())}..{int(x.max())}, and the tokenizer's are 0..{self.tokenizer.size - 1}"
-            seen = y[y != IGNORED]
-            if len(seen) and not 0 <= int(seen.min()) <= int(seen.max()) < self.classes:
-                return (
-                    f"the labels of {name} lie in {int(seen.min())}..{int(seen.max())}, expected 0..{self.classes - 1}"
-                )
+            if fault := self.label_fault(name, y, labels):
+                return fault
         return ""
 
 
@@ -127,11 +119,11 @@ def csv(
         length, tokenizer, tokenizer_folder, vocabulary, task, longer: as for phrases. If several parties have their own
             tables, as deployed clients do, all of them need the same tokenizer: a name or a folder.
     """
-    sentences_, written = _columns(path, [text] if task == "next_token" else [text, label])
+    sentences_, *written = _columns(path, [text] if task == "next_token" else [text, label])
     labels, count = [0] * len(sentences_), 2
     names: tuple[str, ...] = ()
     if task == "classification":
-        labels, count, names = _classes(path, label, written, classes)
+        labels, count, names = _classes(path, label, written[0], classes)
     if task == "classification" and classes is None and len(sentences_) > 1 and len(set(labels)) < 2:
         raise ValueError(f"{path} has sentences of one class only: there is nothing to learn")
     tested = held_out(len(labels), test, path).tolist()
@@ -147,40 +139,11 @@ def csv(
 
 def _columns(path: Path, names: Sequence[str]) -> list[list[str]]:
     """The columns of a table with these names, stripped; rows without text are left out."""
-    columns: list[list[str]] = [[] for _ in names]
-    try:
-        with (
-            open_data(path, MOST_TABLE) as file,
-            io.TextIOWrapper(file, "utf-8-sig", newline="") as lines,  # Excel begins its files with a mark
-        ):
-            table = DictReader(_short(lines), strict=True)
-            found = list(table.fieldnames or [])
-            for name in names:
-                if found.count(name) != 1:
-                    many = "more than one column" if name in found else "no column"
-                    raise ValueError(f"{path} has {many} {name!r} (it has: {', '.join(map(repr, found)) or 'nothing'})")
-            for row in table:
-                if None in row or None in row.values():
-                    raise ValueError(
-                        f"{path}, line {table.line_num}: expected {len(found)} fields as in the first line; quote a text that has "
-                        "a comma"
-                    )
-                if row[names[0]].strip():
-                    for column, name in zip(columns, names, strict=True):
-                        column.append(row[name].strip())
-    except FileNotFoundError as error:
-        raise ValueError(f"{path}: there is no such file") from error
-    except (UnicodeDecodeError, CsvError, OSError) as error:
-        raise ValueError(f"{path} is not a CSV file in UTF-8 that can be read: {error}") from error
-    return columns if len(names) > 1 else [*columns, []]
-
-
-def _short(file: IO[str]) -> Iterator[str]:
-    """A file's lines; csv's error if one has no end."""
-    while line := file.readline(MOST_LINE):
-        if len(line) == MOST_LINE:
-            raise CsvError(f"a line of it has {MOST_LINE} characters or more")
-        yield line
+    table = read_csv(path, names)
+    check_columns(table, names, path)
+    columns = [[cell.strip() for cell in table[name].to_pylist()] for name in names]
+    rows = [row for row in zip(*columns, strict=True) if row[0]]
+    return [[row[k] for row in rows] for k in range(len(names))]
 
 
 def _classes(
@@ -244,11 +207,16 @@ def _labelled(
 
 
 def _cola(folder: Path) -> Corpus:
-    return Corpus(*(_table(folder / f"in_domain_{part}.tsv", 3, 1) for part in ("train", "dev")))
+    return Corpus(
+        *(
+            _table(folder / f"in_domain_{part}.tsv", ("source", "label", "mark", "sentence"))
+            for part in ("train", "dev")
+        )
+    )
 
 
 def _sst2(folder: Path) -> Corpus:
-    return Corpus(*(_table(folder / f"{part}.tsv", 0, 1) for part in ("train", "dev")))
+    return Corpus(*(_table(folder / f"{part}.tsv", ("sentence", "label")) for part in ("train", "dev")))
 
 
 def _rotten_tomatoes(folder: Path) -> Corpus:
@@ -412,21 +380,24 @@ def _hub(path: str, subset: str | None, column: str, parts: Sequence[str]) -> Co
     return Corpus(*rows)
 
 
+_OWN_FILES = "; put the published file there, or unset FEDGAUGE_DATA to download it"
+
+
 def _lines(path: Path) -> list[str]:
     try:
         return read_file(path, MOST_TABLE).decode().splitlines()
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path} is missing: put it there, or unset FEDGAUGE_DATA to download") from error
     except (UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path} is not text in UTF-8 that can be read: {error}") from error
+        raise ValueError(f"{path} is not text in UTF-8 that can be read: {error}{_OWN_FILES}") from error
 
 
-def _table(path: Path, sentence: int, label: int) -> list[Row]:
-    """Two columns of a file without header, with tabs between."""
-    rows = [line.split("\t") for line in _lines(path)]
-    for number, row in enumerate(rows, 1):
-        if len(row) <= max(sentence, label) or row[label] not in ("0", "1"):
-            raise ValueError(
-                f"{path}, line {number}: expected a label 0 or 1 in column {label + 1} and a sentence in column {sentence + 1}"
-            )
-    return [(row[sentence].strip(), int(row[label])) for row in rows]
+def _table(path: Path, names: Sequence[str]) -> list[Row]:
+    """The columns sentence and label of a file without header, with tabs between."""
+    try:
+        table = read_csv(path, names, names, "\t", quote=False)
+    except ValueError as error:
+        raise ValueError(f"{error}{_OWN_FILES}") from error
+    rows = list(zip(table["sentence"].to_pylist(), table["label"].to_pylist(), strict=True))
+    for number, (_, label) in enumerate(rows, 1):
+        if label not in ("0", "1"):
+            raise ValueError(f"{path}, line {number}: expected a label 0 or 1, got {label!r}")
+    return [(sentence.strip(), int(label)) for sentence, label in rows]

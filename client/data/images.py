@@ -19,6 +19,7 @@ from torch import Tensor
 from fedgauge.client.cache_folder import cache_folder
 from fedgauge.client.files import MOST_TABLE, open_data
 from fedgauge.client.local_data import cached, data_folder, may_download, read_npz
+from fedgauge.client.models.losses import IGNORED
 from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import Batch
 
@@ -71,16 +72,25 @@ class Dataset:
         for name, x, y in (("x", self.x, self.y), ("x_test", self.x_test, self.y_test)):
             if x.dtype != torch.uint8 or x.dim() != 4:
                 return f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected uint8 (N, C, H, W)"
-            if y.dtype != torch.int64 or y.shape != x.shape[:1]:
-                given = f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 ({len(x)},)"
-                return f"{given}: the number of one class for each example, not several labels or a real value"
             if not len(x) or x.shape[1:] != self.x.shape[1:]:
                 return f"{name} has shape {tuple(x.shape)}, expected images of {tuple(self.x.shape[1:])}, one at least"
-            if not 0 <= int(y.min()) <= int(y.max()) < self.classes:
-                return f"the labels of {name} lie in {int(y.min())}..{int(y.max())}, expected 0..{self.classes - 1}"
+            if fault := self.label_fault(name, y, x.shape[:1]):
+                return fault
         channels = self.x.shape[1]
         if len(self.mean) != channels or len(self.std) != channels or not all(s > 0 for s in self.std):
             return f"mean {self.mean} and std {self.std} should be {channels} numbers each, those of std above 0"
+        return ""
+
+    def label_fault(self, name: str, y: Tensor, shape: tuple[int, ...]) -> str:
+        """What keeps these labels from being used, in words; empty where nothing does."""
+        if y.dtype != torch.int64 or y.shape != shape:
+            return (
+                f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 {tuple(shape)}: the numbers of "
+                "classes, not several labels or a real value"
+            )
+        known = y if y.dim() == 1 else y[y != IGNORED]  # of words, padding has no label
+        if len(known) and not 0 <= int(known.min()) <= int(known.max()) < self.classes:
+            return f"the labels of {name} lie in {int(known.min())}..{int(known.max())}, expected 0..{self.classes - 1}"
         return ""
 
     def normalise(self, x: Tensor) -> Tensor:

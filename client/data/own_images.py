@@ -199,6 +199,7 @@ def _numbered(
 def _picture(source: Path | IO[bytes], name: str, size: int | None, grey: bool) -> Tensor:
     """One picture (C, size, size) uint8; ValueError with its name if it cannot be read."""
     from PIL import Image, ImageOps
+    from torchvision.transforms import functional
 
     try:
         with (
@@ -208,12 +209,10 @@ def _picture(source: Path | IO[bytes], name: str, size: int | None, grey: bool) 
             upright = ImageOps.exif_transpose(opened).convert("L" if grey else "RGB")
     except Exception as error:  # broken files raise SyntaxError, OSError, DecompressionBombError and more
         raise ValueError(f"{name} is not a picture that can be read: {error}") from error
-    if size is not None:  # the shorter side resized, then the centre: as torchvision's Resize and CenterCrop
-        wide, high = (int(size * side / min(upright.size)) for side in upright.size)
-        left, top = round((wide - size) / 2), round((high - size) / 2)
-        upright = upright.resize((wide, high), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
-    pixels = torch.from_numpy(np.array(upright))
-    return pixels[None] if grey else pixels.permute(2, 0, 1)
+    if size is not None:
+        upright = functional.center_crop(functional.resize(upright, size), [size, size])
+    pixels: Tensor = functional.pil_to_tensor(upright)
+    return pixels
 
 
 def _stacked(pictures: Sequence[Tensor], path: Path) -> Tensor:

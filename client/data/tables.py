@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedgauge.client.components import coerce, settings_of
 from fedgauge.client.data import census as made_up
 from fedgauge.client.data.corpora import MOST_CLASSES, held_out, numbers
 from fedgauge.client.data.images import Dataset
-from fedgauge.client.files import MOST_ARCHIVE, MOST_TABLE, open_data
+from fedgauge.client.data.table_files import EMPTY, check_columns, read_csv, read_parquet
+from fedgauge.client.files import MOST_ARCHIVE
 from fedgauge.client.local_data import data_folder
 from fedgauge.client.models.columns import MISSING, Column, Columns
 
 OneHot = Literal["plain", "scaled"]
 Missing = Literal["keep", "drop"]
 Cells = Mapping[str, np.ndarray]  # by column: float64 (NaN: missing), or texts as objects (None: missing)
-EMPTY = ("", "?", "NA", "N/A", "NaN", "nan", "null", "NULL")  # how files write a missing cell
-MOST_CELLS = MOST_TABLE // 2  # of a file, as many as the largest text could hold
 MOST_CATEGORIES = 1000
 FREE_TEXT = 0.5  # of a column's cells: with more different texts than that it has no categories
 FEW = 50  # different texts that are categories in any case
@@ -47,12 +47,10 @@ class Tabular(Dataset):
             if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != self.columns.entries or not len(x):
                 wanted = f"expected float32 (N, {self.columns.entries}), one row at least"
                 return f"{name} is {x.dtype} of shape {tuple(x.shape)}, {wanted}"
-            if y.dtype != torch.int64 or y.shape != x.shape[:1]:
-                return f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 ({len(x)},)"
             if not bool(x.isfinite().all()):
                 return f"{name} has entries that are not finite"
-            if not 0 <= int(y.min()) <= int(y.max()) < self.classes:
-                return f"the labels of {name} lie in {int(y.min())}..{int(y.max())}, expected 0..{self.classes - 1}"
+            if fault := self.label_fault(name, y, x.shape[:1]):
+                return fault
         return ""
 
 
@@ -84,16 +82,14 @@ def table(
         missing: keep missing cells as such, or drop rows that have any.
         one_hot: plain entries of 0 and 1, or scaled to mean 0 and variance 1.
     """
-    cells = _read(path, [*categorical, label])
-    labels = _labels(cells, label, path)
-    for name in (*drop, *categorical):
-        if name not in cells:
-            raise ValueError(f"{path} has no column {name!r} (it has: {', '.join(map(repr, cells))})")
-    features = {name: column for name, column in cells.items() if name not in (label, *drop)}
-    if columns is not None:
-        if lacking := [name for name in columns if name not in features]:
-            raise ValueError(f"{path} has no column {lacking[0]!r} (it has: {', '.join(map(repr, features))})")
-        features = {name: features[name] for name in columns}
+    texts = [*categorical, label]
+    found = read_parquet(path) if path.suffix.lower() in (".parquet", ".pq") else read_csv(path, texts)
+    check_columns(found, [label, *drop, *categorical, *(columns or ())], path)
+    if not len(found):
+        raise ValueError(f"{path} has no rows")
+    chosen = [name for name in columns or found.column_names if name not in (label, *drop)]
+    labels = _labels(found[label], label, path)
+    features = {name: _cells(name, found[name], name in categorical, path) for name in chosen}
     if missing == "drop":
         whole = ~np.any([_absent(column) for column in features.values()], axis=0)
         features, labels = {name: column[whole] for name, column in features.items()}, labels[whole]
@@ -184,83 +180,18 @@ def _folder(name: str, path: Path | None) -> Path:
 
 
 def _read_lines(path: Path, names: Sequence[str], delimiter: str) -> Cells:
-    """A file without a line of names; lines that begin with | are comments."""
-    from pyarrow import csv
-
-    def comment(row: Any) -> str:
-        return "skip" if row.text.startswith("|") else "error"
-
-    try:
-        with open_data(path, MOST_TABLE) as file:
-            options = csv.ParseOptions(delimiter=delimiter, invalid_row_handler=comment)
-            found = csv.read_csv(file, csv.ReadOptions(column_names=list(names)), options, _nulls())
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path} is missing: put it there") from error
-    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise ValueError(f"{path} is not the published file of {len(names)} columns: {error}") from error
+    """A published file without a line of names."""
+    found = read_csv(path, names=names, delimiter=delimiter)
     return {name: _cells(name, found[name], False, path) for name in names}
 
 
-def _read(path: Path, categorical: Sequence[str]) -> Cells:
-    from pyarrow import csv
-
-    try:
-        with open_data(path, MOST_TABLE) as file:
-            found = (
-                _parquet(file)
-                if path.suffix.lower() in (".parquet", ".pq")
-                else csv.read_csv(file, convert_options=_nulls())
-            )
-    except FileNotFoundError as error:
-        raise ValueError(f"{path}: there is no such file") from error
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path} is neither a CSV file in UTF-8 nor a Parquet file that can be read: {error}"
-        ) from error
-    if len(set(found.column_names)) < len(found.column_names):
-        twice = next(name for name in found.column_names if found.column_names.count(name) > 1)
-        raise ValueError(f"{path} has more than one column {twice!r}")
-    if not len(found):
-        raise ValueError(f"{path} has no rows")
-    return {name: _cells(name, found[name], name in categorical, path) for name in found.column_names}
-
-
-def _parquet(file: Any) -> Any:
-    """The table in a Parquet file, of which a few bytes may stand for any size; nested columns are not read, and empty.
-
-    Raises:
-        ValueError: it has more than MOST_CELLS cells, or more than MOST_ARCHIVE bytes.
-    """
-    import pyarrow
-    from pyarrow import parquet
-
-    schema = parquet.read_schema(file)
-    if len(set(schema.names)) < len(schema.names):
-        return schema.empty_table()
-    flat = [field.name for field in schema if not pyarrow.types.is_nested(field.type)]
-    opened = parquet.ParquetFile(file, read_dictionary=flat)  # each different text is kept once
-    batches, rows, size = [], 0, 0
-    for batch in opened.iter_batches(1 << 14, columns=flat):
-        rows, size = rows + len(batch), size + batch.nbytes
-        if rows * len(schema) > MOST_CELLS or size > MOST_ARCHIVE:
-            raise ValueError(f"no table has more than {MOST_CELLS} cells or {MOST_ARCHIVE} bytes")
-        batches.append(batch)
-    read = pyarrow.Table.from_batches(batches) if batches else schema.empty_table()
-    columns = [read[name] if name in flat else pyarrow.nulls(rows, schema.field(name).type) for name in schema.names]
-    return pyarrow.table(columns, schema.names)
-
-
-def _nulls() -> Any:
-    from pyarrow import csv
-
-    return csv.ConvertOptions(null_values=list(EMPTY), strings_can_be_null=True)
-
-
 def _cells(name: str, column: Any, categorical: bool, path: Path) -> np.ndarray:
-    """A column's cells; where it is neither numeric nor categorical, an array of None."""
+    """A column's cells; ValueError if they are neither numbers nor texts."""
     from pyarrow import types
 
     kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+    if types.is_null(kind):
+        return np.full(len(column), None, object)
     number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
     if number and not categorical:
         values: np.ndarray = column.cast("float64").to_numpy().copy()  # NaN where there is none
@@ -269,59 +200,37 @@ def _cells(name: str, column: Any, categorical: bool, path: Path) -> np.ndarray:
                 f"{path}: column {name!r} has an infinite number in row {int(np.isinf(values).argmax()) + 1}"
             )
         return values
-    if number or types.is_boolean(kind) or types.is_string(kind) or types.is_large_string(kind):
-        return np.array(_texts(column), object)
-    if types.is_null(kind):
-        return np.full(len(column), None, object)
-    return np.array([_Neither(str(kind))] * len(column), object)
+    if not (number or types.is_boolean(kind) or types.is_string(kind) or types.is_large_string(kind)):
+        raise ValueError(
+            f'{path}: column {name!r} holds {kind}, expected numbers or categories: leave it out with drop = ["{name}"], or '
+            "write it as one of them"
+        )
+    encoded = column.unify_dictionaries() if types.is_dictionary(column.type) else column.dictionary_encode()
+    encoded = encoded.combine_chunks()
+    texts = [None if word is None else str(word).strip() for word in encoded.dictionary.to_pylist()]
+    different = np.array([*(None if text in EMPTY else text for text in texts), None], object)
+    cells: np.ndarray = different[encoded.indices.fill_null(len(texts)).to_numpy()]  # each different text is kept once
+    return cells
 
 
-def _texts(column: Any) -> list[str | None]:
-    """A column's cells as texts, None where there is none; of a column that keeps each different text once, so do these."""
-    from pyarrow import types
-
-    def stripped(cells: Any) -> list[str | None]:
-        texts = (None if cell is None else str(cell).strip() for cell in cells.to_pylist())
-        return [None if text in EMPTY else text for text in texts]
-
-    if not types.is_dictionary(column.type):
-        return stripped(column)
-    found: list[str | None] = []
-    for part in column.chunks:
-        words = stripped(part.dictionary)
-        found += [None if place is None else words[place] for place in part.indices.to_pylist()]
-    return found
-
-
-@dataclass(frozen=True)
-class _Neither:
-    """What stands in the cells of a column whose type is no number and no text."""
-
-    kind: str
-
-
-def _labels(cells: Cells, label: str, path: Path) -> np.ndarray:
+def _labels(column: Any, label: str, path: Path) -> np.ndarray:
     """The label column's texts; ValueError if it holds no classes."""
-    if label not in cells:
-        raise ValueError(f"{path} has no column {label!r} to learn (it has: {', '.join(map(repr, cells))})")
-    column = cells[label]
-    if isinstance(column[0], _Neither):
-        raise ValueError(f"{path}: the label {label!r} holds {column[0].kind}, and a class is expected")
-    if (absent := _absent(column)).any():
+    labels = _cells(label, column, True, path)
+    if (absent := _absent(labels)).any():
         raise ValueError(
             f"{path}: row {int(absent.argmax()) + 1} has no label in column {label!r}: leave such rows out"
         )
-    different = len(set(column.tolist()))
-    if different > MOST_CLASSES or different > max(FEW, FREE_TEXT * len(column)):
+    different = len(set(labels))
+    if different > MOST_CLASSES or different > max(FEW, FREE_TEXT * len(labels)):
         raise ValueError(
-            f"{path}: the label {label!r} has {different} different values in {len(column)} rows, and a class is expected: name "
+            f"{path}: the label {label!r} has {different} different values in {len(labels)} rows, expected classes: name "
             "another column, or put its values into classes first"
         )
-    return column
+    return labels
 
 
 def _absent(column: np.ndarray) -> np.ndarray:
-    return np.isnan(column) if column.dtype == np.float64 else np.array([cell is None for cell in column.tolist()])
+    return np.isnan(column) if column.dtype == np.float64 else np.array([cell is None for cell in column])
 
 
 # --------------------------------------------------------------------------------------------------------------- columns
@@ -345,11 +254,6 @@ def _fitted(features: Cells, trained: np.ndarray, path: Path, one_hot: OneHot) -
 
 
 def _column(name: str, column: np.ndarray, trained: np.ndarray, path: Path, one_hot: OneHot) -> Column:
-    if isinstance(column[0], _Neither):
-        raise ValueError(
-            f"{path}: column {name!r} holds {column[0].kind}, which is neither a number nor a category: leave it out with "
-            f'drop = ["{name}"], or write it as one of them'
-        )
     absent = _absent(column)
     if absent.all():
         raise ValueError(f'{path}: column {name!r} is empty: leave it out with drop = ["{name}"]')
@@ -388,26 +292,26 @@ def _declared(columns: Mapping[str, Any]) -> Columns:
     if not columns:
         raise ValueError("columns declares no column")
     found = []
-    for name, said in columns.items():
-        if isinstance(said, list | tuple) and said and all(isinstance(category, str) for category in said):
-            found.append(Column(name, tuple(said)))
-        elif isinstance(said, Mapping) and {"mean", "std"} <= said.keys() <= {"mean", "std", "low", "high", "optional"}:
-            scale = {key: value for key, value in said.items() if key != "optional"}
-            if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in scale.values()):
-                raise ValueError(f"columns: {name!r}: mean, std, low and high are numbers, got {dict(said)}")
-            if not isinstance(optional := said.get("optional", False), bool):
-                raise ValueError(f"columns: {name!r}: optional is true or false, got {optional!r}")
-            mean, std, low, high = (
-                None if v is None else float(v) for v in map(scale.get, ("mean", "std", "low", "high"))
-            )
-            assert mean is not None and std is not None
-            found.append(Column(name, (), mean, std, low, high, DECIMALS // 2, optional))
+    for name, given in columns.items():
+        where = f"columns: {name!r}"
+        if isinstance(given, list | tuple) and given:
+            found.append(Column(name, coerce(given, Sequence[str], where)))
+        elif isinstance(given, Mapping):
+            found.append(Column(name, decimals=DECIMALS // 2, **vars(settings_of(_Scale, given, where))))
         else:
-            raise ValueError(
-                f"columns: {name!r} must be a list of its categories, or a table of mean, std and, if wanted, low, high and "
-                f"optional, got {said!r}"
-            )
+            raise ValueError(f"{where} must be a list of its categories, or a table of mean and std, got {given!r}")
     return Columns(tuple(found))
+
+
+@dataclass
+class _Scale:
+    """The declaration of a column of numbers, as in `Column`."""
+
+    mean: float
+    std: float
+    low: float | None = None
+    high: float | None = None
+    optional: bool = False
 
 
 def _numbered(features: Cells, columns: Columns, path: Path) -> Tensor:
@@ -419,25 +323,16 @@ def _numbered(features: Cells, columns: Columns, path: Path) -> Tensor:
             f"{path}: {columns.entries} entries a row make {size} bytes, above {MOST_ARCHIVE}: leave columns or rows out"
         )
     for column in columns:
-        cells = features[column.name]
-        absent, own = _absent(cells), cells.dtype == np.float64
-        if column.numeric != own:
+        cells, where = features[column.name], f"{path}: column {column.name!r}"
+        if column.numeric != (cells.dtype == np.float64):
             expected, got = ("numbers", "others") if column.numeric else ("categories", "numbers")
             hint = "" if column.numeric else f": name it in categorical = [{column.name!r}]"
-            raise ValueError(f"{path}: column {column.name!r} holds {got}, and {expected} are declared{hint}")
-        if absent.any() and column.numeric and not column.optional:
-            raise ValueError(
-                f"{path}: row {int(absent.argmax()) + 1} has no {column.name!r}, which is declared not optional"
-            )
+            raise ValueError(f"{where} holds {got}, and {expected} are declared{hint}")
         if column.numeric:
+            if (absent := _absent(cells)).any() and not column.optional:
+                raise ValueError(f"{where} is declared not optional, and row {int(absent.argmax()) + 1} has none")
             found.append(torch.from_numpy(cells))
-            continue
-        place = {category: i for i, category in enumerate(column.categories)}
-        texts = [MISSING if cell is None else cell for cell in cells.tolist()]
-        if (strange := next((i for i, text in enumerate(texts) if text not in place), None)) is not None:
-            raise ValueError(
-                f"{path}: row {strange + 1}: column {column.name!r} has {texts[strange]!r}, which is none of its categories "
-                f"({', '.join(column.categories)})"
-            )
-        found.append(torch.tensor([place[text] for text in texts], dtype=torch.float64))
+        else:
+            texts = [MISSING if cell is None else cell for cell in cells]
+            found.append(torch.tensor(numbers(texts, column.categories, where), dtype=torch.float64))
     return torch.stack(found, -1)

@@ -4,7 +4,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +17,10 @@ from fedgauge.client.components import (
     Table,
     allowing,
     build,
-    call,
     check_above_zero,
-    check_arguments,
     check_at_least,
     coerce,
+    settings_of,
     with_absolute_paths,
 )
 from fedgauge.client.data.images import Dataset, batch_of
@@ -229,8 +228,8 @@ class OwnerConfig:
             updates=updates,
             max_parameters=max_parameters,
             secure_sum=coerce(tables["secure_sum"], dict, "[secure_sum]") if "secure_sum" in tables else None,
-            grading=_options(GradingPolicy, tables.get("grading", {}), "[grading]"),
-            guard=_options(GuardPolicy, tables["guard"], "[guard]") if "guard" in tables else None,
+            grading=settings_of(GradingPolicy, tables.get("grading", {}), "[grading]"),
+            guard=settings_of(GuardPolicy, tables["guard"], "[guard]") if "guard" in tables else None,
         )
 
     @property
@@ -257,11 +256,3 @@ class OwnerConfig:
     def batch(self, rows: Sequence[int]) -> Batch:
         """The examples of these rows of the training images."""
         return batch_of(self.dataset.x, self.dataset.y, torch.tensor(rows, dtype=torch.int64))
-
-
-def _options(kind: Any, value: Any, where: str) -> Any:
-    table = coerce(value, dict, where)
-    if unknown := sorted(table.keys() - {f.name for f in fields(kind)}):
-        names = ", ".join(f.name for f in fields(kind))
-        raise SpecError(f"{where}: unknown key {unknown[0]!r} (it has: {names})")
-    return call(kind, check_arguments(kind, table, where), where)

@@ -25,11 +25,10 @@ from fedgauge.client import toml_text
 from fedgauge.client.components import (
     SpecError,
     Table,
-    call,
     check_above_zero,
-    check_arguments,
     check_at_least,
     coerce,
+    settings_of,
     with_absolute_paths,
 )
 from fedgauge.client.federation import DATASET, Federation
@@ -226,8 +225,8 @@ class Scenario:
         federation = Federation(protocol).check()
         targeting.check(server_attack, federation)
         attacks = coerce(tables.get("attack", []), list, "[[attack]]")
-        audit = _table(tables, "audit", (*_PLAN, *_names(AuditOptions)))
-        options = _options(AuditOptions, {k: v for k, v in audit.items() if k not in _PLAN}, "[audit]")
+        audit = coerce(tables.get("audit", {}), dict, "[audit]")
+        options = settings_of(AuditOptions, {k: v for k, v in audit.items() if k not in _PLAN}, "[audit]", _PLAN)
         plan = plan_of(
             _with_effort([coerce(t, dict, f"[[attack]] #{i}") for i, t in enumerate(attacks, 1)], options, federation),
             {"seed": protocol.seed, **{k: v for k, v in audit.items() if k in _PLAN}},
@@ -235,15 +234,13 @@ class Scenario:
         )
         _check_secure_sum(protocol, strategy, plan)
         targeting.check_decoders(server_attack, plan.attacks, protocol.secure_sum is not None)
-        tape = _options(TapeOptions, _table(tables, "tape", _names(TapeOptions)), "[tape]")
-        simulation = _options(
-            SimulationOptions, _table(tables, "simulation", _names(SimulationOptions)), "[simulation]"
-        )
+        tape = settings_of(TapeOptions, tables.get("tape", {}), "[tape]")
+        simulation = settings_of(SimulationOptions, tables.get("simulation", {}), "[simulation]")
         _check_control_variates(federation, strategy, tape)
-        privacy = _options(PrivacyOptions, _table(tables, "privacy", _names(PrivacyOptions)), "[privacy]")
+        privacy = settings_of(PrivacyOptions, tables.get("privacy", {}), "[privacy]")
         if "privacy" in tables:
             _check_guarantee(federation)
-        validator = _options(ValidatorOptions, _table(tables, "validator", _names(ValidatorOptions)), "[validator]")
+        validator = settings_of(ValidatorOptions, tables.get("validator", {}), "[validator]")
         server_side = (options, tape, simulation, privacy, validator)
         return cls(tables, protocol, federation, plan, strategy, *server_side, server_attack)
 
@@ -460,20 +457,3 @@ def _numbering(settings: Sequence[str]) -> str:
     paths = [setting.partition("=")[0].strip().split(".") for setting in settings]
     named = [f"{p[0]}.{p[1]} is [[{p[0]}]] #{int(p[1]) + 1}" for p in paths if len(p) > 1 and p[1].isdecimal()]
     return f" (of --set, {', '.join(dict.fromkeys(named))})" if named else ""
-
-
-def _table(tables: Table, name: str, allowed: Sequence[str]) -> Table:
-    """A table, checked to have only allowed keys."""
-    table: Table = coerce(tables.get(name, {}), dict, f"[{name}]")
-    for key in table:
-        if key not in allowed:
-            raise SpecError(f"[{name}]: unknown key {key!r} (it has: {', '.join(allowed)})")
-    return table
-
-
-def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(kind))
-
-
-def _options(kind: Any, table: Table, where: str) -> Any:
-    return call(kind, check_arguments(kind, table, where), where)

@@ -4,7 +4,6 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -120,7 +119,8 @@ def register(options: argparse.Namespace) -> int:
     from fedgauge.simulations.deploy.folder import Deployment
     from fedgauge.simulations.deploy.train import register as make_known
 
-    return _run_action(lambda: make_known(Deployment.open(options.folder), options.superlink))
+    make_known(Deployment.open(options.folder), options.superlink)
+    return 0
 
 
 def start(options: argparse.Namespace) -> int:
@@ -130,7 +130,7 @@ def start(options: argparse.Namespace) -> int:
     from fedgauge.simulations.run.simulate import Interrupt
 
     with Interrupt().caught() as interrupt:
-        return _run_action(lambda: train(Deployment.open(options.folder), options.superlink, options.name, interrupt))
+        return train(Deployment.open(options.folder), options.superlink, options.name, interrupt)
 
 
 def status(options: argparse.Namespace) -> int:
@@ -162,13 +162,3 @@ def down(options: argparse.Namespace) -> int:
         return FAILED
     print(f"{deployment.folder}: down" + (f"; {len(left)} processes had been left behind" if left else ""))
     return 0
-
-
-def _run_action(action: Callable[[], int | None]) -> int:
-    from fedgauge.simulations.run.launch import TrainingFailed
-
-    try:
-        return action() or 0
-    except TrainingFailed as error:
-        print(f"fedgauge: {error}", file=sys.stderr)
-        return FAILED

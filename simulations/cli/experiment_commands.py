@@ -9,6 +9,7 @@ from rich.console import Console
 
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.cli.options import Commands
+from fedgauge.simulations.cli.run_summary import wide_console
 
 SUITE = "suite"
 
@@ -77,7 +78,7 @@ def reproduce(options: argparse.Namespace) -> int:
             if options.json:
                 print(*(row.to_json() for row in found), sep="\n", flush=True)
     if not options.json:
-        show(paper_table, rows, Console() if sys.stdout.isatty() else Console(width=180))
+        show(paper_table, rows, wide_console())
     if kept is not None:
         print(f"kept in {options.output}", file=sys.stderr)
     return 0
@@ -102,5 +103,5 @@ def compare(options: argparse.Namespace) -> int:
         raise SpecError("fedgauge compare takes each file once")
     files = {str(path): read_figures(path) for path in options.files}
     table = comparison(compared(files), files)
-    (Console() if sys.stdout.isatty() else Console(width=180)).print(table)
+    wide_console().print(table)
     return 0

@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from fedgauge.server.store.run import RunBusy
     from fedgauge.server.store.run_files import printable
     from fedgauge.server.store.tape import TapeError
-    from fedgauge.simulations.run.exit_status import MISTAKE
+    from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
+    from fedgauge.simulations.run.launch import TrainingFailed
 
     command: Command = options.command
     try:
@@ -73,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SpecError, LedgerError, TapeError, RunBusy) as error:
         print(printable(f"fedgauge: {error}"), file=sys.stderr)
         return MISTAKE
+    except TrainingFailed as error:
+        print(printable(f"fedgauge: {error}"), file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("fedgauge: stopped", file=sys.stderr)
         return 130

@@ -3,14 +3,13 @@
 import argparse
 import os
 import sys
-import time
-from collections.abc import Callable
 from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
+from rich.progress import Progress
 
 from fedgauge.attacks.base import Status
 from fedgauge.attacks.plan import AttackPlan
@@ -27,8 +26,6 @@ from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.live.choose_view import view_of
 from fedgauge.simulations.live.log import emit
 from fedgauge.simulations.run.exit_status import FAILED, INTERRUPTED, exit_status
-
-TOLD_EVERY = 10.0  # seconds between lines of progress
 
 
 def add_to(commands: Commands) -> None:
@@ -158,11 +155,16 @@ def audit(options: argparse.Namespace) -> int:
         if waiting and (words := other_sizes(app_clients(ledger), scenario.federation.shards.batch_size)):
             console.print(f"warning: {words}", highlight=False, markup=False, soft_wrap=True)  # before hours of work
         interrupted = _attack(options, run, ledger, scenario, console) if truth is None or waiting else False
-        tested = _tested(console, options.log)
-        if truth is not None and not interrupted:
-            grade(run, ledger, scenario, truth, tested)
-        elif not (interrupted or options.follow):
-            regrade(run, ledger, scenario, tested)
+        with Progress(console=console, disable=options.log != "auto", transient=True) as bars:
+            task = bars.add_task("who was in a batch: updates tested", visible=False)
+
+            def tested(done: int, total: int) -> None:
+                bars.update(task, completed=done, total=total, visible=True)
+
+            if truth is not None and not interrupted:
+                grade(run, ledger, scenario, truth, tested)
+            elif not (interrupted or options.follow):
+                regrade(run, ledger, scenario, tested)
     if options.follow:  # the driver of the training prints the summary
         return INTERRUPTED if interrupted else 0
     print_summary(run, options.log)
@@ -215,22 +217,6 @@ def _truth(options: argparse.Namespace, run: Run, ledger: Ledger) -> TesterTruth
             "is not here"
         )
     return TesterTruth.named(options.truth, options.truth_rows)
-
-
-def _tested(console: Console, log: str) -> Callable[[int, int], None]:
-    """Says now and then how many updates were tested for who was in their batches, and the time left."""
-    started = told = time.monotonic()
-
-    def progress(done: int, total: int) -> None:
-        nonlocal told
-        now = time.monotonic()
-        if log == "auto" and done < total and now - told >= TOLD_EVERY:
-            told = now
-            left = (now - started) * (total - done) / done
-            words = f"who was in a batch: {done} of {total} updates tested, about {left:.0f} s left"
-            console.print(words, highlight=False, markup=False)
-
-    return progress
 
 
 def _assume(run: Run, ledger: Ledger, scenario: Scenario, known: dict[str, str], retry: list[str]) -> None:

@@ -4,8 +4,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
@@ -65,10 +65,8 @@ class Deployment:
         Raises:
             SpecError: the folder is not empty, or another user's, or the scenario is wrong.
         """
-        if folder.exists() and not folder.is_dir():
-            raise SpecError(f"{folder} is a file: name a folder that does not exist yet, or an empty one")
         if folder.exists():
-            _check_empty(folder, folder.iterdir())
+            _check_usable(folder)
         if any(c in str(folder.absolute()) for c in "\"'\\\n"):
             raise SpecError(
                 f"{folder}: Flower cannot read a path with quotes or backslashes in it; name another folder"
@@ -86,10 +84,12 @@ class Deployment:
         except ValueError as error:
             raise SpecError(f"--host: {error}") from error
         deployment = cls(folder)
-        with _claimed(folder) as opened:
-            deployment._fill(clients, hosts, checked, grading, sampling)
-            if os.getuid() == 0:  # the containers do not run as root
-                _hand_over(opened, CONTAINER_USER)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+        deployment._fill(clients, hosts, checked, grading, sampling)
+        if os.getuid() == 0:  # the containers do not run as root
+            for path in (*folder.rglob("*"), folder):  # whose new owner enters it last
+                os.chown(path, CONTAINER_USER, CONTAINER_USER, follow_symlinks=False)
         return deployment
 
     def _fill(
@@ -236,34 +236,14 @@ class Deployment:
         return "".join(f"{key}={value}\n" for key, value in lines.items())
 
 
-@contextmanager
-def _claimed(folder: Path) -> Iterator[int]:
-    """The folder, open, made if it is missing, and from now on ours alone; SpecError if it is not ours, or not empty."""
-    existed = folder.exists()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    opened = os.open(folder.resolve(), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        # of a mount with one owner for all files root alone would hand any of them over
-        if os.fstat(opened).st_uid != os.geteuid() and (existed or os.geteuid() == 0):
-            raise SpecError(f"{folder} belongs to another user: name a folder that does not exist yet, or one of yours")
-        os.fchmod(opened, 0o700)
-        _check_empty(folder, os.listdir(opened))
-        yield opened
-    finally:
-        os.close(opened)
-
-
-def _check_empty(folder: Path, found: Iterable[object]) -> None:
-    if any(True for _ in found):
+def _check_usable(folder: Path) -> None:
+    """Raise SpecError for a file, a folder of another user, or one that is not empty."""
+    if not folder.is_dir():
+        raise SpecError(f"{folder} is a file: name a folder that does not exist yet, or an empty one")
+    if folder.stat().st_uid != os.geteuid():
+        raise SpecError(f"{folder} belongs to another user: name a folder that does not exist yet, or one of yours")
+    if any(folder.iterdir()):
         raise SpecError(f"{folder} is not empty: a new deployment must not overwrite keys; name another folder")
-
-
-def _hand_over(opened: int, user: int) -> None:
-    """Give all of an open folder to a user, who enters it last and so changes nothing in it before; no link is followed."""
-    for _, folders, files, at in os.fwalk(".", topdown=False, dir_fd=opened):
-        for name in (*folders, *files):
-            os.chown(name, user, user, dir_fd=at, follow_symlinks=False)
-    os.fchown(opened, user, user)
 
 
 def state_of_training(run: Run) -> str:

@@ -5,6 +5,7 @@ import re
 import shlex
 import signal
 import time
+from contextlib import closing
 
 from rich.console import Console
 
@@ -48,7 +49,7 @@ def up(
         if resumed:
             _check_resumable(deployment, run)
         with (
-            LocalDeployment(deployment, run.name) as local,
+            closing(LocalDeployment(deployment, run.name)) as local,
             run.ledger() as ledger,
             view_of(run, ledger, scenario, console, log).shown() as view,
         ):

@@ -72,19 +72,26 @@ def services(addresses: Addresses, clients: int) -> dict[str, Service]:
         "superlink": Service(superlink(addresses)),
         "serverapp": Service(serverapp(addresses)),
         "register": Service(
-            _fedgauge("deploy", "register", addresses.folder, "--superlink", _at(addresses.superlink)), "no"
+            ("fedgauge", "deploy", "register", addresses.folder, "--superlink", _at(addresses.superlink)), "no"
         ),
         **{f"supernode-{k}": Service(supernode(addresses, k), answers=addresses.port(k)) for k in range(clients)},
         "ray-head": Service(ray_head(addresses), environment=ray_access(addresses)),
         "ray-worker": Service(ray_worker(addresses), environment=ray_access(addresses)),
         "start": Service(
-            _fedgauge(
-                "deploy", "start", addresses.folder, "--superlink", _at(addresses.superlink), "--name", addresses.run
+            (
+                "fedgauge",
+                "deploy",
+                "start",
+                addresses.folder,
+                "--superlink",
+                _at(addresses.superlink),
+                "--name",
+                addresses.run,
             ),
             "no",
         ),
         "attack": Service(
-            _fedgauge("audit", addresses.run_folder, "--follow"),
+            ("fedgauge", "audit", addresses.run_folder, "--follow"),
             "on-failure",
             {"RAY_ADDRESS": _at(addresses.ray), **ray_access(addresses)},
         ),
@@ -163,7 +170,7 @@ def dashboard(addresses: Addresses) -> tuple[str, ...]:
     """The page over all runs of the deployment; visitors need the token."""
     token = f"{addresses.folder}/secrets/dashboard"
     where = ("--host", addresses.bind, "--port", str(addresses.dashboard), "--token-file", token)
-    return _fedgauge("watch", f"{addresses.folder}/runs", *where)
+    return ("fedgauge", "watch", f"{addresses.folder}/runs", *where)
 
 
 def ray_access(addresses: Addresses) -> dict[str, str]:
@@ -172,10 +179,6 @@ def ray_access(addresses: Addresses) -> dict[str, str]:
 
 
 _RAY = ("--block", "--disable-usage-stats")
-
-
-def _fedgauge(*arguments: str) -> tuple[str, ...]:
-    return ("fedgauge", *arguments)
 
 
 def _at(address: tuple[str, int]) -> str:

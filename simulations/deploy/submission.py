@@ -66,9 +66,8 @@ class Submission:
     def stop(self) -> None:
         """Let the SuperLink end the run, if it has started; print a message if that fails, as the run may still train."""
         if run := self._run():
-            command = ["flwr", "stop", run, "fedgauge"]
             try:
-                done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=PATIENCE)
+                done = self._ask("stop", run, "fedgauge")
             except subprocess.TimeoutExpired:
                 print(
                     f"fedgauge: Flower's run {run} could not be stopped: the SuperLink does not answer", file=sys.stderr
@@ -87,14 +86,7 @@ class Submission:
         if not (run := self._run()):
             raise TrainingFailed(blame("it never started"))
         try:
-            listing = subprocess.run(
-                ["flwr", "ls", "fedgauge", "--run-id", run, "--format", "json"],
-                env=self._env,
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE,
-                start_new_session=True,  # a Ctrl-C in the terminal must not reach it
-            )
+            listing = self._ask("ls", "fedgauge", "--run-id", run, "--format", "json")
         except subprocess.TimeoutExpired:
             raise TrainingFailed(blame(f"its status is unknown: no answer in {PATIENCE:.0f} s")) from None
         try:
@@ -102,6 +94,16 @@ class Submission:
         except (json.JSONDecodeError, KeyError, IndexError, TypeError):
             output = listing.stderr.strip() or listing.stdout.strip()
             raise TrainingFailed(blame(f"its status is unknown: {output[-300:]}")) from None
+
+    def _ask(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["flwr", *arguments],
+            env=self._env,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            start_new_session=True,  # a Ctrl-C in the terminal must not reach it
+        )
 
     def _run(self) -> str:
         """Its id, from the submission's log; "" if the submission did not get that far."""

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,12 +48,6 @@ class LocalDeployment:
         self.given_up: dict[str, str] = {}  # services that died repeatedly, with the end of their logs
         self._restart_at: dict[str, float] = {}
         self._ask_at: dict[str, float] = {}  # when each is next asked whether it answers
-
-    def __enter__(self) -> "LocalDeployment":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End every process, whatever it does."""
@@ -110,7 +104,8 @@ class LocalDeployment:
                 self._restart_at[name] = now + PAUSE
             elif now >= self._restart_at[name]:
                 del self._restart_at[name]
-                _end_leftovers(child)
+                with suppress(ProcessLookupError):  # what it had started would hold its port, or answer in its place
+                    os.killpg(child.pid, signal.SIGKILL)
                 self.begin(name)
 
     def _give_up(self, name: str, status: int) -> None:
@@ -152,11 +147,3 @@ class LocalDeployment:
         write_bytes(
             self.deployment.folder / FACTS, json.dumps(facts, indent=1).encode()
         )  # written at once, so that readers see it whole
-
-
-def _end_leftovers(child: subprocess.Popen[bytes]) -> None:
-    """End the processes that a dead service had started: they would hold its port, or answer in its place."""
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:  # none is left
-        return

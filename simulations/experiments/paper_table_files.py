@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgauge.attacks.base import Budget
-from fedgauge.client.components import SpecError, call, check_arguments, coerce
+from fedgauge.client.components import SpecError, call, check_arguments, coerce, settings_of
 from fedgauge.simulations.experiments import grids
 from fedgauge.simulations.experiments.measures import all_measures
 from fedgauge.simulations.experiments.paper_tables import (
@@ -60,19 +60,15 @@ def _cell(table: Mapping[str, Any]) -> Setting:
     for j, link in enumerate(coerce(table.get("chain", []), list, f"{where}: chain"), 1):
         check_link(link, f"{where}, chain #{j}")
     made = {
-        "images": _options(Images, table.get("data"), f"{where}: data"),
+        "images": settings_of(Images, table.get("data"), f"{where}: data"),
         "attacks": tuple(specs),
-        "train": _options(Pretraining, table["train"], f"{where}: train") if "train" in table else None,
+        "train": settings_of(Pretraining, table["train"], f"{where}: train") if "train" in table else None,
     }
     rest = {key: value for key, value in table.items() if key not in ("data", "attack", "train")}
     made |= check_arguments(Setting, {"wave": 64, "chain": [], **rest}, where, made)
     cell: Setting = call(Setting, made, where)
     cell.build_server_attack()
     return cell
-
-
-def _options(kind: Any, table: Any, where: str) -> Any:
-    return call(kind, check_arguments(kind, coerce(table, dict, where), where), where)
 
 
 def _attack_spec(table: Mapping[str, Any], where: str) -> AttackSpec:
@@ -83,7 +79,7 @@ def _attack_spec(table: Mapping[str, Any], where: str) -> AttackSpec:
     auxiliary = coerce(arguments.pop("auxiliary", None), dict | None, f"{where}: auxiliary")
     made = {
         "table": {k: v for k, v in table.items() if k not in own | spent},
-        "budget": _options(Budget, {k: v for k, v in table.items() if k in spent}, where),
+        "budget": settings_of(Budget, {k: v for k, v in table.items() if k in spent}, where),
         "paper": paper,
         "auxiliary": auxiliary,
     }

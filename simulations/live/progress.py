@@ -40,7 +40,6 @@ class RunProgress(LedgerReading):
         coming: whether rounds are still to come.
         cells: by attack and round; baselines and limits among them.
         fresh: the keys of `cells` that the last reading changed.
-        busy: waves at work.
         devices: how the attack service uses each.
         plan_coverage: planned against attacked updates; while the run trains, as of the newest round.
     """
@@ -55,7 +54,6 @@ class RunProgress(LedgerReading):
         planned = ledger.planned()
         self.attacks, self.reconstructing = list(planned), [name for name in planned if planned[name].reconstructs]
         self.fresh: list[tuple[str, int]] = []
-        self.busy = 0
         self.plan_coverage = PlanCoverage()
         self._covered: int | None = None  # round up to which updates are counted
         self._version: object = None
@@ -101,23 +99,16 @@ class RunProgress(LedgerReading):
         return self.meta.get("replay", ""), " ".join(self.meta.get("replay_detail", "").split())
 
     def _waiting(self) -> Counter[tuple[str, int]]:
-        """Jobs still to come by attack and round; counts the waves at work."""
+        """Jobs still to come by attack and round."""
         waiting: Counter[tuple[str, int]] = Counter()
-        self.busy = 0
         for row in self.ledger.unfinished():
             waiting[row["attack"], row["round"]] += row["jobs"]
-            self.busy += row["waves"] if row["state"] == "leased" else 0
         return waiting
 
     @property
     def round(self) -> int:
         """The newest finished round."""
         return max(self.rounds, default=0)
-
-    @property
-    def accuracy(self) -> dict[int, float]:
-        """Test accuracy by round."""
-        return {r: row["accuracy"] for r, row in self.rounds.items() if row["accuracy"] is not None}
 
     def means(self, attack: str) -> dict[int, float]:
         """Mean of an attack by round."""
@@ -132,13 +123,6 @@ class RunProgress(LedgerReading):
         """Mean of the best baseline by round."""
         found = {r: best_of(self.snapshot.of_round(self.measure.metric, r), "baseline") for _, r in self.cells}
         return {r: leak.mean for r, leak in found.items() if leak is not None and leak.mean is not None}
-
-    @property
-    def slots(self) -> int:
-        """How many waves may be at work at the same time."""
-        if self.devices:
-            return sum(of.workers for of in self.devices)
-        return self.scenario.audit.workers if self.scenario.audit.executor == "ray" else 1
 
     @property
     def use(self) -> str:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
+import psutil
 import torch
 
 from fedgauge.attacks.engine.batch_limiter import keep_freed_memory
@@ -38,7 +39,7 @@ def environment() -> dict[str, object]:
         "platform": platform.platform(),
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "memory_gb": _memory_gb(),
+        "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "commit": _commit(),
         "packages": {name: version for name in PACKAGES if (version := package(name)) is not None},
@@ -69,10 +70,3 @@ def _processor() -> str:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def _memory_gb() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (ValueError, OSError):
-        return None

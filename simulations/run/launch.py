@@ -80,7 +80,7 @@ class AuditService(OwnProcess):
 
 
 class TrainingProcess(OwnProcess):
-    """A federation in training, in a process of its own with everything that it starts; ends on exit.
+    """A federation in training, in a process of its own with everything that it starts.
 
     Args:
         in_memory: Flower's messages without its simulation engine.
@@ -89,12 +89,6 @@ class TrainingProcess(OwnProcess):
     def __init__(self, run: Run, in_memory: bool = False) -> None:
         module = "in_memory" if in_memory else "simulation_engine"
         super().__init__(run, "flower.log", f"fedgauge.simulations.run.{module}", str(run.folder.absolute()))
-
-    def __enter__(self) -> "TrainingProcess":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def finished(self) -> bool:
         """Whether the federation has ended, successfully or not."""

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from fedgauge.server.children import die_with_parent
 from fedgauge.server.store import run_files
 
@@ -52,7 +54,7 @@ def end(process: subprocess.Popen[bytes], patience: float = 10.0) -> None:
 
 
 def sweep(mark: str, patience: float = 5.0) -> list[int]:
-    """End every process that carries a launch's mark; returns the ids of those that were still alive (Linux)."""
+    """End every process that carries a launch's mark; returns the ids of those that were still alive."""
     alive, asked = marked(mark), set[int]()
     for number, wait in ((signal.SIGTERM, patience), (signal.SIGKILL, 5.0)):
         for pid in (found := marked(mark)):
@@ -67,26 +69,18 @@ def sweep(mark: str, patience: float = 5.0) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not yet collected does not (Linux)."""
+    """Whether a process runs; a zombie does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False
 
 
 def marked(mark: str, variable: str = MARK) -> list[int]:
-    """The ids of living processes that carry a launch's mark, without our own (Linux)."""
-    wanted = f"{variable}={mark}".encode()
-    pids = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (entry / "environ").read_bytes()
-        except OSError:  # it has just ended, or belongs to another user
-            continue
-        pid = int(entry.name)
-        if wanted in environment.split(b"\0") and pid != os.getpid() and is_running(pid):
-            pids.append(pid)
-    return pids
+    """The ids of living processes that carry a launch's mark, without our own."""
+    found = psutil.process_iter(["environ"])  # None: a zombie's, or another user's
+    carry = [p.pid for p in found if (p.info["environ"] or {}).get(variable) == mark]
+    return [pid for pid in carry if pid != os.getpid() and is_running(pid)]
 
 
 def free_port() -> int:

@@ -86,7 +86,7 @@ def _train(run: Run, ledger: Ledger, supervisor: "AuditSupervisor", interrupt: I
     ledger.set_meta(state="training")
     state = "failed"
     try:
-        with TrainingProcess(run, in_memory) as training:
+        with closing(TrainingProcess(run, in_memory)) as training:
             while not training.finished() and not interrupt.asked:
                 supervisor.poll()
                 time.sleep(POLL)

@@ -65,7 +65,7 @@ BATCHNORM = {"use": "convnet", "width": 2}
         ({"stragglers": {"probability": 1.0}}, "[stragglers]", "probability must be in [0, 1), got 1.0"),
         ({"stragglers": {"probability": -0.1}}, "[stragglers]", "probability must be in [0, 1), got -0.1"),
         ({"stragglers": {"probability": float("nan")}}, "[stragglers]: probability", "must be a finite number, got nan"),
-        ({"stragglers": {"rate": 0.1}}, "[stragglers]", "Stragglers() has no argument 'rate' (it has: probability)"),
+        ({"stragglers": {"rate": 0.1}}, "[stragglers]", "unknown key 'rate' (it has: probability)"),
         ({"stragglers": 0.1}, "[stragglers]", "must be a table, got 0.1"),
     ],
 )  # fmt: skip

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -87,7 +88,7 @@ def train_through_flower(run: Run) -> list[MemoryUse]:
     """Train through Flower; return the ServerApp's memory whenever the ledger has another round."""
     seen: list[MemoryUse] = []
     server = 0
-    with run.ledger() as ledger, TrainingProcess(run) as training:
+    with run.ledger() as ledger, closing(TrainingProcess(run)) as training:
         while not training.finished():
             done = max((row["round"] for row in ledger.rounds()), default=0)
             if done > (seen[-1].rounds if seen else 0):

@@ -101,7 +101,7 @@ LOADERS: dict[str, Callable[[Path, Callable[[Path], None]], None]] = {
     "hugging_face, facts": _stored("train/dataset_info.json"),
     "hugging_face, rows": _stored("train/data-00000-of-00001.arrow"),
     "tokenizer": _tokenizer,
-    "lines of a corpus": _alone("train.tsv", lambda path: corpora._table(path, 0, 1)),
+    "lines of a corpus": _alone("train.tsv", lambda path: corpora._table(path, ("sentence", "label"))),
     "idx": _alone("train-images-idx3-ubyte.gz", lambda path: images._read_idx(path.parent, "train", 3)),
     "cifar": _alone("cifar10-train-1.npz", images._read_npz),
 }
@@ -142,10 +142,8 @@ def test_a_file_beyond_its_limit_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_line_without_an_end_is_refused(tmp_path: Path) -> None:
-    _sparse(tmp_path / "own.csv", 1 << 28)
-    with pytest.raises(
-        ValueError, match=r"own\.csv is not a CSV file .*: a line of it has 16777216 characters or more"
-    ):
+    (tmp_path / "own.csv").write_text("text,label\n" + "x" * (1 << 22))
+    with pytest.raises(ValueError, match=r"own\.csv is not a CSV file"):
         csv(tmp_path / "own.csv")
 
 

@@ -2,14 +2,17 @@
 
 import tracemalloc
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 
-from fedgauge.client.data import tables
+from fedgauge.client.data import table_files, tables
 from fedgauge.client.data.tables import Tabular, adult, german_credit, table
+from fedgauge.client.models.columns import MISSING
 from tests.security.test_data_files import ENDLESS
 
 ROWS = 4_000
@@ -59,10 +62,10 @@ def test_a_file_of_more_cells_or_bytes_than_any_table_is_refused(
     made = pyarrow.table({"a": [1.0, 2.0] * 50, "label": ["u", "v"] * 50})
     pyarrow.parquet.write_table(made, tmp_path / "t.parquet")
     assert len(table(tmp_path / "t.parquet", "label").x) == 80
-    for name in ("MOST_CELLS", "MOST_ARCHIVE"):
+    for module, name in ((table_files, "MOST_CELLS"), (tables, "MOST_ARCHIVE")):
         with monkeypatch.context() as patch:
-            patch.setattr(tables, name, 199)
-            with pytest.raises(ValueError, match="no table has more than|leave columns or rows out"):
+            patch.setattr(module, name, 199)
+            with pytest.raises(ValueError, match="the limits of a table are|leave columns or rows out"):
                 table(tmp_path / "t.parquet", "label")
 
 
@@ -73,3 +76,24 @@ def test_a_nested_column_is_not_unpacked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"column 'deep' holds list<.*drop = \[\"deep\"\]"):
         table(tmp_path / "t.parquet", "label")
     assert [c.name for c in table(tmp_path / "t.parquet", "label", drop=["deep"]).columns] == ["a"]
+
+
+def test_columns_of_every_type_are_read_across_batches_and_row_groups(tmp_path: Path) -> None:
+    rows = 40_000  # more than a batch and several row groups, whose dictionaries differ
+    made = pyarrow.table(
+        {
+            "word": [f" w{i // 1000} " if i % 7 else None for i in range(rows)],
+            "flag": [None if i % 3 else i % 2 == 0 for i in range(rows)],
+            "price": [Decimal(i % 9) / 4 for i in range(rows)],
+            "code": [None if i == 5 else i % 4 for i in range(rows)],
+            "label": [i % 2 for i in range(rows)],
+        }
+    )
+    pyarrow.parquet.write_table(made, tmp_path / "t.parquet", row_group_size=9_000)
+    found = table(tmp_path / "t.parquet", "label", categorical=["code"])
+    word, flag, price, code = found.columns
+    assert word.categories == (*sorted(f"w{i}" for i in range(40)), MISSING)
+    assert flag.categories == ("False", "True", MISSING) and code.categories == ("0", "1", "2", "3", MISSING)
+    assert (price.low, price.high, price.decimals, found.names) == (0, 2, 2, ("0", "1"))
+    cells = found.columns.cells(torch.cat([found.x, found.x_test]))
+    assert int((cells[:, 0] == len(word.categories) - 1).sum()) == sum(i % 7 == 0 for i in range(rows))

@@ -154,19 +154,6 @@ def test_a_mistake_is_one_sentence(
     assert says in capsys.readouterr().err
 
 
-def test_no_file_of_another_kind_is_replaced(attacked: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = tmp_path / "other"
-    for begins in (b"SQLite format 3", b"<!doctype html>", b'{"run": 1}'):
-        other.write_bytes(begins)
-        assert gate(str(attacked.folder), "--fail-above", "psnr=20", "--junit", str(other)) == 2
-        assert "holds something else; name another file" in capsys.readouterr().err
-        assert other.read_bytes() == begins
-    other.write_bytes(b"")
-    for _ in range(2):  # an empty file, and its own
-        gate(str(attacked.folder), "--fail-above", "psnr=20", "--junit", str(other))
-        assert len(other.read_bytes()) > 100
-
-
 @pytest.mark.parametrize("text", ["psnr", "psnr=", "=3", "psnr=nan", "psnr=inf", "psnr=a"])
 def test_what_is_no_threshold_is_refused(attacked: Run, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

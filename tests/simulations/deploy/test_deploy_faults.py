@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def deployment(tmp_path: Path) -> Deployment:
 @pytest.fixture
 def linked(deployment: Deployment) -> Iterator[LocalDeployment]:
     """A SuperLink that knows three keys."""
-    with LocalDeployment(deployment, "a-run") as local:
+    with closing(LocalDeployment(deployment, "a-run")) as local:
         local.listen()
         local.finish("register")
         yield local
@@ -325,7 +326,7 @@ def complete(run: Run, rounds: int, clients: int) -> None:
 def cluster(deployment: Deployment) -> Iterator[LocalDeployment]:
     """A Ray head and a worker, by the commands of docker-compose.yml."""
     hasty = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # for which a worker looks for its head, not for a minute
-    with LocalDeployment(deployment, "a-run") as local:
+    with closing(LocalDeployment(deployment, "a-run")) as local:
         local.services = services(local.addresses, deployment.clients)
         for name in ("ray-head", "ray-worker"):
             service = local.services[name]

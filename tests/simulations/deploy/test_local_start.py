@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,7 @@ with Deployment.open(Path(sys.argv[1])).lock():
 def test_a_deployment_is_up_once_and_down_asks_whoever_holds_it(fresh: Deployment) -> None:
     with (
         subprocess.Popen([sys.executable, "-c", HOLD, fresh.folder], stdout=subprocess.PIPE, text=True) as holder,
-        LocalDeployment(fresh, "one") as left,
+        closing(LocalDeployment(fresh, "one")) as left,
     ):
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         with pytest.raises(RunBusy, match=f"process {holder.pid} holds its up"), fresh.lock():

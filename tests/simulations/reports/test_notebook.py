@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from fedgauge.server.store.ledger_types import ROUND_NOTE
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import read_once
 from fedgauge.server.views.verdict import verdict_of
@@ -74,7 +73,8 @@ def test_a_report_is_shown_whole_and_shut_in(copied: Run) -> None:
 def test_what_others_wrote_is_text_not_markup(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "a<i>run", scenario())
     with run.ledger() as ledger:
-        ledger.set_meta(replay="mismatch", replay_detail=HOSTILE, **{f"{ROUND_NOTE}1": HOSTILE})
+        ledger.set_meta(replay="mismatch", replay_detail=HOSTILE)
+        ledger.add_problem("undone", HOSTILE, 1)
         ledger.record_round(1, 0.5, 1.0, 1.0, 0.0, {HOSTILE: {HOSTILE: None}})
     data, _ = shown(run)
     page = Page(data["text/html"])

@@ -4,6 +4,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,7 @@ def test_a_training_listens_on_the_loopback_address_alone_and_starts_nothing_tha
     """
     run = Run.create(tmp_path / "run", Scenario.from_tables(SMALLEST | {"rounds": 200}))
     monkeypatch.chdir(hostile(tmp_path / "theirs"))
-    with TrainingProcess(run) as training:
+    with closing(TrainingProcess(run)) as training:
         _until(lambda: training.finished() or _rounds(run) >= 1)
         assert not training.finished(), run.log("flower.log").read_text()[-3000:]
         pids = processes.marked(training.mark)

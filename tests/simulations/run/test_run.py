@@ -10,6 +10,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -228,7 +229,7 @@ def test_a_training_in_memory_that_dies_is_told_with_the_end_of_its_log(tmp_path
     (tmp_path / "small.toml").write_text(SCENARIO)
     run = create_run(Scenario.load(tmp_path / "small.toml"), tmp_path / "run")
     (run.folder / "scenario.toml").write_text("rounds = = 1")
-    with TrainingProcess(run, in_memory=True) as training:
+    with closing(TrainingProcess(run, in_memory=True)) as training:
         wait_for(lambda: training.finished() or None)
         with pytest.raises(TrainingFailed, match="(?s)the federation failed .*not a readable TOML file"):
             training.verify()
