@@ -39,11 +39,11 @@ def test_a_run_that_cannot_go_on_is_told_before_anything_is_started(
         ledger.set_meta(state="failed")
     began: list[str] = []
 
-    def enter(self: LocalDeployment) -> LocalDeployment:
+    def listen(self: LocalDeployment) -> None:
         began.append(self.addresses.run)
         raise TrainingFailed("enough for a test")
 
-    monkeypatch.setattr(LocalDeployment, "__enter__", enter)
+    monkeypatch.setattr(LocalDeployment, "listen", listen)
     assert cli.main(["deploy", "up", str(fresh.folder), "--local"]) == 2
     told = capsys.readouterr().err
     assert "has rounds up to 1" in told and "no checkpoint" in told and "audit" in told
