@@ -285,7 +285,7 @@ BRANCHES_ON_MODALITY = {
     "defenses/soteria.py": 1,
     "simulations/checks/owner_check.py": 1,
     "simulations/checks/preflight.py": 1,
-    "simulations/checks/second_derivative.py": 1,
+    "simulations/checks/scenario_check.py": 1,
 }
 
 

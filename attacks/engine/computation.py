@@ -246,5 +246,5 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 def _noise(p: Tensor, rng: torch.Generator) -> Tensor:
     fan_in = max(1, p.numel() // max(1, len(p))) if p.dim() > 1 else 1
-    drawn: Tensor = torch.randn(p.shape, generator=rng).to(p)
-    return PERTURBED / fan_in**0.5 * drawn
+    noise: Tensor = PERTURBED / fan_in**0.5 * torch.randn(p.shape, generator=rng).to(p)
+    return noise
