@@ -21,12 +21,13 @@ from torch.utils.hooks import RemovableHandle
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.batch_limiter import exhausted
+from fedgauge.attacks.engine.computation import containers, run, undisturbed
 from fedgauge.attacks.engine.gradients.factored import formed
 from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
 from fedgauge.attacks.engine.second_derivatives import twice_differentiable
 from fedgauge.attacks.engine.value_reads import ValueReads
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd, without_running_stats
+from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch, Params, Update
 
 SAME = 1e-4  # relative difference between two passes up to which they are equal
@@ -126,38 +127,13 @@ def check_lookups(model: nn.Module, params: Params, x: Tensor) -> None:
     Raises:
         ValueError: the gradient of such a parameter is missed wherever weights are handed in; the message names it.
     """
-    _check_memory(model, params, x)
-    own = {k: p for k, p in model.named_parameters() if p.requires_grad}
-    held = {k: b.clone() for k, b in model.named_buffers()}
-    devices = [x.device] if x.device.type == "cuda" else []
-    with torch.enable_grad(), torch.random.fork_rng(devices=devices), without_running_stats(model):
-        out = functional_call(model, {**{k: p.detach().clone() for k, p in params.items()}, **held}, (x.clone(),))
-        if not out.requires_grad:
-            return
-        # none of them took part, unless the forward pass found it elsewhere
-        slopes = torch.autograd.grad(out.square().sum(), list(own.values()), allow_unused=True)
-    if found := [name for name, slope in zip(own, slopes, strict=True) if slope is not None]:
-        raise ValueError(
-            f"the forward pass takes parameter {found[0]!r} from a list, dict or other object, where weights that are handed "
-            "in do not reach it, so its gradient is missed: let forward read it by its module's attribute (self.layer.weight)"
-        )
-
-
-def _check_memory(model: nn.Module, params: Params, x: Tensor) -> None:
-    """Refuse layers that keep something made of parameters from one pass to the next: it would not follow the weights."""
-    buffers = {k: b.clone() for k, b in model.named_buffers()}
     leaves = {k: p.detach().clone().requires_grad_() for k, p in params.items()}
     before = {id(t) for t in (*model.parameters(), *model.buffers(), *leaves.values())}
-    devices = [x.device] if x.device.type == "cuda" else []
-    with (
-        _forgetting(model),
-        torch.enable_grad(),
-        torch.random.fork_rng(devices=devices),
-        without_running_stats(model),
-    ):
-        functional_call(model, {**leaves, **buffers}, (x.clone(),))
+    own = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    with torch.enable_grad(), undisturbed(model, x.device):
+        out = run(model, leaves, x)
         for name, module in model.named_modules():
-            for attribute, held in _containers(module).items():
+            for attribute, held in containers(module).items():
                 kept = [t for t in tree_leaves(held) if isinstance(t, Tensor) and id(t) not in before]
                 if any(t.requires_grad for t in kept):
                     raise ValueError(
@@ -165,24 +141,15 @@ def _check_memory(model: nn.Module, params: Params, x: Tensor) -> None:
                         f"({attribute}), so their gradient is missed: let it compute this anew in every pass; some layers do so in "
                         "train mode"
                     )
-
-
-def _containers(module: nn.Module) -> dict[str, Any]:
-    """A module's own attributes that may hold tensors, beside its parameters and buffers."""
-    own = ("_parameters", "_buffers", "_modules")
-    return {k: v for k, v in vars(module).items() if k not in own and isinstance(v, dict | list)}
-
-
-@contextmanager
-def _forgetting(model: nn.Module) -> Iterator[None]:
-    """A context after which the model's dicts and lists hold what they held before."""
-    held = [(v, v.copy()) for m in model.modules() for v in _containers(m).values()]
-    try:
-        yield
-    finally:
-        for now, before in held:
-            now.clear()
-            now.update(before) if isinstance(now, dict) else now.extend(before)
+    if not out.requires_grad:
+        return
+    # none of them took part, unless the forward pass found it elsewhere
+    slopes = torch.autograd.grad(out.square().sum(), list(own.values()), allow_unused=True)
+    if found := [name for name, slope in zip(own, slopes, strict=True) if slope is not None]:
+        raise ValueError(
+            f"the forward pass takes parameter {found[0]!r} from a list, dict or other object, where weights that are handed "
+            "in do not reach it, so its gradient is missed: let forward read it by its module's attribute (self.layer.weight)"
+        )
 
 
 def layer_without(model: nn.Module, params: Params, x: Tensor, error: Exception) -> str:
@@ -213,12 +180,8 @@ def _form(value: object) -> str:
 
 
 def _passed(model: nn.Module, params: Params, x: Tensor, seed: int = 0) -> Any:
-    """The output for a copy of x, with the model's buffers and torch's random numbers left as they are."""
-    buffers = {k: b.clone() for k, b in model.named_buffers()}
-    devices = [x.device] if x.device.type == "cuda" else []
-    with _forgetting(model), torch.no_grad(), torch.random.fork_rng(devices=devices), without_running_stats(model):
-        torch.manual_seed(seed)
-        return functional_call(model, {**params, **buffers}, (x.clone(),))
+    with torch.no_grad(), undisturbed(model, x.device, seed):
+        return run(model, params, x)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

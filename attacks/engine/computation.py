@@ -184,15 +184,33 @@ def dense_input_layer(model: nn.Module, shape: Sequence[int], biased: bool = Tru
 
 def called(model: nn.Module, params: Params, x: Tensor) -> tuple[Any, list[LayerCall]]:
     """The output of a network for x, and its calls of fully connected layers and convolutions with these weights."""
-    buffers = {k: b.clone() for k, b in model.named_buffers()}
-    devices = [x.device] if x.device.type == "cuda" else []
-    with (
-        torch.enable_grad(),
-        torch.random.fork_rng(devices=devices),
-        without_running_stats(model),
-        _Calls(params) as on,
-    ):
-        return functional_call(model, {**params, **buffers}, (x.clone(),)), on.calls
+    with torch.enable_grad(), undisturbed(model, x.device), _Calls(params) as on:
+        return run(model, params, x), on.calls
+
+
+@contextmanager
+def undisturbed(model: nn.Module, device: torch.device, seed: int = 0) -> Iterator[None]:
+    """A context after which running statistics, the model's dicts and lists and torch's random numbers are as they were."""
+    held = [(v, v.copy()) for m in model.modules() for v in containers(m).values()]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), without_running_stats(model):
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            for now, before in held:
+                now.clear()
+                now.update(before) if isinstance(now, dict) else now.extend(before)
+
+
+def containers(module: nn.Module) -> dict[str, Any]:
+    """A module's own attributes that may hold tensors, beside its parameters and buffers."""
+    own = ("_parameters", "_buffers", "_modules")
+    return {k: v for k, v in vars(module).items() if k not in own and isinstance(v, dict | list)}
+
+
+def run(model: nn.Module, params: Params, x: Tensor) -> Any:
+    """The output for a copy of x, with copies of the model's buffers."""
+    return functional_call(model, {**params, **{k: b.clone() for k, b in model.named_buffers()}}, (x.clone(),))
 
 
 class _Calls(TorchFunctionMode):

@@ -30,6 +30,7 @@ class Written(nn.Module):
         self.b, self.a = nn.Linear(100, CLASSES), nn.Linear(36, 100)  # registered in the other order
         self.late, self.other = nn.ReLU(), nn.Linear(36, 100)
         self.way = forward
+        self.kept: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.way(self, x)
@@ -139,6 +140,15 @@ def test_a_classifier_of_zeros_and_chance_in_forward_change_nothing() -> None:
     state = torch.get_rng_state()
     assert dense_input_layer(model, SHAPE).relu
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_network_that_keeps_something_between_passes_is_left_as_it_was() -> None:
+    def forward(m: Written, x: Tensor) -> Tensor:
+        m.kept.setdefault("bias", 2 * m.a.bias)
+        return m.b((F.linear(flat(x), m.a.weight) + m.kept["bias"]).relu())
+
+    model = Written(forward)
+    assert input_layers(model, SHAPE) and model.kept == {}
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "tanh", "relu"])

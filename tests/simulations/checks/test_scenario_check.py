@@ -37,13 +37,6 @@ class Dropped(Good):
     def forward(self, x):
         return self.drop(super().forward(x))
 
-class Normed(Dropped):
-    def __init__(self, classes):
-        super().__init__(classes)
-        self.norm = nn.BatchNorm2d(1)
-    def forward(self, x):
-        return super().forward(self.norm(x))
-
 class Drawing(Good):
     def forward(self, x):
         return F.dropout(super().forward(x), 0.5, training=True)
@@ -143,8 +136,7 @@ def test_a_good_scenario_is_found_so_and_replays_to_rounding(examine: Examine) -
 @pytest.mark.parametrize(
     ("model", "where", "words"),
     [
-        ({"use": "doctored:Dropped", "mode": "train"}, "dropout", '[model] mode = "eval", or leave it out'),
-        ({"use": "doctored:Normed", "mode": "train"}, "dropout", "set its p to 0 (eval mode would also turn off"),
+        ({"use": "doctored:Dropped", "mode": "train"}, "model", "layer 'drop' (Dropout) draws random numbers"),
         ({"use": "doctored:Drawing"}, "model", "draws random numbers"),
         (
             {"use": "doctored:Fewer"},
