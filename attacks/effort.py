@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from fedgauge.attacks.engine.computation import InputLayer, dense_input_layer
 from fedgauge.attacks.exact.patch_embedding import embeds_patches
 from fedgauge.attacks.limits import noise_is_known
 from fedgauge.attacks.modality.registry import modality_of
@@ -67,21 +68,27 @@ class _Setting:
         return any(isinstance(module, StochasticLayer) for module in self.federation.model.modules())
 
     @cached_property
+    def dense(self) -> InputLayer | None:
+        """The fully connected layer that reads the whole example; one with a bias and a ReLU if there are several."""
+        try:
+            return dense_input_layer(self.federation.model, self.federation.shards.dataset.shape, biased=False)
+        except ValueError:  # none reads it; what else is wrong with the network is the doctor's to report
+            return None
+
+    @property
     def reads_pixels(self) -> bool:
         """Whether the network begins with a fully connected layer over the whole example."""
-        with_parameters = (m for m in self.federation.model.modules() if m._parameters)
-        first = next(with_parameters, None)
-        return isinstance(first, nn.Linear) and first.in_features == self.pixels
+        return self.dense is not None
 
-    @cached_property
+    @property
     def reads_batches(self) -> bool:
-        """Whether several examples meet such a layer, with a ReLU somewhere behind it."""
-        return self.reads_pixels and self.examples > 1 and self.has(nn.ReLU)
+        """Whether several examples meet such a layer, with a bias and a ReLU behind it."""
+        return self.examples > 1 and self.dense is not None and self.dense.relu and bool(self.dense.call.bias)
 
     @cached_property
     def embeds_patches(self) -> bool:
         """Whether the network begins with a vision transformer's patches."""
-        return embeds_patches(self.federation.model)
+        return embeds_patches(self.federation.model, self.federation.shards.dataset.shape)
 
     @cached_property
     def repeats(self) -> bool:

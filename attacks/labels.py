@@ -12,14 +12,14 @@ from types import MappingProxyType
 
 import numpy as np
 import torch
-from torch import Generator, Tensor, nn
-from torch.func import functional_call
+from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.engine.computation import called, classifier
 from fedgauge.attacks.label_rule import label_rule
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy
-from fedgauge.client.models.vision import last_linear, layer_parameters
+from fedgauge.client.models.vision import layer_parameters
 from fedgauge.client.update import Batch, Params, Update
 
 Method = Callable[[Update, Params, Knowledge, "Dummies | None"], Tensor]
@@ -261,7 +261,7 @@ def _choices(batch: list[int], size: int) -> Iterator[tuple[int, ...]]:
 
 def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
     """The classifier's gradient up to scale, in float64: dW (classes, features), and db (classes,) where there is one."""
-    layer = _classifier(known.model)
+    layer = _classifier(known)
     of_weight, of_bias = layer_parameters(layer)
     weight, bias = -_exact(update[of_weight]), update.get(of_bias)
     if len(weight) != known.classes:
@@ -272,15 +272,17 @@ def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
     return weight, None if bias is None else -_exact(bias)
 
 
-def _classifier(model: nn.Module) -> str:
-    return model.parts.head[0].rpartition(".")[0] if isinstance(model, LanguageModel) else last_linear(model)
+def _classifier(known: Knowledge) -> str:
+    if isinstance(known.model, LanguageModel):
+        return known.model.parts.head[0].rpartition(".")[0]
+    return classifier(known.model, known.shape)
 
 
 def _of_logits(features: Tensor, known: Knowledge, params: Params, logits: Tensor) -> Tensor:
     """Features (N, D) of the tokens whose outputs are the model's logits, for a classifier that is applied to every token."""
     if features.dim() != 3:
         return features
-    of_weight, of_bias = layer_parameters(_classifier(known.model))
+    of_weight, of_bias = layer_parameters(_classifier(known))
     bias = params.get(of_bias)
     outs = features @ _exact(params[of_weight]).T + (0 if bias is None else _exact(bias))
     token = (outs - logits[:, None]).norm(dim=2).argmin(1)
@@ -326,26 +328,16 @@ class Dummies:
         else:
             x = torch.rand(DUMMIES, *known.shape, generator=torch.Generator().manual_seed(0))
         x = known.normalise(x.to(next(iter(params.values())).device))
-        seen: list[Tensor] = []
-
-        def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            seen.append(_exact(inputs[0]))
-
-        hook = known.model.get_submodule(_classifier(known.model)).register_forward_pre_hook(keep)
-        # copies, since BatchNorm in train mode changes its buffers
-        buffers = {k: b.clone() for k, b in known.model.named_buffers()}
-        with hook, torch.no_grad():
-            logits = functional_call(known.model, {**params, **buffers}, (x,))
-        return _of_logits(seen[0], known, params, _exact(logits)), _exact(logits).softmax(1)
+        logits, calls = called(known.model, params, x)
+        features = next(_exact(call.input) for call in calls if call.name == _classifier(known))
+        return _of_logits(features, known, params, _exact(logits)), _exact(logits).softmax(1)
 
 
 def _restored(update: Update, params: Params, known: Knowledge, mean: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """iLRG with the system that `mean` makes from those before and after local training."""
     weight, bias = _gradient(update, known)
     if bias is None:
-        raise ValueError(
-            f"iLRG reads the classifier's bias gradient, and {_classifier(known.model)!r} has no bias; use llg"
-        )
+        raise ValueError(f"iLRG reads the classifier's bias gradient, and {_classifier(known)!r} has no bias; use llg")
     if not (_telling(weight, bias) and bias.any()):
         return _even(known)
     system = mean(*_systems(update, params, known)).numpy()
@@ -356,7 +348,7 @@ def _restored(update: Update, params: Params, known: Knowledge, mean: Callable[[
 
 def _systems(update: Update, params: Params, known: Knowledge) -> tuple[Tensor, Tensor]:
     """What an example of class j adds to B db_i (classes i, classes j), at the weights before and after local training."""
-    names = layer_parameters(_classifier(known.model))
+    names = layer_parameters(_classifier(known))
     features = _class_means(-_exact(update[names[0]]), -_exact(update[names[1]]))
     w, b = (_exact(params[k]) for k in names)
     change_w, change_b = (_exact(update[k]) for k in names)

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.computation import ACTIVATIONS, InputLayer, LayerCall, close, dense_input_layer
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.update import Params, Update
 
@@ -37,7 +38,7 @@ class analytic(Attack):
                 wave, f"the attack needs a gradient's magnitudes, and the clients take {known.chain.local.words}"
             )
         try:
-            stack = _first_layers(known.model)
+            stack = _Stack.of(known)
             y = self._labels(wave, known)
         except ValueError as error:
             return not_applicable(wave, str(error))
@@ -61,50 +62,56 @@ class analytic(Attack):
 
     def _invert(self, stack: "_Stack", update: Update, params: Params, known: Knowledge) -> Tensor | None:
         gradient = {k: -t.double() for k, t in update.items()}  # its scale cancels in every step below
-        top = stack.linears[-1]
-        signal = gradient[f"{top}.bias"]  # dL/d(pre-activation)
+        top = stack.layers[-1]
+        signal = gradient[top.bias]  # dL/d(pre-activation)
         if not signal.abs().max() > 0:
             return None
-        value = _rank_one_input(gradient[f"{top}.weight"], signal)
+        value = _rank_one_input(gradient[top.weight], signal)
         for below, activation, above in reversed(stack.steps()):
             slope = _slope(activation, value)
-            signal = (params[f"{above}.weight"].double().T @ signal) * slope
+            signal = (params[above.weight].double().T @ signal) * slope
             if not signal.abs().max() > 0:
                 return None
-            value = _rank_one_input(gradient[f"{below}.weight"], signal)
-        return known.examples(value.view(1, *known.shape)).float()
+            value = _rank_one_input(gradient[below.weight], signal)
+        return known.examples(stack.reads.example(value.view(1, *known.shape))).float()
 
 
 @dataclass(frozen=True)
 class _Stack:
-    """Names of the fully connected layers up to the first with a bias, and the activations between them."""
+    """The fully connected layers up to the first with a bias, and the names of the activations between them.
 
-    linears: tuple[str, ...]
-    activations: tuple[nn.Module, ...]
+    Args:
+        reads: the first of them, which reads the example.
+    """
 
-    def steps(self) -> list[tuple[str, nn.Module, str]]:
+    reads: InputLayer
+    layers: tuple[LayerCall, ...]
+    activations: tuple[str, ...]
+
+    @classmethod
+    def of(cls, known: Knowledge) -> "_Stack":
+        """The stack by the values that its layers hand on; ValueError if it cannot be inverted."""
+        reads = dense_input_layer(known.model, known.shape, biased=False)
+        layers, activations = [reads.call], []
+        for above in reads.follows:
+            below = layers[-1]
+            if below.bias:
+                break
+            acts = [name for name, act in ACTIVATIONS.items() if above.dense and close(above.input, act(below.output))]
+            if not acts:
+                raise ValueError(
+                    f"layer {above.name!r} does not read layer {below.name!r} through a ReLU, sigmoid or tanh, and "
+                    f"layer {below.name!r} has no bias"
+                )
+            layers.append(above)
+            activations.append(acts[0])
+        if not layers[-1].bias:
+            raise ValueError("no fully connected layer that follows from the example has a bias")
+        return cls(reads, tuple(layers), tuple(activations))
+
+    def steps(self) -> list[tuple[LayerCall, str, LayerCall]]:
         """(layer below, activation between, layer above), from the bottom up."""
-        return list(zip(self.linears[:-1], self.activations, self.linears[1:], strict=True))
-
-
-def _first_layers(model: nn.Module) -> _Stack:
-    linears: list[str] = []
-    activations: list[nn.Module] = []
-    leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
-    for name, module in leaves:
-        if isinstance(module, nn.Linear):
-            if len(activations) < len(linears):
-                activations.append(nn.Identity())
-            linears.append(name)
-            if module.bias is not None:
-                return _Stack(tuple(linears), tuple(activations))
-        elif len(activations) < len(linears) and isinstance(module, nn.ReLU | nn.Sigmoid | nn.Tanh):
-            activations.append(module)
-        elif not isinstance(module, nn.Flatten | nn.Identity):
-            raise ValueError(
-                f"layer {name!r} ({type(module).__name__}) comes before the first fully connected layer with a bias"
-            )
-    raise ValueError("the model has no fully connected layer with a bias")
+        return list(zip(self.layers[:-1], self.activations, self.layers[1:], strict=True))
 
 
 def _rank_one_input(weight: Tensor, signal: Tensor) -> Tensor:
@@ -112,12 +119,12 @@ def _rank_one_input(weight: Tensor, signal: Tensor) -> Tensor:
     return (signal @ weight) / signal.square().sum()
 
 
-def _slope(activation: nn.Module, value: Tensor) -> Tensor:
+def _slope(activation: str, value: Tensor) -> Tensor:
     """The activation's derivative, from its output value."""
-    if isinstance(activation, nn.ReLU):
+    if activation == "relu":
         return (value > 1e-9).double()
-    if isinstance(activation, nn.Sigmoid):
+    if activation == "sigmoid":
         return value * (1 - value)
-    if isinstance(activation, nn.Tanh):
+    if activation == "tanh":
         return 1 - value.square()
     return torch.ones_like(value)

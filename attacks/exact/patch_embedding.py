@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.computation import InputLayer, called, input_layers
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params, Update
@@ -72,12 +72,12 @@ class Patches:
     """Where a network embeds an image's patches.
 
     Args:
-        layer: the convolution's name.
+        reads: the convolution.
         positions: the name of the learnt positions; first: the row of the first patch's.
         grid: patches in a column and in a row; size: (height, width) of a patch.
     """
 
-    layer: str
+    reads: InputLayer
     positions: str
     first: int
     grid: tuple[int, int]
@@ -86,21 +86,13 @@ class Patches:
     @classmethod
     def of(cls, known: Knowledge, params: Params) -> "Patches":
         """Found by a pass of noise: positions are what has the embedded patches' gradient. ValueError: there are none."""
-        layer, conv = _first_convolution(known.model)
-        stored: list[Tensor] = []
-
-        def keep(_: nn.Module, __: Any, output: Tensor) -> None:
-            stored.append(output)
-
-        handle = conv.register_forward_hook(keep)
+        reads = _patches_read(known.model, known.shape)
+        layer = reads.name
         x = torch.rand(1, *known.shape, generator=generator("an image of noise"))
         weights = {k: p.detach().to(x).requires_grad_() for k, p in params.items()}
-        try:
-            with torch.enable_grad():
-                logits = functional_call(known.model, weights, (known.normalise(x),))
-        finally:
-            handle.remove()
-        if len(stored) != 1 or stored[0].ndim != 4:
+        logits, calls = called(known.model, weights, known.normalise(x))
+        stored = [call.output for call in calls if call.weight == reads.call.weight]
+        if len(stored) != 1:
             raise ValueError(f"the layer {layer!r} is not called once for an image")
         names = list(weights)
         with torch.enable_grad():
@@ -119,7 +111,8 @@ class Patches:
             rows = gradient.reshape(-1, width)
             for first in {len(rows) - len(signal), 0}:  # class tokens stand before the patches or behind them
                 if first >= 0 and len(rows) >= len(signal) and _same(rows[first : first + len(signal)], signal):
-                    return cls(layer, name, first, (high, wide), (conv.kernel_size[0], conv.kernel_size[1]))
+                    height, width = params[reads.call.weight].shape[2:]
+                    return cls(reads, name, first, (high, wide), (height, width))
         raise ValueError(f"no learnt position is added to each patch behind {layer!r}")
 
     @property
@@ -143,27 +136,33 @@ class Patches:
         return padded.reshape(*patches.shape[:-2], *padded.shape[1:])
 
 
-def embeds_patches(model: nn.Module) -> bool:
+def embeds_patches(model: nn.Module, shape: Sequence[int]) -> bool:
     """Whether a network begins with patches side by side."""
     try:
-        _first_convolution(model)
+        _patches_read(model, shape)
     except ValueError:
         return False
     return True
 
 
-def _first_convolution(model: nn.Module) -> tuple[str, nn.Conv2d]:
-    """The first layer with parameters, if it embeds patches side by side."""
-    name, first = next(
-        ((n, m) for n, m in model.named_modules() if m._parameters and not list(m.children())), ("", None)
-    )
-    if not isinstance(first, nn.Conv2d):
-        kind = "the network has no layers" if first is None else f"the first layer {name!r} is {type(first).__name__}"
-        raise ValueError(f"{kind}: the attack reads a convolution that embeds patches")
-    plain = first.kernel_size == first.stride and first.groups == 1 and first.dilation == (1, 1)
-    if not plain or first.padding not in ((0, 0), "valid"):
-        raise ValueError(f"the first layer {name!r} overlaps its windows: the attack reads patches side by side")
-    return name, first
+def _patches_read(model: nn.Module, shape: Sequence[int]) -> InputLayer:
+    """The convolution that cuts the example into patches side by side."""
+    layers = [layer for layer in input_layers(model, shape) if not layer.dense]
+    if not layers:
+        raise ValueError("no convolution reads the example itself: the attack reads one that embeds patches")
+    weights = dict(model.named_parameters())
+    for layer in layers:
+        size, given = tuple(weights[layer.call.weight].shape[2:]), layer.call.settings
+        stride, padding, dilation = (
+            _pair(given.get(k, d)) for k, d in (("stride", 1), ("padding", 0), ("dilation", 1))
+        )
+        if size == stride and dilation == (1, 1) and padding in ((0, 0), "valid") and given.get("groups", 1) == 1:
+            return layer
+    raise ValueError(f"layer {layers[0].name!r} overlaps its windows: the attack reads patches side by side")
+
+
+def _pair(value: Any) -> Any:
+    return (value, value) if isinstance(value, int) else value if isinstance(value, str) else tuple(value)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -191,8 +190,8 @@ class _Prior:
         public = known.auxiliary
         if public is None or len(public.x) < 2:
             grey = known.normalise(torch.full((1, *known.shape), 0.5, dtype=torch.float64))
-            return cls(patches.cut(grey)[0], torch.eye(patches.count, dtype=torch.float64))
-        x = patches.cut(known.normalise(public.x.double()))
+            return cls(patches.cut(patches.reads.read(grey))[0], torch.eye(patches.count, dtype=torch.float64))
+        x = patches.cut(patches.reads.read(known.normalise(public.x.double())))
         mean = x.mean(0)
         off = (x - mean).transpose(1, 2).flatten(0, 1)  # (images * n, N)
         covariance = off.T @ off / len(off)
@@ -213,14 +212,14 @@ class _Result:
 
 
 def _read(update: Update, known: Knowledge, patches: Patches, prior: _Prior) -> _Result:
-    weight = -update[f"{patches.layer}.weight"].double().flatten(1)  # (m, n)
+    weight = -update[patches.reads.call.weight].double().flatten(1)  # (m, n)
     rows = -update[patches.positions].double().reshape(-1, len(weight))
     signal = rows[patches.first : patches.first + patches.count]  # D (N, m)
     size = float(signal.norm())
     if not math.isfinite(size) or not bool(torch.isfinite(weight).all()):
         return _Result(None, float("nan"), "the update is not finite")
     if not size > 0 or not bool(weight.any()):
-        missing = patches.positions if not size > 0 else patches.layer
+        missing = patches.positions if not size > 0 else patches.reads.name
         return _Result(None, float("nan"), f"the gradient of {missing!r} is zero: it reveals nothing of this image")
     left, values, right = torch.linalg.svd(signal.T @ prior.root, full_matrices=False)
     noise = _noise(known, prior)
@@ -229,7 +228,7 @@ def _read(update: Update, known: Knowledge, patches: Patches, prior: _Prior) -> 
     target = weight - signal.T @ prior.mean
     x = prior.mean + prior.root @ (right.T @ (kept[:, None] * (left.T @ target)))
     error = float((weight - signal.T @ x).norm() / weight.norm())
-    image = known.pixels(patches.joined(x[None], known.shape)).clamp(0, 1).float()
+    image = known.pixels(patches.reads.example(patches.joined(x[None], known.shape))).clamp(0, 1).float()
     told = int((values > max(noise**0.5, floor)).sum())
     notes = [f"{told} of {patches.count} directions of patches stand out"] * (told < patches.count)
     notes += [f"the gradients fit one image to {error:.0e}"] * (error > FIT)

@@ -16,11 +16,11 @@ from itertools import combinations, islice
 from typing import NamedTuple
 
 import torch
-from torch import Generator, Tensor, nn
-from torch.func import functional_call
+from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.computation import InputLayer, called, dense_input_layer
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.exact.dictionary import SparseMixture
 from fedgauge.client.update import Batch, Params, Update, norm, relative_error
@@ -39,26 +39,6 @@ MOST = 20  # distinct columns kept for each wanted one
 SETTLED = 5  # rounds without a new basis that end a search which no proof can end
 
 
-@dataclass(frozen=True)
-class FirstLayer:
-    """The fully connected layer that takes the image itself."""
-
-    name: str
-    relu: bool
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "FirstLayer":
-        """The first layer; ValueError, naming the layer, if it is not fully connected or has no bias."""
-        leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
-        leaves = [(name, m) for name, m in leaves if not isinstance(m, nn.Flatten | nn.Identity)]
-        name, first = leaves[0]
-        if not isinstance(first, nn.Linear):
-            raise ValueError(f"the first layer {name!r} ({type(first).__name__}) is not fully connected")
-        if first.bias is None:
-            raise ValueError(f"layer {name!r} has no bias, which would give the images' scale")
-        return cls(name, len(leaves) > 1 and isinstance(leaves[1][1], nn.ReLU))
-
-
 @dataclass(eq=False)
 class _Mixture:
     """The factors of one observation's first-layer gradient.
@@ -75,8 +55,8 @@ class _Mixture:
     noisy: bool
 
     @classmethod
-    def of(cls, update: Update, layer: FirstLayer, size: int, noisy: bool) -> "_Mixture":
-        weight, bias = (-update[f"{layer.name}.{part}"].double() for part in ("weight", "bias"))
+    def of(cls, update: Update, layer: InputLayer, size: int, noisy: bool) -> "_Mixture":
+        weight, bias = (-update[name].double() for name in (layer.call.weight, layer.call.bias))
         return cls(weight, bias, size, noisy)
 
     @property
@@ -172,7 +152,7 @@ def _unmixed(
     """
     clock = Deadline(time.perf_counter(), budget.seconds)
     try:
-        layer = FirstLayer.of(known.model)
+        layer = dense_input_layer(known.model, known.shape)
     except ValueError as error:
         return not_applicable(wave, str(error))
     local = known.chain.local
@@ -192,7 +172,7 @@ def _unmixed(
 def _inverted(
     update: Update,
     params: Params,
-    layer: FirstLayer,
+    layer: InputLayer,
     known: Knowledge,
     rng: Generator,
     clock: Deadline,
@@ -221,8 +201,8 @@ def _inverted(
         inputs = None if columns is None else mixture.inputs(columns)
         if inputs is None or not bool(torch.isfinite(inputs).all()):
             continue
-        x = known.examples(inputs.view(-1, *known.shape)).float()
-        fed = known.normalise(x).flatten(1).double()
+        x = known.examples(layer.example(inputs.view(-1, *known.shape))).float()
+        fed = layer.read(known.normalise(x)).flatten(1).double()
         signals = torch.linalg.lstsq(fed.T, mixture.weight.T).solution  # (B, m)
         guess = Batch(x, _labels(x, signals, params, layer, known))
         off = relative_error(known.forward(params, guess, None), update)
@@ -240,21 +220,15 @@ def _inverted(
     return answer(best, error, spent, "out_of_budget", reason)
 
 
-def _labels(x: Tensor, signals: Tensor, params: Params, layer: FirstLayer, known: Knowledge) -> Tensor:
+def _labels(x: Tensor, signals: Tensor, params: Params, layer: InputLayer, known: Knowledge) -> Tensor:
     """Labels (B,): for each image the one whose error signal in the first layer is nearest to the recovered one (B, m)."""
-    seen: list[Tensor] = []
-
-    def keep(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        seen.append(output.detach().requires_grad_())
-        return seen[-1]
-
+    weights = {k: p.detach().requires_grad_(k == layer.call.weight) for k, p in params.items()}
+    logits, (own, *_) = called(known.model, weights, known.normalise(x))
     fits = []
-    with known.model.get_submodule(layer.name).register_forward_hook(keep):
-        logits = functional_call(known.model, dict(params), (known.normalise(x),))
-        for label in range(known.classes):
-            loss = known.loss(logits, torch.full((len(x),), label, device=x.device))
-            (signal,) = torch.autograd.grad(loss, seen[0], retain_graph=True)
-            fits.append(F.cosine_similarity(signal.double(), signals, dim=1))
+    for label in range(known.classes):
+        loss = known.loss(logits, torch.full((len(x),), label, device=x.device))
+        (signal,) = torch.autograd.grad(loss, own.output, retain_graph=True)
+        fits.append(F.cosine_similarity(signal.double(), signals, dim=1))
     return torch.stack(fits, 1).nan_to_num(-1.0).argmax(1)
 
 

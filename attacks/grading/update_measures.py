@@ -1,15 +1,15 @@
 """What is measured of an update to tell the local training behind it: sizes of entries, sums over classes, ranks."""
 
 import math
-from contextlib import ExitStack
+from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedgauge.attacks.base import Observation
+from fedgauge.attacks.engine.computation import called
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.models.vision import last_linear, layer_parameters
@@ -250,17 +250,12 @@ def _joined(part: Params, names: list[str]) -> Tensor:
 
 def single_layers(fed: Federation) -> list[str]:
     """Return the weights of the fully connected layers that see each example once."""
-    once: dict[str, bool] = {}
-
-    def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
-        once[name] = name not in once and inputs[0].dim() == 2
-
-    with ExitStack() as hooks, evaluated(fed.model), torch.no_grad():
-        for name, m in fed.model.named_modules():
-            if isinstance(m, nn.Linear):
-                hooks.enter_context(m.register_forward_hook(partial(note, name)))
-        fed.model(fed.shards.dataset.normalise(torch.rand(2, *fed.shards.dataset.shape)))
-    return [f"{name}.weight" for name, single in once.items() if single]
+    x = fed.shards.dataset.normalise(torch.rand(2, *fed.shards.dataset.shape))
+    with evaluated(fed.model):
+        calls = called(fed.model, dict(fed.model.named_parameters()), x)[1]
+    dense = [call for call in calls if call.dense]
+    uses = Counter(call.weight for call in dense)
+    return [call.weight for call in dense if uses[call.weight] == 1 and call.input.dim() == 2]
 
 
 def highest_rank(fed: Federation, seen: Observation) -> int:

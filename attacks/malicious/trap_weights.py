@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
-from fedgauge.attacks.exact.unmixing import FirstLayer
+from fedgauge.attacks.engine.computation import dense_input_layer
 from fedgauge.attacks.malicious.decoding import (
     ClosedForm,
     LayerRows,
@@ -32,9 +32,9 @@ TRIED = 512  # public images on which a scale is tuned
 COMPARED = 256  # unproven images that are compared with each other
 
 
-def _layer(model: nn.Module) -> str:
+def _layer(known: Knowledge) -> str:
     """The fully connected layer with bias and ReLU that reads the image itself; ValueError where there is none."""
-    layer = FirstLayer.of(model)
+    layer = dense_input_layer(known.model, known.shape)
     if not layer.relu:
         raise ValueError(
             f"no ReLU follows layer {layer.name!r}: every image is in every row, and none can be separated"
@@ -58,7 +58,7 @@ class trap_weights(ServerAttack):
             raise ValueError(f"scale must lie in (0, 1], got {self.scale}")
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        names = [f"{_layer(known.model)}.{part}" for part in ("weight", "bias")]
+        names = [f"{_layer(known)}.{part}" for part in ("weight", "bias")]
         old = sent[names[0]]
         sizes = torch.randn(old.shape, generator=rng).abs() / old.shape[1] ** 0.5
         up = torch.rand(old.shape, generator=rng).argsort(1) < old.shape[1] // 2
@@ -99,7 +99,7 @@ class read_rows(ClosedForm):
     """
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
-        return partial(_read, known, _layer(known.model))
+        return partial(_read, known, _layer(known))
 
 
 def _read(known: Knowledge, layer: str, alone: Wave) -> Reconstruction:

@@ -16,10 +16,10 @@ from torch import Tensor
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
+from fedgauge.attacks.engine.compatibility import check_parameters
 from fedgauge.attacks.engine.distances import likelihood, rounding_likelihood
 from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, Variables
 from fedgauge.attacks.engine.trace import Tracer, check_snapshots
-from fedgauge.attacks.matching.model_check import check_parameters
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian_by_class, other_priors
 from fedgauge.attacks.matching.problems import Problems, SearchFails
@@ -117,7 +117,6 @@ class GradientMatching(Attack):
     def _problems(self, wave: Wave, known: Knowledge, restarts: int, streams: Sequence[Stream]) -> Problems:
         """The wave's problems; ValueError if they cannot be posed."""
         check_parameters(known.model, wave.params)
-        _check_dropout(known.model)
         like = next(iter(wave.params.values()))
         y = None
         if known.labels is not None or self.objective.labels == "restored":
@@ -191,16 +190,6 @@ def _answers(found: EveryRestart, budget: Budget) -> list[Reconstruction]:
         trace = found.tracer.of(row)
         answers.append(Reconstruction(x, found.labels[row], objective, done, share, status, reason, trace))
     return answers
-
-
-def _check_dropout(model: torch.nn.Module) -> None:
-    """ValueError if the model drops units at random."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            raise ValueError(
-                f"layer {name!r} is dropout in train mode, and the attacker's differentiable update lacks its draws: set its p "
-                "to 0"
-            )
 
 
 def _doubled(wave: Wave, known: Knowledge) -> tuple[Wave, Knowledge]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import exhausted
+from fedgauge.attacks.engine.compatibility import Route, differentiation_of
 from fedgauge.attacks.engine.distances import (
     InnerProductDistance,
     left_out,
@@ -26,7 +27,6 @@ from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.observed_updates import ObservedUpdates
 from fedgauge.attacks.matching.over_problems import KnownGradient, each_in_turn, each_with_slopes, over_problems
 from fedgauge.attacks.matching.priors import LabelledEnergy, LatentPrior
-from fedgauge.attacks.matching.ways import Route, way_of
 from fedgauge.attacks.matching.whole_batch import whole_batch_update
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.update import Update
@@ -79,7 +79,7 @@ class Problems:
         self.own = self.training.variables(known)
         generally = self.training.draws or self.own or not is_mean(known.loss, known.classes)
         step = None if generally else whole_batch_update(known.chain, known.loss)
-        self.way = way_of(known, wave.params, step is not None)
+        self.way = differentiation_of(known, wave.params, step is not None)
         self.step = step if self.way.route == "one pass" else None
         # for one problem alone, torch.func's derivatives cost two to three times as much as autograd's
         self.plain_alone = self.way.composed or (step is not None and self.way.route == "vmap")

@@ -24,11 +24,11 @@ from fedgauge.attacks.base import (
     Wave,
     not_applicable,
 )
+from fedgauge.attacks.engine.compatibility import differentiation_of
 from fedgauge.attacks.engine.distances import Distance, likelihood
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.recipes import CUTS
-from fedgauge.attacks.matching.ways import way_of
 from fedgauge.client.components import check_at_least
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch, Params, Update
@@ -79,7 +79,7 @@ class several_rounds(StatefulAttack):
         kept = [_remembered(rounds) for rounds in met]
         try:
             parts = [self._agreeing(wave, k, known, rounds) for k, rounds in enumerate(met)]
-            way = way_of(known, wave.params, one_pass=False)
+            way = differentiation_of(known, wave.params, one_pass=False)
         except ValueError as error:
             return not_applicable(wave, str(error)), kept
         known = replace(known, plain=True) if way.route == "loop" else known

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from fedgauge.attacks.engine.computation import dense_input_layer
 from fedgauge.attacks.gaussian_prior import class_means
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit, noise_is_known
@@ -31,7 +32,6 @@ from fedgauge.client.chain import trained_on
 from fedgauge.client.collusion import tolerance
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.models.vision import layer_parameters
 from fedgauge.client.pairing import in_db, one_to_one
 from fedgauge.client.rng import generator
 from fedgauge.client.training import evaluated
@@ -222,16 +222,16 @@ class _Probe:
 
     def _held_by_a_neuron(self) -> float:
         """The share of examples, as they were trained on, that some row's weight over bias gradient gives exactly."""
-        name, (first, _) = next(iter(self._inputs().items()))
-        if not isinstance(first, nn.Linear) or first.bias is None:
-            return 0.0
         known = self.auditor.knowledge(PlannedAttack("rows", {"use": "analytic"}), self.members)
-        if first.in_features != math.prod(known.shape):
+        try:
+            layer = dense_input_layer(known.model, known.shape)
+        except ValueError:  # no layer reads whole examples
             return 0.0
         shares = []
         for k, batch in enumerate(self._trained_on()):
-            weight, bias = (self.wave.update[of][k].double() for of in layer_parameters(name))
-            rows = known.pixels((weight / bias[:, None])[bias != 0].view(-1, *known.shape)).flatten(1)
+            weight, bias = (self.wave.update[of][k].double() for of in (layer.call.weight, layer.call.bias))
+            rows = (weight / bias[:, None])[bias != 0].view(-1, *known.shape)
+            rows = known.pixels(layer.example(rows)).flatten(1)
             errors = torch.cdist(batch.x.double().flatten(1), rows).square() / math.prod(known.shape)
             shares.append(one_to_one(errors <= 10 ** (-PSNR_CAP / 10)) / len(batch.y))
         return sum(shares) / len(shares)

@@ -19,6 +19,7 @@ from fedgauge.attacks.grading.replay import replay
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import Federation
+from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy, is_mean, takes_probabilities
 from fedgauge.client.training import StochasticLayer, without_running_stats
 from fedgauge.server.pool.service import attack_devices
@@ -32,13 +33,12 @@ from fedgauge.simulations.checks.network_check import (
     TRIED,
     ends_in_softmax,
     inputs,
-    try_again,
     try_copy,
+    try_derivatives,
     try_gradient,
     try_input,
     try_network,
 )
-from fedgauge.simulations.checks.second_derivative import check_second_derivative
 
 BETWEEN_BUILDS = "draw with torch's generator, which the seed sets, or read it from a file"
 
@@ -54,7 +54,7 @@ def check(scenario: Scenario) -> list[CheckResult]:
     results.append(attempt("strategy", partial(try_strategy, scenario)))
     if all(r.works or not r.needed for r in results):
         results += [
-            attempt("second derivative", partial(check_second_derivative, fed, again)),
+            *(() if isinstance(fed.model, LanguageModel) else (_tried("second derivative", fed, try_derivatives),)),
             *attempt_all("chain", check_chain(scenario)),
             _tried("one client's step", fed, _one_step),
         ]
@@ -126,25 +126,13 @@ def _check_model(fed: Federation, again: Federation) -> Iterator[CheckResult]:
     yield attempt("model, built again", partial(_same_model, fed, again))
     if built.works:
         yield from (r for r in (_noted("model, copied", fed, try_copy), _noted("input", fed, try_input)) if not r.works)
-        yield _tried("model, run again", fed, try_again)
         yield _tried("gradient", fed, try_gradient)
         if ends_in_softmax(fed):
             yield CheckResult("softmax", False, False, SOFTMAX)
-    batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in fed.model.modules())
-    off = (
-        "set its p to 0 (eval mode would also turn off the batch's statistics)"
-        if batch_norm
-        else 'set [model] mode = "eval"'
-    )
-    dropout = [(n, m) for n, m in fed.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
-    for trains in dict.fromkeys(module.training for _, module in dropout):
-        first, *others = [name for name, module in dropout if module.training is trains]
-        message = f"layer {first!r}{f' and {len(others)} others are' if others else ' is'} dropout, " + (
-            f"and no attack knows its draws: {off}, or leave it out"
-            if trains
-            else "which eval mode turns off: clients train without it"
-        )
-        yield CheckResult("dropout", False, trains, message)
+    dropout = [n for n, m in fed.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
+    if dropout and not fed.model.training:
+        message = f"layer {dropout[0]!r} is dropout, which eval mode turns off: clients train without it"
+        yield CheckResult("dropout", False, False, message)
     if built.works and not _independent(fed):
         drawn = any(isinstance(m, StochasticLayer) for m in fed.model.modules())
         message = "a layer draws" if drawn else "the model mixes the examples of a batch"

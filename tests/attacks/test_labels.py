@@ -1,6 +1,7 @@
 """Label restoration on real digits and untrained networks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import permutations
 
@@ -157,7 +158,7 @@ def test_the_counts_always_sum_to_the_batch(batch_size: int, seed: int, size: fl
     torch.manual_seed(seed)
     model = mlp((1, 2, 2), 10, hidden=(3,))
     update = {k: size * torch.randn_like(p) for k, p in detached_params(model).items()}
-    found = ilrg(update, detached_params(model), knowledge(model, batch_size))
+    found = ilrg(update, detached_params(model), replace(knowledge(model, batch_size), shape=(1, 2, 2)))
     assert found.dtype == torch.int64
     assert len(found) == batch_size
     assert found.tolist() == sorted(found.tolist())

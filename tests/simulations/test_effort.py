@@ -113,6 +113,45 @@ def test_an_attack_of_ones_own_takes_the_place_of_the_efforts_by_its_last_name(
     assert [p.table["use"] for p in planned] == ["my_attacks:inverting_gradients"]
 
 
+WAYS = """
+from torch import nn
+from torch.nn import functional as F
+
+class Small(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.a, self.b, self.unused = nn.Linear(784, 64), nn.Linear(64, 10), nn.ReLU()
+        self.act = act
+
+    def forward(self, x):
+        return self.b(self.act(self.a(x.flatten(1))))
+
+def in_order(shape, classes): return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+def functional(shape, classes): return Small(F.relu)
+def method(shape, classes): return Small(lambda h: h.relu())
+def registered_last(shape, classes): return Small(nn.ReLU())
+def tanh(shape, classes): return Small(lambda h: h.tanh())
+def fails(shape, classes): return nn.Linear(3, 10)
+"""
+
+
+def test_the_choice_follows_what_the_network_computes_and_not_how_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "ways.py").write_text(WAYS)
+    with allowing(["ways"], [tmp_path]):
+        chosen = {
+            way: {
+                t["use"]
+                for t in attacks_by_effort(
+                    "standard", Scenario.from_tables(tables(data=TWO, model={"use": f"ways:{way}"})).federation
+                )
+            }
+            for way in ("in_order", "functional", "method", "registered_last", "tanh", "fails")
+        }
+    assert "spear" in chosen["in_order"]
+    assert chosen["in_order"] == chosen["functional"] == chosen["method"] == chosen["registered_last"]
+    assert chosen["tanh"] == chosen["fails"] == chosen["in_order"] - {"spear", "spear_plus_plus"}
+
+
 def test_no_effort_is_no_attack_and_an_unknown_one_is_named() -> None:
     assert all(p.is_baseline or p.is_limit for p in Scenario.from_tables(tables(data=TWO)).plan.attacks)
     with pytest.raises(SpecError, match=r"\[audit\]: effort must be .*quick.*standard.*thorough.*'most'"):

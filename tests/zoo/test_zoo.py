@@ -31,6 +31,7 @@ from tests.zoo.networks import CLASSES, Network, networks
 
 PROBLEMS, EXAMPLES, RATE = 2, 2, 0.1
 ZOO = networks()
+LACKING = "first derivative only"  # attacks run on it, with a derivative that lacks a term, and say so
 # libraries warn of their own use of torch, and torch of its kernels
 IGNORED = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:LSTM with projections:UserWarning")
 pytestmark = [pytest.mark.filterwarnings(words) for words in IGNORED]
@@ -110,6 +111,7 @@ def test_objective_and_slopes_are_plain_autograds_or_there_is_a_sentence(network
         return
     before = {k: b.clone() for k, b in model.named_buffers()}
     problems = Problems(attack.objective, wave, known, y, 1, torch.float64)
+    assert bool(problems.way.note) == (network.name == LACKING)
     value, slopes = problems.value_and_slopes({"x": known.normalise(x)}, torch.arange(PROBLEMS))
     assert all(torch.equal(b, before[k]) for k, b in model.named_buffers()), "an attack must not move a model's buffers"
     for c in range(PROBLEMS):

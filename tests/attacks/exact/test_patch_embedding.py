@@ -116,7 +116,7 @@ def test_the_system_has_the_image_for_its_solution_on_paper() -> None:
     known = Knowledge(model, chain(local_sgd(1.0)), SHAPE, CLASSES, 1, (), ())
     update = gradient(model)(params, Batch(x, torch.tensor([2])), None)
     found = Patches.of(Knowledge(model.float(), known.chain, SHAPE, CLASSES, 1, (), ()), detached_params(model))
-    assert (found.layer, found.positions, found.first, found.grid) == ("patch_embed.proj", "pos_embed", 1, (8, 8))
+    assert (found.reads.name, found.positions, found.first, found.grid) == ("patch_embed.proj", "pos_embed", 1, (8, 8))
     signal = update["pos_embed"][0, 1:]
     torch.testing.assert_close(update["patch_embed.proj.weight"].flatten(1), signal.T @ found.cut(x)[0])
     assert torch.equal(found.joined(found.cut(x), SHAPE), x)
@@ -147,8 +147,13 @@ def relative() -> nn.Module:
     [
         (timm_vit, 2, None, "one image in each update: of 2 images the positions' gradient is a sum"),
         (timm_vit, 1, chain(local_training(0.1, 1, "adam", steps=1)), "needs a gradient's magnitudes"),
-        (lambda: lenet(SHAPE, CLASSES), 1, None, "the first layer 'conv1' overlaps its windows"),
-        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(3072, CLASSES)), 1, None, "the first layer '1' is Linear"),
+        (lambda: lenet(SHAPE, CLASSES), 1, None, "layer 'conv1' overlaps its windows"),
+        (
+            lambda: nn.Sequential(nn.Flatten(), nn.Linear(3072, CLASSES)),
+            1,
+            None,
+            "no convolution reads the example itself",
+        ),
         (lambda: timm(SHAPE, CLASSES, "convnext_atto"), 1, None, "no learnt position is added to each patch"),
     ],
 )
@@ -178,7 +183,7 @@ def test_a_classifier_of_zeros_lets_nothing_through() -> None:
 
 
 def test_effort_knows_who_embeds_patches() -> None:
-    assert embeds_patches(timm_vit()) and not embeds_patches(lenet(SHAPE, CLASSES))
+    assert embeds_patches(timm_vit(), SHAPE) and not embeds_patches(lenet(SHAPE, CLASSES), SHAPE)
 
 
 @pytest.mark.full

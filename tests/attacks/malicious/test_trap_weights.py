@@ -145,7 +145,7 @@ def test_by_name_in_a_scenario() -> None:
 
 WITHOUT_BIAS = nn.Sequential(nn.Flatten(), nn.Linear(108, 9, bias=False), nn.ReLU(), nn.Linear(9, CLASSES))
 UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "convolutions": (lambda: lenet(SHAPE, CLASSES), r"first layer 'conv1' \(Conv2d\) is not fully connected"),
+    "convolutions": (lambda: lenet(SHAPE, CLASSES), r"no fully connected layer reads the example itself"),
     "tanh": (lambda: mlp(SHAPE, CLASSES, activation="tanh"), "no ReLU follows layer '1'"),
     "one layer": (lambda: mlp(SHAPE, CLASSES, hidden=[]), "no ReLU follows layer '1'"),
     "no bias": (lambda: WITHOUT_BIAS, "layer '1' has no bias"),

@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # what is brought, what
     "list": (model("Listed"), "takes parameter 'head.weight' from a list", "self.layer.weight"),
     "lazy": (model("Lazy"), "layer '1' (LazyLinear) has no weights before its first pass", "model(torch.zeros(1, 1, 28, 28))"),
     "nan": (model("NotANumber"), "'head.weight' is not finite at the start", "check how the network is initialised"),
-    "overflow": (model("Overflowing"), "layer 'conv' (Conv2d) is the first to give such numbers", "mean and std of the data"),
+    "overflow": (model("Overflowing"), "first in layer 'conv' (Conv2d)", "mean and std of the data"),
     "drops": (defense("dropping"), "link #1 (dropping): it changed which parameters", "return every name that came in"),
     "doubles": (defense("doubled"), "link #1 (doubled): it made 'conv.weight' (4, 1, 3, 3) of torch.float64", "keep shapes and"),
     "divides": (defense("dividing"), "link #1 (dividing): it made 'conv.weight' not finite", "a division by zero"),

@@ -37,13 +37,6 @@ class Dropped(Good):
     def forward(self, x):
         return self.drop(super().forward(x))
 
-class Normed(Dropped):
-    def __init__(self, classes):
-        super().__init__(classes)
-        self.norm = nn.BatchNorm2d(1)
-    def forward(self, x):
-        return super().forward(self.norm(x))
-
 class Drawing(Good):
     def forward(self, x):
         return F.dropout(super().forward(x), 0.5, training=True)
@@ -143,18 +136,17 @@ def test_a_good_scenario_is_found_so_and_replays_to_rounding(examine: Examine) -
 @pytest.mark.parametrize(
     ("model", "where", "words"),
     [
-        ({"use": "doctored:Dropped", "mode": "train"}, "dropout", '[model] mode = "eval", or leave it out'),
-        ({"use": "doctored:Normed", "mode": "train"}, "dropout", "set its p to 0 (eval mode would also turn off"),
-        ({"use": "doctored:Drawing"}, "model, run again", "something draws in its forward pass"),
+        ({"use": "doctored:Dropped", "mode": "train"}, "model", "layer 'drop' (Dropout) draws random numbers"),
+        ({"use": "doctored:Drawing"}, "model", "draws random numbers"),
         (
             {"use": "doctored:Fewer"},
             "model",
             "it gives (4, 7) for 4 images, expected logits (4, 10): let its factory take",
         ),
-        ({"use": "doctored:Pair"}, "model", "it gives tuple for 4 images"),
+        ({"use": "doctored:Pair"}, "model", "expected the logits (B, classes) alone"),
         ({"use": "doctored:drifting"}, "model, built again", "two builds differ in 'head.bias'"),
-        ({"use": "doctored:Single"}, "second derivative", "differs from the change of the gradient"),
-        ({"use": "doctored:Detached"}, "second derivative", "is something detached in the model?"),
+        ({"use": "doctored:Single"}, "second derivative", "second derivative lacks a part"),
+        ({"use": "doctored:Detached"}, "second derivative", "second derivative lacks a part"),
     ],
     ids=lambda v: v["use"] if isinstance(v, dict) else "",
 )
@@ -174,10 +166,7 @@ def test_what_only_costs_something_is_a_note(examine: Examine) -> None:
     assert "is not the mean of its examples'" in noted(found)["loss of a batch"]
     assert "it takes whole labels only" in noted(found)["loss of probabilities"]
     assert "which eval mode turns off" in noted(examine(model={"use": "doctored:Dropped"}))["dropout"]
-    assert (
-        "no gradient reaches spare.weight, spare.bias"
-        in examine(model={"use": "doctored:Idle"})["second derivative"].message
-    )
+    assert wrong(examine(model={"use": "doctored:Idle"})) == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -241,7 +230,7 @@ def test_the_command_finds_the_users_package_beside_the_scenario(
     assert "exact to rounding" in capsys.readouterr().out
     assert main(["doctor", str(path), "--allow", "doctored", "--set", "model.use=doctored:Drawing"]) == 2
     told = capsys.readouterr().out
-    assert "wrong" in told and "something draws in its forward pass" in told
+    assert "wrong" in told and "draws random numbers" in told
     assert main(["doctor", str(path), "--allow", "fedgauge"]) == 2
     assert "that is fedgauge's own package" in capsys.readouterr().err
     assert "doctored" not in os.environ.get("FEDGAUGE_ALLOW", "")

@@ -10,13 +10,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fedgauge.attacks.base import Budget, Observation, Wave
+from fedgauge.attacks.engine.compatibility import check_parameters
 from fedgauge.attacks.engine.distances import squared
+from fedgauge.attacks.engine.value_reads import ValueReads
 from fedgauge.attacks.matching import recipes
-from fedgauge.attacks.matching.model_check import check_parameters
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import inverting_gradients
-from fedgauge.attacks.matching.value_reads import ValueReads
 from fedgauge.client.models.vision import detached_params
 from tests.attacks.matching.tiny_problems import network, normalise, scene, streams
 

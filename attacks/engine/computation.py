@@ -1,0 +1,268 @@
+"""Facts of a network, read from its computation: which layers read the example, and what becomes of their outputs.
+
+The network runs once on made-up examples under a TorchFunctionMode. A fact therefore does not depend on how the network is
+written: nn.ReLU, F.relu and .relu() are alike, in whatever order its modules are registered.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from fedgauge.attacks.engine.batch_limiter import exhausted
+from fedgauge.client.rng import generator
+from fedgauge.client.training import without_running_stats
+from fedgauge.client.update import Params
+
+SPREAD = 2.0  # made-up values lie between -2 and 2, about as normalised ones do
+FLAT = (-1.0, 1.0)  # values of two constant examples, which give the scale and shift of what a layer reads
+RANDOM = 2  # examples that confirm them
+SAME = 1e-4  # relative difference up to which two tensors are equal but for rounding
+PERTURBED = 0.02  # of the weights, so that a classifier of zeros lets a gradient through
+_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    F.linear: ("input", "weight", "bias"),
+    F.conv2d: ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+}
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One call of a fully connected layer or a convolution whose weight is trained.
+
+    Args:
+        weight, bias: the parameters' names; an empty bias: none.
+        input: the values it was given; raw: whether no trained parameter takes part in them.
+        output: its result, in the graph.
+        settings: the further arguments of a convolution by name.
+    """
+
+    weight: str
+    bias: str
+    input: Tensor
+    raw: bool
+    output: Tensor
+    settings: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The layer's name: that of the weight without its last part."""
+        return self.weight.rpartition(".")[0] or self.weight
+
+    @property
+    def dense(self) -> bool:
+        """Whether the layer is fully connected."""
+        return not self.settings
+
+
+@dataclass(frozen=True, eq=False)
+class InputLayer:
+    """A layer that reads the example itself, up to a reshape and a fixed scale and shift of each value.
+
+    Args:
+        scale, shift: of each value, in the shape of an example.
+        follows: the calls of the network after this one, in their order.
+        relu: whether the layer's error signals are zero where its output is negative.
+        only: whether this call alone makes the gradient of the layer's parameters.
+    """
+
+    call: LayerCall
+    scale: Tensor
+    shift: Tensor
+    follows: tuple[LayerCall, ...]
+    relu: bool
+    only: bool
+
+    @property
+    def name(self) -> str:
+        """The layer's name."""
+        return self.call.name
+
+    @property
+    def dense(self) -> bool:
+        """Whether the layer is fully connected over the whole example."""
+        return self.call.dense
+
+    def read(self, x: Tensor) -> Tensor:
+        """What the layer reads of the network's input (..., *shape), in the same shape."""
+        return x * self.scale.to(x) + self.shift.to(x)
+
+    def example(self, read: Tensor) -> Tensor:
+        """The inverse of `read`."""
+        return (read - self.shift.to(read)) / self.scale.to(read)
+
+
+def input_layers(model: nn.Module, shape: Sequence[int]) -> tuple[InputLayer, ...]:
+    """The fully connected layers and convolutions that read the example itself, in the order of their calls.
+
+    Args:
+        shape: of an example.
+
+    Raises:
+        ValueError: the model fails on made-up examples of this shape.
+    """
+    with _failures_named(shape):
+        rng = generator("made-up examples")
+        x = 2 * SPREAD * torch.rand(len(FLAT) + RANDOM, *shape, generator=rng) - SPREAD
+        x[: len(FLAT)] = torch.tensor(FLAT).view(-1, *(1 for _ in shape))
+        params, x, result, calls = _tried(model, x)
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+        total = torch.stack([(t * torch.randn(t.shape, generator=rng).to(t)).sum() for t in outputs]).sum()
+        layers = (_input_layer(call, tuple(calls[i:]), x, params, total) for i, call in enumerate(calls, 1))
+        return tuple(layer for layer in layers if layer is not None)
+
+
+_classifiers: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], str]] = WeakKeyDictionary()
+
+
+def classifier(model: nn.Module, shape: Sequence[int]) -> str:
+    """The name of the fully connected layer whose output is the network's; else of the last one that is called.
+
+    Raises:
+        ValueError: there is none, or the model fails on made-up examples of this shape.
+    """
+    found, shape = _classifiers.setdefault(model, {}), tuple(shape)
+    if shape not in found:
+        with _failures_named(shape):
+            _, _, result, calls = _tried(model, torch.rand(2, *shape, generator=generator("pixels")))
+        dense = [call for call in calls if call.dense]
+        if not dense:
+            raise ValueError("the model has no fully connected layer, which label restoration reads")
+        ends = [call for call in dense if isinstance(result, Tensor) and close(call.output, result)]
+        found[shape] = (ends or dense)[-1].name
+    return found[shape]
+
+
+@contextmanager
+def _failures_named(shape: Sequence[int]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a user's model may raise anything
+        if exhausted(error):
+            raise
+        words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise ValueError(f"the model fails on made-up examples of shape {tuple(shape)} ({words})") from error
+
+
+def _tried(model: nn.Module, x: Tensor) -> tuple[Params, Tensor, Any, list[LayerCall]]:
+    own, rng = {k: p for k, p in model.named_parameters() if p.requires_grad}, generator("made-up weights")
+    params = {k: (p.detach() + _noise(p, rng)).requires_grad_() for k, p in own.items()}
+    x = x.to(next(iter(own.values()), x))
+    return params, x, *called(model, params, x)
+
+
+def dense_input_layer(model: nn.Module, shape: Sequence[int], biased: bool = True) -> InputLayer:
+    """The fully connected layer that reads the example itself; one with a ReLU behind it if there are several.
+
+    Raises:
+        ValueError: there is none, it has no bias, or its parameters are used elsewhere as well; the message names the layer.
+    """
+    layers = input_layers(model, shape)
+    dense = sorted((layer for layer in layers if layer.dense), key=lambda own: (not own.call.bias, not own.relu))
+    if not dense:
+        found = f"; {layers[0].name!r} is a convolution" if layers else ""
+        raise ValueError(f"no fully connected layer reads the example itself{found}")
+    if biased and not dense[0].call.bias:
+        raise ValueError(f"layer {dense[0].name!r} has no bias, which would give the images' scale")
+    if not dense[0].only:
+        raise ValueError(f"the parameters of layer {dense[0].name!r} are used more than once in a forward pass")
+    return dense[0]
+
+
+def called(model: nn.Module, params: Params, x: Tensor) -> tuple[Any, list[LayerCall]]:
+    """The output of a network for x, and its calls of fully connected layers and convolutions with these weights."""
+    with torch.enable_grad(), undisturbed(model, x.device), _Calls(params) as on:
+        return run(model, params, x), on.calls
+
+
+@contextmanager
+def undisturbed(model: nn.Module, device: torch.device, seed: int = 0) -> Iterator[None]:
+    """A context after which running statistics, the model's dicts and lists and torch's random numbers are as they were."""
+    held = [(v, v.copy()) for m in model.modules() for v in containers(m).values()]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), without_running_stats(model):
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            for now, before in held:
+                now.clear()
+                now.update(before) if isinstance(now, dict) else now.extend(before)
+
+
+def containers(module: nn.Module) -> dict[str, Any]:
+    """A module's own attributes that may hold tensors, beside its parameters and buffers."""
+    own = ("_parameters", "_buffers", "_modules")
+    return {k: v for k, v in vars(module).items() if k not in own and isinstance(v, dict | list)}
+
+
+def run(model: nn.Module, params: Params, x: Tensor) -> Any:
+    """The output for a copy of x, with copies of the model's buffers."""
+    return functional_call(model, {**params, **{k: b.clone() for k, b in model.named_buffers()}}, (x.clone(),))
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, params: Params) -> None:
+        super().__init__()
+        self.calls: list[LayerCall] = []
+        self._names = {id(p): name for name, p in params.items()}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in _ARGUMENTS:
+            return result
+        given = dict(zip(_ARGUMENTS[func], args, strict=False)) | dict(kwargs or {})
+        taken, weight, bias = (given.pop(name, None) for name in ("input", "weight", "bias"))
+        named = id(weight) in self._names and (bias is None or id(bias) in self._names)
+        if not named:
+            return result
+        names = self._names[id(weight)], "" if bias is None else self._names[id(bias)]
+        self.calls.append(LayerCall(*names, taken.detach().clone(), not taken.requires_grad, result, given))
+        return result.clone()  # what changes it in place leaves the kept one as it is
+
+
+def _input_layer(
+    call: LayerCall, follows: tuple[LayerCall, ...], x: Tensor, params: Params, total: Tensor
+) -> InputLayer | None:
+    shape = x.flatten(1).shape if call.dense else x.shape
+    if not call.raw or not call.output.requires_grad or call.input.shape != shape:
+        return None
+    read = call.input.view_as(x)
+    scale = (read[1] - read[0]) / (FLAT[1] - FLAT[0])
+    shift = read[0] - FLAT[0] * scale
+    if not bool((scale.abs() > SAME).all()) or not close(read, x * scale + shift):
+        return None
+    if not call.dense:
+        return InputLayer(call, scale, shift, follows, False, False)
+    wanted = [call.output, *(params[name] for name in (call.weight, call.bias) if name)]
+    signal, *by = torch.autograd.grad(total, wanted, retain_graph=True, materialize_grads=True)
+    expected = (signal.T @ call.input, signal.sum(0))
+    only = all(close(a, b) for a, b in zip(by, expected, strict=False))
+    off = call.output < 0
+    relu = bool(off.any()) and not bool(signal[off].any()) and bool(signal.any())
+    return InputLayer(call, scale, shift, follows, relu, only)
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal but for rounding."""
+    return a.shape == b.shape and bool((a - b).norm() <= SAME * b.norm())
+
+
+def _noise(p: Tensor, rng: torch.Generator) -> Tensor:
+    fan_in = max(1, p.numel() // max(1, len(p))) if p.dim() > 1 else 1
+    noise: Tensor = PERTURBED / fan_in**0.5 * torch.randn(p.shape, generator=rng).to(p)
+    return noise
