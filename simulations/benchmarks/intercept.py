@@ -166,4 +166,4 @@ def _tapped(case: InterceptCase, folder: Path, rounds: int) -> float:
         run.tape().forget(round, range(case.clients))
     with run.ledger() as ledger:
         cost = [(row["intercept_seconds"], row["seconds"]) for row in ledger.rounds()[1:]]
-    return 100 * median(own / (seconds - own) for own, seconds in cost)
+    return float(100 * median(own / (seconds - own) for own, seconds in cost))

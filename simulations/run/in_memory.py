@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,11 +15,10 @@ from fedgauge.client.app import app as client_app
 from fedgauge.client.components import SpecError, users_errors
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.app import federate
-from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.build import build_strategy
-from fedgauge.server.strategy.checked import CheckedStrategy
+from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 
 
 class MemoryGrid(Grid):
@@ -88,7 +87,9 @@ class InMemory:
         grid: of other clients than the real ones.
     """
 
-    def __init__(self, scenario: Scenario, recorder: UpdateRecorder, grid: MemoryGrid | None = None) -> None:
+    def __init__(
+        self, scenario: Scenario, recorder: Callable[[RoundReplies], None], grid: MemoryGrid | None = None
+    ) -> None:
         params, buffers = scenario.federation.initial()
         self._grid = grid or MemoryGrid(scenario.protocol)
         inner = build_strategy(scenario.strategy, scenario.protocol.clients)
