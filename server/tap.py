@@ -6,23 +6,24 @@ It never changes, drops, delays or reorders a message. Nothing in it raises into
 what cannot be recorded is left out, logged once as a warning, and kept in the ledger, so that `fedgauge audit` repeats it.
 """
 
+import copy
 import functools
+import inspect
 import os
 import sys
 import tomllib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedgauge.client import toml_text
-from fedgauge.server.recorder import AppRecorder, Exchange
+from fedgauge.server.app_recorder import AppRecorder, Exchange, say
 from fedgauge.server.store.run import Run
 
 S = TypeVar("S", bound=Strategy)
@@ -62,7 +63,8 @@ def tap(grid: Grid, audit: str | Path, run: str | Path, allow: Sequence[str] = (
 def curious(strategy: S, audit: str | Path, run: str | Path, allow: Sequence[str] = ()) -> S:
     """Return the app's own strategy, whose `start` taps the grid that it is given.
 
-    Nothing else of the strategy changes. A strategy that wraps others goes in whole: `curious(Outer(Inner()), ...)`.
+    Its class's `start` is replaced by one that taps the grid of this strategy alone; the object itself stays as it is. A strategy
+    that wraps others goes in whole: `curious(Outer(Inner()), ...)`.
 
     Args:
         strategy: any strategy of flwr.serverapp.strategy.
@@ -80,89 +82,154 @@ def curious(strategy: S, audit: str | Path, run: str | Path, allow: Sequence[str
             f"curious() takes a strategy of flwr.serverapp.strategy, got {_named(strategy)}: with Flower's older strategies move "
             "the app to the message API; with a loop of your own use tap(grid, ...)"
         )
-    start = _CuriousStart(strategy, vars(strategy).get("start"), audit, run, tuple(allow), _caller())
-    try:
-        strategy.start = start  # type: ignore[method-assign]
-    except Exception as error:  # a class may refuse attributes in any way
-        log(
-            WARNING, "fedgauge records nothing: %s takes no attribute (%s); use tap(grid, ...)", _named(strategy), error
-        )
+    kind = type(strategy)
+    if "start" in vars(strategy) or not inspect.isfunction(inspect.getattr_static(kind, "start")):
+        say(WARNING, "fedgauge records nothing: start of %s is not a method; use tap(grid, ...)", _named(strategy))
         return strategy
-    weakref.finalize(strategy, _warn_if_unused, start.used, type(strategy).__name__)
+    asked = _Curious(audit, run, tuple(allow), _caller())
+    _CURIOUS[id(strategy)] = asked
+    weakref.finalize(strategy, asked.forget, id(strategy), kind.__name__)
+    _watch_start(kind)
     return strategy
 
 
 @dataclass(eq=False)
-class _CuriousStart:
-    """A strategy's `start` that taps its grid; an object of its own so that the strategy can still be copied and pickled."""
+class _Curious:
+    """What a curious strategy is to be recorded to, and whether it was ever started."""
 
-    strategy: Strategy
-    own: Callable[..., Any] | None
     audit: str | Path
     run: str | Path
     allow: tuple[str, ...]
     caller: Path | None
+    started: bool = False
 
-    def __post_init__(self) -> None:
-        self.used: list[bool] = []
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        start: Callable[..., Any] = self.own or functools.partial(type(self.strategy).start, self.strategy)
-        self.used.append(True)
-        given = [arg for arg in (*args, *options.values()) if isinstance(arg, Grid)]
-        recorder = _open(self.audit, self.run, self.allow, self.caller) if given else None
-        if recorder is None:
-            return start(*args, **options)
-        tapped = _tapped(given[0], recorder)
-        with recorder.training():
-            result = start(
-                *(tapped if arg is given[0] else arg for arg in args),
-                **{k: tapped if arg is given[0] else arg for k, arg in options.items()},
+    def forget(self, key: int, name: str) -> None:
+        """Say that a strategy which is gone was never started."""
+        _CURIOUS.pop(key, None)
+        if not self.started:
+            say(
+                WARNING,
+                "fedgauge recorded nothing: start() of the %s given to curious() was never called. If another strategy wraps it, "
+                "write curious(Outer(%s(...)), ...)",
+                name,
+                name,
             )
-            if isinstance(result, Result):
-                recorder.evaluated(result.evaluate_metrics_serverapp)
-            return result
+
+
+_CURIOUS: dict[int, _Curious] = {}  # by the strategy's id
+
+
+def _watch_start(kind: type[Strategy]) -> None:
+    """Let a class's `start` tap the grid of those strategies that are curious; for all others it is as before."""
+    start = kind.start
+    if hasattr(start, "_fedgauge"):
+        return
+
+    @functools.wraps(start)
+    def watched(self: Strategy, *args: Any, **options: Any) -> Any:
+        curious_about = _CURIOUS.pop(id(self), None)  # so that a start that calls its parent's taps once
+        if curious_about is None:
+            return start(self, *args, **options)
+        curious_about.started = True
+        try:
+            return _started(functools.partial(start, self), args, options, curious_about)
+        finally:
+            _CURIOUS[id(self)] = curious_about
+
+    watched._fedgauge = True  # type: ignore[attr-defined]
+    kind.start = watched  # type: ignore[method-assign]
+
+
+def _started(start: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], asked: _Curious) -> Any:
+    """Call `start` as the app did, with its grid tapped."""
+    grid = next((arg for arg in (*args, *options.values()) if hasattr(arg, "send_and_receive")), None)
+    recorder = None if grid is None else _open(asked.audit, asked.run, asked.allow, asked.caller)
+    if recorder is None:
+        if grid is None:
+            say(WARNING, "fedgauge records nothing: start() was given no grid; use tap(grid, ...)")
+        return start(*args, **options)
+    tapped = _tapped(cast(Grid, grid), recorder)
+    with recorder.training():
+        result = start(
+            *(tapped if arg is grid else arg for arg in args),
+            **{k: tapped if arg is grid else arg for k, arg in options.items()},
+        )
+        if isinstance(result, Result):
+            recorder.evaluated(result.evaluate_metrics_serverapp)
+        return result
 
 
 class Tap:
     """A grid around a grid; see `tap`. It passes for an instance of the class of the app's own grid."""
 
     def __init__(self, grid: Grid, recorder: AppRecorder) -> None:
-        self.__dict__.update(_grid=grid, _recorder=recorder)
+        self.__dict__.update(_fedgauge_grid=grid, _fedgauge_recorder=recorder)
 
     @property
     def __class__(self) -> type:
-        return type(self._grid)
+        return type(self._fedgauge_grid)
 
     @__class__.setter
     def __class__(self, other: type) -> None:
-        self._grid.__class__ = other
+        self._fedgauge_grid.__class__ = other
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_grid"], name)
+        value = getattr(self.__dict__["_fedgauge_grid"], name)
+        if name not in WATCHED or not callable(value):
+            return value
+        return functools.wraps(value)(functools.partial(WATCHED[name], self, value))
 
     def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._grid, name, value)
+        if name in WATCHED:  # an app's own wrapper around the tap's method
+            self.__dict__[name] = value
+        else:
+            setattr(self._fedgauge_grid, name, value)
 
-    def send_and_receive(self, *args: Any, **options: Any) -> Any:
-        """Forward the messages and return the replies, and record both."""
-        exchange = self._recorder.exchange()
-        args, options = _watched(args, options, "messages", exchange)
-        return _passing(self._grid.send_and_receive(*args, **options), exchange.came, exchange.over)
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            del self.__dict__[name]
+        else:
+            delattr(self._fedgauge_grid, name)
 
-    def push_messages(self, *args: Any, **options: Any) -> Any:
-        """Forward the messages, and record them."""
-        exchange = self._recorder.exchange()
-        args, options = _watched(args, options, "messages", exchange)
-        ids = self._grid.push_messages(*args, **options)
-        if isinstance(ids, Collection):
-            exchange.pushed(list(ids))
-        return ids
+    def __copy__(self) -> Any:
+        return copy.copy(self._fedgauge_grid)
 
-    def pull_messages(self, *args: Any, **options: Any) -> Any:
-        """Return the replies to pushed messages, and record them."""
-        exchange = self._recorder.exchange()
-        return _passing(self._grid.pull_messages(*args, **options), exchange.came, exchange.flush)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._fedgauge_grid, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._fedgauge_grid.__reduce_ex__(protocol)
+
+
+def _send_and_receive(tapped: Tap, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Forward the messages and return the replies, and record both."""
+    exchange = tapped._fedgauge_recorder.exchange(tapped)
+    args, options = _watched(args, options, exchange)
+    return _passing(call(*args, **options), exchange.came, exchange.over)
+
+
+def _push_messages(tapped: Tap, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Forward the messages, and record them."""
+    exchange = tapped._fedgauge_recorder.exchange(tapped)
+    args, options = _watched(args, options, exchange)
+    ids = call(*args, **options)
+    if isinstance(ids, list | tuple):
+        exchange.pushed(ids)
+    return ids
+
+
+def _pull_messages(tapped: Tap, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return the replies to pushed messages, and record them."""
+    exchange = tapped._fedgauge_recorder.exchange(tapped)
+    return _passing(call(*args, **options), exchange.came, exchange.flush)
+
+
+WATCHED: dict[str, Callable[..., Any]] = {
+    "send_and_receive": _send_and_receive,
+    "push_messages": _push_messages,
+    "pull_messages": _pull_messages,
+}
+READ_TWICE = (list, tuple, set, frozenset, dict, type({}.values()))  # reading them changes nothing
 
 
 def _tapped(grid: Grid, recorder: AppRecorder) -> Grid:
@@ -172,28 +239,26 @@ def _tapped(grid: Grid, recorder: AppRecorder) -> Grid:
 
 
 def _watched(
-    args: tuple[Any, ...], options: dict[str, Any], name: str, exchange: Exchange
+    args: tuple[Any, ...], options: dict[str, Any], exchange: Exchange
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, its messages noted as they pass."""
     if args:
         return (_passing(args[0], exchange.sent, exchange.flush), *args[1:]), options
-    if name in options:
-        return args, {**options, name: _passing(options[name], exchange.sent, exchange.flush)}
+    if "messages" in options:
+        return args, {**options, "messages": _passing(options["messages"], exchange.sent, exchange.flush)}
     return args, options
 
 
 def _passing(items: Any, note: Callable[[Any], None], end: Callable[[], None]) -> Any:
-    """The same collection, or an iterator over the same items in the same order; each item is noted as it passes."""
-    if isinstance(items, Collection):
-        try:
-            noted = list(items)
-        except Exception:  # the app's own collection fails, and will fail where the app or its grid reads it
-            return items
-        for item in noted:
+    """The same plain collection, or the same items in the same order at the same time; each is noted once, as it passes."""
+    if type(items) in READ_TWICE:
+        for item in items:
             note(item)
         end()
         return items
-    return _each(items, note, end) if isinstance(items, Iterable) else items
+    if isinstance(items, Iterator):
+        return _each(items, note, end)
+    return _Passing(items, note, end) if isinstance(items, Iterable) else items
 
 
 def _each(items: Iterable[Item], note: Callable[[Item], None], end: Callable[[], None]) -> Iterator[Item]:
@@ -203,6 +268,35 @@ def _each(items: Iterable[Item], note: Callable[[Item], None], end: Callable[[],
             yield item
     finally:
         end()
+
+
+class _Passing:
+    """An iterable of the app's or the grid's, whose items are noted the first time that they are read."""
+
+    def __init__(self, items: Iterable[Any], note: Callable[[Any], None], end: Callable[[], None]) -> None:
+        self._fedgauge = items, note, end, set[int]()
+
+    def __iter__(self) -> Iterator[Any]:
+        items, note, end, noted = self._fedgauge
+
+        def once(item: Any) -> None:
+            if id(item) not in noted:
+                noted.add(id(item))
+                note(item)
+
+        return _each(items, once, end)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_fedgauge"][0], name)
+
+    def __len__(self) -> int:
+        return len(self._fedgauge[0])  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self._fedgauge[0])
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._fedgauge[0][key]  # type: ignore[index]
 
 
 def _open(audit: str | Path, run: str | Path, allow: Sequence[str], caller: Path | None) -> AppRecorder | None:
@@ -220,10 +314,10 @@ def _open(audit: str | Path, run: str | Path, allow: Sequence[str], caller: Path
         recorder = AppRecorder(opened, tables, path.parent, allow)
         if trouble:
             recorder.warn("scenario", trouble)
-        log(INFO, "fedgauge records this app in %s, with the scenario %s", opened.folder, path)
+        say(INFO, "fedgauge records this app in %s, with the scenario %s", opened.folder, path)
         return recorder
     except Exception as error:  # whatever it is, the app must go on
-        log(WARNING, "fedgauge records nothing: %s: %s", type(error).__name__, error)
+        say(WARNING, "fedgauge records nothing: %s: %s", type(error).__name__, error)
         return None
 
 
@@ -232,7 +326,7 @@ def _base(audit: Path, caller: Path | None) -> Path:
     here = Path.cwd() if caller is None else caller.resolve().parent
     if audit.is_absolute() or (here / audit).exists() or not (Path.cwd() / audit).exists() or _bundled(here):
         return here
-    log(WARNING, "fedgauge: %s has no %s, so paths start from the working directory, %s", here, audit, Path.cwd())
+    say(WARNING, "fedgauge: %s has no %s, so paths start from the working directory, %s", here, audit, Path.cwd())
     return Path.cwd()
 
 
@@ -255,17 +349,6 @@ def _caller() -> Path | None:
     """The file that called `tap` or `curious`; None in an interactive session."""
     file = sys._getframe(2).f_globals.get("__file__")
     return None if file is None else Path(file)
-
-
-def _warn_if_unused(used: Sequence[bool], name: str) -> None:
-    if not used:
-        log(
-            WARNING,
-            "fedgauge recorded nothing: start() of the %s given to curious() was never called. If another strategy wraps it, "
-            "write curious(Outer(%s(...)), ...)",
-            name,
-            name,
-        )
 
 
 def _named(value: object) -> str:

@@ -76,10 +76,13 @@ def replies_of(run: Run, ledger: Ledger) -> Replies:
 
 def _projection(seen: Observation) -> float:
     """How many times the sent weights a reply contains: about 1 if it is weights, 0 if it is a difference; .5 is undecided."""
+    named = [(seen.params[k], t) for k, t in seen.update.items() if k in seen.params]
+    if not named and len(seen.params) == len(seen.update):  # renamed, as torch.compile does
+        named = list(zip(seen.params.values(), seen.update.values(), strict=True))
     pairs = [
-        (seen.params[k].double().flatten(), t.double().flatten())
-        for k, t in seen.update.items()
-        if k in seen.params and t.is_floating_point() and seen.params[k].shape == t.shape
+        (sent.double().flatten(), came.double().flatten())
+        for sent, came in named
+        if came.is_floating_point() and sent.is_floating_point() and sent.shape == came.shape
     ]
     square = sum(float(sent @ sent) for sent, _ in pairs)
     product = sum(float(sent @ came) for sent, came in pairs)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import WARNING
 from statistics import median_low
+from typing import cast
 
 import numpy as np
 import torch
@@ -159,7 +160,7 @@ class CheckedStrategy(Wrapper):
         """Let the wrapped strategy choose clients; remember what was sent, and to whom."""
         self._params = dict(arrays.to_torch_state_dict())
         random.seed(seed_of(self.seed, "sample", server_round))  # Flower's strategies sample with the global generator
-        nodes = OrderedGrid(grid, self._client, self.clients if self.strict else None)
+        nodes = cast(Grid, OrderedGrid(grid, self._client, self.clients if self.strict else None))
         messages = list(self.inner.configure_train(server_round, arrays, config, nodes))
         buffers = ArrayRecord(self.buffers)
         for message in messages:

@@ -134,7 +134,9 @@ def plan_coverage(ledger: Ledger, tables: Mapping[str, Any], training: bool) -> 
     plan, group_of = replace(selection(tables), attacks=tuple(planned.values())), _groups(tables)
     observed = ledger.last_observed()
     last = observed if training else max(observed, int(ledger.meta().get("rounds") or tables["rounds"]))
-    if plan.rounds is None:
+    if ledger.foreign:  # an app counts its rounds as it likes
+        rounds = {o["round"] for o in ledger.observations() if plan.attacks_round(o["round"])}
+    elif plan.rounds is None:
         rounds = set(range(1, last + 1, plan.every))
     else:
         rounds = {round for round in plan.rounds if round <= last or not training}

@@ -137,7 +137,9 @@ def audit(options: argparse.Namespace) -> int:
     with run.ledger() as ledger:
         truth = _truth(options, run, ledger)
         if ledger.foreign:
-            prepare_app(run, ledger, scenario)
+            replies = prepare_app(run, ledger, scenario)
+            how = "as the first round shows" if scenario.tape.replies == "auto" else "as [tape] replies says"
+            console.print(f"the app's clients upload {replies}, {how}", highlight=False, markup=False)
         if options.follow and ledger.foreign:  # the app's server has entered no attack
             enter_attacks(ledger, scenario, scenario.plan)
         if not options.follow:

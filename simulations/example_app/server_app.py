@@ -7,8 +7,8 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg, Strategy
 
+from fedgauge.server.tap import curious
 from fedgauge.simulations.example_app.task import Net
-from fedgauge.simulations.run.foreign_app import curious
 
 app = ServerApp()
 

@@ -23,7 +23,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import DEPLOYMENT, MAIN_METRIC
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.uploads import REPLIES
+from fedgauge.server.store.uploads import REPLIES, Replies, replies_of
 from fedgauge.simulations.run.environment import environment, package
 
 DECISIVE = ("fedgauge", "torch", "numpy", "flwr")  # packages whose version changes the trained bits
@@ -63,8 +63,8 @@ def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> R
     return run
 
 
-def prepare_app(run: Run, ledger: Ledger, scenario: Scenario) -> None:
-    """Write what the tap in a user's app left to the audit: what the scenario says of data and replies, and the versions.
+def prepare_app(run: Run, ledger: Ledger, scenario: Scenario) -> Replies:
+    """Write what the tap in a user's app left to the audit: data, versions; return what the clients are taken to upload.
 
     Raises:
         SpecError: the scenario asks for what no deployment gives.
@@ -75,6 +75,7 @@ def prepare_app(run: Run, ledger: Ledger, scenario: Scenario) -> None:
     ledger.set_meta(**{MAIN_METRIC: modality_of(scenario.federation.shards.dataset).main.metric})
     if scenario.tape.replies != "auto":
         ledger.set_meta(**{REPLIES: scenario.tape.replies})
+    return replies_of(run, ledger)
 
 
 def _with_waves_for(scenario: Scenario, devices: Sequence[torch.device]) -> Scenario:

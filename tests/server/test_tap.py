@@ -3,12 +3,15 @@
 import copy
 import errno
 import gc
+import inspect
 import io
 import itertools
 import json
 import logging
+import os
 import pickle
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,11 +47,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fedgauge.server import tap as tapping
+from fedgauge.server.app_recorder import AppRecorder
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import Tape
 from fedgauge.server.store.uploads import as_the_model_has_it, replies_of
-from fedgauge.server.tap import curious, tap
+from fedgauge.server.tap import curious
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.exit_status import INAPPLICABLE
 from fedgauge.simulations.run.in_memory import flower
@@ -191,7 +196,20 @@ def bits(result: Result) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return {k: (a.dtype, tuple(a.shape), a.data) for k, a in result.arrays.items()}
 
 
+RECORDERS: "weakref.WeakSet[AppRecorder]" = weakref.WeakSet()
+
+
+def tap(*args: Any) -> Any:
+    """The tap, whose recorder `opened` can wait for: it writes in a thread of its own."""
+    tapped: Any = tapping.tap(*args)
+    if "_fedgauge_recorder" in vars(tapped):
+        RECORDERS.add(tapped._fedgauge_recorder)
+    return tapped
+
+
 def opened(folder: Path) -> tuple[Run, list[Any], list[Any]]:
+    for recorder in list(RECORDERS):
+        recorder.flush()
     run = Run.open(folder)
     with run.ledger() as ledger:
         return run, ledger.observations(), ledger.problems()
@@ -427,6 +445,114 @@ def test_a_list_stays_that_list_and_everything_else_is_the_grids_own(audit: Path
         _ = tapped.nothing
 
 
+def test_iterables_of_the_apps_own_are_read_as_often_as_before(audit: Path) -> None:
+    """A grid may read them twice, as Flower's over HTTP does, or once: reading some changes them."""
+
+    class Again:
+        def __init__(self, items: list[Message]) -> None:
+            self.items, self.read = items, 0
+
+        def __iter__(self) -> Iterator[Message]:
+            self.read += 1
+            return iter(self.items)
+
+    class Once(Again):
+        def __len__(self) -> int:
+            return len(self.items)
+
+        def __iter__(self) -> Iterator[Message]:
+            self.read += 1
+            items, self.items = self.items, []
+            return iter(items)
+
+        def __contains__(self, item: object) -> bool:
+            return item in self.items
+
+    class Twice(Nodes):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            counted = sum(1 for _ in messages)
+            assert counted == 2
+            return Again(list(super().send_and_receive(messages)))
+
+    messages = Again([train_message(1), train_message(2)])
+    replies = tap(Twice(), audit, audit.parent / "run").send_and_receive(messages)
+    assert messages.read == 2 and len(list(replies)) == len(list(replies)) == 2
+    once = Once([train_message(1), train_message(2)])
+    assert len(tap(Nodes(), audit, audit.parent / "run").send_and_receive(once)) == 2 and once.read == 1
+    for folder in ("run", "run-2"):
+        assert [bool(o["digest"]) for o in opened(audit.parent / folder)[1]] == [True, True]
+
+
+def test_a_grid_may_be_wrapped_copied_and_asked_for_what_it_has(audit: Path) -> None:
+    grid: Any = Nodes()
+    tapped = tap(grid, audit, audit.parent / "run")
+    asked, calls = tapped.send_and_receive, []
+    tapped.send_and_receive = lambda *args, **options: (calls.append(1), asked(*args, **options))[1]
+    assert len(tapped.send_and_receive([train_message(1)])) == len(calls) == 1
+    assert "timeout" in inspect.signature(asked).parameters
+    assert type(copy.copy(tapped)) is Nodes
+
+    class Few:
+        def send_and_receive(self, messages: Any) -> Any:
+            return grid.send_and_receive(messages)
+
+    assert not hasattr(tap(Few(), audit, audit.parent / "run"), "pull_messages")
+    assert len(opened(audit.parent / "run")[1]) == 1
+
+
+def test_a_forked_child_ends_no_recording(audit: Path) -> None:
+    tapped = tap(Nodes(), audit, audit.parent / "run")
+    tapped.send_and_receive([train_message(1, group="1")])
+    opened(audit.parent / "run")
+    if (child := os.fork()) == 0:
+        try:
+            tapped._fedgauge_recorder.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    tapped.send_and_receive([train_message(1, group="2")])
+    run, seen, _ = opened(audit.parent / "run")
+    assert [o["round"] for o in seen] == [1, 2] and run.at_work("training")
+
+
+def test_a_log_that_raises_does_not_reach_the_app(audit: Path, log: pytest.LogCaptureFixture) -> None:
+    class Strict(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError("warnings are errors here")
+
+    handler = Strict(logging.WARNING)
+    logging.getLogger("flwr").addHandler(handler)
+    try:
+        reply = plus(weights, control=lambda net: ArrayRecord({"c": torch.ones(3)}))
+        replies = tap(Nodes(client_app(reply)), audit, audit.parent / "run").send_and_receive([train_message(1)])
+    finally:
+        logging.getLogger("flwr").removeHandler(handler)
+    assert len(list(replies)) == 1
+
+
+def test_late_replies_are_recorded_with_the_weights_that_were_sent(audit: Path) -> None:
+    """An asynchronous loop: two nodes get different weights in round 2, and one of them answers after round 3."""
+    grid = Nodes()
+    tapped = tap(grid, audit, audit.parent / "run")
+
+    def sent(node: int, group: int, scale: float) -> Message:
+        arrays = ArrayRecord({k: scale * t for k, t in model().state_dict().items()})
+        return Message(RecordDict({"arrays": arrays}), node, "train", group_id=str(group))
+
+    (a,) = tapped.push_messages([sent(1, 2, 1.0)])
+    (c,) = tapped.push_messages([sent(3, 2, 2.0)])
+    list(tapped.pull_messages([a]))
+    for group in (3, 4, 5):
+        list(tapped.pull_messages(list(tapped.push_messages([sent(1, group, 1.0)]))))
+    list(tapped.pull_messages([c]))
+    run, seen, _ = opened(audit.parent / "run")
+    assert [(o["round"], o["client"]) for o in seen] == [(2, 0), (2, 1), (3, 0), (4, 0), (5, 0)]
+    for o in seen:
+        taped = run.tape().read(o["round"], o["client"], o["digest"])
+        scale = 2.0 if o["client"] == 1 else 1.0
+        assert all(torch.equal(taped.params[k], scale * t) for k, t in model().state_dict().items())
+
+
 def test_exceptions_of_the_grid_and_of_the_apps_iterables_are_the_apps_own(audit: Path) -> None:
     def broken() -> Iterator[Message]:
         yield Message(RecordDict({"arrays": ArrayRecord(model().state_dict())}), 1, "train")
@@ -439,14 +565,26 @@ def test_exceptions_of_the_grid_and_of_the_apps_iterables_are_the_apps_own(audit
         tapped.send_and_receive([Message(RecordDict(), 1, "train")])
 
 
-def test_the_users_strategy_is_the_same_object_and_can_be_copied_and_pickled(audit: Path) -> None:
-    mine = FedAvg()
+def test_the_users_strategy_stays_as_it_is(audit: Path) -> None:
+    """Its attributes, its signature, and copies of it, which are started as their own."""
+
+    class Mine(FedAvg):
+        def start(self, grid: Any, initial_arrays: Any, num_rounds: int = 3, **rest: Any) -> Any:
+            self.ran = True
+            return super().start(grid, initial_arrays, num_rounds, **rest)
+
+    mine, signature = Mine(fraction_evaluate=0.0), inspect.signature(Mine.start)
+    before = dict(vars(mine))
     strategy = curious(mine, audit, audit.parent / "run")
-    assert strategy is mine
-    other = copy.deepcopy(strategy)
-    other.fraction_train = 0.25
-    assert other.start.strategy is other and strategy.fraction_train == 1.0  # type: ignore[attr-defined]
-    assert pickle.loads(pickle.dumps(strategy)).start.strategy.fraction_train == 1.0  # noqa: S301
+    assert strategy is mine and vars(mine) == before and inspect.signature(mine.start.__func__) == signature
+    for other in (copy.copy(strategy), copy.deepcopy(strategy)):
+        other.fraction_train = 0.25
+        start(other, Nodes())
+        assert other.ran and not hasattr(strategy, "ran") and strategy.fraction_train == 1.0
+    assert pickle.loads(pickle.dumps(FedAvg())).fraction_train == 1.0  # noqa: S301
+    assert not (audit.parent / "run").exists(), "copies are not curious"
+    start(strategy, Nodes())
+    assert len(opened(audit.parent / "run")[1]) == 3 * NODES, "and it was recorded once, not by its parent's start too"
 
 
 def test_an_exception_in_training_is_the_apps_and_is_recorded(audit: Path) -> None:
@@ -517,6 +655,7 @@ def train_message(node: int, config: dict[str, Any] | None = None, group: str = 
         ([{"config": {"server-round": r}} for r in (1, 2, 3)], [1, 2, 3]),
         ([{"config": {"server-round": r}} for r in (1, 2, 1, 2)], [1, 2, 3, 4]),  # the app trains twice
         ([{"config": {"server-round": 1}}] * 3, [1, 2, 3]),  # several exchanges in a round
+        ([{"config": {"server-round": 51}}, {"config": {"server-round": 52}}], [51, 52]),
         ([{"group": "2"}, {"group": "5"}], [2, 5]),
         ([{"group": "a"}, {}, {"config": {"server-round": -1}}], [1, 2, 3]),
     ],

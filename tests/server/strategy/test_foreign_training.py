@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from fedgauge.server import recorder
+from fedgauge.server import app_recorder as recorder
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views import overview
 from fedgauge.server.views.notices import notices

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAvg
 from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.client.update import Batch
-from fedgauge.server import recorder
+from fedgauge.server import app_recorder as recorder
 from fedgauge.server.store.run import Run
 from fedgauge.server.tap import curious
 from fedgauge.simulations.cli.main import main

@@ -1,0 +1,601 @@
+"""What a tap in a user's app writes down: what was sent and what came back, as it passed; the audit interprets it.
+
+A message is looked at in the app's own thread, which costs microseconds; files and ledger are written in a thread of the recorder.
+"""
+
+import json
+import math
+import os
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from io import BytesIO
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.constant import SType
+from flwr.common.logger import log
+from torch import Tensor
+
+from fedgauge.attacks.plan import AttackPlan
+from fedgauge.client.arrays import npy_header
+from fedgauge.server.store.ledger_types import DEPLOYMENT, EMPTY, Participation
+from fedgauge.server.store.run import BASE, Run
+from fedgauge.server.store.tape import DTYPES
+from fedgauge.server.views.outcomes import none_accepted
+
+MOST_WAITING = 1 << 30  # bytes of replies that wait to be written; beyond it the app waits, as no reply may be lost
+MOST_METRICS, MOST_LETTERS = 100, 100  # kept of a round, and in a metric's name
+MOST_ROUNDS = 10**6  # a larger number in a message is not a round
+TRAINING, EVALUATION, SERVER = "training", "evaluation", "server"  # who computed metrics
+EXAMPLES = ("num-examples", "num_examples", "examples", "num-samples", "num_samples", "samples")  # as apps call them
+_ACCURACY, _LOSS = re.compile(r"(^|[^a-z])acc(uracy)?([^a-z]|$)"), re.compile(r"(^|[^a-z])loss([^a-z]|$)")
+
+
+class _Array(NamedTuple):
+    """An array as it was when it passed; its bytes cannot change."""
+
+    shape: tuple[int, ...]
+    stype: str
+    data: bytes
+
+
+Arrays = Mapping[str, _Array]
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A message on its way to a node.
+
+    Args:
+        given: the round that the app names; None: it names none.
+        arrays: by record.
+        round: as recorded; 0: the message trains nothing.
+        id: by which its reply names it, if the grid returned one.
+    """
+
+    metadata: Any
+    node: int
+    type: str
+    given: int | None
+    arrays: Mapping[str, Arrays]
+    round: int = 0
+    id: str = ""
+
+    @classmethod
+    def of(cls, message: Message) -> "_Sent":
+        arrays = _arrays(message.content) if message.metadata.message_type.partition(".")[0] == "train" else {}
+        metadata = message.metadata
+        return cls(metadata, metadata.dst_node_id, metadata.message_type, _round_of(message), arrays)
+
+    @property
+    def kind(self) -> str:
+        return self.type.partition(".")[0]
+
+    def answered_by(self, message_id: str) -> bool:
+        return message_id != "" and message_id in (self.id, self.metadata.message_id)
+
+
+@dataclass(frozen=True, eq=False)
+class _Reply:
+    """What came back.
+
+    Args:
+        error: why there is no content; None: there is.
+        metrics: numbers by name.
+    """
+
+    asked: str
+    node: int
+    error: str | None
+    arrays: Mapping[str, Arrays] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, message: Message) -> "_Reply":
+        asked, node = message.metadata.reply_to_message_id, message.metadata.src_node_id
+        if message.has_error():
+            return cls(asked, node, ((message.error.reason or "").strip() or "error").splitlines()[-1])
+        records = [record for record in message.content.values() if isinstance(record, MetricRecord)]
+        metrics = {k: v for record in records for k, v in record.items() if isinstance(v, int | float)}
+        return cls(asked, node, None, _arrays(message.content), metrics)
+
+    @property
+    def size(self) -> int:
+        return sum(len(array.data) for record in self.arrays.values() for array in record.values())
+
+    @property
+    def examples(self) -> int | None:
+        """How many examples the client says that it trained on; None if it gives no whole positive number."""
+        counts = (self.metrics.get(key) for key in EXAMPLES)
+        return next((int(n) for n in counts if n is not None and 1 <= n < 2**53 and n == int(n)), None)
+
+
+class AppRecorder:
+    """Records what passes a tap. Its methods may be called from any thread, and none of them raises.
+
+    Args:
+        run: a new one.
+        tables: the audit file as parsed; nothing in it is built. [tape] keep and the rounds and clients of [audit] are respected.
+        base: the folder from which the audit file's relative paths start.
+        allow: packages that the scenario names, for the command that is logged at the end.
+    """
+
+    def __init__(self, run: Run, tables: Mapping[str, Any], base: Path, allow: Sequence[str]) -> None:
+        self._run, self._allow = run, allow
+        self._ledger, self._tape = run.ledger(), run.tape()
+        self._plan, self._keep_all = _targets(tables)
+        self._lock = ExitStack()
+        self._lock.enter_context(run.lock("training"))
+        self._process = os.getpid()
+        self._writer = ThreadPoolExecutor(1, "fedgauge-recorder")
+        self._writing: int | None = None  # the writer's thread
+        self._waiting, self._counting = 0, threading.Lock()  # bytes that wait to be written
+        self._closed = False
+        # from here on used by the writer alone
+        self._clients: dict[int, int] = {}  # by node, in the order in which nodes are first asked to train
+        self._open: dict[int, list[_Sent]] = defaultdict(list)  # messages without a reply, by node
+        self._counts = _RoundNumbers()
+        self._written: dict[int, tuple[Arrays, str]] = {}  # by round, the weights in its file and the file's digest
+        self._seen: dict[int, dict[int, Participation]] = {}  # by round and client, to be entered
+        self._sums: dict[str, dict[str, list[float]]] = {}  # by who computed it and metric: weighted sum, weights
+        self._round = 0  # the newest, to which metrics belong
+        self._news = False  # since the round was last entered
+        self._began, self._cost = time.perf_counter(), 0.0  # of this round; seconds that recording took
+        self._taped = 0
+        self._warned: set[str] = set()
+        rounds = tables.get("rounds")
+        planned = rounds if type(rounds) is int and 0 < rounds <= MOST_ROUNDS else 0
+        self._ledger.set_meta(mode=DEPLOYMENT, state="training", rounds=str(planned), **{BASE: str(base)})
+
+    def exchange(self, tapped: object) -> "Exchange":
+        """Return a record of what passes in one call of a tap, which lives as long as replies may still be read."""
+        return Exchange(self, tapped)
+
+    def warn(self, code: str, words: str, round: int | None = None, client: int | None = None) -> None:
+        """Log a problem, once for each code, and keep it for the audit."""
+        if code not in self._warned:
+            self._warned.add(code)
+            say(WARNING, "fedgauge: %s", words)
+        try:
+            self._ledger.add_problem(code, words, round, client)
+        except Exception as error:  # the app goes on, whatever the reason
+            if "ledger" not in self._warned:
+                self._warned.add("ledger")
+                say(WARNING, "fedgauge: the ledger cannot be written: %s", error)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Record whether the app's training ended by an exception, which is raised again."""
+        try:
+            yield
+        except BaseException as error:
+            self.close("failed" if isinstance(error, Exception) else "interrupted")
+            raise
+        self.close()
+
+    def evaluated(self, metrics: Mapping[int, MetricRecord]) -> None:
+        """Record what the app's server computed on its own, by the app's rounds."""
+        kept = {round: dict(list(_worth_keeping(record))[:MOST_METRICS]) for round, record in metrics.items()}
+        self.later("evaluation", partial(self._enter_server_metrics, kept))
+
+    def flush(self) -> None:
+        """Wait until what has passed so far is written."""
+        done = self.later("a round", self._flush)
+        if done is not None and threading.get_ident() != self._writing:
+            done.result()
+
+    def close(self, state: str = "trained") -> None:
+        """Record that the app's training is over, once, and log the command that attacks what was recorded."""
+        done = self.later("the end", partial(self._close, state))
+        if done is not None and threading.get_ident() != self._writing:
+            done.result()
+
+    def later(self, what: str, act: Callable[[], None], size: int = 0) -> "Future[None] | None":
+        """Do something in the writer's thread, in the order of the calls; None if nothing is recorded any more.
+
+        Args:
+            size: bytes that it holds in memory until then.
+        """
+        if self._closed or os.getpid() != self._process:  # a forked child records nothing
+            return None
+        while self._waiting > MOST_WAITING and threading.get_ident() != self._writing:
+            time.sleep(0.005)
+        with self._counting:
+            self._waiting += size
+        try:
+            return self._writer.submit(self._do, what, act, size)
+        except RuntimeError:  # the interpreter ends, and takes no more work
+            self._do(what, act, size)
+            return None
+
+    # ------------------------------------------------------------------------------------- in the writer's thread
+
+    def _do(self, what: str, act: Callable[[], None], size: int) -> None:
+        started, self._writing = time.perf_counter(), threading.get_ident()
+        try:
+            if not self._closed:
+                act()
+        except Exception as error:  # whatever it is, the app must not notice
+            self.warn("recorder", f"{what} is not recorded: {type(error).__name__}: {error}")
+        finally:
+            self._cost += time.perf_counter() - started
+            with self._counting:
+                self._waiting -= size
+
+    def note_sent(self, sent: _Sent) -> None:
+        """Note a message; one that carries weights to be trained gets its round."""
+        if sent.kind == "train" and sent.arrays:
+            sent.round = self._counts.of(sent.node, sent.given)
+            self._clients.setdefault(sent.node, len(self._clients))
+            if sent.round > self._round:
+                self._round, self._sums, self._began, self._cost = sent.round, {}, time.perf_counter(), 0.0
+            if sent.given is not None and sent.round != sent.given:
+                self.warn(
+                    "rounds",
+                    f"the app's round {sent.given} is recorded as round {sent.round}: a node was asked more than once in a round, "
+                    "or the app's rounds began again",
+                )
+        self._open[sent.node].append(sent)
+
+    def note_reply(self, reply: _Reply, exchange: Sequence[_Sent]) -> None:
+        """Record a reply."""
+        sent = self._asked(reply, exchange)
+        if sent is None:
+            return
+        self._open[sent.node].remove(sent)
+        if reply.error is not None:
+            self._enter_missing(sent, reply.error, silent=False)
+            return
+        if sent.round:
+            self._record(sent, reply)
+        elif reply.arrays:
+            self.warn(
+                f"arrays:{sent.type}",
+                f"replies to {sent.type!r} carry arrays without weights having been sent (embeddings, activations): they are not "
+                "recorded, and no attack here inverts them",
+            )
+        if sent.kind in ("train", "evaluate"):
+            self._add_metrics(TRAINING if sent.kind == "train" else EVALUATION, reply)
+
+    def _asked(self, reply: _Reply, exchange: Sequence[_Sent]) -> _Sent | None:
+        """The message that a reply answers: by its id, else by its node among those of the same call."""
+        own = self._open.get(reply.node, [])
+        if found := next((s for s in own if s.answered_by(reply.asked)), None):
+            return found
+        if found := next((s for s in own if s in exchange), None):
+            return found
+        others = (s for of_node in self._open.values() for s in of_node)  # the SuperLink answers for dead nodes
+        return next((s for s in others if s.answered_by(reply.asked)), None)
+
+    def _record(self, sent: _Sent, reply: _Reply) -> None:
+        client = self._clients[sent.node]
+        seen = partial(Participation, client, "accepted", examples=reply.examples)
+        if not reply.arrays:
+            self._enter(sent.round, seen("its reply carries no arrays"))
+            return
+        if not self._keep_all and self._taped and client not in self._plan.targets(sent.round, [client]):
+            self._enter(sent.round, seen())
+            return
+        of_sent, of_reply = _pair(sent.arrays, reply.arrays)
+        others = {name: arrays for name, arrays in reply.arrays.items() if name != of_reply}
+        try:
+            sent_digest = self._write_sent(sent.round, client, sent.arrays[of_sent])
+            update, beside = _tensors(reply.arrays[of_reply]), self._readable(others)
+            digest = self._tape.write_update(sent.round, client, update, others=beside)
+        except Exception as error:  # a client's bytes and a full disk can raise anything; the row must stay
+            why = f"not recorded: {error.strerror if isinstance(error, OSError) and error.strerror else error}"[:250]
+            self.warn("disk" if isinstance(error, OSError) else "reply", f"an update is {why}", sent.round, client)
+            self._enter(sent.round, seen(why))
+        else:
+            self._taped += 1
+            self._enter(sent.round, seen(digest=f"{sent_digest}:{digest}"))
+
+    def _readable(self, others: Mapping[str, Arrays]) -> dict[str, Tensor]:
+        """The arrays of further records, as far as they can be recorded; said once."""
+        if not others:
+            return {}
+        named = ", ".join(f"{name} ({len(arrays)} arrays)" for name, arrays in others.items())
+        self.warn("records", f"replies carry further records, which are recorded but not attacked: {named}"[:300])
+        beside = {}
+        for name, arrays in others.items():
+            with suppress(ValueError):
+                beside |= {f"{name}/{k}": t for k, t in _tensors(arrays).items()}
+        return beside
+
+    def _write_sent(self, round: int, client: int, arrays: Arrays) -> str:
+        """The digest of the weights that a client was sent: the round's file, or its own if they differ."""
+        if round not in self._written:
+            self._written[round] = arrays, self._tape.write_round(round, _tensors(arrays), {})
+        base, digest = self._written[round]
+        for old in [r for r in self._written if r < self._round - 1]:
+            self._written[old] = {}, self._written[old][1]  # later replies get a file of their own
+        return digest if base == arrays else self._tape.write_round(round, _tensors(arrays), {}, client)
+
+    def _enter(self, round: int, seen: Participation) -> None:
+        self._news = True
+        self._seen.setdefault(round, {})[seen.client] = seen
+
+    def _enter_missing(self, sent: _Sent, reason: str, silent: bool) -> None:
+        if sent.round:
+            self._counts.unanswered(sent.node, sent.round)
+            self._enter(sent.round, Participation(self._clients[sent.node], "missing", reason, silent=silent))
+
+    def end_exchange(self, exchange: Sequence[_Sent]) -> None:
+        """Record which nodes have not answered when the call returns."""
+        for sent in exchange:
+            if sent in self._open[sent.node]:
+                self._open[sent.node].remove(sent)
+                self._enter_missing(sent, "no reply", silent=True)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write observations, and the round with its metrics so far, to the ledger."""
+        for round in sorted(self._seen):
+            self._ledger.record_intake(round, list(self._seen[round].values()))
+            del self._seen[round]  # only now: what failed is tried again
+        if self._round and self._news:
+            self._news = False
+            nodes = {str(client): str(node) for node, client in self._clients.items()}
+            self._ledger.set_meta(nodes=json.dumps(nodes))
+            means = {who: {k: _mean(*pair) for k, pair in sums.items()} for who, sums in self._sums.items()}
+            self._enter_round(self._round, time.perf_counter() - self._began, self._cost, means)
+
+    def _enter_round(
+        self, round: int, seconds: float, cost: float, metrics: Mapping[str, Mapping[str, object]]
+    ) -> None:
+        accuracy, loss = test_figures(metrics)
+        self._ledger.record_round(round, accuracy, loss, seconds, cost, metrics)
+
+    def _enter_server_metrics(self, metrics: Mapping[int, Mapping[str, object]]) -> None:
+        self._flush()
+        rows = {row["round"]: row for row in self._ledger.rounds()}
+        for given, record in metrics.items():
+            if (row := rows.get(self._counts.recorded.get(given, given))) is not None:
+                kept = json.loads(row["metrics"] or "{}") | {SERVER: record}
+                self._enter_round(row["round"], row["seconds"], row["intercept_seconds"], kept)
+
+    def _add_metrics(self, who: str, reply: _Reply) -> None:
+        """Add a client's metrics to the round's means, weighted by examples as Flower's strategies do."""
+        self._news = True
+        weight = float(reply.examples or 1)
+        of_round = self._sums.setdefault(who, defaultdict(lambda: [0.0, 0.0]))
+        for name, value in reply.metrics.items():
+            known = name in of_round or len(of_round) < MOST_METRICS
+            if len(name) <= MOST_LETTERS and known and name not in EXAMPLES:
+                of_round[name][0] += weight * value
+                of_round[name][1] += weight
+
+    def _close(self, state: str) -> None:
+        try:
+            self.end_exchange([sent for of_node in self._open.values() for sent in of_node])
+            if state == "trained" and (why := none_accepted(self._ledger, ended=True)):
+                state = "failed"
+                self._ledger.set_meta(**{EMPTY: why})
+            self._ledger.set_meta(state=state, rounds=str(self._round))
+            folder = self._run.folder.absolute()
+            command = " ".join((f"fedgauge audit {folder}", *(f"--allow {package}" for package in self._allow)))
+            if self._taped:
+                say(INFO, "fedgauge recorded %d updates in %s. Attack them with: %s", self._taped, folder, command)
+            else:
+                say(WARNING, "fedgauge recorded no update in %s; for the reason: %s", folder, command)
+        finally:
+            self._closed = True
+            self._lock.close()
+            self._ledger.close()
+            self._writer.shutdown(wait=False)
+
+
+class Exchange:
+    """One call of a grid: the messages that pass in it, and their replies."""
+
+    def __init__(self, recorder: AppRecorder, tapped: object) -> None:
+        self._recorder, self._tapped = recorder, tapped
+        self._sent: list[_Sent] = []
+
+    def sent(self, message: Message) -> None:
+        """Note a message on its way to a node."""
+        with _unnoticed():
+            sent = _Sent.of(message)
+            self._sent.append(sent)
+            self._recorder.later("a message", partial(self._recorder.note_sent, sent))
+
+    def pushed(self, ids: Sequence[Any]) -> None:
+        """Note the ids by which the replies will be pulled."""
+        if len(ids) == len(self._sent):
+            for sent, own in zip(self._sent, ids, strict=True):
+                sent.id = str(own)
+
+    def came(self, message: Message) -> None:
+        """Record a reply."""
+        with _unnoticed():
+            reply = _Reply.of(message)
+            self._recorder.later("a reply", partial(self._recorder.note_reply, reply, self._sent), reply.size)
+
+    def over(self) -> None:
+        """Record which nodes have not answered, and write all to the ledger."""
+        self._recorder.later("a round", partial(self._recorder.end_exchange, self._sent))
+
+    def flush(self) -> None:
+        """Write what was recorded to the ledger."""
+        self._recorder.later("a round", self._recorder._flush)
+
+
+class _RoundNumbers:
+    """Rounds as the app counts them, else counted; where a node is asked again in a round, or rounds begin again, counted on.
+
+    A node whose numbers fall begins a new epoch; the n-th message to a node in one of the app's rounds is a round of its own.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._epoch = 0
+        self._offset = 0  # of the newest epoch
+        self._of_node: dict[int, tuple[int, int, int]] = {}  # epoch, the app's number, messages with it before
+        self._rounds: dict[tuple[int, int, int], int] = {}
+        self._used: set[int] = set()
+        self._newest: dict[int, int] = {}  # by node, its newest round
+        self.recorded: dict[int, int] = {}  # by the app's number, the latest round for it
+
+    def of(self, node: int, given: int | None) -> int:
+        """The round of a message to a node."""
+        if given is None:
+            if self._newest.get(node, 0) >= self._last:
+                self._last += 1
+            round = self._last
+        else:
+            round = self._named(node, given)
+            self.recorded[given] = round
+        self._newest[node] = round
+        return round
+
+    def unanswered(self, node: int, round: int) -> None:
+        """Note that a node did not answer: if it is asked once more in this round, it is the same round."""
+        if self._newest.get(node) == round:
+            self._newest[node] = round - 1
+            if node in self._of_node:
+                epoch, given, times = self._of_node[node]
+                self._of_node[node] = epoch, given, times - 1
+
+    def _named(self, node: int, given: int) -> int:
+        epoch, before, times = self._of_node.get(node, (self._epoch, 0, 0))
+        if given < before:
+            epoch, times = epoch + 1, 0
+        else:
+            times = times + 1 if given == before else 0
+        if epoch > self._epoch:
+            self._epoch, self._offset = epoch, self._last
+        self._of_node[node] = epoch, given, times
+        key = epoch, given, times
+        if key not in self._rounds:
+            ahead = given + (self._offset if epoch == self._epoch else 0)
+            free = times == 0 and ahead not in self._used
+            self._rounds[key] = ahead if free else self._last + 1
+            self._used.add(self._rounds[key])
+            self._last = max(self._last, self._rounds[key])
+        return self._rounds[key]
+
+
+@contextmanager
+def _unnoticed() -> Iterator[None]:
+    """Log what goes wrong, whatever it is: the app must not notice."""
+    try:
+        yield
+    except Exception as error:
+        say(WARNING, "fedgauge: a message is not recorded: %s: %s", type(error).__name__, error)
+
+
+def say(level: int, text: str, *values: object) -> None:
+    """Log to Flower's log; a handler of the app's that raises is not the app's concern here."""
+    with suppress(Exception):
+        log(level, text, *values)
+
+
+def _arrays(content: RecordDict) -> dict[str, Arrays]:
+    """The arrays of each ArrayRecord that has some."""
+    return {
+        name: {k: _Array(tuple(a.shape), str(a.stype), a.data) for k, a in record.items()}
+        for name, record in content.items()
+        if isinstance(record, ArrayRecord) and record
+    }
+
+
+def _round_of(message: Message) -> int | None:
+    """The round that a message names: `server-round` in its configuration, else its group id."""
+    for record in message.content.values():
+        number = record.get("server-round") if isinstance(record, ConfigRecord) else None
+        if isinstance(number, int) and 1 <= number <= MOST_ROUNDS:
+            return number
+    group = message.metadata.group_id
+    return int(group) if re.fullmatch(r"[1-9]\d{0,5}", group or "") else None
+
+
+def _targets(tables: Mapping[str, Any]) -> tuple[AttackPlan, bool]:
+    """Which updates the audit file asks for, and whether all are kept; all of them where it is not understood."""
+    audit, tape = tables.get("audit"), tables.get("tape")
+    audit = audit if isinstance(audit, dict) else {}
+    keep = tape.get("keep", "all") if isinstance(tape, dict) else "all"
+
+    def numbers(key: str) -> tuple[int, ...] | None:
+        value = audit.get(key)
+        return tuple(value) if isinstance(value, list) and all(type(n) is int for n in value) else None
+
+    every = audit.get("every", 1)
+    plan = AttackPlan((), numbers("rounds"), every if type(every) is int and every > 0 else 1, numbers("clients"))
+    return plan, keep not in ("attacked", "none")
+
+
+def _pair(sent: Mapping[str, Arrays], came: Mapping[str, Arrays]) -> tuple[str, str]:
+    """The names of the records of weights: alike in names and shapes, else called the same, else the largest."""
+
+    def size(arrays: Arrays) -> int:
+        return sum(len(array.data) for array in arrays.values())
+
+    def shapes(arrays: Arrays) -> dict[str, tuple[int, ...]]:
+        return {name: array.shape for name, array in arrays.items()}
+
+    def fit(pair: tuple[str, str]) -> tuple[bool, bool, int]:
+        one, other = sent[pair[0]], came[pair[1]]
+        return shapes(one) == shapes(other), pair[0] == pair[1], size(one) + size(other)
+
+    return max(((s, c) for s in sent for c in came), key=fit)
+
+
+def _tensors(arrays: Arrays) -> dict[str, Tensor]:
+    """Arrays as they came.
+
+    Raises:
+        ValueError: one is no array of numbers that the tape can hold.
+    """
+    tensors = {}
+    for name, array in arrays.items():
+        try:
+            if array.stype != SType.NUMPY:
+                raise ValueError(f"it is serialised as {array.stype!r}, not as a NumPy array")
+            npy_header(array.data)  # checks the claimed size before memory is taken for it
+            tensor = torch.from_numpy(np.load(BytesIO(array.data), allow_pickle=False))
+            if tensor.dtype not in DTYPES:
+                raise ValueError(f"{tensor.dtype} cannot be recorded")
+            tensors[name] = tensor
+        except Exception as error:  # a client's bytes can raise anything
+            raise ValueError(f"array {name[:60]!r} cannot be read: {error}"[:200]) from error
+    return tensors
+
+
+def _mean(weighted: float, weights: float) -> float | None:
+    return weighted / weights if math.isfinite(weighted) else None
+
+
+def _worth_keeping(metrics: MetricRecord) -> Iterator[tuple[str, object]]:
+    """The metrics that a run shows, None for what is not finite; names and lists of any length would come from one client."""
+    for name, value in metrics.items():
+        numbers = value if isinstance(value, list) else [value]
+        if len(name) <= MOST_LETTERS and len(numbers) <= MOST_METRICS:
+            finite = [n if math.isfinite(n) else None for n in numbers]
+            yield name, finite if isinstance(value, list) else finite[0]
+
+
+def test_figures(metrics: Mapping[str, Mapping[str, object]]) -> tuple[float | None, float | None]:
+    """Accuracy in [0, 1] and loss among what an app returned, the server's first; None: nothing has such a name."""
+    accuracy = _named(_ACCURACY, metrics)
+    if accuracy is not None and accuracy > 1:  # in percent
+        accuracy /= 100
+    return accuracy if accuracy is not None and 0 <= accuracy <= 1 else None, _named(_LOSS, metrics)
+
+
+def _named(pattern: re.Pattern[str], metrics: Mapping[str, Mapping[str, object]]) -> float | None:
+    for who in (SERVER, EVALUATION):
+        for name, value in metrics.get(who, {}).items():
+            if pattern.search(name.lower()) and isinstance(value, int | float):
+                return float(value)
+    return None
