@@ -1,4 +1,4 @@
-"""Curiosity records: what the validator accepted is written down, as much of it as [tape] keep says."""
+"""What the recorder of a scenario's own server keeps of a round's checked replies."""
 
 import math
 from pathlib import Path
