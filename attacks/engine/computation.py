@@ -59,8 +59,8 @@ class LayerCall:
 
     @property
     def name(self) -> str:
-        """The layer's name: that of the weight without its last part."""
-        return self.weight.rpartition(".")[0] or self.weight
+        """The layer's name: that of the weight without its last part; empty for a model that is one layer."""
+        return self.weight.rpartition(".")[0]
 
     @property
     def dense(self) -> bool:

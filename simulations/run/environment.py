@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
-import psutil
 import torch
 
 from fedgauge.attacks.engine.batch_limiter import keep_freed_memory
@@ -39,7 +38,7 @@ def environment() -> dict[str, object]:
         "platform": platform.platform(),
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "commit": _commit(),
         "packages": {name: version for name in PACKAGES if (version := package(name)) is not None},

@@ -29,8 +29,8 @@ HELPERS = {
     "build_servers_model",
     "build_strategy",
     "head",
-    "innermost",
     "module_of_weight",
+    "perceptron",
     "secured",
 }
 HELPERS |= {"discrete_gaussian", "discrete_laplace"}  # a link that is named changes itself into them in a deployment

@@ -364,7 +364,7 @@ def test_running_statistics_tell_the_mode_that_the_app_trains_in(trains: bool, m
         mean = torch.full((32,), 0.1 * moved)
         sent = {**seen.update, "2.running_mean": mean, "2.num_batches_tracked": torch.tensor(1)}
         app = replace(seen, params={**network.state_dict(), **params, **buffers}, update=sent, buffers={})
-        return training_evidence(fed, as_the_model_has_it(app, fed))
+        return training_evidence(fed, as_the_model_has_it(app, fed, "updates"))
 
     found = told(moved)
     assert found.fits is False

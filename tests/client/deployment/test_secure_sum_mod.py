@@ -491,7 +491,7 @@ def test_stragglers_are_not_in_a_sum(make_federation: MakeFederation) -> None:
         ({"group": 4, "threshold": 5}, "at most all of it, got 5"),
         (
             {"grup": 4},
-            r"\[secure_sum\]: SecureSumOptions\(\) has no argument 'grup' \(it has: group, threshold, drawn, colluders, clip\)",
+            r"\[secure_sum\]: unknown key 'grup' \(it has: group, threshold, drawn, colluders, clip\)",
         ),
         ({"group": 2.5}, r"\[secure_sum\]: group must be a whole number, got 2.5"),
         ({}, r"\[secure_sum\]: SecureSumOptions\(\) needs the argument 'group'"),

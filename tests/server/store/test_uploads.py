@@ -28,7 +28,7 @@ def uploaded(state: Mapping[str, Tensor], step: float = 0.5) -> Observation:
 def test_a_whole_state_is_split_into_parameters_and_buffers(normed: Federation) -> None:
     state = {k: t + 0.25 if t.is_floating_point() else t + 7 for k, t in normed.model.state_dict().items()}
     assert any(k.endswith("num_batches_tracked") for k in state)
-    seen = as_the_model_has_it(uploaded(state), normed)
+    seen = as_the_model_has_it(uploaded(state), normed, "updates")
     names = [name for name, _ in normed.model.named_parameters()]
     assert list(seen.params) == list(seen.update) == names
     assert all(torch.equal(seen.params[k], state[k]) and (seen.update[k] == 0.5).all() for k in names)
@@ -40,7 +40,7 @@ def test_a_whole_state_is_split_into_parameters_and_buffers(normed: Federation) 
 @pytest.mark.parametrize("kind", [torch.float16, torch.float64])
 def test_another_precision_becomes_the_models(normed: Federation, kind: torch.dtype) -> None:
     state = {k: t.to(kind) if t.is_floating_point() else t for k, t in normed.model.state_dict().items()}
-    seen = as_the_model_has_it(uploaded(state), normed)
+    seen = as_the_model_has_it(uploaded(state), normed, "updates")
     assert {t.dtype for t in (*seen.params.values(), *seen.update.values(), *seen.buffers.values())} == {torch.float32}
 
 

@@ -149,10 +149,7 @@ class Ended:
     def __init__(self, run: Run, in_memory: bool) -> None:
         pass
 
-    def __enter__(self) -> "Ended":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         pass
 
     def finished(self) -> bool:
