@@ -307,7 +307,7 @@ class AppRecorder:
             return {}
         named = ", ".join(f"{name} ({len(arrays)} arrays)" for name, arrays in others.items())
         self.warn("records", f"replies carry further records, which are recorded but not attacked: {named}"[:300])
-        beside = {}
+        beside: dict[str, Tensor] = {}
         for name, arrays in others.items():
             with suppress(ValueError):
                 beside |= {f"{name}/{k}": t for k, t in _tensors(arrays).items()}

@@ -229,7 +229,7 @@ WATCHED: dict[str, Callable[..., Any]] = {
     "push_messages": _push_messages,
     "pull_messages": _pull_messages,
 }
-READ_TWICE = (list, tuple, set, frozenset, dict, type({}.values()))  # reading them changes nothing
+READ_TWICE: tuple[type, ...] = (list, tuple, set, frozenset, dict, type({}.values()))  # reading them changes nothing
 
 
 def _tapped(grid: Grid, recorder: AppRecorder) -> Grid:
