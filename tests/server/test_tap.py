@@ -547,8 +547,10 @@ def test_late_replies_are_recorded_with_the_weights_that_were_sent(audit: Path) 
     list(tapped.pull_messages([c]))
     run, seen, _ = opened(audit.parent / "run")
     assert [(o["round"], o["client"]) for o in seen] == [(2, 0), (2, 1), (3, 0), (4, 0), (5, 0)]
-    for o, scale in zip(seen[:2], (1.0, 2.0), strict=True):
-        taped = run.tape().read(2, o["client"], o["digest"])
+    assert [(o["status"], o["reason"]) for o in seen] == [("accepted", "")] * 5
+    for o in seen:
+        taped = run.tape().read(o["round"], o["client"], o["digest"])
+        scale = 2.0 if o["client"] == 1 else 1.0
         assert all(torch.equal(taped.params[k], scale * t) for k, t in model().state_dict().items())
 
 
@@ -580,7 +582,6 @@ def test_the_users_strategy_stays_as_it_is(audit: Path) -> None:
         other.fraction_train = 0.25
         start(other, Nodes())
         assert other.ran and not hasattr(strategy, "ran") and strategy.fraction_train == 1.0
-    assert pickle.loads(pickle.dumps(FedAvg())).fraction_train == 1.0  # noqa: S301
     assert not (audit.parent / "run").exists(), "copies are not curious"
     start(strategy, Nodes())
     assert len(opened(audit.parent / "run")[1]) == 3 * NODES, "and it was recorded once, not by its parent's start too"
