@@ -12,13 +12,12 @@ from functools import lru_cache, partial, wraps
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedgauge.client.arrays import npy_header
+from fedgauge.client.arrays import npy_array, npy_header
 from fedgauge.client.deployment.deployed_client import DeployedClient, self_audit
 from fedgauge.client.deployment.guard import WITHHELD, UpdatePolicy, guard_memory, inspect_message, withheld
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
@@ -331,10 +330,8 @@ def _tensor(name: str, array: Array, shape: torch.Size, dtype: torch.dtype = tor
         raise RequestRefused(_UNFIT.format(name)) from ValueError(f"expected shape {tuple(shape)} and dtype {kind}")
     try:
         header = npy_header(data)
-    except Exception as error:  # hostile bytes may raise anything
+    except ValueError as error:
         raise RequestRefused(f"{name} cannot be decoded") from error
     if header.shape != tuple(shape) or header.dtype != kind or len(data) != header.start + size * kind.itemsize:
         raise RequestRefused(_UNFIT.format(name)) from ValueError(f"expected shape {tuple(shape)} and dtype {kind}")
-    flat = np.frombuffer(data, kind, size, header.start)
-    array_of = flat.reshape(header.shape[::-1]).T if header.by_columns else flat.reshape(header.shape)
-    return torch.from_numpy(array_of.copy())
+    return torch.from_numpy(npy_array(data))

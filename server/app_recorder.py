@@ -15,12 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from io import BytesIO
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.constant import SType
@@ -28,7 +26,7 @@ from flwr.common.logger import log
 from torch import Tensor
 
 from fedgauge.attacks.plan import AttackPlan
-from fedgauge.client.arrays import npy_header
+from fedgauge.client.arrays import npy_array
 from fedgauge.server.store.ledger_types import DEPLOYMENT, EMPTY, Participation
 from fedgauge.server.store.run import BASE, Run
 from fedgauge.server.store.tape import DTYPES
@@ -562,8 +560,7 @@ def _tensors(arrays: Arrays) -> dict[str, Tensor]:
         try:
             if array.stype != SType.NUMPY:
                 raise ValueError(f"it is serialised as {array.stype!r}, not as a NumPy array")
-            npy_header(array.data)  # checks the claimed size before memory is taken for it
-            tensor = torch.from_numpy(np.load(BytesIO(array.data), allow_pickle=False))
+            tensor = torch.from_numpy(npy_array(array.data))
             if tensor.dtype not in DTYPES:
                 raise ValueError(f"{tensor.dtype} cannot be recorded")
             tensors[name] = tensor

@@ -9,10 +9,9 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgauge.client.arrays import npy_header
+from fedgauge.client.arrays import npy_array
 from fedgauge.client.deployment.secure_sum_terms import Record, Train, Value, Vector
 from fedgauge.client.files import claimed
 from fedgauge.client.local_data import state_folder
@@ -109,12 +108,7 @@ def read(content: RecordDict) -> Record:
         Exception: hostile bytes may raise anything, before memory is taken for what they claim to be.
     """
     plain = cast(Record, dict(content.config_records.get(RECORD, ConfigRecord())))
-    return {**plain, **{k: _array(v) for k, v in content.array_records.get(ARRAYS, ArrayRecord()).items()}}
-
-
-def _array(sent: Array) -> NDArray[Any]:
-    npy_header(sent.data)
-    return sent.numpy()
+    return {**plain, **{k: npy_array(v.data) for k, v in content.array_records.get(ARRAYS, ArrayRecord()).items()}}
 
 
 def _update(message: Message, reply: Message, replies: str) -> Vector:

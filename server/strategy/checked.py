@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
-from fedgauge.client.arrays import npy_header
+from fedgauge.client.arrays import npy_array, npy_header
 from fedgauge.client.deployment.guard import WITHHELD
 from fedgauge.client.inspection.results import LARGEST
 from fedgauge.client.protocol import Protocol
@@ -412,8 +412,8 @@ def tensors_of(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str
         try:
             shape, dtype, *_ = npy_header(record[name].data)
             if alike := shape == expected.shape and dtype == expected.dtype:
-                tensors[name] = torch.from_numpy(record[name].numpy())
-        except Exception as error:  # hostile bytes can raise anything: ValueError, MemoryError, RecursionError
+                tensors[name] = torch.from_numpy(npy_array(record[name].data))
+        except ValueError as error:
             raise ReplyRejected(f"{name} cannot be decoded: {error}") from error
         if not alike:
             raise ReplyRejected(

@@ -1,5 +1,6 @@
 """The tap: nothing that an app sends, receives or computes differs by a bit because somebody watches."""
 
+import ast
 import copy
 import errno
 import gc
@@ -11,6 +12,7 @@ import logging
 import os
 import pickle
 import random
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -443,6 +445,20 @@ def test_a_list_stays_that_list_and_everything_else_is_the_grids_own(audit: Path
         tapped.refuse()
     with pytest.raises(AttributeError):
         _ = tapped.nothing
+
+
+def test_the_recorders_thread_never_parses_python(audit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads in ast.literal_eval at once can raise SystemError in the app's own: NumPy calls it for each array."""
+    parse, threads = ast.literal_eval, set()
+
+    def watched(text: Any) -> Any:
+        threads.add(threading.current_thread())
+        return parse(text)
+
+    monkeypatch.setattr(ast, "literal_eval", watched)
+    start(FedAvg(fraction_evaluate=0.0), tap(Nodes(client_app()), audit, audit.parent / "run"))
+    assert len(opened(audit.parent / "run")[1]) == 3 * NODES
+    assert threads == {threading.main_thread()}
 
 
 def test_iterables_of_the_apps_own_are_read_as_often_as_before(audit: Path) -> None:

@@ -261,11 +261,8 @@ BAD_TENSORS: dict[str, tuple[Tensor | Array, str]] = {
         f"{BIAS} has shape (3,) and dtype complex64, expected (3,) and float32",
     ),
     "big endian": (npy(np.zeros(3, ">f4")), f"{BIAS} has shape (3,) and dtype >f4, expected (3,) and float32"),
-    "text": (npy(np.array(["a", "b", "c"])), f"{BIAS} has shape (3,) and dtype <U1, expected (3,) and float32"),
-    "records": (
-        npy(np.zeros(3, [("a", "<f4")])),
-        f"{BIAS} has shape (3,) and dtype [('a', '<f4')], expected (3,) and float32",
-    ),
+    "text": (npy(np.array(["a", "b", "c"])), f"{BIAS} cannot be decoded"),
+    "records": (npy(np.zeros(3, [("a", "<f4")])), f"{BIAS} cannot be decoded"),
     "no bytes": (Array("float32", (3,), "numpy.ndarray", b""), f"{BIAS} cannot be decoded"),
     "garbage": (Array("float32", (3,), "numpy.ndarray", b"\x00\xffgarbage"), f"{BIAS} cannot be decoded"),
     "truncated": (
