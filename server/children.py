@@ -9,9 +9,9 @@ _PR_SET_PDEATHSIG = 1
 _FOLDERS = ("FEDGAUGE_DATA", "XDG_CACHE_HOME", "XDG_STATE_HOME", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR")
 
 
-def die_with_parent() -> None:
-    """A preexec_fn for Linux: the child gets SIGTERM when the thread that started it ends, for whatever reason."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def die_with_parent(number: int = signal.SIGTERM) -> None:
+    """A preexec_fn for Linux: the child gets this signal when the thread that started it ends, for whatever reason."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def paths_from_here() -> dict[str, str]:

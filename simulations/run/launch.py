@@ -37,14 +37,17 @@ class AuditFailed(Exception):
 class OwnProcess:
     """One process of ours beside the driver, with everything that it starts; ray: whether it starts Ray."""
 
-    def __init__(self, run: Run, log: str, *arguments: str, ray: bool = True) -> None:
+    def __init__(
+        self, run: Run, log: str, *arguments: str, ray: bool = True, at_our_death: int = signal.SIGTERM
+    ) -> None:
         self.run = run
         self.log = log
         self.mark = uuid.uuid4().hex
         self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))
         env = child_environment(self.scratch, self.mark) | (private_ray(self.scratch) if ray else {})
         # in a folder of its own, as Ray's workers look for every package in their driver's current folder first
-        self._child = processes.start([sys.executable, "-P", "-m", *arguments], run.log(log), env, self.scratch)
+        command = [sys.executable, "-P", "-m", *arguments]
+        self._child = processes.start(command, run.log(log), env, self.scratch, at_our_death)
 
     def status(self) -> int | None:
         """Its exit status, or None while it works."""
@@ -88,7 +91,9 @@ class TrainingProcess(OwnProcess):
 
     def __init__(self, run: Run, in_memory: bool = False) -> None:
         module = "in_memory" if in_memory else "simulation_engine"
-        super().__init__(run, "flower.log", f"fedgauge.simulations.run.{module}", str(run.folder.absolute()))
+        command = (f"fedgauge.simulations.run.{module}", str(run.folder.absolute()))
+        # Ray answers SIGTERM by writing a stack trace first, which may not end; its own processes end with the training
+        super().__init__(run, "flower.log", *command, at_our_death=signal.SIGKILL)
 
     def finished(self) -> bool:
         """Whether the federation has ended, successfully or not."""

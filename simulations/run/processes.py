@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -19,12 +20,17 @@ MARK = "FEDGAUGE_LAUNCH"  # in the environment of every process that one launch 
 
 
 def start(
-    command: Sequence[str], log: Path, env: Mapping[str, str], folder: Path | None = None
+    command: Sequence[str],
+    log: Path,
+    env: Mapping[str, str],
+    folder: Path | None = None,
+    at_our_death: int = signal.SIGTERM,
 ) -> subprocess.Popen[bytes]:
-    """Start a child whose output goes to a log file. It gets SIGTERM when we die (Linux), and no Ctrl-C from the terminal.
+    """Start a child whose output goes to a log file; it gets no Ctrl-C from the terminal.
 
     Args:
         folder: its current folder; None: ours.
+        at_our_death: the signal that it gets when we die (Linux).
     """
     with os.fdopen(run_files.opened(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as out:
         return subprocess.Popen(
@@ -35,7 +41,7 @@ def start(
             env=dict(env),
             cwd=folder,
             start_new_session=True,
-            preexec_fn=die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=partial(die_with_parent, at_our_death) if sys.platform == "linux" else None,
         )
 
 

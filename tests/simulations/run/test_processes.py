@@ -170,16 +170,19 @@ def test_a_sweep_touches_nobody_elses_processes(launch: Launch, tmp_path: Path) 
 
 
 @linux
-@pytest.mark.parametrize("code", [SLEEP, DEAF], ids=["polite", "deaf"])
-def test_children_are_told_when_their_parent_is_killed(tmp_path: Path, code: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "number"), [(SLEEP, "SIGTERM"), (DEAF, "SIGTERM"), (DEAF, "SIGKILL")], ids=["polite", "deaf", "killed"]
+)
+def test_children_are_told_when_their_parent_is_killed(tmp_path: Path, code: str, number: str) -> None:
     """SIGKILL leaves the parent no chance to end anything itself; the kernel sends what it asked for."""
     log = tmp_path / "child.log"
     told = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: (print('told', flush=True), sys.exit()))\n{SLEEP}"
     script = f"""
-import sys, time, os
+import os, signal, sys, time
 from pathlib import Path
 from fedgauge.simulations.run.processes import start
-child = start([sys.executable, "-c", {told if code is SLEEP else code!r}], Path({str(log)!r}), os.environ)
+command = [sys.executable, "-c", {told if code is SLEEP else code!r}]
+child = start(command, Path({str(log)!r}), os.environ, at_our_death=signal.{number})
 print(child.pid, flush=True)
 time.sleep(120)
 """
@@ -189,7 +192,9 @@ time.sleep(120)
     wait_for(lambda: "ready" in log.read_text())
     parent.kill()
     parent.communicate()
-    if code is SLEEP:
+    if number == "SIGKILL":
+        wait_for(lambda: not is_running(pid))
+    elif code is SLEEP:
         wait_for(lambda: not is_running(pid))
         assert log.read_text().splitlines() == ["ready", "told"]
     else:  # a request and no more: who ignores it stays, and is what `sweep` is for
