@@ -28,11 +28,9 @@ def find_sparsity(read: UpdateEvidence) -> Inferred | None:
     zeros = f"{read.holes:,} of {sum(t.live for t in read.certain):,} entries that no network makes zero are zero"
     if (keeps := _common_keep(read.every)) is not None:
         keep = _roundest(*keeps, [t for t in read.every if t.pierced])
-        evidence = (
-            f"{zeros}; every tensor keeps round(keep * entries), keep from {keeps[0]:.6g} to {keeps[1]:.6g}, or fewer"
-        )
+        evidence = f"{zeros}; every tensor keeps a share from {keeps[0]:.6g} to {keeps[1]:.6g} of its entries, or fewer"
         return read.verdict("prune", {"keep": keep}, _prune(keep), evidence, _mask_nll(read.certain))
-    margin = _counts(read) + _places(read) + _small_survivors(read)
+    margin = _counts(read) + _places(read)
     if margin < 0:
         # no tensor keeps less than each of those that were summed, and most keep more
         keep = min(1.0, *(t.share for t in read.certain if t.pierced))
@@ -135,27 +133,6 @@ def _columns_alike(shown: Tensor, high: int) -> float:
     return float((binomial * often).sum(1).max() - (own * often).sum()) + max(0, kinds - 2) / 2 * math.log(total)
 
 
-def _small_survivors(read: UpdateEvidence) -> float:
-    """Nats, at most 0, by which missing small entries speak against a mask.
-
-    A mask keeps small entries at the rate at which they occur; their density is about constant near zero in at least one of
-    the tensors. If they are present, steps or examples may have cancelled. A tensor from which pruning removed nothing,
-    since too few entries were nonzero, keeps a smaller share than any other.
-    """
-    least = min(t.share for t in read.certain if t.pierced)
-    part = 0.05 if least > 0.5 else 0.25
-    found = []
-    for tallies in zip(*read.tallies, strict=True):
-        small = seen = 0
-        for t in (t for t in tallies if t.share >= least and len(t.sizes)):
-            small += int((t.sizes < part * t.sizes.median()).sum())
-            seen += len(t.sizes)
-        expected, seldom = part / 2 * seen, part / 16 * seen
-        if seen >= FEW:
-            found.append(small * math.log(expected / seldom) - (expected - seldom))
-    return min(0.0, max(found, default=0.0))
-
-
 def _share(read: UpdateEvidence, masks: int) -> float:
     """The share that this many masks keep: other zeros only lower it, so the densest set of enough entries decides."""
     places = [(sum(t.shown for t in read.certain), sum(t.live for t in read.certain))]
@@ -177,28 +154,18 @@ def _at_least(seen: float, size: float) -> float:
 
 def _shared(read: UpdateEvidence, keep: float) -> dict[str, Tensor] | None:
     """The entries that are nonzero in any update, if all have their zeros in the same places; else None."""
-    seen = [{k: t != 0 for k, t in u.items()} for u in read.updates]
-    live = [read.layers.live(u, read.rows) for u in read.updates]
-    sure = [
-        _overlap(a, b, {k: la[k] & lb[k] for k in a})
-        for (a, b), (la, lb) in zip(pairwise(seen), pairwise(live), strict=True)
-    ]
-    both, either = map(sum, zip((0, 0), *sure, strict=True))
-    if either < FEW:
-        both, either = map(sum, zip((0, 0), *(_overlap(a, b, {}) for a, b in pairwise(seen)), strict=True))
+    seen = [torch.cat([(t != 0).flatten() for t in u.values()]) for u in read.updates]
+    live = [torch.cat([t.flatten() for t in read.layers.live(u, read.rows).values()]) for u in read.updates]
+    both = either = 0
+    for sure in (True, False):  # entries that are never zero without a defense, if they are enough
+        if either < FEW:
+            pairs = zip(pairwise(seen), pairwise(live), strict=True)
+            shown = [(a[among], b[among]) for (a, b), (la, lb) in pairs for among in [la & lb if sure else a | b]]
+            both, either = (sum(int(op(a, b).sum()) for a, b in shown) for op in (torch.logical_and, torch.logical_or))
     by_chance = keep / (2 - keep)
     if not either or both / either < (1 + by_chance) / 2:
         return None
-    return {k: torch.stack([s[k] for s in seen]).any(0) for k in seen[0]}
-
-
-def _overlap(a: Mapping[str, Tensor], b: Mapping[str, Tensor], among: Mapping[str, Tensor]) -> tuple[int, int]:
-    """How many entries are nonzero in both, and in either; among some."""
-    counts = [
-        (int((a[k] & b[k] & among.get(k, a[k] | b[k])).sum()), int(((a[k] | b[k]) & among.get(k, a[k] | b[k])).sum()))
-        for k in a
-    ]
-    return sum(c[0] for c in counts), sum(c[1] for c in counts)
+    return {k: torch.stack([u[k] != 0 for u in read.updates]).any(0) for k in read.updates[0]}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from fedgauge.client.update import Update, norm
 
 LARGEST = 1e6  # epsilon above which the result is infinity
 HALVINGS = 60
-FAR_OUT = 30.0  # standard deviations from which on a series gives the normal tail to eight digits
 CANARY = "canary"  # the metric: a canary's cosine with an update, in standard deviations of chance
 
 
@@ -119,12 +118,5 @@ def _log_between(low: float, high: float) -> float:
     """The logarithm of the normal probability of an interval, computed from the smaller tail."""
     if low > 0:
         low, high = -high, -low
-    outer, inner = _log_below(low), _log_below(high)
+    outer, inner = torch.special.log_ndtr(torch.tensor([low, high], dtype=torch.float64)).tolist()
     return inner + math.log1p(-math.exp(outer - inner)) if outer < inner else -math.inf
-
-
-def _log_below(z: float) -> float:
-    """log Phi(z); far out by the asymptotic series, as Phi itself underflows."""
-    if z > -FAR_OUT:
-        return math.log(math.erfc(-z / math.sqrt(2)) / 2)
-    return -z * z / 2 - math.log(-z * math.sqrt(2 * math.pi)) + math.log1p(-(z**-2) + 3 * z**-4) if z > -math.inf else z

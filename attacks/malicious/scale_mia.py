@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.malicious.decoding import ClosedForm, LayerRows, Reader, decoded
-from fedgauge.attacks.malicious.imprint import quantile_levels, read_bins
+from fedgauge.attacks.malicious.imprint import planted, quantile_levels, read_bins
 from fedgauge.attacks.malicious.optimised_features import (
     TINY,
     LinearEstimate,
@@ -95,11 +95,11 @@ class scale_mia(ServerAttack):
         # half of them negative: of weights that are all alike a classifier has no gradient
         signs = 1.0 - 2.0 * (torch.randperm(len(onward), generator=rng) % 2)
         parts = {
-            f"{head.first}.weight": (query / spread).expand(len(weight), -1),
+            f"{head.first}.weight": query / spread,
             f"{head.first}.bias": -levels / spread,
-            f"{head.second}.weight": (self.strength / len(weight) * signs)[:, None].expand(onward.shape),
+            f"{head.second}.weight": (self.strength / len(weight) * signs)[:, None],
         }
-        return {**made, **{k: t.to(sent[k]).contiguous() for k, t in parts.items()}}
+        return planted(made, "", parts)
 
 
 # ------------------------------------------------------------------------------------------------------------- decoder

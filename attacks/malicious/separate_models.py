@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack, fill_with_mean
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import Table
+from fedgauge.client.components import Table, check_at_least
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import is_per_example
@@ -41,8 +41,6 @@ class SeparateNetworks(nn.Module):
 
 def separate(model: nn.Module, count: int = 8) -> SeparateNetworks:
     """Copies of the model, each for its own examples of a batch; count: the batch size."""
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
     return SeparateNetworks(model, count)
 
 
@@ -51,6 +49,9 @@ class separate_models(ServerAttack):
     """Gives each example its own network, by the architecture alone; count: the batch size."""
 
     count: int = 8
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "count")
 
     @property
     def architecture(self) -> Table:

@@ -4,7 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -16,8 +16,6 @@ from fedgauge.client.models.vision import last_linear
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import UpdateTransform
 from fedgauge.client.update import Batch, Params, Update
-
-M = TypeVar("M", bound=nn.Module)
 
 
 class ServerAttack(ABC):
@@ -91,14 +89,6 @@ def fill_with_mean(x: Tensor, size: int, known: Knowledge) -> Tensor:
     public = None if known.auxiliary is None else known.auxiliary.x
     blank = torch.full(known.shape, 0.5) if public is None else public.mean(0)
     return torch.cat([x, blank.to(x).expand(size - len(x), *known.shape)])
-
-
-def part_of(model: nn.Module, kind: type[M], architecture: str) -> tuple[str, M]:
-    """The first module of a kind, after its prefix in parameter names; ValueError where the architecture lacks it."""
-    for name, module in model.named_modules():
-        if isinstance(module, kind):
-            return f"{name}." if name else "", module
-    raise ValueError(f"the network was not altered for this attack: it needs the architecture {architecture}")
 
 
 def classifier_only(seen: Observation, model: nn.Module) -> Observation:

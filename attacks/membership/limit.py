@@ -24,9 +24,6 @@ def power(alpha: float, mu: float) -> float:
     >>> round(power(0.05, mu=1.0), 4)
     0.2595
     """
-    _check(alpha)
-    if not mu >= 0:
-        raise ValueError(f"mu must not be negative, got {mu}")
     if alpha in (0.0, 1.0) or math.isinf(mu):
         return 1.0 if alpha == 1 or math.isinf(mu) else 0.0
     normal = NormalDist()
@@ -92,8 +89,3 @@ def _scale(known: Knowledge) -> float:
             "the exact curve is of gradients that are clipped each by itself, and this chain does more to them"
         )
     return known.scale / (known.batch_size * density.sigma)
-
-
-def _check(alpha: float) -> None:
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"a false-positive rate is in [0, 1], got {alpha}")

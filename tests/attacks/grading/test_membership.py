@@ -80,7 +80,7 @@ def test_members_are_told_from_an_undefended_update_and_not_from_anothers(make_f
 def test_members_among_sentences_are_told(make_federation: Make, observe: Make, task: str) -> None:
     fed = make_federation(
         data={"use": "phrases", "length": 10, "auxiliary": 60, "task": task},
-        model={"use": "tiny_bert"} if task == "classification" else {"use": "transformer3"},
+        model={"use": "tiny_bert"} if task == "classification" else {"use": "tiny_gpt2", "width": 16, "heads": 2},
         **({"loss": {"use": "next_token"}} if task == "next_token" else {}),
     )
     found = Auditor(fed).audit(planned(strangers=60, held=2), observe(fed, (0, 1)), {0: 1, 1: 0})
@@ -237,7 +237,7 @@ def test_where_nobody_can_tell_the_reason_is_said(make_federation: Make, observe
     few = make_federation(data={**fed.protocol.data, "auxiliary": 40})
     found = Auditor(few).audit(planned(), observe(few, (0,)))
     assert found[0].reconstruction.status == "not_applicable"
-    assert "add public examples of this label" in found[0].reconstruction.reason
+    assert "public examples" in found[0].reconstruction.reason
     data = replace(fed.shards.dataset, x_test=fed.shards.dataset.x_test[:0], y_test=fed.shards.dataset.y_test[:0])
     bare = Federation(fed.protocol)
     vars(bare)["shards"] = replace(fed.shards, dataset=data)
