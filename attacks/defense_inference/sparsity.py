@@ -1,12 +1,11 @@
 """Pruning and masks: entries are zero that no network makes zero."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.distributions import Binomial
 
 from fedgauge.attacks.defense_inference.evidence import (
@@ -16,8 +15,6 @@ from fedgauge.attacks.defense_inference.evidence import (
     UpdateEvidence,
     live_by_neighbours,
 )
-from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
-from fedgauge.client.update import Update
 
 AGAINST = 20.0  # nats against pruning by a count that it cannot leave
 
@@ -29,20 +26,19 @@ def find_sparsity(read: UpdateEvidence) -> Inferred | None:
     if (keeps := _common_keep(read.every)) is not None:
         keep = _roundest(*keeps, [t for t in read.every if t.pierced])
         evidence = f"{zeros}; every tensor keeps a share from {keeps[0]:.6g} to {keeps[1]:.6g} of its entries, or fewer"
-        return read.verdict("prune", {"keep": keep}, _prune(keep), evidence, _mask_nll(read.certain))
-    margin = _counts(read) + _places(read)
-    if margin < 0:
+        return read.verdict("prune", {"keep": keep}, evidence)
+    if _counts(read) + _places(read) + _small_survivors(read) < 0:
         # no tensor keeps less than each of those that were summed, and most keep more
         keep = min(1.0, *(t.share for t in read.certain if t.pierced))
         evidence = f"{zeros}; large entries are left, in counts that differ: several prunings were summed"
-        return read.summed("prune", {"keep": keep}, _prune, evidence, -margin)
+        return read.summed("prune", {"keep": keep}, evidence)
     evidence = f"{zeros}; the other entries lie anywhere, small as well as large ones"
     common = _shared(read, _share(read, 1))
     keep = _share(read, len(read.updates) if common is None else 1)
     if common is None:
-        return read.verdict("mask", {"keep": keep}, _mask(keep), evidence, margin)
+        return read.verdict("mask", {"keep": keep}, evidence)
     evidence += f"; the same entries in all {len(read.updates)} updates: a public mask"
-    return read.verdict("mask", {"keep": keep}, _shown(common), evidence, margin)
+    return read.verdict("mask", {"keep": keep}, evidence, common)
 
 
 def _common_keep(tallies: Sequence[TensorEvidence]) -> tuple[float, float] | None:
@@ -70,18 +66,8 @@ def _roundest(low: float, high: float, pierced: Sequence[TensorEvidence]) -> flo
     return next(fitting, middle)
 
 
-def _mask_nll(tallies: Sequence[TensorEvidence]) -> float:
-    """-log probability that a random mask leaves exactly these counts, without the least likely one (which any keep fits)."""
-    live, shown = _live_and_shown(tallies)
-    nll = -Binomial(live, shown.sum() / live.sum()).log_prob(shown)
-    return float(nll.sum() - nll.max())
-
-
 def _counts(read: UpdateEvidence) -> float:
-    """Nats by which the tensors' counts favour a mask: binomial with one keep, against any count that pruning can leave.
-
-    Summed over steps and examples, pruning leaves between keep and `rows` times keep.
-    """
+    """Nats by which the tensors' counts favour a mask over pruning, which leaves between keep and `rows` times keep."""
     pierced = [t for t in read.certain if t.pierced]
     low = min((t.seen + 0.5) / t.size for t in pierced)
     most = [read.rows * max(1, round(low * t.size)) for t in read.every]
@@ -99,10 +85,7 @@ def _live_and_shown(tallies: Sequence[TensorEvidence]) -> tuple[Tensor, Tensor]:
 
 
 def _places(read: UpdateEvidence) -> float:
-    """Nats by which rows and columns of the classifier's weight favour a mask, which treats them alike.
-
-    Pruning keeps more of a row with a large signal, and of a column with a large feature.
-    """
+    """Nats by which rows and columns of the classifier's weight favour a mask: pruning keeps more of the large ones."""
     name = read.layers.classifier
     if name is None or name not in read.updates[0]:
         return 0.0
@@ -131,6 +114,22 @@ def _columns_alike(shown: Tensor, high: int) -> float:
     binomial = Binomial(torch.tensor(float(high)), keeps).log_prob(counts) - torch.log1p(-((1 - keeps) ** high))
     own = (often / total).clamp_min(1e-12).log()
     return float((binomial * often).sum(1).max() - (own * often).sum()) + max(0, kinds - 2) / 2 * math.log(total)
+
+
+def _small_survivors(read: UpdateEvidence) -> float:
+    """Nats, at most 0, by which missing small entries speak against a mask, which keeps them as often as they occur."""
+    least = min(t.share for t in read.certain if t.pierced)
+    part = 0.05 if least > 0.5 else 0.25
+    found = []
+    for tallies in zip(*read.tallies, strict=True):
+        small = seen = 0
+        for t in (t for t in tallies if t.share >= least and len(t.sizes)):
+            small += int((t.sizes < part * t.sizes.median()).sum())
+            seen += len(t.sizes)
+        expected, seldom = part / 2 * seen, part / 16 * seen
+        if seen >= FEW:
+            found.append(small * math.log(expected / seldom) - (expected - seldom))
+    return min(0.0, max(found, default=0.0))
 
 
 def _share(read: UpdateEvidence, masks: int) -> float:
@@ -166,44 +165,3 @@ def _shared(read: UpdateEvidence, keep: float) -> dict[str, Tensor] | None:
     if not either or both / either < (1 + by_chance) / 2:
         return None
     return {k: torch.stack([u[k] != 0 for u in read.updates]).any(0) for k in read.updates[0]}
-
-
-@dataclass(frozen=True)
-class _prune(UpdateTransform):
-    """Pruning: keeps each tensor's largest entries by magnitude."""
-
-    keep: float
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return {k: self._largest(t) for k, t in update.items()}
-
-    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        return replace(before, sparse=True)
-
-    def _largest(self, t: Tensor) -> Tensor:
-        kept = min(t.numel(), max(1, round(self.keep * t.numel())))
-        least = t.detach().abs().flatten().topk(kept).values[-1]
-        return torch.where(t.abs() >= least, t, torch.zeros_like(t))
-
-
-@dataclass(frozen=True)
-class _mask(UpdateTransform):
-    """An unknown mask: the average over all masks."""
-
-    keep: float
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return {k: self.keep * t for k, t in update.items()}
-
-    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        return replace(before, sparse=True, shrink=self.keep * before.shrink)
-
-
-@dataclass(frozen=True, eq=False)
-class _shown(UpdateTransform):
-    """A public mask: the entries that are nonzero in any update."""
-
-    places: Mapping[str, Tensor]
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return {k: torch.where(self.places[k], t, torch.zeros_like(t)) for k, t in update.items()}

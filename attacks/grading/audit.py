@@ -10,8 +10,6 @@ from typing import ClassVar
 import torch
 
 from fedgauge.attacks.base import (
-    Attack,
-    Budget,
     ClientState,
     Knowledge,
     Reconstruction,
@@ -151,10 +149,7 @@ class Auditor:
         if self.modality.hides_defense:
             raise ValueError(self.modality.hides_defense)
         if not is_cross_entropy(fed.loss):
-            raise ValueError(
-                "a defense is inferred from zeros that the cross-entropy's gradient never has, and [loss] names another loss: "
-                'attack with defense = "known" or "unknown"'
-            )
+            raise ValueError("a defense is inferred from a cross-entropy's zeros, and [loss] names another loss")
         return infer(wave, fed.model, fed.chain.local, fed.shards.batch_size, members)
 
     def stream(self, planned: PlannedAttack, round: int, client: int) -> Stream:
@@ -252,7 +247,17 @@ class Auditor:
                 attack, tuned = found.attack, found.words
             except ValueError as error:
                 tuned = f"not tuned: {error}"
-        reconstructions, remembered = _reconstruct(attack, wave, known, planned.budget, streams, memories)
+        before = [memories.get(client, attack.initial()) for client in wave.clients]
+        reconstructions, after = attack.advance(wave, known, planned.budget, streams, before)
+        expected = (known.batch_size, *known.shape)
+        for shape in (tuple(result.x.shape) for result in reconstructions if result.x is not None):
+            if shape != expected:
+                raise ValueError(f"the attack must return a whole batch, {expected}, and returned {shape}")
+        if known.mean:  # pixels of the truth lie in [0, 1], and a client that grades at home takes no others
+            reconstructions = [
+                replace(r, x=r.x.clamp(0, 1)) if r.x is not None and has_images(r.x) else r for r in reconstructions
+            ]
+        remembered = list[ClientState | None](after) if attack.is_stateful else [None] * len(wave)
         if device != CPU:
             reconstructions = [result.to(CPU) for result in reconstructions]
             remembered = [None if memory is None else _on(memory, CPU) for memory in remembered]
@@ -381,24 +386,3 @@ def _scored(
 
 def _on(memory: ClientState, device: torch.device) -> ClientState:
     return {name: t.to(device) for name, t in memory.items()}
-
-
-def _reconstruct(
-    attack: Attack,
-    wave: Wave,
-    known: Knowledge,
-    budget: Budget,
-    streams: Sequence[Stream],
-    memories: Mapping[int, ClientState],
-) -> tuple[list[Reconstruction], Sequence[ClientState | None]]:
-    """Reconstructions, and what a stateful attack remembers of each client; None for other attacks."""
-    found, after = attack.advance(
-        wave, known, budget, streams, [memories.get(c, attack.initial()) for c in wave.clients]
-    )
-    expected = (known.batch_size, *known.shape)
-    for shape in (tuple(result.x.shape) for result in found if result.x is not None):
-        if shape != expected:
-            raise ValueError(f"the attack must return the examples of a whole batch, {expected}, and returned {shape}")
-    if known.mean:  # pixels of the truth lie in [0, 1], and a client that grades at home takes no others
-        found = [replace(r, x=r.x.clamp(0, 1)) if r.x is not None and has_images(r.x) else r for r in found]
-    return found, after if attack.is_stateful else [None] * len(wave)

@@ -71,8 +71,7 @@ class random_words(Baseline):
     """Guess words at the auxiliary text's frequencies, with the lengths that are known or else the auxiliary text's."""
 
     def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
-        if known.text is None or not isinstance(known.model, LanguageModel):
-            raise ValueError("random words need auxiliary text and a language model")
+        assert known.text is not None and isinstance(known.model, LanguageModel)
         model, x = known.model, public.x
         words = x[~torch.isin(x, torch.tensor(sorted(model.special)))]
         if not len(words):
@@ -100,8 +99,7 @@ class mode_row(Baseline):
     is_random: ClassVar[bool] = False
 
     def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
-        if known.columns is None:
-            raise ValueError("the most frequent cells need auxiliary rows of a table")
+        assert known.columns is not None
         cells = known.columns.cells(public.x)
         likely = [
             cell.nanmean() if column.numeric else cell.mode().values
@@ -115,8 +113,7 @@ class random_row(Baseline):
     """Guess each cell at the auxiliary rows' frequencies, independently of the others."""
 
     def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
-        if known.columns is None:
-            raise ValueError("random cells need auxiliary rows of a table")
+        assert known.columns is not None
         cells, columns = known.columns.cells(public.x), known.columns
         size = (known.batch_size, len(columns))
         drawn = [torch.randint(len(cells), size, generator=stream("cells")) for stream in streams]

@@ -62,10 +62,6 @@ def gaussian_epsilon(ratio: float, delta: float) -> float:
 
 def normal_epsilon(mean: float, deviation: float, delta: float) -> float:
     """The smallest epsilon at which N(0, 1) and N(mean, deviation^2) are indistinguishable up to delta, in both directions."""
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must be in (0, 1), got {delta}")
-    if not deviation > 0:
-        raise ValueError(f"deviation must be above 0, got {deviation}")
     # from the other side, and in its units, the first is again a normal distribution; with equal deviations it is the same
     sides = {(mean, deviation), (mean / deviation, 1 / deviation)}
     return max(smallest(partial(_excess, *side), delta) for side in sides)

@@ -21,7 +21,9 @@ In 96 random federations of small networks no honest update was called noise, Ad
 head) 15, of 11 halved rates of batches of fewer examples than classes 7 (tests/attacks/grading/test_evidence_counts.py).
 """
 
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import torch
@@ -34,11 +36,10 @@ from fedgauge.attacks.grading.rate_and_steps import RateTimesSteps, rate_times_s
 from fedgauge.attacks.grading.update_measures import (
     MOST,
     MOST_ENTRIES,
-    Probe,
     class_sums,
     flattened,
     highest_rank,
-    probe_gradients,
+    probe_steps,
     rms,
     rounding_of,
     share_of_one_size,
@@ -52,7 +53,7 @@ from fedgauge.client.local_training import LocalTraining
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.training import evaluated, local_sgd
 from fedgauge.client.transforms import is_identity
-from fedgauge.client.update import Batch, norm
+from fedgauge.client.update import Batch, Update, norm
 
 Kind = Literal["sum of gradients", "weight decay", "Adam", "noise", "differences", "unexplained", "undecided"]
 LEFT = 2e-5  # the part of the classifier's update that may stay unexplained
@@ -126,10 +127,10 @@ def _compared(fed: Federation, seen: Observation, before: Observation | None) ->
     if thawed := {k for k in held if seen.update[k].any()}:
         wrong.append(f"{_named(fed, thawed)} moved, which the chain freezes: leave it out there")
     seen = _without(seen, held - thawed)
-    probes = probe_gradients(fed, seen)
+    probes = probe_steps(fed, seen)
     if still := _unmoved(seen, probes):
         seen = _without(seen, still)
-        probes = probe_gradients(fed, seen)
+        probes = probe_steps(fed, seen)
         wrong.append(
             f"{_named(fed, still)} did not move, but would have: if the app does not train that, put [[chain]] "
             f'use = "freeze", layers = {whole_parts(fed.model, still)} before local training'
@@ -181,7 +182,7 @@ def _many_steps_of_adam(local: local_sgd, kind: Kind) -> bool:
     return local.eps > SMALL_EPS or (kind == "unexplained" and local.steps > 1)
 
 
-def _contradiction(fed: Federation, seen: Observation, kind: Kind, probes: list[Probe]) -> str:
+def _contradiction(fed: Federation, seen: Observation, kind: Kind, probes: list[Update]) -> str:
     """Why the assumed training cannot have made such an update, and what to write instead; empty if it can."""
     local, size = fed.chain.local, fed.shards.batch_size
     instead = f'the chain assumes {local.words}: set use = "local_training" with'
@@ -209,11 +210,11 @@ def _contradiction(fed: Federation, seen: Observation, kind: Kind, probes: list[
     )
 
 
-def _unmoved(seen: Observation, probes: list[Probe]) -> set[str]:
+def _unmoved(seen: Observation, probes: list[Update]) -> set[str]:
     """The parameters that do not move, though they do on auxiliary examples."""
 
     def missed(name: str) -> bool:
-        parts = [(p.step[name], float(norm(p.step))) for p in probes if name in p.step]
+        parts = [(step[name], float(norm(step))) for step in probes if name in step]
         return bool(parts) and all(float(t.norm()) > STILL * length for t, length in parts)
 
     return {name for name, t in seen.update.items() if not t.any() and missed(name)}
@@ -257,7 +258,7 @@ def _unreadable(fed: Federation, seen: Observation) -> str:
     return "" if any(bool(t.any()) for t in seen.update.values()) else "the update is zero"
 
 
-def _read(fed: Federation, seen: Observation, probes: list[Probe]) -> tuple[Kind, str]:
+def _read(fed: Federation, seen: Observation, probes: list[Update]) -> tuple[Kind, str]:
     if _are_differences(seen):
         return "differences", "it is -1 times the weights: the app uploads differences, not weights"
     if not probes:
@@ -288,7 +289,7 @@ def _read(fed: Federation, seen: Observation, probes: list[Probe]) -> tuple[Kind
             "undecided",
             "it nearly sums to zero over the classes, as with half precision in the passes (autocast) or a little noise",
         )
-    uneven, own = min(unevenness_of(flattened(probe.step)) for probe in probes), unevenness_of(entries)
+    uneven, own = min(unevenness_of(flattened(step)) for step in probes), unevenness_of(entries)
     if own < uneven / 2 and _is_light(seen):
         return "Adam", "its entries differ less in size than gradients do here, as after steps of Adam"
     return "unexplained", "it is no sum of gradients, has no weight decay, and does not look like Adam's steps"
@@ -324,3 +325,60 @@ def _is_light(seen: Observation) -> bool:
     """Whether most weights' entries have lighter tails than a normal distribution, as after a few steps of Adam."""
     found = sorted(kurtosis(t[t != 0]) for t in seen.update.values() if t.dim() > 1 and t.count_nonzero() >= MANY)
     return not found or found[len(found) // 2] < LIGHT
+
+
+# ------------------------------------------------------------------------------------------------------- all rounds
+
+Found = Mapping[tuple[int, int], TrainingEvidence]  # by (round, client)
+
+WORST_FIRST = (False, None, True)
+
+
+def over_rounds(found: Found) -> TrainingEvidence:
+    """Return the worst result, and how many of the compared updates have it.
+
+    Args:
+        found: at least one update's.
+    """
+    found = _with_changed_rates(found)
+    key = min(found, key=lambda key: (WORST_FIRST.index(found[key].fits), key))
+    worst = found[key]
+    if len(found) == 1:
+        return worst
+    alike = sum(evidence.fits is worst.fits for evidence in found.values())
+    return replace(
+        worst,
+        words=f"{worst.words} (client {key[1]}, round {key[0]}, as the first of {alike} updates of {len(found)} compared)",
+    )
+
+
+def _with_changed_rates(found: Found) -> Found:
+    """The results, where a client's rate in a later round is not that of its first: then the chain's cannot be both."""
+    first: dict[int, tuple[int, RateTimesSteps]] = {}
+    changed = dict(found)
+    for (round, client), evidence in sorted(found.items()):
+        if (now := evidence.rates) is None:
+            continue
+        since, then = first.setdefault(client, (round, now))
+        if now.high < then.low or now.low > then.high:
+            words = (
+                f"{WARNING}: the sum of the steps' rates was {then.words} in round {since} and is {now.words}, and the chain "
+                "assumes one for all rounds: attack the rounds that have it (audit --attack ... --rounds)"
+            )
+            changed[round, client] = replace(evidence, fits=False, words=words)
+    return changed
+
+
+def to_json(found: Found) -> str:
+    """Return the results as JSON."""
+    return json.dumps([[*key, asdict(evidence)] for key, evidence in sorted(found.items())])
+
+
+def from_json(text: str) -> dict[tuple[int, int], TrainingEvidence]:
+    """Read the results again."""
+    rows: Iterable[tuple[int, int, dict[str, object]]] = json.loads(text)
+    return {(round, client): _evidence(**fields) for round, client, fields in rows}  # type: ignore[arg-type]  # from JSON
+
+
+def _evidence(rates: Mapping[str, float] | None, **fields: object) -> TrainingEvidence:
+    return TrainingEvidence(**fields, rates=RateTimesSteps(**rates) if rates else None)  # type: ignore[arg-type]

@@ -39,12 +39,10 @@ class Tuned:
 
     Args:
         words: what was chosen, and what it scored beside the attack as it was given.
-        evaluations: of gradients, that tuning spent.
     """
 
     attack: Attack
     words: str
-    evaluations: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,12 +70,11 @@ class Tuning:
         """
         candidates = {"as given": attack, **attack.variants(known)}
         if len(candidates) == 1:
-            return Tuned(attack, "not tuned: the attack has one setting here", 0)
+            return Tuned(attack, "not tuned: the attack has one setting here")
         iterations, most = self.budget.iterations, max(2, MOST // known.batch_size)
         shadows = min(most, max(1, self.observations // PER_SHADOW))
         first = max(FEWEST, int(FIRST * iterations * min(1, SIX / (len(candidates) - 1))))
         last = max(FEWEST, int(LAST * iterations))
-        spent = shadows * (first * (len(candidates) - 1) + last + iterations)
 
         def choice() -> dict[str, Tensor]:
             score = self._trial(known, wave, shadows, attack.trains_first)
@@ -102,7 +99,7 @@ class Tuning:
             words += f"{label} ({other:.1f} {main.unit} there, {given:.1f} as given)"
         else:
             words += f"no other setting was better ({given:.1f} {main.unit} there)"
-        return Tuned(candidates[label], words, spent)
+        return Tuned(candidates[label], words)
 
     def _trial(self, known: Knowledge, wave: Wave, shadows: int, one_split: bool) -> Callable[[Attack, int], float]:
         """The mean of the main metric on shadow updates after so many iterations, larger for more leakage; -inf for nothing.
@@ -114,9 +111,7 @@ class Tuning:
             raise ValueError("an attack is tuned on auxiliary images, and the attacker has none")
         count = shadows * known.batch_size
         if len(known.auxiliary.y) < 2 * count:
-            raise ValueError(
-                f"tuning takes {count} auxiliary images and leaves at least as many, and there are {len(known.auxiliary.y)}"
-            )
+            raise ValueError(f"tuning needs {2 * count} auxiliary images, and there are {len(known.auxiliary.y)}")
         part = () if one_split else (self.round,)
         order = torch.randperm(len(known.auxiliary.y), generator=generator(self.seed, "tuning", *part))
         chosen, rest = (

@@ -25,12 +25,6 @@ PROBES = 8  # auxiliary batches that say how large, and how uneven, a gradient i
 
 
 @dataclass(frozen=True)
-class Probe:
-    gradient: Update
-    step: Update  # against it, as long as the update, and rounded as the update is
-
-
-@dataclass(frozen=True)
 class _Sums:
     """Of the classifier's update over the classes; sizes relative to the update's, beyond what they are in gradients."""
 
@@ -77,8 +71,8 @@ def unevenness_of(entries: Tensor) -> float:
     return float(sizes[int(0.99 * (len(sizes) - 1))] / sizes[len(sizes) // 2])
 
 
-def probe_gradients(fed: Federation, seen: Observation) -> list[Probe]:
-    """Gradients on auxiliary examples (or random ones) at the server's weights, and steps of the update's size.
+def probe_steps(fed: Federation, seen: Observation) -> list[Update]:
+    """Steps of the update's size against gradients on auxiliary examples (or random ones), rounded as the update is.
 
     Empty if the rounding is too coarse for any comparison.
     """
@@ -98,19 +92,18 @@ def probe_gradients(fed: Federation, seen: Observation) -> list[Probe]:
             batch = Batch(x, torch.randint(shards.dataset.classes, (size,), generator=rng))
         g = {k: t for k, t in fed.gradient(seen.params, batch, None).items() if k in seen.update}
         rate = length / max(float(norm(g)), 1e-30)
-        step = {k: (seen.params[k] - rate * t).to(kept).to(t.dtype) - seen.params[k] for k, t in g.items()}
-        found.append(Probe(g, step))
+        found.append({k: (seen.params[k] - rate * t).to(kept).to(t.dtype) - seen.params[k] for k, t in g.items()})
     return found
 
 
-def class_sums(fed: Federation, seen: Observation, probes: list[Probe]) -> _Sums | None:
+def class_sums(fed: Federation, seen: Observation, probes: list[Update]) -> _Sums | None:
     """Sums over the classes of the classifier's update. None: a gradient's do not vanish either, or any training's do."""
     if not is_cross_entropy(fed.loss) or fed.shards.dataset.classes == 2:
         return None
     name = next(iter(classifier_names(fed, seen)), "")  # its weight: many trainings leave the decay of biases out
     if not name or seen.params[name].dim() < 2:
         return None
-    update, theta, *controls = (part[name].double() for part in (seen.update, seen.params, *(p.step for p in probes)))
+    update, theta, *controls = (part[name].double() for part in (seen.update, seen.params, *probes))
     control = max(float(c.sum(0).norm() / c.norm().clamp_min(1e-300)) for c in controls)
     if len(update) != fed.shards.dataset.classes or control > COARSE or not update.any():
         return None

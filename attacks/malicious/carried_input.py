@@ -125,9 +125,7 @@ class carried_input(ServerAttack):
         return {"use": "carried"}
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        if not isinstance(known.model, CarriedInputNetwork):
-            raise ValueError("the classifier does not read the image: the model needs the architecture carried")
-        return with_zero_classifier(dict(sent), known, self.zero)
+        return _as_agreed(CarriedInputNetwork, "carried", sent, known, self.zero)
 
 
 @dataclass(frozen=True)
@@ -151,9 +149,13 @@ class reversible_blocks(ServerAttack):
         return {"use": "reversible", "blocks": self.blocks, "width": self.width}
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        if not isinstance(known.model, ReversibleNetwork):
-            raise ValueError("the network has no reversible blocks: the model needs the architecture reversible")
-        return with_zero_classifier(dict(sent), known, self.zero)
+        return _as_agreed(ReversibleNetwork, "reversible", sent, known, self.zero)
+
+
+def _as_agreed(kind: type[nn.Module], architecture: str, sent: Params, known: Knowledge, zero: bool) -> Params:
+    if not isinstance(known.model, kind):
+        raise ValueError(f"the model needs the architecture {architecture}")
+    return with_zero_classifier(dict(sent), known, zero)
 
 
 @dataclass(frozen=True)

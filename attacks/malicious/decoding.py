@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.server_attack import fill_with_mean, why_not_one_gradient
+from fedgauge.attacks.malicious.server_attack import check_one_gradient, fill_with_mean
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.update import Params, Update
 
@@ -152,12 +152,9 @@ def check_readable(known: Knowledge, params: Params) -> None:
     layer = last_linear(known.model)
     if f"{layer}.bias" not in params:
         raise ValueError(f"the classifier {layer!r} has no bias: the scale of its inputs is unknown")
-    if reason := why_not_one_gradient(known):
-        raise ValueError(reason)
+    check_one_gradient(known)
     if known.batch_size > 1 and bool(params[f"{layer}.weight"].any()):
-        raise ValueError(
-            f"{known.batch_size} examples are separated by a classifier of zeros, and {layer!r} was not zero: set zero = true"
-        )
+        raise ValueError(f"a batch is separated by a classifier of zeros, and {layer!r} was not: set zero = true")
 
 
 def on_grid(x: Tensor) -> Tensor:

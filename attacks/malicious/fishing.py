@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from torch.func import functional_call
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack, probe_batch, why_not_one_gradient
+from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack, check_one_gradient, probe_batch
 from fedgauge.client.chain import Chain
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.transforms import UpdateTransform, is_per_example
@@ -173,9 +173,8 @@ class lone_example(DelegatingAttack):
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        if reason := why_not_one_gradient(known):
-            return not_applicable(wave, reason)
         try:
+            check_one_gradient(known)
             row = _fished_class(wave.params, known)
         except ValueError as error:
             return not_applicable(wave, str(error))

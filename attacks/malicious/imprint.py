@@ -173,6 +173,16 @@ class read_imprint(ClosedForm):
         return partial(read_bins, known, f"{prefix}query")
 
 
-def read_bins(known: Knowledge, layer: str, alone: Wave) -> Reconstruction:
-    """The images of one observation, each from the difference of two rows of a layer that reads images."""
-    return read_images(LayerRows.of(alone.alone(0), layer).differences().images(known), alone, known)
+def read_bins(known: Knowledge, layer: str, alone: Wave, members: int = 0) -> Reconstruction:
+    """The images of one observation, each from the difference of two rows of a layer that reads images.
+
+    Args:
+        members: clients that have own columns, whose bias gradient a constant beside the image shows; 0: one for all columns.
+    """
+    rows, pixels = LayerRows.of(alone.alone(0), layer), known.shape[1] * known.shape[2]
+    parts = [rows]
+    if members:
+        split = rows.weight.chunk(members, 1)
+        parts = [LayerRows(layer, part[:, :-pixels], part[:, -pixels:].mean(1)) for part in split]
+    found = [part.differences().images(known) for part in parts if bool(part.bias.any())]
+    return read_images(torch.cat(found), alone, known)

@@ -17,10 +17,10 @@ import torch
 from torch import Generator, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.base import Knowledge, Observation, Wave
 from fedgauge.attacks.malicious.carried_input import check_images
-from fedgauge.attacks.malicious.decoding import ClosedForm, LayerRows, Reader, read_images
-from fedgauge.attacks.malicious.imprint import SortingBlock, planted, sorting_block, sorting_query
+from fedgauge.attacks.malicious.decoding import ClosedForm, Reader
+from fedgauge.attacks.malicious.imprint import SortingBlock, planted, read_bins, sorting_block, sorting_query
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.client.components import Table, check_above_zero, check_at_least
 from fedgauge.client.models.vision import Shape
@@ -94,14 +94,4 @@ class read_kernels(ClosedForm):
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         prefix, block = sorting_block(known, members=1)
-        return partial(_read, known, f"{prefix}query", block.members)
-
-
-def _read(known: Knowledge, layer: str, members: int, alone: Wave) -> Reconstruction:
-    """Each client's images, from its part of the columns, and its bias gradient from the constant beside the image."""
-    rows, pixels, found = LayerRows.of(alone.alone(0), layer), known.shape[1] * known.shape[2], []
-    for part in rows.weight.chunk(members, 1):
-        own = LayerRows(layer, part[:, :-pixels], part[:, -pixels:].mean(1))
-        if bool(own.bias.any()):
-            found.append(own.differences().images(known))
-    return read_images(torch.cat(found), alone, known)
+        return partial(read_bins, known, f"{prefix}query", members=block.members)

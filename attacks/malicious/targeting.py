@@ -85,9 +85,7 @@ def check(plan: Sequence[TargetedServerAttack], fed: Federation) -> None:
     for i, targeted in enumerate(plan, 1):
         where = f"[[server_attack]] #{i}: {targeted.table['use']}"
         if targeted.server_attack.is_stateful and fed.protocol.secure_sum is not None:
-            raise SpecError(
-                f"{where}: it needs each client's own updates, which [secure_sum] hides: remove one of them"
-            )
+            raise SpecError(f"{where}: it needs each client's own updates, which [secure_sum] hides: remove one")
         if targeted.server_attack.is_stateful and (changing := _changing_batches(targeted.targeting, fed)):
             raise SpecError(
                 f"{where}: it searches over several rounds of the same batch, and client {changing[0]} draws its batches anew: "
@@ -108,9 +106,7 @@ def check_decoders(plan: Sequence[TargetedServerAttack], attacks: Sequence[Plann
             continue
         made = planned.build()
         if made.decodes and not sent & set(made.decodes):
-            raise SpecError(
-                f"[[attack]] {planned.name}: it decodes {' or '.join(made.decodes)}: add that server attack"
-            )
+            raise SpecError(f"[[attack]] {planned.name}: it decodes {' or '.join(made.decodes)}: add one")
         if made.needs_secure_sum and not summed:
             raise SpecError(f"[[attack]] {planned.name}: it reads a secure sum: set [secure_sum] group = N")
 

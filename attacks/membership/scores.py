@@ -88,9 +88,7 @@ def beside_others(every: Tensor) -> Tensor:
     own, found = every[shown], torch.full_like(every, torch.nan)
     others = len(own) - 1
     if others < LEAST_OTHERS:
-        raise ValueError(
-            f"fedmia needs {LEAST_OTHERS} other clients' updates of a round, got {others}: let more clients take part"
-        )
+        raise ValueError(f"fedmia needs {LEAST_OTHERS} other updates, got {others}: let more clients take part")
     mean = (own.sum(0) - own) / others
     variance = ((own.square().sum(0) - own.square()) / others - mean.square()).clamp_min(0) * others / (others - 1)
     found[shown] = (own - mean) / variance.sqrt().clamp_min(TINY)
@@ -171,7 +169,5 @@ def _by_label(labels: Tensor, null: Tensor, null_labels: Tensor) -> Iterator[tup
     for label in labels.unique().tolist():
         same = null[:, null_labels == label]
         if same.shape[1] < LEAST_NULL:
-            raise ValueError(
-                f"{2 * LEAST_NULL} public examples of label {label} are needed: raise [data] auxiliary, or add some"
-            )
+            raise ValueError(f"{2 * LEAST_NULL} public examples of label {label} are needed: raise [data] auxiliary")
         yield labels == label, same

@@ -96,10 +96,7 @@ def test_too_little_noise_is_found_out() -> None:
     assert min(audited(1.0, 1, run)[0] for run in range(5)) > 1.3 * promised
 
 
-def test_impossible_numbers_are_refused() -> None:
+def test_too_few_canaries_are_refused() -> None:
     for cosines_of in (torch.ones(1), torch.tensor([0.1, math.nan])):
         with pytest.raises(ValueError, match="canaries"):
             empirical_epsilon(cosines_of, 10, 1e-5)
-    for mean, deviation, delta in ((1.0, 1.0, 0.0), (1.0, 0.0, 1e-5)):
-        with pytest.raises(ValueError, match="must be"):
-            normal_epsilon(mean, deviation, delta)

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.grading.training_evidence import TrainingEvidence, training_evidence
+from fedgauge.attacks.grading.rate_and_steps import RateTimesSteps
+from fedgauge.attacks.grading.training_evidence import (
+    TrainingEvidence,
+    from_json,
+    over_rounds,
+    to_json,
+    training_evidence,
+)
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import local_training
 from fedgauge.client.protocol import Protocol
@@ -91,14 +98,8 @@ def test_the_training_is_told_from_the_update(model: str, own: dict[str, Any], k
         ({"epochs": 5}, SGD, "mlp", "sum of gradients", "than the 8 that the chain assumes"),
         ({"optimizer": "adam", "rate": 1e-3, "epochs": 20, "batch_size": 3}, SGD, "lenet", "unexplained", "[loss]"),
         ({}, {**TRAINING, "weight_decay": 0.1}, "lenet", "sum of gradients", "-0.005 times the weights"),
-        (
-            {"weight_decay": 0.01},
-            {**TRAINING, "weight_decay": 0.5},
-            "lenet",
-            "weight decay",
-            "-0.025 times the weights",
-        ),
-        ({"optimizer": "adam", "rate": 1e-3}, {**ADAM, "rate": 0.1}, "lenet", "Adam", ""),
+        ({"weight_decay": 0.01}, {**TRAINING, "weight_decay": 0.5}, "lenet", "weight decay", "-0.025 times"),
+        ({"optimizer": "adam", "rate": 1e-3}, {**ADAM, "rate": 0.1}, "lenet", "Adam", "check the rate"),
         ({"optimizer": "adam", "rate": 1e-3, **LOOP}, ADAM, "lenet", "Adam", "steps and epochs"),
     ],
 )
@@ -304,3 +305,36 @@ def test_a_network_of_made_weights_and_mixed_modes_is_read_and_left_as_it_was() 
     seen = Observation(1, 0, params, fed.client_update(params, buffers, 0, 1), buffers)
     assert training_evidence(fed, seen).fits is True
     assert network.training and not network[2].training
+
+
+# ------------------------------------------------------------------------------------------------------- all rounds
+
+FITS = TrainingEvidence("sum of gradients", True, "fits")
+WRONG = TrainingEvidence("noise", False, "WARNING: noise")
+OPEN = TrainingEvidence("undecided", None, "not told")
+
+
+def test_the_worst_of_the_rounds_is_the_result() -> None:
+    assert over_rounds({(1, 0): FITS}) == FITS
+    assert over_rounds({(1, 0): FITS, (2, 0): FITS}).fits is True
+    assert over_rounds({(1, 0): FITS, (2, 0): OPEN}).fits is None
+    found = over_rounds({(1, 0): FITS, (2, 0): OPEN, (3, 1): WRONG})
+    assert (found.kind, found.fits) == ("noise", False)
+    assert "client 1, round 3" in found.words and "1 updates of 3" in found.words
+
+
+def test_a_rate_that_changed_beyond_both_intervals_fits_no_longer() -> None:
+    def of(value: float) -> TrainingEvidence:
+        rates = RateTimesSteps(value, value / 1.3, value * 1.3)
+        return TrainingEvidence("sum of gradients", True, "fits", rates)
+
+    assert over_rounds({(1, 0): of(0.1), (2, 0): of(0.08)}).fits is True
+    assert over_rounds({(1, 0): of(0.1), (2, 1): of(0.05)}).fits is True, "of another client"
+    found = over_rounds({(1, 0): of(0.1), (2, 0): of(0.05)})
+    assert found.fits is False
+    assert "0.1 (0.077 to 0.13) in round 1 and is 0.05 (0.038 to 0.065)" in found.words
+
+
+def test_results_are_kept_as_json() -> None:
+    found = {(1, 0): TrainingEvidence("Adam", True, "a", RateTimesSteps(1.0, 0.5, 2.0)), (2, 3): OPEN}
+    assert from_json(to_json(found)) == found

@@ -106,8 +106,8 @@ def test_what_cannot_be_fished_is_refused() -> None:
         (known(), honest, answer(threat, honest, batch), "6 rows"),
         (known(), seen.params, seen.update, "class 1"),
         (known(chain(local_sgd(0.1, steps=2))), seen.params, seen.update, "2 local steps"),
-        (known(parts), seen.params, seen.update, "in parts"),
-        (known(Chain((clip(1.0), local_sgd(0.1), GroupMean(2)))), seen.params, seen.update, "in parts"),
+        (known(parts), seen.params, seen.update, "on parts"),
+        (known(Chain((clip(1.0), local_sgd(0.1), GroupMean(2)))), seen.params, seen.update, "on parts"),
     ):
         found = read(lone_example(), other, params, update)
         assert (found.status, found.x) == ("not_applicable", None) and name in found.reason

@@ -11,10 +11,7 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.malicious.decoding import LayerRows, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.imprint import SortingBlock, imprint, imprint_block, read_imprint
-from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.components import build
-from fedgauge.client.models.build import build_model
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import per_example
@@ -184,13 +181,6 @@ def test_sent_is_left_alone_and_the_rest_of_the_network_is_as_agreed() -> None:
     made = crafted(known, 4)
     assert {k for k in sent if not torch.equal(sent[k], made[k])} == {"query.weight", "query.bias", "back.weight"}
     assert all(torch.equal(sent[k], p) for k, p in known.model.named_parameters())
-
-
-def test_by_name_in_a_scenario() -> None:
-    server_attack = build({"use": "imprint", "bins": 7}, "server_attack", SERVER_ATTACK)
-    assert server_attack.architecture == {"use": "imprint_block", "bins": 7}
-    plain = build_model({"use": "lenet"}, "[model]", {"shape": SHAPE, "classes": CLASSES}, 0)
-    assert imprint_block(plain, SHAPE, 7).query.out_features == 7
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -133,13 +133,6 @@ def test_it_lasts_through_local_steps_and_clipping(links: Chain) -> None:
     assert proven(read(known, sent, answers(known, sent, batches))) >= 0.8 * expected >= 8
 
 
-def test_the_network_is_as_agreed_before_it_is_crafted() -> None:
-    torch.manual_seed(0)
-    plain = mlp(SHAPE, CLASSES, hidden=[20])
-    x = examples(0, 10).x
-    assert torch.equal(client_kernels(plain, SHAPE, CLIENTS, BINS)(x), plain(x))
-
-
 def test_what_cannot_be_is_refused() -> None:
     for bad in ({"members": 0}, {"bins": 0}, {"strength": 0}, {"place": 4}):
         with pytest.raises(ValueError, match=next(iter(bad))):

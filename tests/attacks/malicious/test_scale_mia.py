@@ -55,8 +55,7 @@ def crafted(known: Knowledge, seed: int = 0) -> Params:
 
 
 def features(known: Knowledge, params: Params, layer: str, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return layer_input(known, params, layer, x).flatten(1).double()
+    return layer_input(known, params, layer, x).flatten(1).double()
 
 
 def bins_of(known: Knowledge, params: Params, layer: str, x: Tensor) -> Tensor:

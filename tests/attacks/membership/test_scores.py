@@ -246,14 +246,6 @@ def test_fedmia_counts_in_deviations_of_the_other_clients() -> None:
             SCORES[name](replace(found, wave=wave.of([0, 1])))
 
 
-def test_the_baselines_that_read_no_update_do_not_change_with_it() -> None:
-    known = knowledge(CHAINS["none"])
-    first, second = (scoring(known, observed(known, people(SIZE, who)), people(7, "others")) for who in ("a", "b"))
-    for name in ("loss", "label_frequency"):
-        assert SCORES[name](first).equal(SCORES[name](second))
-    assert not SCORES["matched_filter"](first).equal(SCORES["matched_filter"](second))
-
-
 def test_the_order_of_candidates_and_updates_changes_nothing() -> None:
     known = knowledge(CHAINS["noise"])
     wave, candidates = observed(known, people(4 * SIZE, "members"), 4), people(11, "others")
