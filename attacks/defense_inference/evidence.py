@@ -1,23 +1,65 @@
 """The evidence in the updates: zeros, magnitudes and norms, and which zeros occur without a defense."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import last_linear, layer_parameters
 from fedgauge.client.training import local_sgd
-from fedgauge.client.transforms import Link, per_example
-from fedgauge.client.update import Transform, Update
+from fedgauge.client.transforms import UpdateDistribution, UpdateTransform, per_example
+from fedgauge.client.update import Update, UpdateFn, norm
 
 Kind = Literal["none", "sign", "prune", "mask", "clip", "noise"]
 SAME_SIZE = 1e-5  # and two magnitudes
 FEW = 20  # entries below which a share tells little
 TINY = 1e-3  # part of a matrix's largest entry
+
+
+@dataclass(frozen=True)
+class InferredLink(UpdateTransform):
+    """The attacker's form of a defense that it inferred.
+
+    Args:
+        value: max_norm of a clip, scale of a sign, keep of pruning or of an unknown mask, sigma of noise.
+        places: of a public mask, the entries that it shows.
+    """
+
+    kind: Kind
+    value: float
+    places: Mapping[str, Tensor] | None = field(default=None, compare=False)
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        return compute if self.kind == "noise" else super().__call__(compute)
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        if self.kind == "clip":
+            factor = (self.value / norm(update).clamp_min(1e-12)).clamp(max=1.0)
+            return {k: t * factor for k, t in update.items()}
+        if self.kind == "sign":  # which has no useful derivative
+            return {k: self.value * t / (t.abs() + t.abs().mean() + 1e-12) for k, t in update.items()}
+        if self.kind == "prune":
+            return {k: self._largest(t) for k, t in update.items()}
+        if self.places is not None:
+            return {k: t.where(self.places[k], 0.0) for k, t in update.items()}
+        return {k: self.value * t for k, t in update.items()}  # the average over all masks
+
+    def _largest(self, t: Tensor) -> Tensor:
+        kept = min(t.numel(), max(1, round(self.value * t.numel())))
+        return t.where(t.abs() >= t.detach().abs().flatten().topk(kept).values[-1], 0.0)
+
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
+        if self.kind == "noise":
+            return replace(before, sigma=self.value)
+        if self.kind == "sign":
+            return replace(before, signed=True)
+        if self.kind == "clip" or self.places is not None:
+            return before
+        return replace(before, sparse=True, shrink=before.shrink * (self.value if self.kind == "mask" else 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,13 +68,11 @@ class Inferred:
 
     Args:
         kind: the defense that explains them best, or none. Another defense (a quantiser, the largest entries of the whole
-            update) is reported as the nearest of these, and a small margin need not show it. Noise and none are told apart
-            only if the evidence says so.
+            update) is reported as the nearest of these. Noise and none are told apart only if the evidence says so.
         parameters: of the defense, in the units of its position in the chain; a mask's keep is the share left after all
             local steps.
         chain: local training with that defense, built from the attacker's own links.
         evidence: the reason, in words.
-        margin: nats by which the evidence favours this over the nearest other defense; inf if that one is impossible.
         updates: how many were read.
     """
 
@@ -40,7 +80,6 @@ class Inferred:
     parameters: Mapping[str, float]
     chain: Chain
     evidence: str
-    margin: float
     updates: int
 
     def __str__(self) -> str:
@@ -96,23 +135,22 @@ class UpdateEvidence:
         return sum(tally.live - tally.shown for tally in self.certain)
 
     def verdict(
-        self, kind: Kind, parameters: Mapping[str, float], link: Transform | None, evidence: str, margin: float
+        self, kind: Kind, parameters: Mapping[str, float], evidence: str, places: Mapping[str, Tensor] | None = None
     ) -> Inferred:
         """The result with a link on the finished update."""
-        found = Chain((self.local,) if link is None else (self.local, link))
-        return Inferred(kind, parameters, found, evidence, margin, len(self.updates))
+        links = [InferredLink(kind, value, places) for value in parameters.values()]
+        return Inferred(kind, parameters, Chain((self.local, *links)), evidence, len(self.updates))
 
-    def summed(
-        self, kind: Kind, parameters: dict[str, float], link: Callable[..., Link], evidence: str, margin: float
-    ) -> Inferred:
+    def summed(self, kind: Kind, parameters: dict[str, float], evidence: str) -> Inferred:
         """The result with a link on what was summed: clients' updates, else gradients of steps, else of examples."""
         if self.members > 1:
-            return self.verdict(kind, parameters, link(**parameters), evidence, margin)
-        if "scale" in parameters:  # in the units of a gradient
+            return self.verdict(kind, parameters, evidence)
+        if kind == "sign":  # in the units of a gradient
             parameters = {"scale": parameters["scale"] / self.local.scale}
-        inner = link(**parameters)
+        (value,) = parameters.values()
+        inner = InferredLink(kind, value)
         found = chain(inner if self.local.steps > 1 else per_example(inner), self.local)
-        return Inferred(kind, parameters, found, evidence, margin, len(self.updates))
+        return Inferred(kind, parameters, found, evidence, len(self.updates))
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,18 @@ defense is inferred; several together are reported as the first that fits.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fedgauge.attacks.base import Wave
-from fedgauge.attacks.defense_inference.clip import find_clip
-from fedgauge.attacks.defense_inference.evidence import Inferred, UpdateEvidence
+from fedgauge.attacks.defense_inference.evidence import FEW, SAME_SIZE, Inferred, UpdateEvidence
 from fedgauge.attacks.defense_inference.noise import find_noise
-from fedgauge.attacks.defense_inference.sign import find_sign
 from fedgauge.attacks.defense_inference.sparsity import find_sparsity
 from fedgauge.client.training import local_sgd
-from fedgauge.client.update import Update
+from fedgauge.client.update import Update, norm
+
+SAME_NORM = 1e-5  # relative distance at which two norms are one: float32 rounds a sum of squares by about 1e-6
+LEVELS = 64  # sums of up to this many signs are told apart from other values
 
 
 def infer(
@@ -38,7 +40,38 @@ def infer(
     nonzero = [u for u in updates if any(bool(t.any()) for t in u.values())]
     read = UpdateEvidence(nonzero, model, local, batch_size, members)
     if not read.updates:
-        inferred = read.verdict("none", {}, None, "the updates are zero", 0.0)
+        inferred = read.verdict("none", {}, "the updates are zero")
     else:
         inferred = find_sign(read) or find_sparsity(read) or find_clip(read) or find_noise(read)
     return replace(inferred, updates=len(updates))
+
+
+def find_sign(read: UpdateEvidence) -> Inferred | None:
+    """A sign: one magnitude everywhere, or whole multiples of a fraction of it if several signs were summed."""
+    sizes = torch.cat([tally.sizes for tally in read.every]).unique().double()
+    largest, count = float(sizes[-1]), sum(tally.seen for tally in read.every)
+    summed = [n for n in (1, read.members, read.local.steps, read.examples, read.rows) if n <= min(LEVELS, count / FEW)]
+    fitting = (n for n in summed if _are_multiples(sizes, largest / n))
+    if (n := next(fitting, None)) is None:
+        return None
+    # opposite signs of two steps leave a zero
+    if n == 1 and not (read.holes and read.local.steps % 2 == 0):
+        evidence = f"all {count:,} entries that are not zero have the magnitude {largest:.4g}"
+        return read.verdict("sign", {"scale": largest}, evidence)
+    evidence = f"every entry is a multiple of {largest / n:.4g}, up to {n} times"
+    return read.summed("sign", {"scale": largest}, f"{evidence}: signs were summed")
+
+
+def _are_multiples(sizes: Tensor, unit: float) -> bool:
+    return bool(((sizes / unit).round() * unit - sizes).abs().max() <= SAME_SIZE * sizes[-1])
+
+
+def find_clip(read: UpdateEvidence) -> Inferred | None:
+    """A clip: several updates have one norm, which none exceeds."""
+    norms = [float(norm({k: t.double() for k, t in u.items()})) for u in read.updates]
+    bound = max(norms)
+    at = [i for i, n in enumerate(norms) if n >= bound * (1 - SAME_NORM)]
+    if len(at) < 2 or all(torch.equal(t, read.updates[at[1]][k]) for k, t in read.updates[at[0]].items()):
+        return None
+    evidence = f"{len(at)} of {len(norms)} updates have the norm {bound:.6g}, and none a larger one"
+    return read.verdict("clip", {"max_norm": bound}, evidence)

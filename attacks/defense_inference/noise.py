@@ -8,15 +8,13 @@ entries of all weights are normal, with one standard deviation. A gradient's hav
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from fedgauge.attacks.defense_inference.evidence import Inferred, UpdateEvidence
-from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
-from fedgauge.client.update import Update, UpdateFn
+from fedgauge.client.update import Update
 
 RANK = 1e-5  # share of a matrix's norm beyond its rank that is more than rounding
 SUBMATRIX = 512  # rows and columns that suffice to estimate a rank
@@ -29,22 +27,16 @@ ONE_SIGMA = 1.25  # the largest ratio of two layers' standard deviations
 
 def find_noise(read: UpdateEvidence) -> Inferred:
     """Noise: it raises the rank of a fully connected layer's update above one for each example and step."""
-    free = sum(tally.live for tally in read.certain)
-    nature = f"the {free:,} entries that no network makes zero are not zero"
-    clip = "a clip cannot be seen in one update" if len(read.updates) == 1 else "no two norms are equal"
     beyond = [
         rest for update in read.updates for rest in _beyond_rank(update, read.layers.linear, read.rows, read.rows + 4)
     ]
     if white := [rest for rest in beyond if rest.white]:
         sigma = math.sqrt(sum(rest.square for rest in white) / sum(rest.entries for rest in white))
         evidence = f"a fully connected layer's update has a rank above {read.rows}, and the rest is white"
-        return read.verdict("noise", {"sigma": sigma}, _noise(sigma), evidence, math.inf)
-    rank = (
-        f"none has a rank above {read.rows}, so there is no noise"
-        if beyond
-        else "noise cannot be distinguished from none"
-    )
-    return read.verdict("none", {}, None, f"{nature}; {clip}; {rank}", free * -math.log(0.9))
+        return read.verdict("noise", {"sigma": sigma}, evidence)
+    if beyond:
+        return read.verdict("none", {}, f"no layer has a rank above {read.rows}, so there is no noise")
+    return read.verdict("none", {}, "noise cannot be distinguished from none")
 
 
 def gaussian_sigma(update: Update, linear: Sequence[str], rows: int, least: Mapping[str, float]) -> float | None:
@@ -120,19 +112,3 @@ def _beyond_rank(update: Update, linear: Sequence[str], rows: int, fewest: int) 
         edge = (math.sqrt(high) + math.sqrt(wide)) * size / math.sqrt(high * wide)
         share = size / whole if whole else 0.0
         yield _RankResidual(name, rest, size**2, high * wide, share, float(values[rows]), edge)
-
-
-@dataclass(frozen=True)
-class _noise(UpdateTransform):
-    """Normal noise; the noise-free form stays as it is."""
-
-    sigma: float
-
-    def __call__(self, compute: UpdateFn) -> UpdateFn:
-        return compute
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return update
-
-    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        return replace(before, sigma=self.sigma)

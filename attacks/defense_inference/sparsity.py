@@ -1,12 +1,11 @@
 """Pruning and masks: entries are zero that no network makes zero."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.distributions import Binomial
 
 from fedgauge.attacks.defense_inference.evidence import (
@@ -16,8 +15,6 @@ from fedgauge.attacks.defense_inference.evidence import (
     UpdateEvidence,
     live_by_neighbours,
 )
-from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
-from fedgauge.client.update import Update
 
 AGAINST = 20.0  # nats against pruning by a count that it cannot leave
 
@@ -28,23 +25,20 @@ def find_sparsity(read: UpdateEvidence) -> Inferred | None:
     zeros = f"{read.holes:,} of {sum(t.live for t in read.certain):,} entries that no network makes zero are zero"
     if (keeps := _common_keep(read.every)) is not None:
         keep = _roundest(*keeps, [t for t in read.every if t.pierced])
-        evidence = (
-            f"{zeros}; every tensor keeps round(keep * entries), keep from {keeps[0]:.6g} to {keeps[1]:.6g}, or fewer"
-        )
-        return read.verdict("prune", {"keep": keep}, _prune(keep), evidence, _mask_nll(read.certain))
-    margin = _counts(read) + _places(read) + _small_survivors(read)
-    if margin < 0:
+        evidence = f"{zeros}; every tensor keeps a share from {keeps[0]:.6g} to {keeps[1]:.6g} of its entries, or fewer"
+        return read.verdict("prune", {"keep": keep}, evidence)
+    if _counts(read) + _places(read) + _small_survivors(read) < 0:
         # no tensor keeps less than each of those that were summed, and most keep more
         keep = min(1.0, *(t.share for t in read.certain if t.pierced))
         evidence = f"{zeros}; large entries are left, in counts that differ: several prunings were summed"
-        return read.summed("prune", {"keep": keep}, _prune, evidence, -margin)
+        return read.summed("prune", {"keep": keep}, evidence)
     evidence = f"{zeros}; the other entries lie anywhere, small as well as large ones"
     common = _shared(read, _share(read, 1))
     keep = _share(read, len(read.updates) if common is None else 1)
     if common is None:
-        return read.verdict("mask", {"keep": keep}, _mask(keep), evidence, margin)
+        return read.verdict("mask", {"keep": keep}, evidence)
     evidence += f"; the same entries in all {len(read.updates)} updates: a public mask"
-    return read.verdict("mask", {"keep": keep}, _shown(common), evidence, margin)
+    return read.verdict("mask", {"keep": keep}, evidence, common)
 
 
 def _common_keep(tallies: Sequence[TensorEvidence]) -> tuple[float, float] | None:
@@ -72,18 +66,8 @@ def _roundest(low: float, high: float, pierced: Sequence[TensorEvidence]) -> flo
     return next(fitting, middle)
 
 
-def _mask_nll(tallies: Sequence[TensorEvidence]) -> float:
-    """-log probability that a random mask leaves exactly these counts, without the least likely one (which any keep fits)."""
-    live, shown = _live_and_shown(tallies)
-    nll = -Binomial(live, shown.sum() / live.sum()).log_prob(shown)
-    return float(nll.sum() - nll.max())
-
-
 def _counts(read: UpdateEvidence) -> float:
-    """Nats by which the tensors' counts favour a mask: binomial with one keep, against any count that pruning can leave.
-
-    Summed over steps and examples, pruning leaves between keep and `rows` times keep.
-    """
+    """Nats by which the tensors' counts favour a mask over pruning, which leaves between keep and `rows` times keep."""
     pierced = [t for t in read.certain if t.pierced]
     low = min((t.seen + 0.5) / t.size for t in pierced)
     most = [read.rows * max(1, round(low * t.size)) for t in read.every]
@@ -101,10 +85,7 @@ def _live_and_shown(tallies: Sequence[TensorEvidence]) -> tuple[Tensor, Tensor]:
 
 
 def _places(read: UpdateEvidence) -> float:
-    """Nats by which rows and columns of the classifier's weight favour a mask, which treats them alike.
-
-    Pruning keeps more of a row with a large signal, and of a column with a large feature.
-    """
+    """Nats by which rows and columns of the classifier's weight favour a mask: pruning keeps more of the large ones."""
     name = read.layers.classifier
     if name is None or name not in read.updates[0]:
         return 0.0
@@ -136,12 +117,7 @@ def _columns_alike(shown: Tensor, high: int) -> float:
 
 
 def _small_survivors(read: UpdateEvidence) -> float:
-    """Nats, at most 0, by which missing small entries speak against a mask.
-
-    A mask keeps small entries at the rate at which they occur; their density is about constant near zero in at least one of
-    the tensors. If they are present, steps or examples may have cancelled. A tensor from which pruning removed nothing,
-    since too few entries were nonzero, keeps a smaller share than any other.
-    """
+    """Nats, at most 0, by which missing small entries speak against a mask, which keeps them as often as they occur."""
     least = min(t.share for t in read.certain if t.pierced)
     part = 0.05 if least > 0.5 else 0.25
     found = []
@@ -177,66 +153,15 @@ def _at_least(seen: float, size: float) -> float:
 
 def _shared(read: UpdateEvidence, keep: float) -> dict[str, Tensor] | None:
     """The entries that are nonzero in any update, if all have their zeros in the same places; else None."""
-    seen = [{k: t != 0 for k, t in u.items()} for u in read.updates]
-    live = [read.layers.live(u, read.rows) for u in read.updates]
-    sure = [
-        _overlap(a, b, {k: la[k] & lb[k] for k in a})
-        for (a, b), (la, lb) in zip(pairwise(seen), pairwise(live), strict=True)
-    ]
-    both, either = map(sum, zip((0, 0), *sure, strict=True))
-    if either < FEW:
-        both, either = map(sum, zip((0, 0), *(_overlap(a, b, {}) for a, b in pairwise(seen)), strict=True))
+    seen = [torch.cat([(t != 0).flatten() for t in u.values()]) for u in read.updates]
+    live = [torch.cat([t.flatten() for t in read.layers.live(u, read.rows).values()]) for u in read.updates]
+    both = either = 0
+    for sure in (True, False):  # entries that are never zero without a defense, if they are enough
+        if either < FEW:
+            pairs = zip(pairwise(seen), pairwise(live), strict=True)
+            shown = [(a[among], b[among]) for (a, b), (la, lb) in pairs for among in [la & lb if sure else a | b]]
+            both, either = (sum(int(op(a, b).sum()) for a, b in shown) for op in (torch.logical_and, torch.logical_or))
     by_chance = keep / (2 - keep)
     if not either or both / either < (1 + by_chance) / 2:
         return None
-    return {k: torch.stack([s[k] for s in seen]).any(0) for k in seen[0]}
-
-
-def _overlap(a: Mapping[str, Tensor], b: Mapping[str, Tensor], among: Mapping[str, Tensor]) -> tuple[int, int]:
-    """How many entries are nonzero in both, and in either; among some."""
-    counts = [
-        (int((a[k] & b[k] & among.get(k, a[k] | b[k])).sum()), int(((a[k] | b[k]) & among.get(k, a[k] | b[k])).sum()))
-        for k in a
-    ]
-    return sum(c[0] for c in counts), sum(c[1] for c in counts)
-
-
-@dataclass(frozen=True)
-class _prune(UpdateTransform):
-    """Pruning: keeps each tensor's largest entries by magnitude."""
-
-    keep: float
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return {k: self._largest(t) for k, t in update.items()}
-
-    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        return replace(before, sparse=True)
-
-    def _largest(self, t: Tensor) -> Tensor:
-        kept = min(t.numel(), max(1, round(self.keep * t.numel())))
-        least = t.detach().abs().flatten().topk(kept).values[-1]
-        return torch.where(t.abs() >= least, t, torch.zeros_like(t))
-
-
-@dataclass(frozen=True)
-class _mask(UpdateTransform):
-    """An unknown mask: the average over all masks."""
-
-    keep: float
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return {k: self.keep * t for k, t in update.items()}
-
-    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        return replace(before, sparse=True, shrink=self.keep * before.shrink)
-
-
-@dataclass(frozen=True, eq=False)
-class _shown(UpdateTransform):
-    """A public mask: the entries that are nonzero in any update."""
-
-    places: Mapping[str, Tensor]
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return {k: torch.where(self.places[k], t, torch.zeros_like(t)) for k, t in update.items()}
+    return {k: torch.stack([u[k] != 0 for u in read.updates]).any(0) for k in read.updates[0]}

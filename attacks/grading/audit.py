@@ -10,8 +10,6 @@ from typing import ClassVar
 import torch
 
 from fedgauge.attacks.base import (
-    Attack,
-    Budget,
     ClientState,
     Knowledge,
     Reconstruction,
@@ -120,19 +118,20 @@ class Auditor:
     # ------------------------------------------------------------------------------------------ what the attacker knows
 
     def knowledge(
-        self, planned: PlannedAttack, members: int | None = None, inferred: Inferred | None = None
+        self,
+        planned: PlannedAttack,
+        members: int | None = None,
+        inferred: Inferred | None = None,
+        fed: Federation | None = None,
     ) -> Knowledge:
         """The threat model of a planned attack.
 
         Args:
             members: clients whose updates are seen as one, under a secure sum; default: a whole group.
             inferred: the defense, where the plan leaves it to the attacker to infer it from the updates.
+            fed: the federation on the device where the attack runs; default: on the CPU.
         """
-        return self._knowledge(self.federation, planned, members, inferred)
-
-    def _knowledge(
-        self, fed: Federation, planned: PlannedAttack, members: int | None, inferred: Inferred | None
-    ) -> Knowledge:
+        fed = fed or self.federation
         chain = fed.chain if planned.defense == "known" else Chain((fed.chain.local,))
         if planned.defense == "inferred":
             if inferred is None:
@@ -150,10 +149,7 @@ class Auditor:
         if self.modality.hides_defense:
             raise ValueError(self.modality.hides_defense)
         if not is_cross_entropy(fed.loss):
-            raise ValueError(
-                "a defense is inferred from zeros that the cross-entropy's gradient never has, and [loss] names another loss: "
-                'attack with defense = "known" or "unknown"'
-            )
+            raise ValueError("a defense is inferred from a cross-entropy's zeros, and [loss] names another loss")
         return infer(wave, fed.model, fed.chain.local, fed.shards.batch_size, members)
 
     def stream(self, planned: PlannedAttack, round: int, client: int) -> Stream:
@@ -183,7 +179,8 @@ class Auditor:
             parts = [wave.of([k for k, m in enumerate(members) if m == size]) for size in sorted(set(members))]
             each = {a.client: a for part in parts for a in self.audit(planned, part, others, truth, memories)}
             return [each[client] for client in wave.clients]
-        if len(parts := self._known_alike(wave)) > 1:
+        fed = self.federation
+        if len(parts := waves_known_alike(fed.model, fed.chain, fed.shards.batch_size, wave)) > 1:
             return [a for part in parts for a in self.audit(planned, part, others, truth, memories)]
         of_canaries = planned.name == CANARIES and self.federation.protocol.canary_examples > 0
         if planned.name == MEMBERSHIP_LIMIT or planned.tells_members or of_canaries:
@@ -208,10 +205,6 @@ class Auditor:
             audited.append(AuditResult(client, result, tuple(rows), memory))
         return audited
 
-    def _known_alike(self, wave: Wave) -> list[Wave]:
-        fed = self.federation
-        return waves_known_alike(fed.model, fed.chain, fed.shards.batch_size, wave)
-
     def attack(
         self,
         planned: PlannedAttack,
@@ -231,7 +224,7 @@ class Auditor:
             planned = replace(planned, labels="restored")
         attack = planned.build()
         device, fed = (CPU, self.federation) if attack.on_cpu else (self.device, self._moved)
-        known = self._knowledge(fed, planned, members, inferred)
+        known = self.knowledge(planned, members, inferred, fed)
         private = [(truth or self._truth)(c, wave.round) for c in wave.clients] if needs_truth(planned) else []
         known = with_given_truth(planned, known, private, self.labels_in_order)
         if device != CPU:
@@ -247,28 +240,33 @@ class Auditor:
             ]
         tuned = ""
         if planned.tune == "shadow":
-            attack, tuned = self._tuned(attack, planned, known, wave)
-        reconstructions, remembered = _reconstruct(attack, wave, known, planned.budget, streams, memories)
+            observations = len(self.federation.protocol.groups(wave.round))
+            tuning = Tuning(self.modality, planned.budget, observations, self.seed, wave.round)
+            try:
+                found = tuning.of(attack, known, wave)
+                attack, tuned = found.attack, found.words
+            except ValueError as error:
+                tuned = f"not tuned: {error}"
+        before = [memories.get(client, attack.initial()) for client in wave.clients]
+        reconstructions, after = attack.advance(wave, known, planned.budget, streams, before)
+        expected = (known.batch_size, *known.shape)
+        for shape in (tuple(result.x.shape) for result in reconstructions if result.x is not None):
+            if shape != expected:
+                raise ValueError(f"the attack must return a whole batch, {expected}, and returned {shape}")
+        if known.mean:  # pixels of the truth lie in [0, 1], and a client that grades at home takes no others
+            reconstructions = [
+                replace(r, x=r.x.clamp(0, 1)) if r.x is not None and has_images(r.x) else r for r in reconstructions
+            ]
+        remembered = list[ClientState | None](after) if attack.is_stateful else [None] * len(wave)
         if device != CPU:
             reconstructions = [result.to(CPU) for result in reconstructions]
             remembered = [None if memory is None else _on(memory, CPU) for memory in remembered]
         seconds = (time.perf_counter() - started) / len(wave)
-        assert len(reconstructions) == len(wave)
         note = f"chain inferred: {inferred}: {inferred.evidence}" if inferred is not None else ""
         return [
             (replace(result, seconds=seconds, reason="; ".join(filter(None, (note, tuned, result.reason)))), memory)
             for result, memory in zip(reconstructions, remembered, strict=True)
         ]
-
-    def _tuned(self, attack: Attack, planned: PlannedAttack, known: Knowledge, wave: Wave) -> tuple[Attack, str]:
-        """The attack with the settings that are best on shadow updates, and what was chosen."""
-        observations = len(self.federation.protocol.groups(wave.round))
-        tuning = Tuning(self.modality, planned.budget, observations, self.seed, wave.round)
-        try:
-            found = tuning.of(attack, known, wave)
-        except ValueError as error:
-            return attack, f"not tuned: {error}"
-        return found.attack, found.words
 
     def grade(
         self,
@@ -307,56 +305,35 @@ class Auditor:
             if self.blind:
                 raise ValueError(NO_MEMBERS)
             inferred = self.infer_defense(wave, members) if planned.defense == "inferred" else None
-            known = self._knowledge(fed, planned, members, inferred)
-            known, wave = as_known(known, wave)
+            known, wave = as_known(self.knowledge(planned, members, inferred), wave)
             fed.load_buffers(wave.buffers)
             if blurred := blurred_pull(known):
                 raise ValueError(blurred)
             rows, remembered = tell_members(fed, planned, known, wave, {} if planned.is_baseline else same, memories)
         except ValueError as error:
             reason = str(error)
-        seconds = (time.perf_counter() - started) / len(wave)
-        audited = []
-        for client in wave.clients:
-            status: Status = "converged" if client in rows else "not_applicable"
-            metric = EVIDENCE if planned.name == CANARIES else MEMBER
-            none = ScoreRecord(wave.round, client, planned.name, WHOLE_BATCH, metric, None, status, seconds)
-            own = tuple(replace(row, seconds=seconds) for row in rows.get(client, [none]))
-            result = Reconstruction(None, None, math.nan, 0, seconds, status, "" if client in rows else reason)
-            audited.append(AuditResult(client, result, own, remembered.get(client)))
-        return audited
+        metric = EVIDENCE if planned.name == CANARIES else MEMBER
+        return _scored(planned.name, wave, metric, rows, reason, started, remembered)
 
     def _canaries(self, planned: PlannedAttack, wave: Wave) -> list[AuditResult]:
         """How far each canary's direction stands out of the update that it is in; its number is the row's example."""
-        fed, started = self.federation, time.perf_counter()
-        audited = []
+        fed, started, rows, reason = self.federation, time.perf_counter(), dict[int, list[ScoreRecord]](), ""
         for k, client in enumerate(wave.clients):
-            update = wave.alone(k)
-            directions = {
-                c: fed.direction(c)
-                for c in fed.protocol.members(client, wave.round)
-                if c in fed.protocol.canary_clients
-            }
-            status: Status = "converged"
-            values: Sequence[float | None] = [None] * len(directions)
-            reason = ""
+            update = {name: t.double() for name, t in wave.alone(k).items()}
+            mine = [c for c in fed.protocol.members(client, wave.round) if c in fed.protocol.canary_clients]
             try:
-                found = cosines({k: t.double() for k, t in update.items()}, directions.values())
-                # the tangent divides by what is not the canary's: by the noise, and not by the canary's own part beside it
-                rest = (1 - found.square()).clamp_min(torch.finfo(found.dtype).eps)  # 0 where an update is nothing else
-                tangents = found / rest.sqrt()
-                values = (tangents * math.sqrt(sum(t.numel() for t in update.values()) - 1)).tolist()
+                found = cosines(update, [fed.direction(c) for c in mine])
             except ValueError as error:
-                status, reason = "not_applicable", str(error)
-            seconds = time.perf_counter() - started
-            rows = [
-                ScoreRecord(wave.round, client, planned.name, c, CANARY, value, status, seconds)
-                for c, value in zip(directions, values, strict=True)
+                reason = str(error)
+                continue
+            # the tangent divides by what is not the canary's: by the noise, and not by the canary's own part beside it
+            rest = (1 - found.square()).clamp_min(torch.finfo(found.dtype).eps)  # 0 where an update is nothing else
+            values = found / rest.sqrt() * math.sqrt(sum(t.numel() for t in update.values()) - 1)
+            rows[client] = [
+                ScoreRecord(wave.round, client, planned.name, c, CANARY, value, "converged", 0.0)
+                for c, value in zip(mine, values.tolist(), strict=True)
             ]
-            audited.append(
-                AuditResult(client, Reconstruction(None, None, math.nan, 0, seconds, status, reason), tuple(rows))
-            )
-        return audited
+        return _scored(planned.name, wave, CANARY, rows, reason, started)
 
     def _truth(self, client: int, round: int) -> Batch:
         if self.blind:
@@ -366,50 +343,46 @@ class Auditor:
     def _limit(self, planned: PlannedAttack, wave: Wave, members: int) -> list[AuditResult]:
         """One for all clients of a round: they share params, and it reads neither update nor truth."""
         self.federation.load_buffers(wave.buffers)
-        started = time.perf_counter()
+        started, rows, reason = time.perf_counter(), dict[int, list[ScoreRecord]](), ""
         rng = generator(self.seed, "limit", planned.name, wave.round)
         known, wave = as_known(self.knowledge(planned, members), wave)
-        error, reason = None, ""
         try:
             if planned.name == CANDIDATE_BOUND:
                 error = candidate_bound(known, wave.params, rng)
             else:
                 error = bayes_limit(known, wave.params, self.priors, rng)
+            for c in wave.clients:
+                record = ScoreRecord(wave.round, c, planned.name, WHOLE_BATCH, mse.name, error, "converged", 0.0)
+                rows[c] = [record]
         except ValueError as why:
             reason = str(why)
-        seconds = (time.perf_counter() - started) / len(wave)
-        status: Status = "not_applicable" if error is None else "converged"
-        result = Reconstruction(None, None, math.nan if error is None else error, 0, seconds, status, reason)
-        return [
-            AuditResult(
-                client,
-                result,
-                (ScoreRecord(wave.round, client, planned.name, WHOLE_BATCH, mse.name, error, status, seconds),),
-            )
-            for client in wave.clients
-        ]
+        return _scored(planned.name, wave, mse.name, rows, reason, started)
+
+
+def _scored(
+    attack: str,
+    wave: Wave,
+    metric: str,
+    rows: Mapping[int, Sequence[ScoreRecord]],
+    reason: str,
+    started: float,
+    remembered: Mapping[int, ClientState] = {},
+) -> list[AuditResult]:
+    """The results of what gives scores and no reconstruction; a client without rows gets one that is not applicable.
+
+    Args:
+        rows, remembered: by client.
+    """
+    seconds = (time.perf_counter() - started) / len(wave)
+    audited = []
+    for client in wave.clients:
+        status: Status = "converged" if client in rows else "not_applicable"
+        none = ScoreRecord(wave.round, client, attack, WHOLE_BATCH, metric, None, status, seconds)
+        own = tuple(replace(row, seconds=seconds) for row in rows.get(client, [none]))
+        result = Reconstruction(None, None, math.nan, 0, seconds, status, "" if client in rows else reason)
+        audited.append(AuditResult(client, result, own, remembered.get(client)))
+    return audited
 
 
 def _on(memory: ClientState, device: torch.device) -> ClientState:
     return {name: t.to(device) for name, t in memory.items()}
-
-
-def _reconstruct(
-    attack: Attack,
-    wave: Wave,
-    known: Knowledge,
-    budget: Budget,
-    streams: Sequence[Stream],
-    memories: Mapping[int, ClientState],
-) -> tuple[list[Reconstruction], Sequence[ClientState | None]]:
-    """Reconstructions, and what a stateful attack remembers of each client; None for other attacks."""
-    found, after = attack.advance(
-        wave, known, budget, streams, [memories.get(c, attack.initial()) for c in wave.clients]
-    )
-    expected = (known.batch_size, *known.shape)
-    for shape in (tuple(result.x.shape) for result in found if result.x is not None):
-        if shape != expected:
-            raise ValueError(f"the attack must return the examples of a whole batch, {expected}, and returned {shape}")
-    if known.mean:  # pixels of the truth lie in [0, 1], and a client that grades at home takes no others
-        found = [replace(r, x=r.x.clamp(0, 1)) if r.x is not None and has_images(r.x) else r for r in found]
-    return found, after if attack.is_stateful else [None] * len(wave)

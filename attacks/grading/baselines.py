@@ -1,5 +1,6 @@
 """Baselines: what an attacker gets without reading the update. Leakage is what exceeds them."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,75 +13,69 @@ from fedgauge.attacks.gaussian_prior import class_means
 from fedgauge.attacks.labels import restore
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.tokenizer import framed
+from fedgauge.client.update import Batch
+
+
+class Baseline(Attack):
+    """An attack that guesses from auxiliary data."""
+
+    on_cpu = True
+
+    @abstractmethod
+    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
+        """A batch for each observation; ValueError says what is missing."""
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        if known.auxiliary is None:
+            return not_applicable(wave, "a guess needs auxiliary data")
+        try:
+            guesses = self.guesses(known.auxiliary, wave, known, streams)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
+        return [Reconstruction(x.clone(), None, 0.0, 0, 0.0, "converged") for x in guesses]
 
 
 @dataclass(frozen=True)
-class mean_image(Attack):
+class mean_image(Baseline):
     """Guess the mean auxiliary image, which is the prior's mean, for every update."""
 
     is_random: ClassVar[bool] = False
 
-    on_cpu = True
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        if known.auxiliary is None:
-            return not_applicable(wave, "the mean image needs auxiliary data")
-        mean = known.auxiliary.x.mean(0).expand(known.batch_size, *known.shape)
-        return [_guess(mean) for _ in wave.clients]
+    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
+        return [public.x.mean(0).expand(known.batch_size, *known.shape)] * len(wave)
 
 
 @dataclass(frozen=True)
-class class_mean_image(Attack):
+class class_mean_image(Baseline):
     """Guess the mean auxiliary image of each label. The labels are given, or restored where nobody knows them (a deployment)."""
 
     is_random: ClassVar[bool] = False
 
-    on_cpu = True
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        if known.auxiliary is None:
-            return not_applicable(wave, "the mean image of a class needs auxiliary data")
-        try:
-            labels = restore(wave, known)  # the given ones, if they are
-        except ValueError as error:
-            return not_applicable(wave, str(error))
-        return [_guess(class_means(known.auxiliary, own)) for own in labels]
+    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
+        return [class_means(public, own) for own in restore(wave, known)]  # the given labels, if they are
 
 
 @dataclass(frozen=True)
-class random_image(Attack):
+class random_image(Baseline):
     """Guess random auxiliary images for every update."""
 
-    on_cpu = True
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        if known.auxiliary is None:
-            return not_applicable(wave, "a random image needs auxiliary data")
-        x = known.auxiliary.x
-        return [_guess(x[torch.randint(len(x), (known.batch_size,), generator=s("image"))]) for s in streams]
+    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
+        x = public.x
+        return [x[torch.randint(len(x), (known.batch_size,), generator=s("image"))] for s in streams]
 
 
 @dataclass(frozen=True)
-class random_words(Attack):
+class random_words(Baseline):
     """Guess words at the auxiliary text's frequencies, with the lengths that are known or else the auxiliary text's."""
 
-    on_cpu = True
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        if known.auxiliary is None or known.text is None or not isinstance(known.model, LanguageModel):
-            return not_applicable(wave, "random words need auxiliary text and a language model")
-        model, x = known.model, known.auxiliary.x
+    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
+        assert known.text is not None and isinstance(known.model, LanguageModel)
+        model, x = known.model, public.x
         words = x[~torch.isin(x, torch.tensor(sorted(model.special)))]
         if not len(words):
-            return not_applicable(wave, "the auxiliary text has no words")
+            raise ValueError("the auxiliary text has no words")
         guesses = []
         for k, stream in enumerate(streams):
             rng = stream("words")
@@ -93,48 +88,33 @@ class random_words(Attack):
             sentences = [
                 words[torch.randint(len(words), (max(n - frame, 0),), generator=rng)].tolist() for n in lengths.tolist()
             ]
-            guesses.append(_guess(framed(sentences, known.shape[0], model.pad, model.start, model.end)))
+            guesses.append(framed(sentences, known.shape[0], model.pad, model.start, model.end))
         return guesses
 
 
 @dataclass(frozen=True)
-class mode_row(Attack):
+class mode_row(Baseline):
     """Guess each number's mean and each column's most frequent category among the auxiliary rows, for every row."""
 
     is_random: ClassVar[bool] = False
 
-    on_cpu = True
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        if known.auxiliary is None or known.columns is None:
-            return not_applicable(wave, "the most frequent cells need auxiliary rows of a table")
-        cells = known.columns.cells(known.auxiliary.x)
+    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
+        assert known.columns is not None
+        cells = known.columns.cells(public.x)
         likely = [
             cell.nanmean() if column.numeric else cell.mode().values
             for column, cell in zip(known.columns, cells.unbind(-1), strict=True)
         ]
-        row = known.columns.rows(torch.stack(likely))
-        return [_guess(row.expand(known.batch_size, -1)) for _ in wave.clients]
+        return [known.columns.rows(torch.stack(likely)).expand(known.batch_size, -1)] * len(wave)
 
 
 @dataclass(frozen=True)
-class random_row(Attack):
+class random_row(Baseline):
     """Guess each cell at the auxiliary rows' frequencies, independently of the others."""
 
-    on_cpu = True
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        if known.auxiliary is None or known.columns is None:
-            return not_applicable(wave, "random cells need auxiliary rows of a table")
-        cells, columns = known.columns.cells(known.auxiliary.x), known.columns
+    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
+        assert known.columns is not None
+        cells, columns = known.columns.cells(public.x), known.columns
         size = (known.batch_size, len(columns))
         drawn = [torch.randint(len(cells), size, generator=stream("cells")) for stream in streams]
-        return [_guess(columns.rows(cells.gather(0, chosen))) for chosen in drawn]
-
-
-def _guess(x: Tensor) -> Reconstruction:
-    return Reconstruction(x.clone(), None, 0.0, 0, 0.0, "converged")
+        return [columns.rows(cells.gather(0, chosen)) for chosen in drawn]

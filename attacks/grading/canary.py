@@ -18,7 +18,6 @@ from fedgauge.client.update import Update, norm
 
 LARGEST = 1e6  # epsilon above which the result is infinity
 HALVINGS = 60
-FAR_OUT = 30.0  # standard deviations from which on a series gives the normal tail to eight digits
 CANARY = "canary"  # the metric: a canary's cosine with an update, in standard deviations of chance
 
 
@@ -63,10 +62,6 @@ def gaussian_epsilon(ratio: float, delta: float) -> float:
 
 def normal_epsilon(mean: float, deviation: float, delta: float) -> float:
     """The smallest epsilon at which N(0, 1) and N(mean, deviation^2) are indistinguishable up to delta, in both directions."""
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must be in (0, 1), got {delta}")
-    if not deviation > 0:
-        raise ValueError(f"deviation must be above 0, got {deviation}")
     # from the other side, and in its units, the first is again a normal distribution; with equal deviations it is the same
     sides = {(mean, deviation), (mean / deviation, 1 / deviation)}
     return max(smallest(partial(_excess, *side), delta) for side in sides)
@@ -119,12 +114,5 @@ def _log_between(low: float, high: float) -> float:
     """The logarithm of the normal probability of an interval, computed from the smaller tail."""
     if low > 0:
         low, high = -high, -low
-    outer, inner = _log_below(low), _log_below(high)
+    outer, inner = torch.special.log_ndtr(torch.tensor([low, high], dtype=torch.float64)).tolist()
     return inner + math.log1p(-math.exp(outer - inner)) if outer < inner else -math.inf
-
-
-def _log_below(z: float) -> float:
-    """log Phi(z); far out by the asymptotic series, as Phi itself underflows."""
-    if z > -FAR_OUT:
-        return math.log(math.erfc(-z / math.sqrt(2)) / 2)
-    return -z * z / 2 - math.log(-z * math.sqrt(2 * math.pi)) + math.log1p(-(z**-2) + 3 * z**-4) if z > -math.inf else z

@@ -48,7 +48,10 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         told = "labels, the rest of the batch and a few auxiliary images of the class known, one of which is the private image"
         return SEPARATOR.join([f"chain {links}", batch, "a bound for images of any distribution", told])
     if planned.is_limit:
-        return SEPARATOR.join([f"chain {links}", batch, *_limit_parts(fed)])
+        values = len(fed.protocol.groups(1)[0]) * fed.shards.batch_size * math.prod(fed.shards.dataset.shape)
+        fitted = f"Gaussian prior of each class fitted to {len(fed.shards.auxiliary)} auxiliary images (Ledoit-Wolf shrinkage)"
+        bound = "an estimate, and a bound only for Gaussian images"
+        return SEPARATOR.join([f"chain {links}", batch, bound, fitted, "labels known", limit_method(values)])
     attack, local = planned.build(), fed.chain.local
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in fed.model.modules())
     parts = [
@@ -56,7 +59,7 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         "candidates with their labels, and not which of them are members"
         if planned.tells_members
         else f"labels {attack.label_source if planned.labels == 'restored' else planned.labels}",
-        f"chain {_known_chain(planned, links)}",
+        f"chain {planned.defense}: {links}",
         *(["the order of each epoch assumed"] if isinstance(local, LocalTraining) and local.shuffle else []),
         *(["each client's control variates known from its earlier updates"] if local.remembers else []),
         *([_private_layers(fed)] if any(fed.chain.stays(k) for k, _ in fed.model.named_parameters()) else []),
@@ -97,12 +100,6 @@ def cannot_move(fed: Federation, planned: PlannedAttack) -> bool:
     return planned.build().needs_derivative and _is_flat(fed)
 
 
-def _known_chain(planned: PlannedAttack, links: str) -> str:
-    if planned.defense == "inferred":
-        return f"inferred: from the updates of each wave (the true one: {links})"
-    return f"{planned.defense}: {links}"
-
-
 def _sum_of(fed: Federation) -> str:
     """How many clients' updates the server sees as one."""
     together = fed.protocol.secure_sum
@@ -110,15 +107,6 @@ def _sum_of(fed: Federation) -> str:
         return ""
     fewest = f"{together.least} to " if together.least < together.group and fed.protocol.stragglers.probability else ""
     return f", sum of {fewest}{together.group} clients"
-
-
-def _limit_parts(fed: Federation) -> list[str]:
-    return [
-        "an estimate, and a bound only for Gaussian images",
-        f"Gaussian prior of each class fitted to {len(fed.shards.auxiliary)} auxiliary images (Ledoit-Wolf shrinkage)",
-        "labels known",
-        limit_method(len(fed.protocol.groups(1)[0]) * fed.shards.batch_size * math.prod(fed.shards.dataset.shape)),
-    ]
 
 
 # ---------------------------------------------------------------------------------------- does the chain have a derivative

@@ -49,9 +49,7 @@ class MembershipTest:
 
     def __post_init__(self) -> None:
         if not len(self.strangers.y):
-            raise ValueError(
-                "membership is told from examples that nobody trained on, and [data] has no test part: give it one"
-            )
+            raise ValueError("strangers are examples of the test part, and [data] has none: give it one")
 
     @cached_property
     def rows(self) -> Tensor:
@@ -91,19 +89,19 @@ class MembershipTest:
 
     def of_updates(
         self, scores: Tensor, name: str, clients: Sequence[int], others: Mapping[int, int]
-    ) -> list[list[ScoreRecord]]:
-        """The rows of each update's scores (K, N) and, as a baseline, of the same scores against another client's batch.
+    ) -> dict[int, list[ScoreRecord]]:
+        """By client, the rows of each update's scores (K, N) and, as a baseline, of the same scores against another client's batch.
 
         Of several updates, also those of the highest score over all of them: whether a member is in anybody's batch.
         """
-        found, highest = [], scores.max(0).values
+        found, highest = {}, scores.max(0).values
         for own, client in zip(scores, clients, strict=True):
             rows = self._graded(own, name, client)
             if len(scores) > 1:
                 rows += self._told(ANYBODY, highest, torch.searchsorted(self.rows, self._batch(client)), name, client)
             if (other := others.get(client)) is not None:
                 rows += self._graded(own, wrong_client(name), other)
-            found.append(rows)
+            found[client] = rows
         return found
 
     def _graded(self, scores: Tensor, name: str, client: int) -> list[ScoreRecord]:
@@ -122,14 +120,13 @@ class MembershipTest:
         clients: Sequence[int],
         others: Mapping[int, int],
         memories: Mapping[int, ClientState],
-    ) -> tuple[list[list[ScoreRecord]], Sequence[ClientState]]:
-        """The rows of each client's highest scores so far, those against another client's data, and what is remembered.
+    ) -> tuple[dict[int, list[ScoreRecord]], dict[int, ClientState]]:
+        """By client, the rows of its highest scores so far, those against another client's data, and what is remembered.
 
         Args:
             scores: (K, N) of this round's updates.
         """
-        found: list[list[ScoreRecord]] = []
-        after: list[ClientState] = []
+        found, after = dict[int, list[ScoreRecord]](), dict[int, ClientState]()
         strangers = -1 - torch.arange(len(self.strangers.y))
         now = torch.cat([self.rows, strangers])
         for own, client in zip(scores, clients, strict=True):
@@ -143,8 +140,7 @@ class MembershipTest:
             if (other := others.get(client)) is not None and bool(torch.isin(self._held(other), known["rows"]).all()):
                 theirs = torch.searchsorted(self.rows, self._held(other))
                 told += self._told(HELD, highest, theirs, wrong_client(name), other)
-            found.append(told)
-            after.append({"rows": rows, "best": best})
+            found[client], after[client] = told, {"rows": rows, "best": best}
         return found, after
 
     def _told(
@@ -161,13 +157,13 @@ class MembershipTest:
                 values[metric + ending] = (exceeded_by(scores[mine], strangers) <= rate).double()
         return _records({k: t.tolist() for k, t in values.items()}, kept.tolist(), self.round, client, name)
 
-    def limits(self, known: Knowledge, wave: Wave, name: str) -> list[list[ScoreRecord]]:
-        """The rows of what the noise of one update allows, where it is normal.
+    def limits(self, known: Knowledge, wave: Wave, name: str) -> dict[int, list[ScoreRecord]]:
+        """By client, the rows of what the noise of one update allows, where it is normal.
 
         Raises:
             ValueError: the noise is another, or examples have no gradients of their own.
         """
-        found, labels = [], classes_of(self.strangers)
+        found, labels = {}, classes_of(self.strangers)
         for client in wave.clients:
             batch = self.fed.batch_at(client, self.round)
             same = torch.isin(labels, classes_of(batch))
@@ -176,7 +172,7 @@ class MembershipTest:
             values = {MEMBER: pair_area(members, CandidateGradients(known, wave.params, strangers)).tolist()}
             mus = detectability(members).tolist()
             values |= {MEMBER + ending: [power(rate, mu) for mu in mus] for ending, rate in RATES.items()}
-            found.append(_records(values, range(len(mus)), self.round, client, name))
+            found[client] = _records(values, range(len(mus)), self.round, client, name)
         return found
 
 
@@ -198,8 +194,7 @@ def tell_members(
     if planned.name == CANARIES:
         return _canaries(fed, known, wave), {}
     if planned.is_limit:
-        test = MembershipTest(fed, membership(), wave.round, wave.clients)
-        return dict(zip(wave.clients, test.limits(known, wave, planned.name), strict=True)), {}
+        return MembershipTest(fed, membership(), wave.round, wave.clients).limits(known, wave, planned.name), {}
     attack = cast(membership, planned.build())
     if attack.is_stateful and fed.protocol.secure_sum is not None and fed.protocol.secure_sum.drawn:
         raise ValueError("groups are drawn anew in each round, so that no sum is of the same clients again")
@@ -210,9 +205,8 @@ def tell_members(
         return {}, {}
     scores, clients = scores[scored], [wave.clients[k] for k in scored]
     if attack.is_stateful:
-        found, after = test.over_rounds(scores, planned.name, clients, others, memories)
-        return dict(zip(clients, found, strict=True)), dict(zip(clients, after, strict=True))
-    return dict(zip(clients, test.of_updates(scores, planned.name, clients, others), strict=True)), {}
+        return test.over_rounds(scores, planned.name, clients, others, memories)
+    return test.of_updates(scores, planned.name, clients, others), {}
 
 
 def _canaries(fed: Federation, known: Knowledge, wave: Wave) -> dict[int, list[ScoreRecord]]:
@@ -276,19 +270,12 @@ def _records(
     ]
 
 
-def wins(scores: Tensor, others: Tensor) -> Tensor:
-    """(P,) float64, how many of the others (N,) each score exceeds, ties counting half."""
-    lower, higher = (torch.searchsorted(others.sort().values, scores, right=right) for right in (False, True))
-    return (lower + higher).double() / 2
-
-
 def above(scores: Tensor, strangers: Tensor) -> Tensor:
     """(P,) float64, the share of strangers (S,) that each score exceeds, ties counting half."""
     if not len(strangers):
-        raise ValueError(
-            "no stranger has a label of the members, so there is nothing to tell them from: raise strangers, or give more test data"
-        )
-    return wins(scores, strangers) / len(strangers)
+        raise ValueError("no stranger has a label of the members: raise strangers, or give more test data")
+    lower, higher = (torch.searchsorted(strangers.sort().values, scores, right=right) for right in (False, True))
+    return (lower + higher).double() / 2 / len(strangers)
 
 
 def exceeded_by(scores: Tensor, strangers: Tensor) -> Tensor:

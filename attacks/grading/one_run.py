@@ -62,8 +62,6 @@ def least_epsilon(guesses: int, right: int, canaries: int, delta: float, error: 
 
 def chance(guesses: int, right: int, canaries: int, epsilon: float, delta: float) -> float:
     """At most the probability that so many guesses are right where (epsilon, delta)-differential privacy holds."""
-    if not 0 <= right <= guesses <= canaries:
-        raise ValueError(f"expected 0 <= right <= guesses <= canaries, got {right}, {guesses}, {canaries}")
     counts, of = torch.arange(guesses + 1, dtype=torch.float64), torch.tensor(float(guesses), dtype=torch.float64)
     ways = torch.lgamma(of + 1) - torch.lgamma(counts + 1) - torch.lgamma(of - counts + 1)
     lie = -torch.nn.functional.softplus(torch.tensor(epsilon, dtype=torch.float64))  # log of 1 / (e^epsilon + 1)

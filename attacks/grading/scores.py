@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Reconstruction, Trace
+from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import (
     AUGMENTED,
@@ -92,7 +92,10 @@ class Grader:
         if result.x is None or not has_images(result.x):
             rows += [row(i, metric.name, None) for metric in self.metrics for i in range(len(truth.y))]
             return result, rows, torch.empty(0, dtype=torch.int64)
-        own, order = self._pairs(truth.x, result.x)
+        if len(result.x) < len(truth.x):
+            own, order = self.modality.pairing(result.x, truth.x), torch.arange(len(result.x))
+        else:
+            own, order = torch.arange(len(truth.x)), self.modality.pairing(truth.x, result.x)
         paired, x = truth.x[own], result.x[order]
         for metric in self.metrics:
             values = metric(paired, x).double().tolist()
@@ -103,16 +106,11 @@ class Grader:
                 if (name := metric.name + AUGMENTED) in self.modality.measured:
                     rows += [row(i, name, v) for i, v in enumerate(metric(augmented.x, nearest).double().tolist())]
         y, confidence = (None if t is None else t[order] for t in (result.y, result.confidence))
-        placed = replace(result, x=x, y=y, trace=_reordered(result.trace, order), confidence=confidence)
+        trace = None if result.trace is None else replace(result.trace, x=result.trace.x[:, order])
+        placed = replace(result, x=x, y=y, trace=trace, confidence=confidence)
         whole = self.modality.of_batch(paired, placed)
         rows += [row(WHOLE_BATCH, name, v) for name, v in whole.items() if self.only is None or name in self.only]
         return placed, rows, torch.full((len(result.x),), -1).index_put((order,), own)
-
-    def _pairs(self, truth: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
-        """Examples, and the guess that each is paired with."""
-        if len(guess) < len(truth):
-            return self.modality.pairing(guess, truth), torch.arange(len(guess))
-        return torch.arange(len(truth)), self.modality.pairing(truth, guess)
 
 
 def ungraded_rows(
@@ -150,8 +148,3 @@ def attack_of(name: str) -> str:
 def has_images(x: Tensor | None) -> bool:
     """Whether a reconstruction has anything to grade."""
     return x is not None and bool(torch.isfinite(x).all())
-
-
-def _reordered(trace: Trace | None, order: Tensor) -> Trace | None:
-    """Every snapshot's examples in the final snapshot's order, so that each keeps its truth."""
-    return trace if trace is None else replace(trace, x=trace.x[:, order])

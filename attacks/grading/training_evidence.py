@@ -16,22 +16,14 @@ The server has the weights theta that it sent and the update. What they decide, 
 - Differences that are taken for weights make the update -1 times the weights that were sent.
 - With the client's last reply: layers that start from it instead of what was sent (`fedgauge.attacks.grading.own_start`).
 
-| compared in every attacked round | detected | not decided |
-|---|---|---|
-| optimizer | SGD, weight decay, first steps of Adam | momentum, schedule within a round, many steps of Adam |
-| start | a fully connected layer of the client's own, a layer that never moves | a convolution or norm whose entries all move |
-| rate times steps | by the classifier's bias, if a batch has fewer examples than there are classes; and its change | otherwise |
-| noise | sigma, if beyond the rank of a large layer or larger than the gradient | smaller noise on convolutions alone |
-| what is sent | differences instead of weights; ascent instead of descent | |
-| frozen layers, the norms' mode | parameters or statistics that move or do not | |
-
 In 96 random federations of small networks no honest update was called noise, Adam (of SGD) or a layer of the client's own. Of
 26 heads of the client's own 17 were named, of 23 updates with noise as large as the update or larger (some of them after such a
 head) 15, of 11 halved rates of batches of fewer examples than classes 7 (tests/attacks/grading/test_evidence_counts.py).
 """
 
-import math
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import torch
@@ -44,13 +36,10 @@ from fedgauge.attacks.grading.rate_and_steps import RateTimesSteps, rate_times_s
 from fedgauge.attacks.grading.update_measures import (
     MOST,
     MOST_ENTRIES,
-    Probe,
     class_sums,
     flattened,
-    goes_down,
     highest_rank,
-    like_noise,
-    probe_gradients,
+    probe_steps,
     rms,
     rounding_of,
     share_of_one_size,
@@ -64,20 +53,25 @@ from fedgauge.client.local_training import LocalTraining
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.training import evaluated, local_sgd
 from fedgauge.client.transforms import is_identity
-from fedgauge.client.update import Batch, norm
+from fedgauge.client.update import Batch, Update, norm
 
 Kind = Literal["sum of gradients", "weight decay", "Adam", "noise", "differences", "unexplained", "undecided"]
 LEFT = 2e-5  # the part of the classifier's update that may stay unexplained
 STILL = 1e-4  # the part of a gradient that a parameter must have to be missed where it does not move
 SMALL_EPS = 1e-6  # Adam's eps above which its step is no sign
 WARNING = "WARNING: the assumed local training does not explain the update, so attacks may show noise"
-UNTOLD = "momentum, rate, number of steps, augmentation, dropout, a smoothed or weighted loss and a proximal term"
-UP = "it goes up the loss, by auxiliary examples, where the assumed training goes down: compare the sign of what the app sends"
-MOST_NAMED = 3  # of the layers that are frozen
+UNCHECKED = "the clients' local training is assumed and was not checked"
+MOST_NAMED = 3  # layers in a sentence
 FAR_OFF = 1.5  # beyond its interval, where an assumed sum of rates is doubted
 LITTLE = 0.02  # that half precision in the passes, or a little noise, may leave
 LIGHT = 2.8  # the kurtosis of entries that a few steps of Adam stay below; those of a gradient with noise are above 3
 NEARLY_NOTHING = 0.3  # times the weights: what is smaller cannot be weights after a round
+EXPECTED = {  # what to change in the scenario, by what the update shows
+    "noise": 'the chain assumes none: add [[chain]] use = "gaussian" with this sigma, which is a mean over the layers',
+    "differences": 'set [tape] replies = "updates" in the scenario',
+    "unexplained": "SGD on this loss does not do this; another loss, many steps of Adam, noise or a defense may: compare the app's "
+    "training with [[chain]] and [loss]",
+}
 
 
 @dataclass(frozen=True)
@@ -103,130 +97,97 @@ def training_evidence(fed: Federation, seen: Observation, before: Observation | 
     Args:
         before: the client's last reply before this one; None: it is the first, or not known.
     """
-    local, assumed = fed.chain.local, "the clients' local training is assumed"
     if reason := _unreadable(fed, seen):
-        return TrainingEvidence("undecided", None, f"{assumed} and was not checked: {reason}")
+        return TrainingEvidence("undecided", None, f"{UNCHECKED}: {reason}")
     try:
-        kept, unknown = own_start(seen, before) if before is not None else (set[str](), set[str]())
-        if before is not None and kept:  # the rest is read as the client computed it
+        return _compared(fed, seen, before)
+    except Exception as error:  # a user's network may raise anything; the attacks will meet it, too, and say more
+        reason = f"the network cannot be run ({type(error).__name__}: {error})"
+        return TrainingEvidence("undecided", None, f"{UNCHECKED}: {reason}")
+
+
+def _compared(fed: Federation, seen: Observation, before: Observation | None) -> TrainingEvidence:
+    local, wrong, beside = fed.chain.local, list[str](), list[str]()
+    if before is not None:
+        kept, unknown = own_start(seen, before)
+        if kept:  # the rest is read as the client computed it
             start = {k: last_reply(before, k) for k in kept}
             moved = {k: seen.params[k] + seen.update[k] - start[k] for k in kept}
             seen = replace(seen, params={**seen.params, **start}, update={**seen.update, **moved})
-        held, thawed = _frozen(fed, seen)
-        seen = replace(seen, update={k: t for k, t in seen.update.items() if k not in held})
-        probes = probe_gradients(fed, seen)
-        still = _unmoved(seen, probes)
-        if still:
-            seen = replace(seen, update={k: t for k, t in seen.update.items() if k not in still})
-            probes = probe_gradients(fed, seen)
-        kind, evidence = _read(fed, seen, probes)
-        mode = _other_mode(fed, seen)
-        parts = " and ".join(filter(None, (_kept_by_client(fed, kept), thawed, _frozen_unsaid(fed, still), mode)))
-        if kind != "undecided" and _many_steps_of_adam(local, kind):
-            kind, evidence = "undecided", f"{evidence}, and {local.words} may do this or not"
-        wrong, down = "", None
-        if kind != "undecided":
-            wrong = _contradiction(fed, seen, kind, probes)
-            down = None if kind in ("noise", "differences") else _goes_down(fed, seen, kind, probes)
-        if not wrong and down is False:
-            wrong = UP
-        size = _size(fed, seen, probes) if kind not in ("undecided", "noise", "differences") else ""
-        rates = rate_times_steps(fed, seen) if kind == "sum of gradients" else None
-        size += _rates(fed, rates) + _start_unknown(fed, seen, before, unknown)
-    except Exception as error:  # a user's network may raise anything; the attacks will meet it, too, and say more
-        reason = f"the network cannot be run ({type(error).__name__}: {error})"
-        return TrainingEvidence("undecided", None, f"{assumed} and was not checked: {reason}")
-    if wrong or parts:
-        words = "; ".join(filter(None, (parts, f"{evidence}; {wrong}" if wrong else f"of the rest: {evidence}")))
-        return TrainingEvidence(kind, False, f"{WARNING}: {words}{size}", rates)
-    frozen = f"; {_named(whole_parts(fed.model, held))} did not move, as the chain says" if held else ""
-    if kind == "undecided":
-        return TrainingEvidence(kind, None, f"{assumed}, and the update does not tell it: {evidence}{frozen}")
-    looked = "the sizes of the entries" if kind == "Adam" else "the classifier's update"
-    rest = "" if local.adaptive else f"; {UNTOLD} cannot be told from one update"
-    words = f"the assumed local training ({local.words}) fits {looked}: {evidence}{rest}{size}{frozen}"
-    if down is None:
-        return TrainingEvidence(kind, None, f"{words}; whether it goes down the loss, or up, is not told either", rates)
-    return TrainingEvidence(kind, True, words, rates)
-
-
-def _start_unknown(fed: Federation, seen: Observation, before: Observation | None, unknown: set[str]) -> str:
-    """Which layers may start from the client's last reply, in words; empty if none may."""
-    if before is None and seen.round > 1:
-        return "; the tape has no reply of the client before it, so layers that start from that are not looked for"
-    parts = _named(whole_parts(fed.model, unknown)) if unknown else ""
-    return (
-        f"; whether {parts} started from what was sent, or from the client's last reply, is not decided"
-        if unknown
-        else ""
-    )
-
-
-def _kept_by_client(fed: Federation, kept: set[str]) -> str:
-    if not kept:
-        return ""
-    return (
-        f"{_named(whole_parts(fed.model, kept))} starts from the client's own last reply and not from the weights that it was "
-        "sent, which the attacks take: attack the client's first round only (audit --attack ... --rounds)"
-    )
-
-
-def _frozen(fed: Federation, seen: Observation) -> tuple[set[str], str]:
-    """The parameters that the chain holds and that did not move, and which of those that it holds did, in words."""
+            wrong.append(
+                f"{_named(fed, kept)} starts from the client's own last reply and not from the weights that it was sent, which "
+                "the attacks take: attack the client's first round only (audit --attack ... --rounds)"
+            )
+        if unknown:
+            beside.append(f"whether {_named(fed, unknown)} started from the client's last reply is not decided")
+    elif seen.round > 1:
+        beside.append("the tape has no earlier reply of the client, so layers that start from that are not looked for")
     freezing = [says for link in fed.chain.links if (says := getattr(link, "frozen", None))]  # the defense `freeze`
     held = {k for k in seen.update if any(says(k) for says in freezing)}
-    moved = {k for k in held if seen.update[k].any()}
-    words = (
-        f"{_named(whole_parts(fed.model, moved))} moved, which the chain freezes: leave it out there" if moved else ""
-    )
-    return held - moved, words
+    if thawed := {k for k in held if seen.update[k].any()}:
+        wrong.append(f"{_named(fed, thawed)} moved, which the chain freezes: leave it out there")
+    seen = _without(seen, held - thawed)
+    probes = probe_steps(fed, seen)
+    if still := _unmoved(seen, probes):
+        seen = _without(seen, still)
+        probes = probe_steps(fed, seen)
+        wrong.append(
+            f"{_named(fed, still)} did not move, but would have: if the app does not train that, put [[chain]] "
+            f'use = "freeze", layers = {whole_parts(fed.model, still)} before local training'
+        )
+    wrong += _other_mode(fed, seen)
+    kind, evidence = _read(fed, seen, probes)
+    if _many_steps_of_adam(local, kind):
+        kind, evidence = "undecided", f"{evidence}, and {local.words} may do this or not"
+    elif reason := _contradiction(fed, seen, kind, probes):
+        wrong.append(f"{evidence}; {reason}")
+    rates = rate_times_steps(fed, seen) if kind == "sum of gradients" else None
+    if rates is not None:
+        beside.append(f"the sum of the steps' rates is {rates.words} by the classifier's bias")
+        if not rates.low / FAR_OFF <= local.scale <= FAR_OFF * rates.high:
+            beside.append(f"the chain assumes {local.scale:.2g}: check the rate and the steps")
+    if wrong:
+        fits, words = False, f"{WARNING}: {'; '.join(wrong)}"
+    elif kind == "undecided":
+        fits, words = None, f"the clients' local training is assumed, and the update does not tell it: {evidence}"
+    else:
+        fits, words = True, f"the assumed local training ({local.words}) fits: {evidence}"
+    return TrainingEvidence(kind, fits, "; ".join([words, *beside]), rates)
 
 
-def _frozen_unsaid(fed: Federation, still: set[str]) -> str:
-    if not still:
-        return ""
-    parts = whole_parts(fed.model, still)
-    return (
-        f"{_named(parts)} did not move, but would have: if the app does not train that, put [[chain]] "
-        f'use = "freeze", layers = {parts} before local training'
-    )
+def _without(seen: Observation, names: set[str]) -> Observation:
+    return replace(seen, update={k: t for k, t in seen.update.items() if k not in names})
 
 
-def _named(parts: list[str]) -> str:
+def _named(fed: Federation, names: set[str]) -> str:
+    parts = whole_parts(fed.model, names)
     return ", ".join(parts[:MOST_NAMED]) + (f" and {len(parts) - MOST_NAMED} more" if len(parts) > MOST_NAMED else "")
 
 
-def _other_mode(fed: Federation, seen: Observation) -> str:
+def _other_mode(fed: Federation, seen: Observation) -> list[str]:
     """In words, that norms keep running statistics in the app and not in the model, or the other way round."""
     norms = {name: module for name, module in fed.model.named_modules() if isinstance(module, _NormBase)}
     own = {f"{name}.{part}" for name in norms for part in ("running_mean", "running_var")} & seen.returned.keys()
     moved = any(not torch.equal(seen.returned[k], seen.buffers[k]) for k in own)
     if not own or moved == any(norm.training and norm.track_running_stats for norm in norms.values()):
-        return ""
+        return []
     found, mode = ("moved", "train") if moved else ("did not move", "eval")
-    return f'the running statistics of the app\'s norms {found}: set [model] mode = "{mode}"'
+    return [f'the running statistics of the app\'s norms {found}: set [model] mode = "{mode}"']
 
 
 def _many_steps_of_adam(local: local_sgd, kind: Kind) -> bool:
     """Whether Adam as assumed leaves nothing to tell it by: after many steps, or with a large eps, which makes it like SGD."""
-    if not isinstance(local, LocalTraining) or not local.adaptive or kind == "Adam":
+    if not isinstance(local, LocalTraining) or not local.adaptive or kind in ("Adam", "undecided"):
         return False
     return local.eps > SMALL_EPS or (kind == "unexplained" and local.steps > 1)
 
 
-def _contradiction(fed: Federation, seen: Observation, kind: Kind, probes: list[Probe]) -> str:
+def _contradiction(fed: Federation, seen: Observation, kind: Kind, probes: list[Update]) -> str:
     """Why the assumed training cannot have made such an update, and what to write instead; empty if it can."""
     local, size = fed.chain.local, fed.shards.batch_size
     instead = f'the chain assumes {local.words}: set use = "local_training" with'
-    if kind == "noise":
-        return 'the chain assumes none: add [[chain]] use = "gaussian" with this sigma, which is a mean over the layers'
-    if kind == "differences":
-        return 'set [tape] replies = "updates" in the scenario'
-    if kind == "unexplained":
-        return (
-            "SGD on this loss does not do this; another loss, many steps of Adam, noise or a defense may: compare the app's "
-            "training with [[chain]] and [loss]"
-        )
+    if kind == "undecided" or kind in EXPECTED:
+        return EXPECTED.get(kind, "")
     if kind == "Adam":
         if not isinstance(local, LocalTraining) or not local.adaptive:
             return f'{instead} optimizer = "adam" (or "adamw"), its rate, and its steps or epochs'
@@ -234,25 +195,26 @@ def _contradiction(fed: Federation, seen: Observation, kind: Kind, probes: list[
     if local.adaptive:
         return f'{instead} optimizer = "sgd"'
     decay, sums = _decay(local), class_sums(fed, seen, probes)
-    if sums is not None:
-        found = sums.decay if kind == "weight decay" else 0.0
-        far = abs(found - decay)
-        if far > max(found, decay) / 2 and sums.beyond(far * sums.weights) > LEFT:
-            return f"{instead} its weight_decay, as the assumed training makes this {-decay:.2g} times the weights"
+    found = sums.decay if sums is not None and kind == "weight decay" else 0.0
+    far = abs(found - decay)
+    if sums is not None and far > max(found, decay) / 2 and sums.beyond(far * sums.weights) > LEFT:
+        return f"{instead} its weight_decay, as the assumed training makes this {-decay:.2g} times the weights"
     if kind == "weight decay":  # which has any rank
         return ""
     rank, most = highest_rank(fed, seen), local.gradients(size) * fed.chain.slice_of(size)
     if rank <= most:
         return ""
-    needed = f"its rank of {rank} needs more gradients of single examples than the {most} that the chain assumes"
-    return f"{needed}: set steps or epochs, and [data] batch_size, as in the app"
+    return (
+        f"its rank of {rank} needs more gradients of single examples than the {most} that the chain assumes: set steps or "
+        "epochs, and [data] batch_size, as in the app"
+    )
 
 
-def _unmoved(seen: Observation, probes: list[Probe]) -> set[str]:
+def _unmoved(seen: Observation, probes: list[Update]) -> set[str]:
     """The parameters that do not move, though they do on auxiliary examples."""
 
     def missed(name: str) -> bool:
-        parts = [(p.step[name], float(norm(p.step))) for p in probes if name in p.step]
+        parts = [(step[name], float(norm(step))) for step in probes if name in step]
         return bool(parts) and all(float(t.norm()) > STILL * length for t, length in parts)
 
     return {name for name, t in seen.update.items() if not t.any() and missed(name)}
@@ -280,11 +242,6 @@ def _decay(local: local_sgd) -> float:
     return -float(bare(lambda at, *_: {k: torch.zeros_like(t) for k, t in at.items()})(one, batch, None)[""])
 
 
-def _goes_down(fed: Federation, seen: Observation, kind: Kind, probes: list[Probe]) -> bool | None:
-    sums = class_sums(fed, seen, probes) if kind == "weight decay" else None
-    return goes_down(fed, seen, 0.0 if sums is None else sums.decay)
-
-
 def _unreadable(fed: Federation, seen: Observation) -> str:
     """Why nothing can be read from this update; empty where something can."""
     if missing := {name for name, _ in fed.model.named_parameters()} - set(seen.update):
@@ -301,10 +258,9 @@ def _unreadable(fed: Federation, seen: Observation) -> str:
     return "" if any(bool(t.any()) for t in seen.update.values()) else "the update is zero"
 
 
-def _read(fed: Federation, seen: Observation, probes: list[Probe]) -> tuple[Kind, str]:
+def _read(fed: Federation, seen: Observation, probes: list[Update]) -> tuple[Kind, str]:
     if _are_differences(seen):
-        words = "it is -1 times the weights: the app uploads differences, not weights"
-        return "differences", words
+        return "differences", "it is -1 times the weights: the app uploads differences, not weights"
     if not probes:
         return "undecided", "the weights' rounding hides it"
     if (sigma := _noise(fed, seen)) is not None:
@@ -312,53 +268,31 @@ def _read(fed: Federation, seen: Observation, probes: list[Probe]) -> tuple[Kind
     entries = without_decay(seen)
     share, size = share_of_one_size(entries)
     if share >= MOST:
-        words = (
-            f"{share:.0%} of its large entries have nearly one size, {size:.3g}, as after Adam's first steps, or a sign"
+        return (
+            "Adam",
+            f"{share:.0%} of its large entries have nearly one size, {size:.3g}, as after Adam's first steps, or a sign",
         )
-        return "Adam", words
     if reason := _other_outputs(fed):
         return "undecided", reason
-    uneven, own = min(unevenness_of(flattened(probe.step)) for probe in probes), unevenness_of(entries)
-    flat = (
-        f"the update's entries differ less in size ({own:.2g} times between the median and the largest hundredth) than "
-        f"gradients do here ({uneven:.2g} times or more), as after steps of Adam"
-    )
-    sums, assumed = class_sums(fed, seen, probes), 0.0 if fed.chain.local.adaptive else _decay(fed.chain.local)
-    if sums is not None:
-        explained = min(sums.left, sums.after) <= LEFT
-        decay = 0.0 if sums.left <= LEFT else sums.decay
-        if explained and fed.chain.local.steps == 1 and (odd := like_noise(fed, seen, probes, decay)):
-            words = "the classifier's update is a sum of gradients, but"
-            return "undecided", f"{words} {odd} has no more in common with gradients than noise has"
-        if sums.left <= LEFT:
-            return (
-                "sum of gradients",
-                "it sums to zero over the classes, as a sum of gradients (SGD) does",
-            )
-        if sums.after <= LEFT and sums.decay > 0:
-            words = (
-                f"it is a sum of gradients and {-sums.decay:.2g} times the weights: weight decay times rate and steps"
-            )
-            return "weight decay", words
-        if min(sums.left, sums.after) <= LITTLE:
-            words = "it nearly sums to zero over the classes, as with half precision in the passes (autocast) or a little noise"
-            return "undecided", words
-    else:  # decay that is assumed makes the entries of SGD's steps as even
-        own = max(
-            own, unevenness_of(flattened(seen.update) + assumed * flattened({k: seen.params[k] for k in seen.update}))
-        )
-    if own < uneven / 2 and _is_light(seen):
-        return "Adam", flat
+    sums = class_sums(fed, seen, probes)
     if sums is None:
+        return "undecided", "the classifier's sums over the classes tell nothing, or rounding hides them"
+    if sums.left <= LEFT:
+        return "sum of gradients", "it sums to zero over the classes, as a sum of gradients (SGD) does"
+    if sums.after <= LEFT and sums.decay > 0:
+        return (
+            "weight decay",
+            f"it is a sum of gradients and {-sums.decay:.2g} times the weights: weight decay times rate and steps",
+        )
+    if min(sums.left, sums.after) <= LITTLE:
         return (
             "undecided",
-            "the classifier's sums over the classes tell nothing: two classes have none that could, "
-            "or a gradient's do not vanish, or rounding hides them",
+            "it nearly sums to zero over the classes, as with half precision in the passes (autocast) or a little noise",
         )
-    return (
-        "unexplained",
-        "it is no sum of gradients, has no weight decay, and its entries differ in size as after Adam's first steps they do not",
-    )
+    uneven, own = min(unevenness_of(flattened(step)) for step in probes), unevenness_of(entries)
+    if own < uneven / 2 and _is_light(seen):
+        return "Adam", "its entries differ less in size than gradients do here, as after steps of Adam"
+    return "unexplained", "it is no sum of gradients, has no weight decay, and does not look like Adam's steps"
 
 
 def _are_differences(seen: Observation) -> bool:
@@ -393,29 +327,58 @@ def _is_light(seen: Observation) -> bool:
     return not found or found[len(found) // 2] < LIGHT
 
 
-def _rates(fed: Federation, found: RateTimesSteps | None) -> str:
-    """What the update says of the sum of its steps' rates, and whether the chain assumes another one."""
-    assumed = fed.chain.local.scale
-    if found is None:
-        return ""
-    words = f"; the sum of the steps' rates is {found.words} by the classifier's bias"
-    if found.low / FAR_OFF <= assumed <= FAR_OFF * found.high:
-        return words
-    return f"{words}, where the chain assumes {assumed:.2g}: check the rate and the steps"
+# ------------------------------------------------------------------------------------------------------- all rounds
+
+Found = Mapping[tuple[int, int], TrainingEvidence]  # by (round, client)
+
+WORST_FIRST = (False, None, True)
 
 
-def _size(fed: Federation, seen: Observation, probes: list[Probe]) -> str:
-    """How large the update is beside the assumed training's on auxiliary examples, if that is far from it."""
-    local = fed.chain.local
-    if local.adaptive or not len(fed.shards.auxiliary_batch().x):
-        return ""
-    limit = (isinstance(local, LocalTraining) and local.max_norm) or math.inf
-    gradients = sorted(min(float(norm(p.gradient)), limit) for p in probes)
-    length, usual = float(norm(seen.update)), gradients[len(gradients) // 2]
-    decayed = _decay(local) * float(norm({k: seen.params[k] for k in seen.update}))
-    most, least = local.scale * usual + decayed, local.rate * usual  # later gradients may be near zero
-    if least / 10 <= length <= 10 * most:
-        return ""
-    ratio = length / max(most if length > most else least, 1e-300)
-    much = f"{ratio:.2g} times as large as the assumed training makes those of auxiliary examples"
-    return f"; but it is {much}: check the rate and the steps"
+def over_rounds(found: Found) -> TrainingEvidence:
+    """Return the worst result, and how many of the compared updates have it.
+
+    Args:
+        found: at least one update's.
+    """
+    found = _with_changed_rates(found)
+    key = min(found, key=lambda key: (WORST_FIRST.index(found[key].fits), key))
+    worst = found[key]
+    if len(found) == 1:
+        return worst
+    alike = sum(evidence.fits is worst.fits for evidence in found.values())
+    return replace(
+        worst,
+        words=f"{worst.words} (client {key[1]}, round {key[0]}, as the first of {alike} updates of {len(found)} compared)",
+    )
+
+
+def _with_changed_rates(found: Found) -> Found:
+    """The results, where a client's rate in a later round is not that of its first: then the chain's cannot be both."""
+    first: dict[int, tuple[int, RateTimesSteps]] = {}
+    changed = dict(found)
+    for (round, client), evidence in sorted(found.items()):
+        if (now := evidence.rates) is None:
+            continue
+        since, then = first.setdefault(client, (round, now))
+        if now.high < then.low or now.low > then.high:
+            words = (
+                f"{WARNING}: the sum of the steps' rates was {then.words} in round {since} and is {now.words}, and the chain "
+                "assumes one for all rounds: attack the rounds that have it (audit --attack ... --rounds)"
+            )
+            changed[round, client] = replace(evidence, fits=False, words=words)
+    return changed
+
+
+def to_json(found: Found) -> str:
+    """Return the results as JSON."""
+    return json.dumps([[*key, asdict(evidence)] for key, evidence in sorted(found.items())])
+
+
+def from_json(text: str) -> dict[tuple[int, int], TrainingEvidence]:
+    """Read the results again."""
+    rows: Iterable[tuple[int, int, dict[str, object]]] = json.loads(text)
+    return {(round, client): _evidence(**fields) for round, client, fields in rows}  # type: ignore[arg-type]  # from JSON
+
+
+def _evidence(rates: Mapping[str, float] | None, **fields: object) -> TrainingEvidence:
+    return TrainingEvidence(**fields, rates=RateTimesSteps(**rates) if rates else None)  # type: ignore[arg-type]

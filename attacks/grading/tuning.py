@@ -6,6 +6,7 @@ updates: first each for a few iterations, then the attack as it was given and th
 them, as what is ahead early need not be ahead at the end.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -38,12 +39,10 @@ class Tuned:
 
     Args:
         words: what was chosen, and what it scored beside the attack as it was given.
-        evaluations: of gradients, that tuning spent.
     """
 
     attack: Attack
     words: str
-    evaluations: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,18 +70,17 @@ class Tuning:
         """
         candidates = {"as given": attack, **attack.variants(known)}
         if len(candidates) == 1:
-            return Tuned(attack, "not tuned: the attack has one setting here", 0)
+            return Tuned(attack, "not tuned: the attack has one setting here")
         iterations, most = self.budget.iterations, max(2, MOST // known.batch_size)
         shadows = min(most, max(1, self.observations // PER_SHADOW))
         first = max(FEWEST, int(FIRST * iterations * min(1, SIX / (len(candidates) - 1))))
         last = max(FEWEST, int(LAST * iterations))
-        spent = shadows * (first * (len(candidates) - 1) + last + iterations)
 
         def choice() -> dict[str, Tensor]:
-            trial = self._trial(known, wave, shadows, attack.trains_first)
-            scores = [-torch.inf, *(trial.score(one, first) for one in list(candidates.values())[1:])]
+            score = self._trial(known, wave, shadows, attack.trains_first)
+            scores = [-torch.inf, *(score(one, first) for one in list(candidates.values())[1:])]
             other = max(range(len(scores)), key=scores.__getitem__)
-            final = [trial.score(attack, iterations), trial.score(list(candidates.values())[other], last)]
+            final = [score(attack, iterations), score(list(candidates.values())[other], last)]
             best = other if final[1] > final[0] else 0
             return {"best": torch.tensor(best), "scores": torch.tensor(final, dtype=torch.float64)}
 
@@ -101,10 +99,10 @@ class Tuning:
             words += f"{label} ({other:.1f} {main.unit} there, {given:.1f} as given)"
         else:
             words += f"no other setting was better ({given:.1f} {main.unit} there)"
-        return Tuned(candidates[label], words, spent)
+        return Tuned(candidates[label], words)
 
-    def _trial(self, known: Knowledge, wave: Wave, shadows: int, one_split: bool) -> "Trial":
-        """Shadow updates, and the attacker's knowledge without the images behind them.
+    def _trial(self, known: Knowledge, wave: Wave, shadows: int, one_split: bool) -> Callable[[Attack, int], float]:
+        """The mean of the main metric on shadow updates after so many iterations, larger for more leakage; -inf for nothing.
 
         Args:
             one_split: whether these are the same images in all rounds, so that what is trained on the others is trained once.
@@ -113,9 +111,7 @@ class Tuning:
             raise ValueError("an attack is tuned on auxiliary images, and the attacker has none")
         count = shadows * known.batch_size
         if len(known.auxiliary.y) < 2 * count:
-            raise ValueError(
-                f"tuning takes {count} auxiliary images and leaves at least as many, and there are {len(known.auxiliary.y)}"
-            )
+            raise ValueError(f"tuning needs {2 * count} auxiliary images, and there are {len(known.auxiliary.y)}")
         part = () if one_split else (self.round,)
         order = torch.randperm(len(known.auxiliary.y), generator=generator(self.seed, "tuning", *part))
         chosen, rest = (
@@ -127,24 +123,13 @@ class Tuning:
         update = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
         shadow = Wave(wave.round, tuple(range(shadows)), wave.params, update, wave.buffers)
         given = None if known.labels is None else y.sort(1).values
-        return Trial(self, replace(known, auxiliary=rest, labels=given), shadow, Batch(x.to(CPU), y.to(CPU)))
+        threat, truth = replace(known, auxiliary=rest, labels=given), (x.to(CPU), y.to(CPU))
+        grader = Grader(self.modality, truth[0])
+        streams = [partial(generator, self.seed, "tuning", self.round, s) for s in range(shadows)]
 
+        def score(attack: Attack, iterations: int) -> float:
+            results = attack.reconstruct(shadow, threat, Budget(iterations), streams)
+            values = [grader.leaked(r.to(CPU), Batch(*one)) for r, *one in zip(results, *truth, strict=True)]
+            return grader.modality.main.sign * fmean(chain.from_iterable(values)) if all(values) else -torch.inf
 
-@dataclass(frozen=True, eq=False)
-class Trial:
-    """What candidates are tried on: shadow updates of examples, (S, B, ...) and labels (S, B)."""
-
-    tuning: Tuning
-    known: Knowledge
-    shadow: Wave
-    examples: Batch
-
-    def score(self, attack: Attack, iterations: int) -> float:
-        """The mean of the main metric after so many iterations, larger for more leakage; -inf if nothing came back."""
-        streams = [
-            partial(generator, self.tuning.seed, "tuning", self.tuning.round, s) for s in range(len(self.shadow))
-        ]
-        results = attack.reconstruct(self.shadow, self.known, Budget(iterations), streams)
-        grader = Grader(self.tuning.modality, self.examples.x)
-        values = [grader.leaked(r.to(CPU), Batch(x, y)) for r, x, y in zip(results, *self.examples, strict=True)]
-        return grader.modality.main.sign * fmean(chain.from_iterable(values)) if all(values) else -torch.inf
+        return score

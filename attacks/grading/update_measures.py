@@ -5,8 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch import Tensor
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.engine.computation import called
@@ -14,8 +13,8 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.models.vision import last_linear, layer_parameters
 from fedgauge.client.rng import generator
-from fedgauge.client.training import evaluated, gradient
-from fedgauge.client.update import Batch, Params, Update, norm
+from fedgauge.client.training import evaluated
+from fedgauge.client.update import Batch, Update, norm
 
 ONE_SIZE = 0.05  # how far entries of one size may be apart, relative
 MOST = 0.5  # the share of the large entries from which they count as of one size; in gradients it is some hundredths
@@ -23,21 +22,6 @@ FEW = 0.02  # the share of all entries that must be large; in gradients fewer ar
 COARSE = 0.05  # the part of the update that rounding may be
 MOST_ENTRIES = 2**22  # of a layer whose rank is counted: a second of work
 PROBES = 8  # auxiliary batches that say how large, and how uneven, a gradient is
-MANY = 128  # entries of a parameter that is compared with gradients
-CLASSES, PER_CLASS = 16, 8  # whose auxiliary examples' gradients say which way is down, and how many of each
-SAMPLED = 2**15  # entries that are compared with these
-CLEAR, SURE = (
-    1.2,
-    3.0,
-)  # times as much of an update that one direction must explain as the other does: much of it, or little
-MUCH = 0.4
-BACK = 0.6  # the least that the first one then explains of what the other one does with the gradients at the end
-
-
-@dataclass(frozen=True)
-class Probe:
-    gradient: Update
-    step: Update  # against it, as long as the update, and rounded as the update is
 
 
 @dataclass(frozen=True)
@@ -87,8 +71,8 @@ def unevenness_of(entries: Tensor) -> float:
     return float(sizes[int(0.99 * (len(sizes) - 1))] / sizes[len(sizes) // 2])
 
 
-def probe_gradients(fed: Federation, seen: Observation) -> list[Probe]:
-    """Gradients on auxiliary examples (or random ones) at the server's weights, and steps of the update's size.
+def probe_steps(fed: Federation, seen: Observation) -> list[Update]:
+    """Steps of the update's size against gradients on auxiliary examples (or random ones), rounded as the update is.
 
     Empty if the rounding is too coarse for any comparison.
     """
@@ -108,20 +92,18 @@ def probe_gradients(fed: Federation, seen: Observation) -> list[Probe]:
             batch = Batch(x, torch.randint(shards.dataset.classes, (size,), generator=rng))
         g = {k: t for k, t in fed.gradient(seen.params, batch, None).items() if k in seen.update}
         rate = length / max(float(norm(g)), 1e-30)
-        step = {k: (seen.params[k] - rate * t).to(kept).to(t.dtype) - seen.params[k] for k, t in g.items()}
-        found.append(Probe(g, step))
+        found.append({k: (seen.params[k] - rate * t).to(kept).to(t.dtype) - seen.params[k] for k, t in g.items()})
     return found
 
 
-def class_sums(fed: Federation, seen: Observation, probes: list[Probe]) -> _Sums | None:
+def class_sums(fed: Federation, seen: Observation, probes: list[Update]) -> _Sums | None:
     """Sums over the classes of the classifier's update. None: a gradient's do not vanish either, or any training's do."""
     if not is_cross_entropy(fed.loss) or fed.shards.dataset.classes == 2:
         return None
-    # its weight alone, if it is there: many trainings leave the decay of biases out
-    names = classifier_names(fed, seen)[:1]
-    if not names:
+    name = next(iter(classifier_names(fed, seen)), "")  # its weight: many trainings leave the decay of biases out
+    if not name or seen.params[name].dim() < 2:
         return None
-    update, theta, *controls = (_joined(part, names) for part in (seen.update, seen.params, *(p.step for p in probes)))
+    update, theta, *controls = (part[name].double() for part in (seen.update, seen.params, *probes))
     control = max(float(c.sum(0).norm() / c.norm().clamp_min(1e-300)) for c in controls)
     if len(update) != fed.shards.dataset.classes or control > COARSE or not update.any():
         return None
@@ -141,92 +123,6 @@ def classifier_names(fed: Federation, seen: Observation) -> list[str]:
     return [name for name in layer_parameters(layer) if name in seen.update]
 
 
-def goes_down(fed: Federation, seen: Observation, decay: float) -> bool | None:
-    """Whether the update goes down the loss; False: up; None: it cannot be told.
-
-    Steps down are a sum of negative gradients with positive weights. So are those up, of other examples: the gradients of all
-    classes nearly cancel. But then they fit less well than positive gradients of the right ones (least squares with weights
-    of one sign, on the mean gradients of auxiliary examples of each class). After many steps up, gradients at the end are the
-    large ones, and they tell. If this is not clear, the number of classes decides that rise, as long as both agree.
-    """
-    own, theta = fed.shards.auxiliary_batch(), {k: seen.params[k] for k in seen.update}
-    there = own.y.unique().tolist() if own.labelled else []
-    if not there:
-        return None
-    if len(there) > CLASSES and (names := classifier_names(fed, seen)):
-        sizes = _joined(seen.update, names).norm(dim=1)
-        there = sorted(there, key=lambda c: -float(sizes[c]))
-    groups = [(own.y == c).nonzero().flatten()[:PER_CLASS] for c in there[:CLASSES]]
-    rows = torch.randperm(sum(t.numel() for t in theta.values()), generator=generator("entries"))[:SAMPLED]
-    moved = (flattened(seen.update) + decay * flattened(theta))[rows]
-
-    mixed = any(isinstance(m, _NormBase) and m.training for m in fed.model.modules())
-
-    def of_class(group: Tensor, at: Params) -> Update:
-        if not mixed:
-            return fed.gradient(at, Batch(own.x[group], own.y[group]), None)
-        every = torch.cat(groups)  # a batch of one class is normalised by other statistics than a client's
-        here = torch.isin(every, group)
-        part = gradient(fed.model, lambda out, y: fed.loss(out[here], y[here]), fed.shards.dataset.normalise)
-        return part(at, Batch(own.x[every], own.y[every]), None)
-
-    def gradients(at: Params) -> Tensor:
-        found = [of_class(group, at) for group in groups]
-        columns = torch.stack([flattened({k: g[k] for k in seen.update})[rows] for g in found], 1)
-        return nn.functional.normalize(columns, dim=0)
-
-    start = gradients(seen.params)
-    end = torch.cat(
-        [start, gradients({k: p + seen.update[k] if k in seen.update else p for k, p in seen.params.items()})], 1
-    )
-    if not (moved.any() and end.isfinite().all()):
-        return None
-    down, up, forth, back = (_explained(c, moved) for c in (-start, start, -end, end))
-    if _is_clear(down, up) and forth >= BACK * back:
-        return True
-    if back > forth and (_is_clear(up, down) or (up >= CLEAR * down and back >= MUCH)):
-        return False
-    rises = _rises(fed, seen)
-    return rises if rises is not None and rises == (down > up) else None
-
-
-def _is_clear(one: float, other: float) -> bool:
-    return one >= CLEAR * other and (one >= MUCH or one >= SURE * other)
-
-
-def _rises(fed: Federation, seen: Observation) -> bool | None:
-    """Whether few classes' biases rise and many fall: down the cross-entropy, only those of a client's examples rise."""
-    name, most = next((k for k in classifier_names(fed, seen) if k.endswith("bias")), ""), fed.shards.batch_size
-    if not name or not is_cross_entropy(fed.loss):
-        return None
-    rose, fell = (int((sign * seen.update[name] > 0).sum()) for sign in (1, -1))
-    return None if (rose <= most) == (fell <= most) else rose <= most
-
-
-def _explained(columns: Tensor, moved: Tensor) -> float:
-    """The part of the square of `moved` that a sum of the columns with weights of at least 0 has."""
-    from scipy.optimize import nnls
-
-    _, left = nnls(columns.numpy(), (moved / moved.norm()).numpy())
-    return 1 - float(left) ** 2
-
-
-def like_noise(fed: Federation, seen: Observation, probes: list[Probe], decay: float) -> str:
-    """A parameter before the classifier that has hardly more in common with gradients than noise has; or empty.
-
-    Of one step: many go where no gradient at the server's weights points.
-    """
-    head = classifier_names(fed, seen)
-    for name in (name for name in probes[0].step if name not in head and seen.update[name].numel() >= MANY):
-        own = (seen.update[name] + decay * seen.params[name]).double().flatten()
-        others = torch.stack([p.step[name].double().flatten() for p in probes], 1)
-        if own.any() and bool(others.any(0).all()):
-            common = torch.linalg.qr(others).Q.T @ own
-            if float(common.norm() / own.norm()) < 2 * math.sqrt(len(probes) / len(own)):
-                return name
-    return ""
-
-
 def _kept(seen: Observation) -> torch.dtype:
     """The dtype in which the client sent its weights, from those that the update makes of the server's."""
     sent = torch.cat([(p + seen.update[k]).flatten() for k, p in seen.params.items() if k in seen.update])
@@ -239,13 +135,6 @@ def _kept(seen: Observation) -> torch.dtype:
 
 def rounding_of(seen: Observation) -> float:
     return torch.finfo(_kept(seen)).eps
-
-
-def _joined(part: Params, names: list[str]) -> Tensor:
-    """The classifier's weight and bias as one matrix (classes, features + 1)."""
-    return torch.cat(
-        [part[name].double().flatten(1) if part[name].dim() > 1 else part[name].double()[:, None] for name in names], 1
-    )
 
 
 def single_layers(fed: Federation) -> list[str]:

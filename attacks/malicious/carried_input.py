@@ -19,13 +19,12 @@ from fedgauge.attacks.malicious.decoding import (
     ClassifierInputs,
     ClosedForm,
     Reader,
-    Unreadable,
     check_readable,
     on_grid,
     snap_to_grid,
 )
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
-from fedgauge.client.components import Table
+from fedgauge.client.components import Table, check_at_least
 from fedgauge.client.models.vision import Shape, last_linear
 from fedgauge.client.update import Batch, Params, relative_error
 
@@ -103,8 +102,6 @@ def reversible(shape: Shape, classes: int, blocks: int = 3, width: int = 16) -> 
     check_images(shape)
     if shape[1] % 2 or shape[2] % 2:
         raise ValueError(f"reversible blocks take images of even height and width, got {shape[1]} x {shape[2]}")
-    if blocks < 1 or width < 1:
-        raise ValueError(f"blocks and width must be at least 1, got {blocks} and {width}")
     return ReversibleNetwork(shape, classes, blocks, width)
 
 
@@ -128,9 +125,7 @@ class carried_input(ServerAttack):
         return {"use": "carried"}
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        if not isinstance(known.model, CarriedInputNetwork):
-            raise ValueError("the classifier does not read the image: the model needs the architecture carried")
-        return with_zero_classifier(dict(sent), known, self.zero)
+        return _as_agreed(CarriedInputNetwork, "carried", sent, known, self.zero)
 
 
 @dataclass(frozen=True)
@@ -146,14 +141,21 @@ class reversible_blocks(ServerAttack):
     width: int = 16
     zero: bool = False
 
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "blocks", "width")
+
     @property
     def architecture(self) -> Table:
         return {"use": "reversible", "blocks": self.blocks, "width": self.width}
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        if not isinstance(known.model, ReversibleNetwork):
-            raise ValueError("the network has no reversible blocks: the model needs the architecture reversible")
-        return with_zero_classifier(dict(sent), known, self.zero)
+        return _as_agreed(ReversibleNetwork, "reversible", sent, known, self.zero)
+
+
+def _as_agreed(kind: type[nn.Module], architecture: str, sent: Params, known: Knowledge, zero: bool) -> Params:
+    if not isinstance(known.model, kind):
+        raise ValueError(f"the model needs the architecture {architecture}")
+    return with_zero_classifier(dict(sent), known, zero)
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class identity_convolutions(ServerAttack):
             start, end = _range(activation)
             gain = (end - start) / (high - low)
             made |= _identity(name, conv, sent, gain, start - gain * low)
-            low, high = (_forward(activation, torch.full((colours,), v).double()) for v in (start, end))
+            low, high = (activation(torch.full((colours,), v).double()) for v in (start, end))
         return with_zero_classifier(made, known, self.zero)
 
 
@@ -206,11 +208,9 @@ def _stages(model: nn.Module, colours: int) -> Iterator[tuple[str, nn.Conv2d, nn
 
 
 def _check_conv(name: str, conv: nn.Conv2d, colours: int) -> None:
-    kernel, plain = conv.kernel_size[0], conv.groups == 1 and conv.dilation == (1, 1)
-    if conv.stride != (1, 1):
-        raise ValueError(f"convolution {name!r} has stride {conv.stride[0]}, which drops pixels")
+    kernel, plain = conv.kernel_size[0], conv.groups == 1 and conv.dilation == conv.stride == (1, 1)
     if not plain or kernel % 2 == 0 or conv.kernel_size != (kernel, kernel) or conv.padding != (kernel // 2,) * 2:
-        raise ValueError(f"convolution {name!r} does not keep the image's size, or has groups or dilation")
+        raise ValueError(f"convolution {name!r} does not keep the image's size, or has a stride, groups or dilation")
     if conv.bias is None or min(conv.in_channels, conv.out_channels) < colours:
         raise ValueError(f"convolution {name!r} needs a bias and at least {colours} channels")
 
@@ -218,11 +218,6 @@ def _check_conv(name: str, conv: nn.Conv2d, colours: int) -> None:
 def _range(activation: nn.Module) -> tuple[float, float]:
     """The range for an activation's input in which it can be inverted."""
     return (0.0, 1.0) if isinstance(activation, nn.ReLU | nn.Identity) else (-REACH, REACH)
-
-
-def _forward(activation: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = activation(x)
-    return y
 
 
 def _backward(activation: nn.Module, y: Tensor) -> Tensor:
@@ -271,7 +266,7 @@ def _carried(known: Knowledge, alone: Wave) -> Reconstruction:
     decoded = ClassifierInputs.from_update(update, params, known)
     inputs, y = _image(decoded.inputs, params, known).view(-1, *known.shape), decoded.y
     if not bool(torch.isfinite(inputs).all()):
-        raise Unreadable("the classifier's inputs hold no finite image")
+        raise ValueError("the classifier's inputs hold no finite image")
     x = known.pixels(inputs)
     exact, off = on_grid(x), float("nan")
     x = torch.where(exact[:, None, None, None], snap_to_grid(x), x.float()).clamp(0, 1)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.server_attack import fill_with_mean, why_not_one_gradient
+from fedgauge.attacks.malicious.server_attack import check_one_gradient, fill_with_mean
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.update import Params, Update
 
@@ -35,11 +35,7 @@ def input_to_pixels(known: Knowledge) -> tuple[Tensor, Tensor]:
     return (known.pixels(torch.ones_like(offset)) - offset).flatten(), offset.flatten()
 
 
-class Unreadable(ValueError):
-    """An update reveals nothing; the message says why."""
-
-
-Reader = Callable[[Wave], Reconstruction]  # reads the only observation of a wave, or raises Unreadable
+Reader = Callable[[Wave], Reconstruction]  # reads the only observation of a wave; ValueError says why it cannot
 
 
 class ClosedForm(Attack):
@@ -58,16 +54,15 @@ class ClosedForm(Attack):
             read = self.reader(wave, known)
         except ValueError as error:
             return not_applicable(wave, str(error))
-        return [_timed(read, wave.of([k])) for k in range(len(wave))]
-
-
-def _timed(read: Reader, alone: Wave) -> Reconstruction:
-    started = time.perf_counter()
-    try:
-        found = read(alone)
-    except Unreadable as error:
-        (found,) = not_applicable(alone, str(error))
-    return replace(found, seconds=time.perf_counter() - started)
+        results = []
+        for alone in (wave.of([k]) for k in range(len(wave))):
+            started = time.perf_counter()
+            try:
+                result = read(alone)
+            except ValueError as error:
+                (result,) = not_applicable(alone, str(error))
+            results.append(replace(result, seconds=time.perf_counter() - started))
+        return results
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,20 +79,13 @@ class LayerRows:
 
     @classmethod
     def of(cls, update: Update, layer: str) -> "LayerRows":
-        """The rows in an update; Unreadable where nothing can be read from them."""
-        rows = cls(layer, *(-update[f"{layer}.{part}"].double() for part in ("weight", "bias")))
-        if rows.reason:
-            raise Unreadable(rows.reason)
-        return rows
-
-    @property
-    def reason(self) -> str:
-        """Why nothing can be read from them; empty where something can."""
-        if not bool(torch.isfinite(self.weight).all() and torch.isfinite(self.bias).all()):
-            return "the update is not finite"
-        return (
-            "" if bool(self.bias.any()) else f"the gradient of {self.layer!r} is zero: it reveals nothing of this batch"
-        )
+        """The rows in an update; ValueError where nothing can be read from them."""
+        weight, bias = (-update[f"{layer}.{part}"].double() for part in ("weight", "bias"))
+        if not bool(weight.isfinite().all() and bias.isfinite().all()):
+            raise ValueError("the update is not finite")
+        if not bool(bias.any()):
+            raise ValueError(f"the gradient of {layer!r} is zero: it reveals nothing of this batch")
+        return cls(layer, weight, bias)
 
     def differences(self) -> "LayerRows":
         """Differences of neighbouring rows; the last row stays as it is."""
@@ -132,7 +120,7 @@ class ClassifierInputs:
 
     @classmethod
     def from_update(cls, update: Update, params: Params, known: Knowledge) -> "ClassifierInputs":
-        """Read off one update, unless that is Unreadable."""
+        """Read off one update; ValueError where it reveals nothing."""
         layer = last_linear(known.model)
         rows = LayerRows.of(update, layer)
         weight, bias = rows.weight, rows.bias
@@ -153,9 +141,9 @@ def _counts(shares: Tensor, known: Knowledge) -> Tensor:
     counts = known.batch_size * shares
     k = counts.round().long()
     if float((counts - k).abs().max()) > COUNTED or bool((k < 0).any()) or int(k.sum()) != known.batch_size:
-        raise Unreadable("the classifier's bias gradient gives no whole numbers of examples: a defense has altered it")
+        raise ValueError("the classifier's bias gradient gives no whole numbers of examples: a defense has altered it")
     if int((k > 0).sum()) == known.classes:
-        raise Unreadable(f"all {known.classes} classes are in the batch: their mean inputs cannot be separated")
+        raise ValueError(f"all {known.classes} classes are in the batch: their mean inputs cannot be separated")
     return k
 
 
@@ -164,12 +152,9 @@ def check_readable(known: Knowledge, params: Params) -> None:
     layer = last_linear(known.model)
     if f"{layer}.bias" not in params:
         raise ValueError(f"the classifier {layer!r} has no bias: the scale of its inputs is unknown")
-    if reason := why_not_one_gradient(known):
-        raise ValueError(reason)
+    check_one_gradient(known)
     if known.batch_size > 1 and bool(params[f"{layer}.weight"].any()):
-        raise ValueError(
-            f"{known.batch_size} examples are separated by a classifier of zeros, and {layer!r} was not zero: set zero = true"
-        )
+        raise ValueError(f"a batch is separated by a classifier of zeros, and {layer!r} was not: set zero = true")
 
 
 def on_grid(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from torch.func import functional_call
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack, probe_batch, why_not_one_gradient
+from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack, check_one_gradient, probe_batch
 from fedgauge.client.chain import Chain
 from fedgauge.client.models.vision import last_linear
 from fedgauge.client.transforms import UpdateTransform, is_per_example
@@ -43,11 +43,9 @@ class class_fishing(ServerAttack):
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         row = _checked(self.target, known) if self.target is not None else self._next(known, seen)
-        weight, _ = _classifier(sent, known)
+        weight = _classifier(sent, known)
         logits = _row_logits(sent, known, weight[row])
-        changed = {k: t.clone() for k, t in sent.items()}
-        _zero_other_rows(changed, known, row, weight[row], -float(logits.max()) - CERTAIN)
-        return changed
+        return _one_row(sent, known, row, weight[row], -float(logits.max()) - CERTAIN)
 
     def _next(self, known: Knowledge, seen: Sequence[Observation]) -> int:
         """The class to try: the first not tried yet, else the tried one with the fewest examples."""
@@ -72,15 +70,13 @@ class feature_fishing(ServerAttack):
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         row = _checked(self.target, known)
-        weight, _ = _classifier(sent, known)
+        weight = _classifier(sent, known)
         logits = _row_logits(sent, known, weight[row])
         low, high = (float(logits.mean() + side * 6 * logits.std()) for side in (-1, 1))
         if not high > low:  # as where no unit is active, to which one client's update can bring the weights
             raise ValueError("the weights give all public examples one score, so no threshold can separate examples")
         threshold, steepness = self._search(low, high, known, seen)
-        changed = {k: t.clone() for k, t in sent.items()}
-        _zero_other_rows(changed, known, row, steepness * weight[row], -steepness * threshold)
-        return changed
+        return _one_row(sent, known, row, steepness * weight[row], -steepness * threshold)
 
     def _search(self, low: float, high: float, known: Knowledge, seen: Sequence[Observation]) -> tuple[float, float]:
         """The next threshold and the logit's steepness there: below the right threshold no example is left, above it several."""
@@ -106,37 +102,34 @@ def _checked(target: int, known: Knowledge) -> int:
     return target
 
 
-def _classifier(sent: Params, known: Knowledge) -> tuple[Tensor, Tensor]:
+def _classifier(sent: Params, known: Knowledge) -> Tensor:
+    """The classifier's weight; ValueError where it has no bias."""
     name = last_linear(known.model)
     if f"{name}.bias" not in sent:
-        raise ValueError(
-            f"the classifier {name!r} has no bias, which the attack needs to separate one class from the others"
-        )
-    return sent[f"{name}.weight"], sent[f"{name}.bias"]
+        raise ValueError(f"the classifier {name!r} has no bias, which the attack needs to separate one class")
+    return sent[f"{name}.weight"]
 
 
 def _row_logits(sent: Params, known: Knowledge, row: Tensor) -> Tensor:
     """The logits (n,) that a row of the classifier gives public examples, without its bias."""
-    alone = {k: t.clone() for k, t in sent.items()}
-    _zero_other_rows(alone, known, 0, row, 0.0)
+    x = known.normalise(probe_batch(known, PUBLIC).x)
     with torch.no_grad():
-        outputs = functional_call(known.model, alone, (known.normalise(probe_batch(known, PUBLIC).x),))
-    scores: Tensor = outputs[:, 0]
+        scores: Tensor = functional_call(known.model, _one_row(sent, known, 0, row, 0.0), (x,))[:, 0]
     return scores
 
 
-def _zero_other_rows(params: Params, known: Knowledge, row: int, weight: Tensor, bias: float) -> None:
-    """Zero the classifier in place, except for one row."""
-    name = last_linear(known.model)
+def _one_row(params: Params, known: Knowledge, row: int, weight: Tensor, bias: float) -> dict[str, Tensor]:
+    """The weights with a classifier of zeros except for one row."""
+    changed, name = {k: t.clone() for k, t in params.items()}, last_linear(known.model)
     for key, value in ((f"{name}.weight", weight), (f"{name}.bias", bias)):
-        params[key].zero_()
-        params[key][row] = value
+        changed[key].zero_()
+        changed[key][row] = value
+    return changed
 
 
 def _fished_class(params: Params, known: Knowledge) -> int:
     """The class that these weights isolate; ValueError where they were not crafted by fishing."""
-    weight, _ = _classifier(params, known)
-    rows = weight.flatten(1).any(1).nonzero().flatten().tolist()
+    rows = _classifier(params, known).flatten(1).any(1).nonzero().flatten().tolist()
     if len(rows) != 1:
         raise ValueError(f"{len(rows)} rows of the classifier are not zero: these weights were not crafted by fishing")
     return int(rows[0])
@@ -164,12 +157,10 @@ class _OneRow(UpdateTransform):
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         kept = dict(update)
-        for part in ("weight", "bias"):
-            t = update[f"{self.classifier}.{part}"]
+        for name in (f"{self.classifier}.weight", f"{self.classifier}.bias"):
+            t = update[name]
             chosen = torch.arange(len(t), device=t.device) == self.row
-            kept[f"{self.classifier}.{part}"] = torch.where(
-                chosen.view(-1, *[1] * (t.dim() - 1)), t, torch.zeros_like(t)
-            )
+            kept[name] = t.where(chosen.view(-1, *[1] * (t.dim() - 1)), 0.0)
         return kept
 
 
@@ -182,9 +173,8 @@ class lone_example(DelegatingAttack):
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        if reason := why_not_one_gradient(known):
-            return not_applicable(wave, reason)
         try:
+            check_one_gradient(known)
             row = _fished_class(wave.params, known)
         except ValueError as error:
             return not_applicable(wave, str(error))
@@ -224,10 +214,7 @@ def _note(count: float) -> str:
 
 def _without_threshold(params: Params, known: Knowledge, row: int) -> Params:
     """Weights without the threshold: the isolated image keeps its gradient, and a guess anywhere has a gradient to follow."""
-    weight, _ = _classifier(params, known)
-    logits = _row_logits(params, known, weight[row])
-    changed = {k: t.clone() for k, t in params.items()}
-    _zero_other_rows(
-        changed, known, row, weight[row], -float(logits.max() + 10 * (logits.max() - logits.min())) - CERTAIN
-    )
-    return changed
+    weight = _classifier(params, known)[row]
+    logits = _row_logits(params, known, weight)
+    low, high = logits.min(), logits.max()
+    return _one_row(params, known, row, weight, -float(high + 10 * (high - low)) - CERTAIN)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.malicious.carried_input import check_images
 from fedgauge.attacks.malicious.decoding import ClosedForm, LayerRows, Reader, input_to_pixels, read_images
-from fedgauge.attacks.malicious.server_attack import ServerAttack, part_of
+from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.client.components import Table, check_above_zero, check_at_least
 from fedgauge.client.models.vision import Shape
 from fedgauge.client.update import Params
@@ -33,29 +34,46 @@ POINTS = 1024  # at which the distribution of the query is tabulated
 # -------------------------------------------------------------------------------------------------------- architecture
 
 
-class Imprinted(nn.Module):
-    """A network behind a fully connected block that adds its output to the image; untrained, it adds nothing."""
+class SortingBlock(nn.Module):
+    """A network behind a fully connected block that adds its output to the image; untrained, it adds nothing.
 
-    def __init__(self, model: nn.Module, pixels: int, bins: int) -> None:
+    Args:
+        members: sets of kernels in front of the block (loki.py), each with one for every channel of an image and one for a
+            constant; 0: the block reads the image itself.
+    """
+
+    def __init__(self, model: nn.Module, shape: Shape, bins: int, members: int = 0) -> None:
         super().__init__()
-        self.query = nn.Linear(pixels, bins)
-        self.back = nn.Linear(1, pixels, bias=False)
+        channels, height, width = shape
+        self.members, read = members, members * (channels + 1) or channels
+        self.kernels = nn.Conv2d(channels, read, 3, padding=1) if members else nn.Identity()
+        self.query = nn.Linear(read * height * width, bins)
+        self.back = nn.Linear(1, channels * height * width, bias=False)
         nn.init.zeros_(self.back.weight)
         self.rest = model
 
     def forward(self, x: Tensor) -> Tensor:
         # the mean: if each row had its own weight, local steps would make their error signals differ
-        added = self.back(F.relu(self.query(x.flatten(1))).mean(1, keepdim=True))
+        added = self.back(F.relu(self.query(self.kernels(x).flatten(1))).mean(1, keepdim=True))
         logits: Tensor = self.rest(x + added.view_as(x))
         return logits
 
 
-def imprint_block(model: nn.Module, shape: Shape, bins: int = 64) -> Imprinted:
+def imprint_block(model: nn.Module, shape: Shape, bins: int = 64) -> SortingBlock:
     """The model behind a fully connected block of `bins` rows, which leaves images unchanged until it is crafted."""
-    if bins < 1:
-        raise ValueError(f"bins must be at least 1, got {bins}")
     check_images(shape)
-    return Imprinted(model, shape[0] * shape[1] * shape[2], bins)
+    return SortingBlock(model, shape, bins)
+
+
+def sorting_block(known: Knowledge, bins: int | None = None, members: int = 0) -> tuple[str, SortingBlock]:
+    """The block, after its prefix in parameter names; ValueError where the network lacks it, or one of such a size."""
+    for name, block in known.model.named_modules():
+        if isinstance(block, SortingBlock) and bool(block.members) == bool(members):
+            rows = block.query.out_features
+            if bins is not None and (rows, block.members) != (bins, members):
+                raise ValueError(f"the block has {rows} bins for {block.members} members: give the attack the same")
+            return f"{name}." if name else "", block
+    raise ValueError(f"the model needs the architecture {'client_kernels' if members else 'imprint_block'}")
 
 
 # -------------------------------------------------------------------------------------------------------- server attack
@@ -86,12 +104,15 @@ class imprint(ServerAttack):
         return {"use": "imprint_block", "bins": self.bins}
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        prefix, block = part_of(known.model, Imprinted, "imprint_block")
-        if block.query.out_features != self.bins:
-            raise ValueError(f"the block has {block.query.out_features} rows, and imprint was given bins = {self.bins}")
+        prefix, _ = sorting_block(known, self.bins)
         row, bias, back = sorting_query(self.bins, self.strength, known, rng)
-        made = {"query.weight": row.expand(self.bins, -1), "query.bias": bias, "back.weight": back}
-        return {**sent, **{prefix + k: t.to(sent[prefix + k]).contiguous() for k, t in made.items()}}
+        return planted(sent, prefix, {"query.weight": row, "query.bias": bias, "back.weight": back})
+
+
+def planted(sent: Params, prefix: str, parts: Params) -> dict[str, Tensor]:
+    """The weights with these parts in place of those below a prefix; one row stands for all rows."""
+    made = {prefix + k: t.to(sent[prefix + k]).expand(sent[prefix + k].shape).contiguous() for k, t in parts.items()}
+    return {**sent, **made}
 
 
 def sorting_query(bins: int, strength: float, known: Knowledge, rng: Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,23 +144,18 @@ def _levels(weights: Tensor, bins: int, known: Knowledge) -> tuple[Tensor, float
 
 
 def quantile_levels(values: Tensor, bins: int) -> Tensor:
-    """The bins - 1 thresholds, float64, that divide values (n,) evenly; of values in between, too."""
-    inner = torch.arange(1, bins, dtype=torch.float64) / bins
-    return _quantiles(values, inner, 1.3 * float(values.std()) * len(values) ** (-1 / 3))
+    """The bins - 1 thresholds, float64, that divide values (n,) evenly; of values in between, too.
 
-
-def _quantiles(values: Tensor, levels: Tensor, width: float) -> Tensor:
-    """Quantiles of values smoothed by a normal kernel, whose width for distribution functions is Azzalini's (1981)."""
+    Quantiles of the values smoothed by a normal kernel, whose width for distribution functions is Azzalini's (1981).
+    """
+    width = 1.3 * float(values.std()) * len(values) ** (-1 / 3)
     lowest, highest = float(values.min()) - 4 * width, float(values.max()) + 4 * width
     points = torch.linspace(lowest, highest, POINTS, dtype=torch.float64)
     near = ((values - lowest) / (highest - lowest) * (POINTS - 1)).round().long()  # far finer than the kernel
     share = torch.bincount(near, minlength=POINTS).double() / len(values)
     apart = torch.arange(1 - POINTS, POINTS, dtype=torch.float64) * ((points[1] - points[0]) / width)
     below = torch.special.ndtr(apart).unfold(0, POINTS, 1) @ share.flip(0)  # row i: of points i - j
-    right = torch.searchsorted(below, levels).clamp(1, POINTS - 1)
-    part = (levels - below[right - 1]) / (below[right] - below[right - 1])
-    quantiles: Tensor = points[right - 1] + part.clamp(0, 1) * (points[right] - points[right - 1])
-    return quantiles
+    return torch.from_numpy(np.interp(np.arange(1, bins) / bins, below.numpy(), points.numpy()))
 
 
 # ------------------------------------------------------------------------------------------------------------- decoder
@@ -153,10 +169,20 @@ class read_imprint(ClosedForm):
     """
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
-        prefix, _ = part_of(known.model, Imprinted, "imprint_block")
+        prefix, _ = sorting_block(known)
         return partial(read_bins, known, f"{prefix}query")
 
 
-def read_bins(known: Knowledge, layer: str, alone: Wave) -> Reconstruction:
-    """The images of one observation, each from the difference of two rows of a layer that reads images."""
-    return read_images(LayerRows.of(alone.alone(0), layer).differences().images(known), alone, known)
+def read_bins(known: Knowledge, layer: str, alone: Wave, members: int = 0) -> Reconstruction:
+    """The images of one observation, each from the difference of two rows of a layer that reads images.
+
+    Args:
+        members: clients that have own columns, whose bias gradient a constant beside the image shows; 0: one for all columns.
+    """
+    rows, pixels = LayerRows.of(alone.alone(0), layer), known.shape[1] * known.shape[2]
+    parts = [rows]
+    if members:
+        split = rows.weight.chunk(members, 1)
+        parts = [LayerRows(layer, part[:, :-pixels], part[:, -pixels:].mean(1)) for part in split]
+    found = [part.differences().images(known) for part in parts if bool(part.bias.any())]
+    return read_images(torch.cat(found), alone, known)

@@ -6,9 +6,10 @@ behind it only the bias has one. The sum is then the target's update, and the cr
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import ClassVar
 
-from torch import Generator, nn
+from torch import Generator
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.malicious.server_attack import DelegatingAttack, OmittedParameters, ServerAttack, probe_batch
@@ -19,7 +20,6 @@ from fedgauge.client.transforms import GroupMean
 from fedgauge.client.update import Params
 
 FAR = 1e4  # a shift at which sigmoid and ReLU are zero and flat in float32, whatever the image
-_SHIFTED = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 
 
 @dataclass(frozen=True)
@@ -30,33 +30,18 @@ class dead_layer(ServerAttack):
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         classifier = last_linear(known.model)
-        name = _last_shift(known.model, classifier)
+        biased = (k.removesuffix(".bias") for k in sent if k.endswith(".bias"))
+        if not (before := list(takewhile(lambda layer: layer != classifier, biased))):
+            raise ValueError(f"no layer with a bias, which the attack switches off, is before {classifier!r}")
+        name = before[-1]
         changed = {k: t.clone() for k, t in sent.items()}
         changed[f"{name}.weight"].zero_()
         changed[f"{name}.bias"].fill_(-FAR)
         client = gradient(known.model, known.loss, normalise=known.normalise)
         alive = [k for k, t in client(changed, probe_batch(known, 8), None).items() if bool(t.count_nonzero())]
         if alive != [f"{classifier}.bias"]:
-            raise ValueError(
-                f"with layer {name!r} shifted by {-FAR:g} these still have gradients: {', '.join(alive)}; the attack needs a "
-                "sigmoid or ReLU behind the last hidden layer"
-            )
+            raise ValueError(f"no sigmoid or ReLU behind {name!r} switches it off: {', '.join(alive)} still move")
         return changed
-
-
-def _last_shift(model: nn.Module, classifier: str) -> str:
-    """The last layer before the classifier that has a bias; ValueError where there is none."""
-    before: list[str] = []
-    for name, module in model.named_modules():
-        if name == classifier:
-            break
-        if isinstance(module, _SHIFTED) and isinstance(getattr(module, "bias", None), nn.Parameter):
-            before.append(name)
-    if not before:
-        raise ValueError(
-            f"no layer with a bias stands before the classifier {classifier!r}: the attack needs one to switch off"
-        )
-    return before[-1]
 
 
 @dataclass(frozen=True)
@@ -77,9 +62,7 @@ class lone_target(DelegatingAttack):
             return not_applicable(
                 wave, "the server sees each client's update separately: there is no sum to take apart"
             )
-        others = OmittedParameters(
-            (f"{last_linear(known.model)}.bias",)
-        )  # the only entry that a dead client's gradient reaches
+        others = OmittedParameters((f"{last_linear(known.model)}.bias",))  # all that a dead client's gradient reaches
         alone = replace(
             known,
             chain=Chain((*known.chain.links[:-1], others)),

@@ -34,9 +34,7 @@ class label_flipping(ServerAttack):
         else:
             one, other = self.classes
             if one == other or not all(0 <= c < known.classes for c in self.classes):
-                raise ValueError(
-                    f"classes must be two different ones from 0 to {known.classes - 1}, got {self.classes}"
-                )
+                raise ValueError(f"classes must be two of 0 to {known.classes - 1}, got {self.classes}")
             order[one], order[other] = other, one
         name, changed = last_linear(known.model), {k: t.clone() for k, t in sent.items()}
         for key in (f"{name}.weight", f"{name}.bias"):

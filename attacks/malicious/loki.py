@@ -14,51 +14,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.base import Knowledge, Observation, Wave
 from fedgauge.attacks.malicious.carried_input import check_images
-from fedgauge.attacks.malicious.decoding import ClosedForm, LayerRows, Reader, read_images
-from fedgauge.attacks.malicious.imprint import sorting_query
-from fedgauge.attacks.malicious.server_attack import ServerAttack, part_of
-from fedgauge.client.components import Table, check_above_zero
+from fedgauge.attacks.malicious.decoding import ClosedForm, Reader
+from fedgauge.attacks.malicious.imprint import SortingBlock, planted, read_bins, sorting_block, sorting_query
+from fedgauge.attacks.malicious.server_attack import ServerAttack
+from fedgauge.client.components import Table, check_above_zero, check_at_least
 from fedgauge.client.models.vision import Shape
 from fedgauge.client.update import Params
 
-# -------------------------------------------------------------------------------------------------------- architecture
 
-
-class ClientKernels(nn.Module):
-    """A network behind convolutions and a fully connected block that adds its output to the image; untrained, it adds nothing.
-
-    Args:
-        members: sets of kernels, each with one for every channel of an image and one for a constant.
-    """
-
-    def __init__(self, model: nn.Module, shape: Shape, members: int, bins: int) -> None:
-        super().__init__()
-        channels, height, width = shape
-        self.members = members
-        self.kernels = nn.Conv2d(channels, members * (channels + 1), 3, padding=1)
-        self.query = nn.Linear(members * (channels + 1) * height * width, bins)
-        self.back = nn.Linear(1, channels * height * width, bias=False)
-        nn.init.zeros_(self.back.weight)
-        self.rest = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        read = self.query(self.kernels(x).flatten(1))
-        # the mean: if each row had its own weight, local steps would make their error signals differ
-        logits: Tensor = self.rest(x + self.back(F.relu(read).mean(1, keepdim=True)).view_as(x))
-        return logits
-
-
-def client_kernels(model: nn.Module, shape: Shape, members: int = 4, bins: int = 64) -> ClientKernels:
+def client_kernels(model: nn.Module, shape: Shape, members: int = 4, bins: int = 64) -> SortingBlock:
     """The model behind a set of kernels for each of `members` clients and a block of `bins` rows, which leave images unchanged."""
-    if members < 1 or bins < 1:
-        raise ValueError(f"members and bins must be at least 1, got {members} and {bins}")
     check_images(shape)
-    return ClientKernels(model, shape, members, bins)
+    return SortingBlock(model, shape, bins, members)
 
 
 # -------------------------------------------------------------------------------------------------------- server attack
@@ -80,8 +52,7 @@ class loki(ServerAttack):
     place: int = 0
 
     def __post_init__(self) -> None:
-        if self.members < 1 or self.bins < 1:
-            raise ValueError(f"members and bins must be at least 1, got {self.members} and {self.bins}")
+        check_at_least(self, 1, "members", "bins")
         check_above_zero(self, "strength")
         if not 0 <= self.place < self.members:
             raise ValueError(f"place must lie in 0..{self.members - 1}, got {self.place}: raise members")
@@ -94,27 +65,21 @@ class loki(ServerAttack):
         return replace(self, place=place)
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        prefix, front = part_of(known.model, ClientKernels, "client_kernels")
-        if (front.members, front.query.out_features) != (self.members, self.bins):
-            raise ValueError(
-                f"the network has kernels for {front.members} clients and {front.query.out_features} rows, and loki was given "
-                f"members = {self.members} and bins = {self.bins}"
-            )
+        prefix, _ = sorting_block(known, self.bins, self.members)
         row, bias, back = sorting_query(self.bins, self.strength, known, rng)
-        channels = known.shape[0]
-        kernels, constants = torch.zeros_like(front.kernels.weight), torch.zeros(len(front.kernels.weight))
+        channels, height, width = known.shape
+        kernels, constants = (torch.zeros_like(sent[f"{prefix}kernels.{part}"]) for part in ("weight", "bias"))
         own = range(self.place * (channels + 1), (self.place + 1) * (channels + 1) - 1)
         kernels[own, range(channels), 1, 1] = 1
         constants[own.stop] = 1
-        blank = torch.zeros(front.kernels.out_channels // self.members * known.shape[1] * known.shape[2] - len(row))
-        made = {
+        parts = {
             "kernels.weight": kernels,
             "kernels.bias": constants,
-            "query.weight": torch.cat([row, blank.to(row)]).repeat(self.members).expand(self.bins, -1),
+            "query.weight": F.pad(row, (0, height * width)).repeat(self.members),  # nothing reads the constants
             "query.bias": bias,
             "back.weight": back,
         }
-        return {**sent, **{prefix + k: t.to(sent[prefix + k]).contiguous() for k, t in made.items()}}
+        return planted(sent, prefix, parts)
 
 
 # ------------------------------------------------------------------------------------------------------------- decoder
@@ -128,20 +93,5 @@ class read_kernels(ClosedForm):
     """
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
-        prefix, front = part_of(known.model, ClientKernels, "client_kernels")
-        return partial(_read, known, f"{prefix}query", front.members)
-
-
-def _read(known: Knowledge, layer: str, members: int, alone: Wave) -> Reconstruction:
-    rows = _of_clients(LayerRows.of(alone.alone(0), layer), known, members)
-    return read_images(torch.cat([part.differences().images(known) for part in rows]), alone, known)
-
-
-def _of_clients(rows: LayerRows, known: Knowledge, members: int) -> list[LayerRows]:
-    """Each client's rows: its part of the columns, and its bias gradient from the constant beside the image."""
-    pixels, found = known.shape[1] * known.shape[2], []
-    for part in rows.weight.chunk(members, 1):
-        own = LayerRows(rows.layer, part[:, :-pixels], part[:, -pixels:].mean(1))
-        if not own.reason:
-            found.append(own)
-    return found
+        prefix, block = sorting_block(known, members=1)
+        return partial(read_bins, known, f"{prefix}query", members=block.members)

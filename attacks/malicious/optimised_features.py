@@ -36,6 +36,7 @@ RIDGE = 1e-2  # as a part of the inputs' mean variance, against overfitting to t
 LEAST = 16  # public images that a fit needs
 
 
+@torch.no_grad()
 def layer_input(known: Knowledge, params: Params, layer: str, x: Tensor) -> Tensor:
     """A layer's inputs (n, ...) for images x (n, C, H, W) in pixels."""
     inputs: list[Tensor] = []
@@ -85,9 +86,7 @@ def public_images(known: Knowledge) -> Tensor:
     public = known.auxiliary
     if public is None or len(public.y) < LEAST:
         count = 0 if public is None else len(public.y)
-        raise ValueError(
-            f"it is fitted to at least {LEAST} public images, and there are {count}: raise [data] auxiliary"
-        )
+        raise ValueError(f"it needs {LEAST} public images, and there are {count}: raise [data] auxiliary")
     return public.x
 
 
@@ -104,10 +103,7 @@ class optimised_features(ServerAttack):
         made = principal_layers(last_linear(known.model), sent, known)
         ours, theirs = (_public_psnr(known, weights) for weights in (made, sent))
         if ours <= theirs:
-            raise ValueError(
-                f"the crafted weights reconstruct public images worse ({ours:.1f} dB) than the honest weights ({theirs:.1f} dB): "
-                "pooling or shortcuts mix the components"
-            )
+            raise ValueError(f"crafted weights are worse than honest ones ({ours:.1f} against {theirs:.1f} dB)")
         return with_zero_classifier(made, known, self.zero)
 
 
@@ -121,8 +117,7 @@ def principal_layers(end: str, sent: Params, known: Knowledge) -> dict[str, Tens
         raise ValueError(f"no layer before {end!r} can be optimised")
     for i in layers:
         name, layer = leaves[i]
-        with torch.no_grad():
-            inputs = layer_input(known, made, name, public)
+        inputs = layer_input(known, made, name, public)
         made |= _components(name, layer, inputs, made, leaves[i + 1 : before][:3])
     return made
 
@@ -130,8 +125,7 @@ def principal_layers(end: str, sent: Params, known: Knowledge) -> dict[str, Tens
 def _public_psnr(known: Knowledge, params: Params) -> float:
     """Mean PSNR of the estimate on public images that it was not fitted to."""
     public = public_images(known)[: 2 * FITTED]
-    with torch.no_grad():
-        h = layer_input(known, params, last_linear(known.model), public).flatten(1)
+    h = layer_input(known, params, last_linear(known.model), public).flatten(1)
     half = len(public) // 2
     guess = LinearEstimate.fitted(h[:half], public[:half], RIDGE)(h[half:], torch.zeros(len(public) - half))
     return float(-10 * (guess.clamp(0, 1) - public[half:].flatten(1)).square().mean(1).log10().mean())
@@ -233,10 +227,8 @@ class read_features(ClosedForm):
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         public = public_images(known)
         check_readable(known, wave.params)
-        with torch.no_grad():
-            fit = LinearEstimate.fitted(
-                layer_input(known, wave.params, last_linear(known.model), public).flatten(1), public, self.ridge
-            )
+        h = layer_input(known, wave.params, last_linear(known.model), public).flatten(1)
+        fit = LinearEstimate.fitted(h, public, self.ridge)
         return partial(_read, known, fit)
 
 

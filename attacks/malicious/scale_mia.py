@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.malicious.decoding import ClosedForm, LayerRows, Reader, decoded
-from fedgauge.attacks.malicious.imprint import quantile_levels, read_bins
+from fedgauge.attacks.malicious.imprint import planted, quantile_levels, read_bins
 from fedgauge.attacks.malicious.optimised_features import (
     TINY,
     LinearEstimate,
@@ -61,9 +62,7 @@ class _Head:
                 if first.bias is None or not isinstance(relu, nn.ReLU) or not isinstance(second, nn.Linear):
                     break
                 return cls(name, following, name == leaves[0][0])
-        raise ValueError(
-            "the network has no fully connected layer with a bias, a ReLU and another such layer behind it"
-        )
+        raise ValueError("no fully connected layer with a bias, a ReLU and another such layer behind it")
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,7 @@ class scale_mia(ServerAttack):
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         head = _Head.of(known.model)
         made = dict(sent) if head.alone else principal_layers(head.first, sent, known)
-        with torch.no_grad():
-            h = layer_input(known, made, head.first, public_images(known)).flatten(1).double()
+        h = layer_input(known, made, head.first, public_images(known)).flatten(1).double()
         query = torch.randn(h.shape[1], generator=rng, dtype=torch.float64) / h.shape[1] ** 0.5
         values = h @ query
         spread = float(values.std())
@@ -95,11 +93,11 @@ class scale_mia(ServerAttack):
         # half of them negative: of weights that are all alike a classifier has no gradient
         signs = 1.0 - 2.0 * (torch.randperm(len(onward), generator=rng) % 2)
         parts = {
-            f"{head.first}.weight": (query / spread).expand(len(weight), -1),
+            f"{head.first}.weight": query / spread,
             f"{head.first}.bias": -levels / spread,
-            f"{head.second}.weight": (self.strength / len(weight) * signs)[:, None].expand(onward.shape),
+            f"{head.second}.weight": (self.strength / len(weight) * signs)[:, None],
         }
-        return {**made, **{k: t.to(sent[k]).contiguous() for k, t in parts.items()}}
+        return planted(made, "", parts)
 
 
 # ------------------------------------------------------------------------------------------------------------- decoder
@@ -152,9 +150,8 @@ class _Decoder:
     def fitted(cls, params: Params, known: Knowledge, layer: str) -> "_Decoder":
         """The better one, on public images that it is not fitted to."""
         x = public_images(known)
-        with torch.no_grad():
-            h = layer_input(known, params, layer, x).flatten(1).double()
-            grid = _grid(known, params, layer, x[:1])
+        h = layer_input(known, params, layer, x).flatten(1).double()
+        grid = _grid(known, params, layer, x[:1])
         half = len(x) // 2
         noise = torch.full((len(x) - half,), (ROUNDED**2) * float(h.square().mean()), dtype=torch.float64)
         best, least = None, float("inf")
@@ -206,13 +203,8 @@ def _grid(known: Knowledge, params: Params, layer: str, x: Tensor) -> tuple[int,
         if isinstance(output, Tensor) and output.ndim == 4:
             met.append(tuple(output.shape[1:]))
 
-    leaves = [m for m in known.model.modules() if not list(m.children())]
-    handles = [m.register_forward_hook(note) for m in leaves]
-    try:
+    with register_module_forward_hook(note):
         size = layer_input(known, params, layer, x).numel()
-    finally:
-        for handle in handles:
-            handle.remove()
     _, height, width = known.shape
     for parts in reversed(met):
         if parts[0] * parts[1] * parts[2] == size:

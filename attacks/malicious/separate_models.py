@@ -8,6 +8,7 @@ clipping, DP-SGD), each is first in its batch, and nothing is separated.
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import Generator, Tensor, nn
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack, fill_with_mean
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import Table
+from fedgauge.client.components import Table, check_at_least
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import is_per_example
@@ -41,8 +42,6 @@ class SeparateNetworks(nn.Module):
 
 def separate(model: nn.Module, count: int = 8) -> SeparateNetworks:
     """Copies of the model, each for its own examples of a batch; count: the batch size."""
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
     return SeparateNetworks(model, count)
 
 
@@ -52,27 +51,31 @@ class separate_models(ServerAttack):
 
     count: int = 8
 
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "count")
+
     @property
     def architecture(self) -> Table:
         return {"use": "separate", "count": self.count}
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        if reason := _obstacle(known):
-            raise ValueError(reason)
+        _check_separable(known)
         return dict(sent)
 
 
-def _obstacle(known: Knowledge) -> str:
-    """Why examples cannot be separated; empty where they can."""
+def _check_separable(known: Knowledge) -> None:
+    """ValueError where examples share sub-networks."""
     if not isinstance(known.model, SeparateNetworks):
-        return "all examples share one network: the model needs the architecture separate"
-    if any(map(is_per_example, known.chain.links)):
-        return "the chain takes examples one by one: each is first in its batch, so one sub-network sees all of them"
-    if not known.chain.local.plain:
-        return f"the clients take {known.chain.local.words}, which mix the sub-networks' gradients"
-    if known.chain.slice_of(known.batch_size) < known.batch_size:
-        return "the batch is trained on in slices, whose examples share sub-networks"
-    return ""
+        raise ValueError("all examples share one network: the model needs the architecture separate")
+    obstacles = {
+        "examples one by one, each as the first of its batch": any(map(is_per_example, known.chain.links)),
+        f"{known.chain.local.words}, which mix the sub-networks' gradients": not known.chain.local.plain,
+        "slices of the batch, whose examples share sub-networks": (
+            known.chain.slice_of(known.batch_size) < known.batch_size
+        ),
+    }
+    if found := [name for name, there in obstacles.items() if there]:
+        raise ValueError(f"the clients take {found[0]}")
 
 
 # ------------------------------------------------------------------------------------------------------------- decoder
@@ -95,26 +98,21 @@ class separated(DelegatingAttack):
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        if reason := _obstacle(known):
-            return not_applicable(wave, reason)
+        try:
+            _check_separable(known)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
         assert isinstance(known.model, SeparateNetworks)
         count = min(known.batch_size, len(known.model.models))
         share = None if budget.seconds is None else budget.seconds / count
         inner, parts = self.inner, []
         for i in range(count):
             part, knowledge = _part(wave, known, i)
-            own = [_own(stream, i) for stream in streams]
+            own = [partial(stream, "part", i) for stream in streams]
             results = inner.reconstruct(part, knowledge, replace(budget, seconds=share), own)
             proven = [_proven(r, part.params, part.alone(k), knowledge) for k, r in enumerate(results)]
             parts.append(list(zip(results, proven, strict=True)))
         return [_merged([part[k] for part in parts], known) for k in range(len(wave))]
-
-
-def _own(stream: Stream, part: int) -> Stream:
-    def draw(*purpose: object) -> Generator:
-        return stream("part", part, *purpose)
-
-    return draw
 
 
 def _part(wave: Wave, known: Knowledge, i: int) -> tuple[Wave, Knowledge]:

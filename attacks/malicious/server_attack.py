@@ -4,7 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -16,8 +16,6 @@ from fedgauge.client.models.vision import last_linear
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import UpdateTransform
 from fedgauge.client.update import Batch, Params, Update
-
-M = TypeVar("M", bound=nn.Module)
 
 
 class ServerAttack(ABC):
@@ -93,14 +91,6 @@ def fill_with_mean(x: Tensor, size: int, known: Knowledge) -> Tensor:
     return torch.cat([x, blank.to(x).expand(size - len(x), *known.shape)])
 
 
-def part_of(model: nn.Module, kind: type[M], architecture: str) -> tuple[str, M]:
-    """The first module of a kind, after its prefix in parameter names; ValueError where the architecture lacks it."""
-    for name, module in model.named_modules():
-        if isinstance(module, kind):
-            return f"{name}." if name else "", module
-    raise ValueError(f"the network was not altered for this attack: it needs the architecture {architecture}")
-
-
 def classifier_only(seen: Observation, model: nn.Module) -> Observation:
     """The classifier's part of an observation: a run's full updates would fill the server's memory."""
     name = last_linear(model)
@@ -110,13 +100,12 @@ def classifier_only(seen: Observation, model: nn.Module) -> Observation:
     return Observation(seen.round, seen.client, params, update)
 
 
-def why_not_one_gradient(known: Knowledge) -> str:
-    """Why an update is not one gradient of the whole batch; empty where it is."""
-    if not known.chain.local.one_gradient:
-        return f"it reads one gradient of the batch, and the clients take {known.chain.local.words}"
-    if known.chain.slice_of(known.batch_size) < known.batch_size:
-        return "it reads one gradient of the batch, and the batch is trained on in parts"
-    return ""
+def check_one_gradient(known: Knowledge) -> None:
+    """ValueError where an update is not one gradient of the whole batch."""
+    local, parts = known.chain.local, known.chain.slice_of(known.batch_size) < known.batch_size
+    if parts or not local.one_gradient:
+        taken = local.words if not local.one_gradient else "steps on parts of it"
+        raise ValueError(f"it reads one gradient of the batch, and the clients take {taken}")
 
 
 def with_zero_classifier(made: Params, known: Knowledge, zero: bool = True) -> Params:
@@ -185,14 +174,13 @@ class DelegatingAttack(Attack):
         started = time.perf_counter()
         results = self.inner.reconstruct(wave, alone, budget, streams)
         seconds = (time.perf_counter() - started) / len(wave)
-        return [_filled(result, known, note, seconds) for result, note in zip(results, notes, strict=True)]
-
-
-def _filled(result: Reconstruction, known: Knowledge, note: str, seconds: float) -> Reconstruction:
-    if result.x is None:
-        return replace(result, seconds=seconds)
-    x, reason = fill_with_mean(result.x, known.batch_size, known), "; ".join(filter(None, (note, result.reason)))
-    return replace(result, x=x, y=None, seconds=seconds, reason=reason)
+        filled = []
+        for result, note in zip(results, notes, strict=True):
+            if result.x is not None:
+                reason = "; ".join(filter(None, (note, result.reason)))
+                result = replace(result, x=fill_with_mean(result.x, known.batch_size, known), y=None, reason=reason)
+            filled.append(replace(result, seconds=seconds))
+        return filled
 
 
 def probe_batch(known: Knowledge, size: int) -> Batch:

@@ -85,23 +85,17 @@ def check(plan: Sequence[TargetedServerAttack], fed: Federation) -> None:
     for i, targeted in enumerate(plan, 1):
         where = f"[[server_attack]] #{i}: {targeted.table['use']}"
         if targeted.server_attack.is_stateful and fed.protocol.secure_sum is not None:
-            raise SpecError(
-                f"{where}: it needs each client's own updates, which [secure_sum] hides: remove one of the two"
-            )
+            raise SpecError(f"{where}: it needs each client's own updates, which [secure_sum] hides: remove one")
         if targeted.server_attack.is_stateful and (changing := _changing_batches(targeted.targeting, fed)):
             raise SpecError(
-                f"{where}: it searches over several rounds of the same batch, and client {changing[0]} draws its batches "
-                f"of {fed.shards.batch_size} from {len(fed.shards.indices[changing[0]])} examples: give it one round, or clients "
-                "that hold one batch each"
+                f"{where}: it searches over several rounds of the same batch, and client {changing[0]} draws its batches anew: "
+                "give it one round, or clients that hold one batch each"
             )
         last = max(map(len, fed.protocol.groups(1))) - 1  # in the largest secure sum
         craft_weights(targeted.server_attack, where, params, known, generator("a malice is tried"), place=last)
         for j, other in enumerate(plan[: i - 1], 1):
             if _overlap(other.targeting, targeted.targeting, fed.protocol):
-                raise SpecError(
-                    f"{where}: it attacks the same client in the same round as #{j}, and each would overwrite the other's "
-                    "weights: give them different rounds or clients"
-                )
+                raise SpecError(f"{where}: it attacks a client in the same round as #{j}: change rounds or clients")
 
 
 def check_decoders(plan: Sequence[TargetedServerAttack], attacks: Sequence[PlannedAttack], summed: bool) -> None:
@@ -112,13 +106,9 @@ def check_decoders(plan: Sequence[TargetedServerAttack], attacks: Sequence[Plann
             continue
         made = planned.build()
         if made.decodes and not sent & set(made.decodes):
-            raise SpecError(
-                f"[[attack]] {planned.name}: it decodes {' or '.join(made.decodes)}, and no [[server_attack]] uses that: add one"
-            )
+            raise SpecError(f"[[attack]] {planned.name}: it decodes {' or '.join(made.decodes)}: add one")
         if made.needs_secure_sum and not summed:
-            raise SpecError(
-                f"[[attack]] {planned.name}: it reads a secure sum, and there is none: set [secure_sum] group = N"
-            )
+            raise SpecError(f"[[attack]] {planned.name}: it reads a secure sum: set [secure_sum] group = N")
 
 
 def _changing_batches(targeting: Targeting, fed: Federation) -> list[int]:

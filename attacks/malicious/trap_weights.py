@@ -36,9 +36,7 @@ def _layer(known: Knowledge) -> str:
     """The fully connected layer with bias and ReLU that reads the image itself; ValueError where there is none."""
     layer = dense_input_layer(known.model, known.shape)
     if not layer.relu:
-        raise ValueError(
-            f"no ReLU follows layer {layer.name!r}: every image is in every row, and none can be separated"
-        )
+        raise ValueError(f"no ReLU follows layer {layer.name!r}: every image is in every row")
     return layer.name
 
 

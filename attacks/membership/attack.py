@@ -10,7 +10,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch
-from fedgauge.attacks.membership.scores import SCORES, Scoring, beside_null, classes_of, null_and_population
+from fedgauge.attacks.membership.scores import SCORES, Scoring, against_null, calibrated, classes_of
 from fedgauge.attacks.modality.membership import LABELS_ALONE
 from fedgauge.client.components import check_at_least
 from fedgauge.client.update import Batch, concatenate
@@ -66,7 +66,10 @@ class membership(Attack):
         Raises:
             ValueError: a score needs what is not there: public examples of a label, or a gradient of one example.
         """
-        null, public = null_and_population(known)
+        if known.auxiliary is None:
+            raise ValueError("who is a stranger is learned from public examples: set [data] auxiliary above 0")
+        # beside whose scores a candidate's is put, and what the rest of a batch is like
+        null, public = (Batch(*(t[i::2] for t in known.auxiliary)) for i in range(2))
         scored = CandidateGradients(known, wave.params, concatenate([candidates, null]))
         rest = None
         if self.score == "likelihood_ratio":
@@ -79,7 +82,8 @@ class membership(Attack):
         own, others = found[:, : len(candidates.y)], found[:, len(candidates.y) :]
         if self.score == LABELS_ALONE:
             return own
-        return beside_null(self.score)(own, classes_of(candidates), others, classes_of(null))
+        compare = calibrated if self.score == "likelihood_ratio" else against_null
+        return compare(own, classes_of(candidates), others, classes_of(null))
 
 
 @dataclass(frozen=True)

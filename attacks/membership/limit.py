@@ -24,9 +24,6 @@ def power(alpha: float, mu: float) -> float:
     >>> round(power(0.05, mu=1.0), 4)
     0.2595
     """
-    _check(alpha)
-    if not mu >= 0:
-        raise ValueError(f"mu must not be negative, got {mu}")
     if alpha in (0.0, 1.0) or math.isinf(mu):
         return 1.0 if alpha == 1 or math.isinf(mu) else 0.0
     normal = NormalDist()
@@ -77,23 +74,19 @@ def pair_area(candidates: CandidateGradients, strangers: CandidateGradients) -> 
 def _scale(known: Knowledge) -> float:
     """Standard deviations of the noise by which a gradient of norm 1 moves the update."""
     density, chain = known.chain.update_distribution, known.chain
-    if density is None or not density.sigma > 0 or density.scale or density.shrink != 1 or density.signed:
-        raise ValueError("the exact curve is of normal noise alone, and this chain's noise is another")
-    if drawing := next((name for name, m in known.model.named_modules() if isinstance(m, StochasticLayer)), None):
-        raise ValueError(f"the exact curve is of the chain's noise alone, and layer {drawing!r} draws noise, too")
     others = [link for link in chain.links if link is not chain.local and not isinstance(link, GroupMean)]
-    if any(isinstance(link, BatchTransform) for link in others):
-        raise ValueError("the exact curve is of examples as they are, and this chain changes them")
-    if not chain.local.one_gradient:
-        raise ValueError("the exact curve is of one gradient, and this local training takes several steps")
     together = [link for link in others if isinstance(link, Link) and not is_per_example(link)]
-    if density.hidden or density.sparse or not all(map(is_identity, map(noise_free, together))):
-        raise ValueError(
-            "the exact curve is of gradients that are clipped each by itself, and this chain does more to them"
-        )
+    if density is None or not density.sigma > 0:
+        raise ValueError("the exact curve is of normal noise alone, and this chain has none")
+    obstacles = {
+        "other noise": density.scale or density.shrink != 1 or density.signed,
+        "layers that draw": any(isinstance(m, StochasticLayer) for m in known.model.modules()),
+        "changed examples": any(isinstance(link, BatchTransform) for link in others),
+        "several local steps": not chain.local.one_gradient,
+        "more than clipping of each gradient": (
+            density.hidden or density.sparse or not all(map(is_identity, map(noise_free, together)))
+        ),
+    }
+    if found := [name for name, there in obstacles.items() if there]:
+        raise ValueError(f"the exact curve is of one gradient under normal noise alone, and here there are {found[0]}")
     return known.scale / (known.batch_size * density.sigma)
-
-
-def _check(alpha: float) -> None:
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"a false-positive rate is in [0, 1], got {alpha}")

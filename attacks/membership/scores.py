@@ -12,12 +12,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Knowledge, Wave
-from fedgauge.attacks.engine.batch_limiter import exhausted
+from fedgauge.attacks.base import Wave
 from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
 from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.likelihood import likelihood_ratio as log_ratios
-from fedgauge.client.update import Batch, Params
+from fedgauge.client.update import Batch
 
 LEAST_NULL = 10  # candidates of a label that nobody trained on, below which their mean and spread say little
 LEAST_OTHERS = 2  # updates that say how the scores against others vary
@@ -47,10 +46,7 @@ Score = Callable[[Scoring], Tensor]  # (K, N) float64
 
 def likelihood_ratio(scoring: Scoring) -> Tensor:
     """log p(update | in the batch) - log p(update | not), under the chain's density (fedgauge.attacks.membership.likelihood)."""
-    if scoring.rest is None:
-        raise ValueError(
-            "the likelihood ratio needs the rest of the batch: RestOfBatch.of_population of public examples"
-        )
+    assert scoring.rest is not None
     return log_ratios(scoring.candidates, scoring.wave, scoring.rest)
 
 
@@ -92,10 +88,7 @@ def beside_others(every: Tensor) -> Tensor:
     own, found = every[shown], torch.full_like(every, torch.nan)
     others = len(own) - 1
     if others < LEAST_OTHERS:
-        raise ValueError(
-            f"fedmia takes the other clients' updates of a round for its null, at least {LEAST_OTHERS}, and got {others}: let "
-            "more clients take part, and attack them in one wave"
-        )
+        raise ValueError(f"fedmia needs {LEAST_OTHERS} other updates, got {others}: let more clients take part")
     mean = (own.sum(0) - own) / others
     variance = ((own.square().sum(0) - own.square()) / others - mean.square()).clamp_min(0) * others / (others - 1)
     found[shown] = (own - mean) / variance.sqrt().clamp_min(TINY)
@@ -111,18 +104,7 @@ def loss_change(scoring: Scoring) -> Tensor:
     """How far the update lowers the candidate's loss."""
     wave, candidates = scoring.wave, scoring.candidates
     moved = [{k: p + wave.update[k][i].to(p) for k, p in wave.params.items()} for i in range(len(wave))]
-    return torch.stack([candidates.losses - _losses_at(candidates, params) for params in moved])
-
-
-def _losses_at(candidates: CandidateGradients, params: Params) -> Tensor:
-    """The candidates' losses at weights to which one update has led; NaN where the model fails with them."""
-    try:
-        return candidates.losses_at(params)
-    except Exception as error:
-        # a user's model or loss may raise anything over numbers that are extreme or not finite
-        if exhausted(error):
-            raise
-        return torch.full((len(candidates),), torch.nan, dtype=torch.float64)
+    return torch.stack([candidates.losses - candidates.losses_at(params) for params in moved])
 
 
 def label_frequency(scoring: Scoring) -> Tensor:
@@ -182,26 +164,10 @@ def calibrated(ratios: Tensor, labels: Tensor, null: Tensor, null_labels: Tensor
     return found
 
 
-def null_and_population(known: Knowledge) -> tuple[Batch, Batch]:
-    """The public examples in halves: strangers beside whose scores a candidate's is put, and what the rest of a batch is like."""
-    if known.auxiliary is None:
-        raise ValueError("who is a stranger is learned from public examples: set [data] auxiliary above 0")
-    null, population = (Batch(*(t[i::2] for t in known.auxiliary)) for i in range(2))
-    return null, population
-
-
-def beside_null(score: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """How a score is put beside the null's: log-ratios are calibrated, any other is in standard deviations."""
-    return calibrated if score == "likelihood_ratio" else against_null
-
-
 def _by_label(labels: Tensor, null: Tensor, null_labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """For each label, where its candidates are and the null's scores (K, m) of it."""
     for label in labels.unique().tolist():
         same = null[:, null_labels == label]
         if same.shape[1] < LEAST_NULL:
-            raise ValueError(
-                f"the null has {same.shape[1]} candidates of label {label}, and {LEAST_NULL} are needed to compare a score "
-                "with: add public examples of this label ([data] auxiliary, of which half are the null)"
-            )
+            raise ValueError(f"{2 * LEAST_NULL} public examples of label {label} are needed: raise [data] auxiliary")
         yield labels == label, same

@@ -4,8 +4,13 @@ from collections.abc import Collection
 from hashlib import sha256
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.grading.training_by_round import from_json, over_rounds, to_json
-from fedgauge.attacks.grading.training_evidence import TrainingEvidence, training_evidence
+from fedgauge.attacks.grading.training_evidence import (
+    TrainingEvidence,
+    from_json,
+    over_rounds,
+    to_json,
+    training_evidence,
+)
 from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run

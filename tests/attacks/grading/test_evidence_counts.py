@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.grading.training_by_round import over_rounds
-from fedgauge.attacks.grading.training_evidence import TrainingEvidence, training_evidence
+from fedgauge.attacks.grading.training_evidence import TrainingEvidence, over_rounds, training_evidence
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Params

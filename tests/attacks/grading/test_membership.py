@@ -80,7 +80,7 @@ def test_members_are_told_from_an_undefended_update_and_not_from_anothers(make_f
 def test_members_among_sentences_are_told(make_federation: Make, observe: Make, task: str) -> None:
     fed = make_federation(
         data={"use": "phrases", "length": 10, "auxiliary": 60, "task": task},
-        model={"use": "tiny_bert"} if task == "classification" else {"use": "transformer3"},
+        model={"use": "tiny_bert"} if task == "classification" else {"use": "tiny_gpt2", "width": 16, "heads": 2},
         **({"loss": {"use": "next_token"}} if task == "next_token" else {}),
     )
     found = Auditor(fed).audit(planned(strangers=60, held=2), observe(fed, (0, 1)), {0: 1, 1: 0})
@@ -110,7 +110,7 @@ def test_in_anybodys_batch_the_highest_score_over_all_updates_counts(fed: Federa
     members = highest[torch.searchsorted(test.rows, fed.rows_at(0, 1))]
     expected = above(members, highest[len(test.rows) :][own]).tolist()
     assert [r.value for r in found[0] if r.metric == "anybody_membership"] == expected
-    assert {r.attack for rows in found for r in rows if r.metric.startswith("anybody")} == {"membership"}
+    assert {r.attack for rows in found.values() for r in rows if r.metric.startswith("anybody")} == {"membership"}
     alone = test.of_updates(scores[:1], "membership", (0,), {})
     assert not [r for r in alone[0] if r.metric.startswith("anybody")], "of one update it is the same question"
 
@@ -170,10 +170,10 @@ def test_the_limit_is_the_distance_of_two_gradients(make_federation: Make, obser
 @pytest.mark.parametrize(
     ("chain", "words"),
     [
-        ([{"use": "laplace", "scale": 0.1}, SGD], "of normal noise alone"),
-        ([{"use": "gaussian", "sigma": 0.1}, {**SGD, "steps": 5}], "takes several steps"),
-        ([{"use": "clip", "max_norm": 1.0}, {"use": "gaussian", "sigma": 0.1}, SGD], "clipped each by itself"),
-        ([{"use": "mixup", "alpha": 0.4}, {"use": "gaussian", "sigma": 0.1}, SGD], "examples as they are"),
+        ([{"use": "laplace", "scale": 0.1}, SGD], "normal noise"),
+        ([{"use": "gaussian", "sigma": 0.1}, {**SGD, "steps": 5}], "several local steps"),
+        ([{"use": "clip", "max_norm": 1.0}, {"use": "gaussian", "sigma": 0.1}, SGD], "clipping"),
+        ([{"use": "mixup", "alpha": 0.4}, {"use": "gaussian", "sigma": 0.1}, SGD], "changed examples"),
     ],
 )
 def test_no_curve_is_stated_that_is_not_the_chains(
@@ -215,18 +215,11 @@ def test_over_rounds_sums_of_changing_groups_and_missing_clients(make_federation
 
 
 def test_its_baseline_and_limit_come_with_it_alone() -> None:
-    names = [p.name for p in AttackPlan.from_tables([{"use": "idlg"}], {}, 1, 1, (MEMBERSHIP_LIMIT,)).attacks]
-    assert "label_frequency" not in names and MEMBERSHIP_LIMIT not in names
-    names = [p.name for p in AttackPlan.from_tables([{"use": "membership"}], {}, 1, 1, (MEMBERSHIP_LIMIT,)).attacks]
-    assert names == [
-        "membership",
-        "mean_image",
-        "class_mean_image",
-        "random_image",
-        "label_frequency",
-        "loss",
-        MEMBERSHIP_LIMIT,
-    ]
+    def names(use: str) -> set[str]:
+        return {p.name for p in AttackPlan.from_tables([{"use": use}], {}, 1, 1, (MEMBERSHIP_LIMIT,)).attacks}
+
+    mine = {"label_frequency", "loss", MEMBERSHIP_LIMIT}
+    assert names("membership") >= mine and not names("idlg") & mine
 
 
 def test_where_nobody_can_tell_the_reason_is_said(make_federation: Make, observe: Make) -> None:
@@ -237,9 +230,9 @@ def test_where_nobody_can_tell_the_reason_is_said(make_federation: Make, observe
     few = make_federation(data={**fed.protocol.data, "auxiliary": 40})
     found = Auditor(few).audit(planned(), observe(few, (0,)))
     assert found[0].reconstruction.status == "not_applicable"
-    assert "add public examples of this label" in found[0].reconstruction.reason
+    assert "public examples" in found[0].reconstruction.reason
     data = replace(fed.shards.dataset, x_test=fed.shards.dataset.x_test[:0], y_test=fed.shards.dataset.y_test[:0])
     bare = Federation(fed.protocol)
     vars(bare)["shards"] = replace(fed.shards, dataset=data)
-    with pytest.raises(ValueError, match="has no test part"):
+    with pytest.raises(ValueError, match="test part"):
         MembershipTest(bare, membership(), 1, (0,))

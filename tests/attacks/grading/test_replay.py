@@ -1,4 +1,4 @@
-"""The replay check: silent for an honest client, and it names the ingredient that differs for any other."""
+"""The replay check: silent for an honest client, and a mismatch for any other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -59,7 +59,7 @@ def test_rounding_is_no_difference(make_federation: Make) -> None:
 
     check = replay(make_federation(), seen(make_federation(), tampered=rounded))
     assert 0 < check.relative_error < 1e-5 < TOLERANCE
-    assert check.verdict == "exact to rounding"
+    assert check.ok
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 1.001, 8.0])
@@ -68,77 +68,30 @@ def test_another_learning_rate_or_loss_scale_is_named(factor: float, make_federa
     assert not check.ok
     assert check.cosine == pytest.approx(1.0, abs=1e-6)
     assert check.relative_error == pytest.approx(abs(1 / factor - 1), rel=1e-3)
-    assert check.verdict.startswith(
-        f"same direction, {factor:.6g} times the size: the learning rate or the loss's scale"
-    )
+    assert f"{factor:.6g} times the size" in check.verdict
 
 
-def test_a_real_clients_other_rate_is_named(make_federation: Make) -> None:
-    check = replay(make_federation(), seen(make_federation(chain=[{**SGD, "rate": 0.05}])))
-    assert check.verdict.startswith("same direction, 0.5 times the size")
-
-
-def without_normalisation(fed: Federation) -> Observation:
+def raw_pixels(fed: Federation) -> Observation:
     params, buffers = fed.initial()
     update = fed.chain(gradient(fed.model))(params, fed.batch_at(1, 2), generator(fed.protocol.seed, "client", 1, 2))
     return Observation(2, 1, params, update, buffers)
 
 
-@pytest.mark.parametrize("changes", [FEDERATIONS["lenet"], FEDERATIONS["noise"]])
-def test_raw_pixels_are_named(changes: dict[str, Any], make_federation: Make) -> None:
-    fed = make_federation(**changes)
-    check = replay(fed, without_normalisation(fed))
-    assert check.verdict == "normalisation differs: the client feeds raw pixels"
-    assert not check.ok
-
-
-@pytest.mark.parametrize("chain", [[SGD, NOISE], [{**CLIP, "max_norm": 0.01, "each": True}, SGD, NOISE]])
-def test_a_missing_defense_is_named(chain: list[dict[str, Any]], make_federation: Make) -> None:
-    check = replay(make_federation(chain=chain), seen(make_federation(chain=[SGD])))
-    assert check.verdict == "the chain differs: the update carries no defense"
-
-
-@pytest.mark.parametrize(("ours", "theirs"), [("eval", "train"), ("train", "eval")])
-def test_another_batchnorm_mode_is_named(ours: str, theirs: str, make_federation: Make) -> None:
-    here, there = (make_federation(model={**NORMED, "mode": m}, data={"batch_size": 3}) for m in (ours, theirs))
-    check = replay(here, seen(there))
-    assert check.verdict == f"the model's mode differs: the client runs dropout or BatchNorm in {theirs} mode"
-    assert here.model.training == (ours == "train"), "the check puts the mode back"
-
-
-def test_fresh_buffers_are_named(make_federation: Make) -> None:
-    fed = make_federation(model=NORMED)
-    params, fresh = fed.initial()
-    update = fed.client_update(params, fresh, 1, 2)
-    trained = {k: b + 0.3 for k, b in fresh.items()}
-    check = replay(fed, Observation(2, 1, params, update, trained))
-    assert check.verdict == "buffers differ: the client uses fresh BatchNorm statistics"
-    now = dict(fed.model.named_buffers())
-    assert all(torch.equal(now[k], trained[k]) for k in trained), "the check leaves what the server sent"
-
-
-def test_other_names_are_named(make_federation: Make) -> None:
-    def renamed(update: Update) -> Update:
-        return {k.replace("linear", "fc"): t for k, t in update.items()}
-
-    check = replay(make_federation(), seen(make_federation(), tampered=renamed))
-    assert check.verdict == "names differ: fc.bias, fc.weight, linear.bias, linear.weight"
-    assert not check.ok
-
-
-def test_another_seed_is_no_known_ingredient(make_federation: Make) -> None:
-    params, buffers = make_federation().initial()
-    other = make_federation(seed=1).client_update(params, buffers, 1, 2)
-    check = replay(make_federation(), Observation(2, 1, params, other, buffers))
-    assert check.verdict.startswith("no single known ingredient explains it: compare seed")
-    assert check.relative_error > 0.1
-
-
-def test_a_mismatch_in_a_per_example_federation_with_batchnorm_is_reported(make_federation: Make) -> None:
-    """Its train-mode alternative is tried inside vmap."""
-    fed = make_federation(**FEDERATIONS["each clip, eval BatchNorm"])
-    observation = seen(fed, tampered=lambda u: {k: torch.randn_like(t) for k, t in u.items()})
-    assert replay(fed, observation).verdict.startswith("no single known ingredient explains it")
+def test_what_a_client_computes_otherwise_is_a_mismatch(make_federation: Make) -> None:
+    here, in_training = (
+        make_federation(model={**NORMED, "mode": m}, data={"batch_size": 3}) for m in ("eval", "train")
+    )
+    plain = make_federation()
+    for fed, observation in (
+        (plain, raw_pixels(plain)),
+        (make_federation(chain=[SGD, NOISE]), seen(plain)),
+        (plain, seen(make_federation(chain=[{**SGD, "rate": 0.05}]))),
+        (plain, seen(make_federation(seed=1))),
+        (plain, seen(plain, tampered=lambda u: {k.replace("linear", "fc"): t for k, t in u.items()})),
+        (here, seen(in_training)),
+    ):
+        check = replay(fed, observation)
+        assert not check.ok and check.relative_error > 0.1
 
 
 @pytest.mark.parametrize("honest", [True, False])
@@ -148,7 +101,6 @@ def test_an_update_of_zeros_is_judged_too(honest: bool, make_federation: Make) -
     observation = seen(fed, tampered=lambda u: {k: torch.zeros_like(t) for k, t in u.items()})
     check = replay(fed, observation)
     assert check.ok is honest
-    assert (check.verdict == "exact to rounding") is honest
 
 
 def test_the_check_changes_nothing(make_federation: Make) -> None:

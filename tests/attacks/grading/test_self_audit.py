@@ -23,7 +23,7 @@ def test_a_clients_own_audit_that_ends_without_images_says_nothing_rather_than_s
     own = invert_own("inverting_gradients", iterations=2)
     assert own.leak(fed, wave.params, wave.buffers, update, {}, fed.batch_at(0, wave.round)) > 0
     broken = {k: torch.full_like(t, 1e38) for k, t in wave.params.items()}
-    with pytest.raises(ValueError, match="not finite|no images|overflow"):
+    with pytest.raises(ValueError, match="not finite|no images"):
         own.leak(fed, broken, wave.buffers, update, {}, fed.batch_at(0, wave.round))
 
 
@@ -33,7 +33,7 @@ def test_a_client_audits_its_own_text_by_the_words_that_come_back(make_federatio
     words = {"use": "phrases", "batch_size": 1, "auxiliary": 50}
     fed = make_federation(data=words, model={"use": "tiny_bert", "width": 64, "heads": 2})
     params, buffers = fed.initial()
-    batch, own = fed.batch_at(0, 1), invert_own("lamp", iterations=2)
+    batch, own = fed.batch_at(0, 1), invert_own("tag", iterations=2)
     update = fed.client_update(params, buffers, 0, 1)
     leak, scale = own.leak(fed, params, buffers, update, {}, batch), own.scale(fed)
     assert 0 <= leak <= 100 and scale == (50.0, "%", True, 100.0)

@@ -1,7 +1,6 @@
 """Imprinting: as many images are read as are alone in their bin, which theory says on paper, and what is called exact is."""
 
-from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import pytest
 import torch
@@ -9,20 +8,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.malicious.decoding import LayerRows, on_grid, snap_to_grid
-from fedgauge.attacks.malicious.imprint import Imprinted, imprint, imprint_block, read_imprint
-from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
+from fedgauge.attacks.malicious.imprint import SortingBlock, imprint, imprint_block, read_imprint
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.components import build
-from fedgauge.client.models.build import build_model
 from fedgauge.client.models.vision import detached_params, lenet, mlp
-from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import per_example
-from fedgauge.client.update import Batch, Params, Update
+from fedgauge.client.update import Batch, Params
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
+from tests.attacks.malicious.served import answer, check_refused, check_silent, craft, proven, read
 
 SHAPE, CLASSES = (1, 6, 6), 5
 MEAN, STD = (0.4,), (0.3,)
@@ -45,7 +41,7 @@ def shown(n: int) -> Batch:
     return examples(10**6, n)
 
 
-def network(bins: int, seed: int = 0) -> Imprinted:
+def network(bins: int, seed: int = 0) -> SortingBlock:
     torch.manual_seed(seed)
     return imprint_block(mlp(SHAPE, CLASSES, hidden=[20]), SHAPE, bins)
 
@@ -56,16 +52,7 @@ def knowledge(model: nn.Module, size: int, public: int = 2000, links: Chain | No
 
 
 def crafted(known: Knowledge, bins: int, seed: int = 0) -> Params:
-    return imprint(bins).craft(detached_params(known.model), known, torch.Generator().manual_seed(seed))
-
-
-def answer(known: Knowledge, params: Params, batch: Batch) -> Update:
-    return known.chain(gradient(known.model, normalise=known.normalise))(params, batch, generator("noise"))
-
-
-def read(known: Knowledge, params: Params, update: Update) -> Reconstruction:
-    wave = Wave.stack([Observation(1, 0, params, update)])
-    return read_imprint().reconstruct(wave, known, Budget(1), [partial(generator, "imprint")])[0]
+    return craft(imprint(bins), known, seed)
 
 
 def bins_of(params: Params, x: Tensor) -> Tensor:
@@ -73,10 +60,6 @@ def bins_of(params: Params, x: Tensor) -> Tensor:
     fed = ((x.double() - MEAN[0]) / STD[0]).flatten(1)
     rows: Tensor = (fed @ params["query.weight"].double().T + params["query.bias"].double() > 0).sum(1)
     return rows
-
-
-def proven(found: Reconstruction) -> int:
-    return int(found.reason.split()[0])
 
 
 def signals(known: Knowledge, params: Params, batch: Batch) -> Tensor:
@@ -93,7 +76,7 @@ def test_proven_are_the_images_alone_in_their_bins(seed: int, size: int, bins: i
     known, batch = knowledge(network(bins, seed), size), examples(seed, size)
     params = crafted(known, bins, seed)
     update = answer(known, params, batch)
-    found = read(known, params, update)
+    found = read(read_imprint(), known, params, update)
     bin_of_each = bins_of(params, batch.x)
     assert int(bin_of_each.min()) > 0, "below the lowest threshold there is no image"
     assert found.x is not None and found.status == "converged"
@@ -119,7 +102,7 @@ def test_one_of_n_images_is_alone_in_its_bin_as_theory_has_it(bins: int, size: i
     alone = 0
     for k in range(batches):
         batch, params = examples(k, size), crafted(known, bins, k)
-        alone += proven(read(known, params, answer(known, params, batch)))
+        alone += proven(read(read_imprint(), known, params, answer(known, params, batch)))
     rate, n = (1 - 1 / bins) ** (size - 1), batches * size
     assert abs(alone / n - rate) < 4 * (rate * (1 - rate) / n) ** 0.5
 
@@ -146,14 +129,14 @@ def test_a_black_image_turns_on_the_first_row_alone_and_is_read(public: int) -> 
     params = crafted(known, 16)
     batch = Batch(torch.stack([torch.zeros(SHAPE), torch.ones(SHAPE)]), torch.tensor([0, 1]))
     assert bins_of(params, batch.x).tolist() == [1, 16]
-    assert proven(read(known, params, answer(known, params, batch))) == 2
+    assert proven(read(read_imprint(), known, params, answer(known, params, batch))) == 2
 
 
 def test_images_of_one_bin_are_read_as_their_mixture_and_not_as_exact() -> None:
     known, batch = knowledge(network(1), 2), examples(3, 2)
     params = crafted(known, 1)
     update = answer(known, params, batch)
-    found = read(known, params, update)
+    found = read(read_imprint(), known, params, update)
     assert proven(found) == 0 and found.x is not None and found.x.shape == (2, *SHAPE)
     (mixture,) = LayerRows.of(update, "query").differences().images(known).double()
     a, b = batch.x.double()
@@ -167,13 +150,13 @@ def test_it_lasts_through_local_steps_and_clipping_of_each_example() -> None:
         known = knowledge(network(64), 6, links=links)
         params = crafted(known, 64)
         expected = int((torch.bincount(bins_of(params, batch.x)) == 1).sum())
-        assert proven(read(known, params, answer(known, params, batch))) == expected >= 4
+        assert proven(read(read_imprint(), known, params, answer(known, params, batch))) == expected >= 4
 
 
 def test_noise_leaves_nothing_that_is_called_exact() -> None:
     known = knowledge(network(32), 4, links=chain(local_sgd(0.1), gaussian(1e-2)))
     params = crafted(known, 32)
-    found = read(known, params, answer(known, params, examples(1, 4)))
+    found = read(read_imprint(), known, params, answer(known, params, examples(1, 4)))
     assert found.x is not None and found.x.shape == (4, *SHAPE) and proven(found) == 0
 
 
@@ -200,47 +183,17 @@ def test_sent_is_left_alone_and_the_rest_of_the_network_is_as_agreed() -> None:
     assert all(torch.equal(sent[k], p) for k, p in known.model.named_parameters())
 
 
-def test_by_name_in_a_scenario() -> None:
-    server_attack = build({"use": "imprint", "bins": 7}, "server_attack", SERVER_ATTACK)
-    assert server_attack.architecture == {"use": "imprint_block", "bins": 7}
-    plain = build_model({"use": "lenet"}, "[model]", {"shape": SHAPE, "classes": CLASSES}, 0)
-    assert imprint_block(plain, SHAPE, 7).query.out_features == 7
-
-
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "no bins": (lambda: imprint_block(mlp(SHAPE, 2), SHAPE, 0), "bins must be at least 1, got 0"),
-    "no bins to craft": (lambda: imprint(0), "bins must be at least 1, got 0"),
-    "no strength": (lambda: imprint(strength=0.0), "strength must be above 0, got 0.0"),
-    "words": (
-        lambda: imprint_block(mlp(SHAPE, 2), (16,), 4),
-        r"expected images \(C, H, W\), and the examples here have shape",
-    ),
-    "no block": (lambda: crafted(knowledge(mlp(SHAPE, CLASSES), 1), 4), "it needs the architecture imprint_block"),
-    "another size": (lambda: crafted(knowledge(network(8), 1), 4), "has 8 rows, and imprint was given bins = 4"),
-}
-
-
-@pytest.mark.parametrize(("act", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused(act: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        act()
-
-
-@pytest.mark.parametrize(
-    ("fill", "reason"), [(0.0, "the gradient of 'query' is zero"), (float("nan"), "the update is not finite")]
-)
-def test_an_update_that_says_nothing_is_reported(fill: float, reason: str) -> None:
+def test_what_cannot_be_is_refused() -> None:
+    for bad in ({"bins": 0}, {"strength": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            imprint(**bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="images"):
+        imprint_block(mlp(SHAPE, 2), (16,), 4)
+    with pytest.raises(ValueError, match="8 bins"):
+        crafted(knowledge(network(8), 1), 4)
+    check_refused(imprint(4), read_imprint(), knowledge(mlp(SHAPE, CLASSES), 1), "imprint_block")
     known = knowledge(network(8), 2)
-    params = crafted(known, 8)
-    found = read(known, params, {k: torch.full_like(t, fill) for k, t in params.items()})
-    assert found.status == "not_applicable" and reason in found.reason
-
-
-def test_an_honest_network_has_nothing_to_read() -> None:
-    known = knowledge(mlp(SHAPE, CLASSES), 2)
-    params = detached_params(known.model)
-    found = read(known, params, answer(known, params, examples(0, 2)))
-    assert found.status == "not_applicable" and "the architecture imprint_block" in found.reason
+    check_silent(read_imprint(), known, crafted(known, 8))
 
 
 @given(seed=st.integers(0, 10**6), share=st.floats(0.05, 0.95))

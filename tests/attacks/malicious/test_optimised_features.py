@@ -1,20 +1,19 @@
 """Parameters that keep principal components: nothing is lost where a layer is wide enough, and least where it is not."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.base import Knowledge, Reconstruction
 from fedgauge.attacks.malicious.optimised_features import LinearEstimate, optimised_features, read_features
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch, Params
 from fedgauge.defenses.noise import gaussian
+from tests.attacks.malicious.served import answer, check_refused, craft, read
 
 SHAPE, CLASSES = (3, 8, 8), 10
 
@@ -33,14 +32,11 @@ def knowledge(model: nn.Module, size: int = 1, public: int = 400, links: Chain |
 
 
 def crafted(known: Knowledge, zero: bool = False) -> Params:
-    return optimised_features(zero).craft(detached_params(known.model), known, generator("malice"))
+    return craft(optimised_features(zero), known)
 
 
 def attacked(known: Knowledge, params: Params, batch: Batch) -> Reconstruction:
-    client = known.chain(gradient(known.model, normalise=known.normalise))
-    wave = Wave.stack([Observation(1, 0, params, client(params, batch, generator("noise")))])
-    (found,) = read_features().reconstruct(wave, known, Budget(1), [partial(generator, "features")])
-    return found
+    return read(read_features(), known, params, answer(known, params, batch))
 
 
 def decibel(known: Knowledge, params: Params, count: int = 20) -> float:
@@ -93,19 +89,14 @@ def test_noise_that_drowns_what_was_read_leaves_the_mean_image() -> None:
 
 
 def test_what_it_cannot_do_is_said() -> None:
-    few, flat = knowledge(lenet(SHAPE, CLASSES), public=3), knowledge(mlp(SHAPE, CLASSES, hidden=[]))
-    with pytest.raises(ValueError, match="at least 16 .*, and there are 3"):
-        crafted(few)
-    with pytest.raises(ValueError, match="no layer before .* can be optimised"):
-        crafted(flat)
+    check_refused(optimised_features(), read_features(), knowledge(lenet(SHAPE, CLASSES), public=3), "there are 3")
     padded = nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.Flatten(), nn.Linear(256, CLASSES))
-    with pytest.raises(ValueError, match="no layer before .* can be optimised"):
-        crafted(knowledge(padded))
-    found = attacked(few, detached_params(few.model), Batch(pictures(1, 3), torch.tensor([1])))
-    assert found.status == "not_applicable" and "there are 3" in found.reason
+    for model in (padded, mlp(SHAPE, CLASSES, hidden=[])):
+        with pytest.raises(ValueError, match="no layer"):
+            crafted(knowledge(model))
     steps = knowledge(lenet(SHAPE, CLASSES), links=chain(local_sgd(0.1, steps=2)))
     assert "2 local steps" in attacked(steps, crafted(steps), Batch(pictures(1, 3), torch.tensor([1]))).reason
-    with pytest.raises(ValueError, match="ridge must not be negative, got -1"):
+    with pytest.raises(ValueError, match="ridge"):
         read_features(ridge=-1)
 
 
@@ -124,5 +115,5 @@ class Difference(nn.Module):
 
 def test_a_network_that_mixes_the_components_is_refused() -> None:
     """Both branches would keep the same ones."""
-    with pytest.raises(ValueError, match=r"worse \(.* dB\) than the honest weights \(.* dB\)"):
+    with pytest.raises(ValueError, match="worse"):
         crafted(knowledge(Difference()))

@@ -1,6 +1,5 @@
 """A network for each example: the parts of an update are those of single examples, on which any attack works."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -8,20 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import functional_call
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.malicious.separate_models import SeparateNetworks, separate, separate_models, separated
-from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.components import SpecError, build
+from fedgauge.client.components import SpecError
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import per_example
-from fedgauge.client.update import Batch, Params
+from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip
+from tests.attacks.malicious.served import answer, check_refused, read
 
 SHAPE, CLASSES = (1, 6, 6), 5
 MEAN, STD = (0.4,), (0.3,)
@@ -41,11 +39,9 @@ def knowledge(model: nn.Module, size: int, links: Chain | None = None) -> Knowle
     return Knowledge(model, links or chain(local_sgd(0.1)), SHAPE, CLASSES, size, MEAN, STD)
 
 
-def attacked(known: Knowledge, batch: Batch, how: separated, params: Params | None = None) -> Reconstruction:
-    params = params or detached_params(known.model)
-    update = known.chain(gradient(known.model, normalise=known.normalise))(params, batch, None)
-    wave = Wave.stack([Observation(1, 0, params, update)])
-    return how.reconstruct(wave, known, Budget(20), [partial(generator, "separate")])[0]
+def attacked(known: Knowledge, batch: Batch, how: separated) -> Reconstruction:
+    params = detached_params(known.model)
+    return read(how, known, params, answer(known, params, batch), iterations=20)
 
 
 @given(size=st.integers(1, 9), count=st.integers(1, 5))
@@ -123,24 +119,14 @@ def test_what_several_examples_share_is_left_open() -> None:
     assert bool((found.x[[0, 3]] == 0.5).all()), "grey, where there are no public images"
 
 
-IN_THE_WAY: dict[str, tuple[Callable[[], nn.Module], Chain, str]] = {
-    "one network": (lambda: mlp(SHAPE, CLASSES), chain(local_sgd(0.1)), "all examples share one network"),
-    "one by one": (
-        lambda: network(4),
-        chain(per_example(clip(1.0)), local_sgd(0.1)),
-        "the chain takes examples one by one",
-    ),
-    "slices": (lambda: network(4), chain(local_sgd(0.1, steps=2, batch_size=2)), "the batch is trained on in slices"),
-}
-
-
-@pytest.mark.parametrize(("make", "links", "reason"), IN_THE_WAY.values(), ids=IN_THE_WAY)
-def test_what_does_not_come_apart_is_refused_by_both(make: Callable[[], nn.Module], links: Chain, reason: str) -> None:
-    known = knowledge(make(), 4, links)
-    with pytest.raises(ValueError, match=reason):
-        separate_models(4).craft(detached_params(known.model), known, torch.Generator())
-    found = attacked(known, examples(0, 4), separated())
-    assert found.status == "not_applicable" and reason in found.reason
+def test_what_does_not_come_apart_is_refused_by_both() -> None:
+    plain, one_by_one = chain(local_sgd(0.1)), chain(per_example(clip(1.0)), local_sgd(0.1))
+    for model, links, name in (
+        (mlp(SHAPE, CLASSES), plain, "architecture separate"),
+        (network(4), one_by_one, "one by one"),
+        (network(4), chain(local_sgd(0.1, steps=2, batch_size=2)), "slices"),
+    ):
+        check_refused(separate_models(4), separated(), knowledge(model, 4, links), name)
 
 
 def test_one_by_one_all_examples_really_meet_the_first_network() -> None:
@@ -153,20 +139,8 @@ def test_one_by_one_all_examples_really_meet_the_first_network() -> None:
     assert not any(bool(t.any()) for k, t in update.items() if not k.startswith("models.0."))
 
 
-def test_the_architecture_is_all_there_is() -> None:
-    server_attack = build({"use": "separate_models", "count": 3}, "server_attack", SERVER_ATTACK)
-    assert server_attack.architecture == {"use": "separate", "count": 3}
-    known = knowledge(network(3), 3)
-    sent = detached_params(known.model)
-    made = server_attack.craft(sent, known, torch.Generator())
-    assert made is not sent and all(torch.equal(made[k], t) for k, t in sent.items())
-    x = examples(0, 3).x
-    with torch.no_grad():
-        assert functional_call(known.model, made, (x,)).shape == (3, CLASSES)
-
-
 def test_bad_arguments_are_reported() -> None:
-    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
-        separate(mlp(SHAPE, CLASSES), 0)
-    with pytest.raises(SpecError, match=r"attack: nothing is called 'no'"):
+    with pytest.raises(ValueError, match="count"):
+        separate_models(0)
+    with pytest.raises(SpecError, match="attack"):
         separated({"use": "no"})

@@ -1,6 +1,5 @@
 """The contract of every registered server attack and decoder."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from fedgauge.client.models.vision import detached_params, last_linear
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch
+from tests.attacks.malicious.served import craft
 
 SHAPE, CLASSES, SIZE = (3, 8, 8), 5, 2
 ARGUMENTS: dict[str, dict[str, Any]] = {"feature_fishing": {"target": 1}}  # those without a default
@@ -89,12 +89,11 @@ def test_a_decoder_says_why_an_honest_update_is_not_for_it(name: str) -> None:
 def test_flipping_moves_rows_and_changes_nothing_else() -> None:
     threat = known()
     sent, name = detached_params(threat.model), last_linear(threat.model)
-    craft: Callable[[ServerAttack], Any] = lambda how: how.craft(sent, threat, generator("malice"))  # noqa: E731
-    swapped, moved = craft(label_flipping(classes=(1, 3))), craft(label_flipping())
+    swapped, moved = craft(label_flipping(classes=(1, 3)), threat), craft(label_flipping(), threat)
     for part in ("weight", "bias"):
         key = f"{name}.{part}"
         assert torch.equal(swapped[key][[0, 3, 2, 1, 4]], sent[key])
         assert torch.equal(moved[key].roll(-1, 0), sent[key])
     assert all(torch.equal(swapped[k], t) for k, t in sent.items() if not k.startswith(name))
-    with pytest.raises(ValueError, match="two different ones from 0 to 4"):
-        craft(label_flipping(classes=(2, 2)))
+    with pytest.raises(ValueError, match="classes"):
+        craft(label_flipping(classes=(2, 2)), threat)

@@ -88,7 +88,7 @@ def test_flattening_keeps_the_order_of_the_weights() -> None:
 def test_what_mixes_examples_is_refused() -> None:
     found = candidates("resnet20")
     found.known.model.train()
-    with pytest.raises(ValueError, match="mixes examples: set the model to eval mode"):
+    with pytest.raises(ValueError, match="eval mode"):
         replace(found)
     with pytest.raises(ValueError, match="no mean over examples"):
         replace(found, known=replace(candidates().known, loss=nn.CrossEntropyLoss(reduction="sum")))

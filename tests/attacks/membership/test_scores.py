@@ -242,16 +242,8 @@ def test_fedmia_counts_in_deviations_of_the_other_clients() -> None:
         for k in range(4):
             others = each[[j for j in range(4) if j != k]]
             assert torch.allclose(values[k], (each[k] - others.mean(0)) / others.std(0)), name
-        with pytest.raises(ValueError, match="at least 2, and got 1"):
+        with pytest.raises(ValueError, match="fedmia"):
             SCORES[name](replace(found, wave=wave.of([0, 1])))
-
-
-def test_the_baselines_that_read_no_update_do_not_change_with_it() -> None:
-    known = knowledge(CHAINS["none"])
-    first, second = (scoring(known, observed(known, people(SIZE, who)), people(7, "others")) for who in ("a", "b"))
-    for name in ("loss", "label_frequency"):
-        assert SCORES[name](first).equal(SCORES[name](second))
-    assert not SCORES["matched_filter"](first).equal(SCORES["matched_filter"](second))
 
 
 def test_the_order_of_candidates_and_updates_changes_nothing() -> None:
@@ -274,20 +266,17 @@ def test_a_null_is_of_the_same_label_and_large_enough() -> None:
     null = torch.cat([torch.arange(10.0), 100 + torch.arange(10.0)])[None].double()
     found = against_null(torch.tensor([[4.5, 104.5, 9.0]]).double(), torch.tensor([0, 1, 0]), null, null_labels)
     assert found[0].tolist() == pytest.approx([0.0, 0.0, 4.5 / torch.arange(10.0).std().item()])
-    with pytest.raises(ValueError, match="the null has 0 candidates of label 2, and 10 are needed"):
+    with pytest.raises(ValueError, match="label 2"):
         against_null(torch.zeros(1, 1), torch.tensor([2]), null, null_labels)
 
 
-def test_what_a_score_needs_is_said_in_words() -> None:
+def test_a_score_needs_public_examples() -> None:
     known = knowledge(CHAINS["none"])
     found = scoring(known, observed(known, people(SIZE, "members")), people(2, "others"))
-    with pytest.raises(ValueError, match="needs the rest of the batch"):
-        SCORES["likelihood_ratio"](replace(found, rest=None))
-    with pytest.raises(ValueError, match="needs public examples"):
-        SCORES["label_frequency"](
-            replace(found, candidates=replace(found.candidates, known=replace(known, auxiliary=None)))
-        )
-    with pytest.raises(ValueError, match="at least 2 public examples, got 1"):
+    alone = replace(found.candidates, known=replace(known, auxiliary=None))
+    with pytest.raises(ValueError, match="public examples"):
+        SCORES["label_frequency"](replace(found, candidates=alone))
+    with pytest.raises(ValueError, match="public examples"):
         RestOfBatch.of_population(replace(found.candidates, batch=people(1, "others")))
 
 
