@@ -4,8 +4,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # torch's name for the folder of what it compiles
-
 
 def cache_folder() -> Path:
     """Where decoded and downloaded data is kept between processes: XDG_CACHE_HOME/fedgauge."""
@@ -17,10 +15,7 @@ def keep_compiled_code() -> None:
 
     By itself torch takes a folder of /tmp, which belongs to whoever makes it first, and unpickles and runs what lies there.
     """
-    if COMPILED in os.environ:
-        return
     with suppress(OSError, RuntimeError):  # we have no home, or may not write there: torch takes its own
         folder = cache_folder().absolute() / "compiled"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(folder, os.W_OK | os.X_OK):
-            os.environ[COMPILED] = str(folder)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))

@@ -161,17 +161,24 @@ class Chain:
         """
         local = self.links.index(self.local)
         for i, link in enumerate(self.links):
+            if i < local and _stateful(link):
+                raise ValueError(
+                    f"{type(link).__name__} keeps a state of finished updates, so it belongs after local_sgd"
+                )
             if not is_per_example(link):
                 continue
-            if isinstance(link, per_example) and is_per_example(link.inner):
+            inner = link.inner if isinstance(link, per_example) else None
+            if isinstance(inner, BatchTransform) or _stateful(inner):
+                raise ValueError(f"{_named(link, i)} does not act on gradients: remove each = true")
+            if getattr(inner, "each", False):
                 raise ValueError(f"{_named(link, i)} already takes examples one by one: remove each = true")
             if i > local:
                 raise ValueError(f"{_named(link, i)} takes examples one by one, so it belongs before local_sgd")
             for j, nearer in enumerate(self.links[:i]):
                 if isinstance(nearer, UpdateTransform | BatchTransform) and not is_identity(nearer):
                     raise ValueError(
-                        f"{_named(link, i)} takes examples one by one, but {_named(nearer, j)} before it takes them "
-                        "together: move it behind, or give it each = true as well"
+                        f"{_named(link, i)} takes examples one by one, but {_named(nearer, j)} before it takes them together: "
+                        "move it behind, or give it each = true as well"
                     )
 
     @property
@@ -199,6 +206,10 @@ def _parts(links: Iterable[Transform]) -> Iterator[Link]:
 def may_read_examples(link: Transform) -> bool:
     """Whether a link may use the examples by itself, beside what it wraps, as soteria does."""
     return not isinstance(link, UpdateTransform | BatchTransform | StatefulTransform | local_sgd)
+
+
+def _stateful(link: Transform | None) -> bool:
+    return isinstance(link, StatefulTransform) or getattr(link, "remembers", False)
 
 
 def _noisy(link: Link) -> bool:

@@ -13,7 +13,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -52,15 +52,8 @@ class ComponentKind:
     annotated: bool = True
     outside: _Types = ()
 
-    def admits(self, target: Any) -> bool:
-        """Whether a registered object of fedgauge's own is a component of this kind."""
-        if inspect.isclass(target):
-            return issubclass(target, self.type) and target is not self.type and not inspect.isabstract(target)
-        returned = typing.get_type_hints(target).get("return") if inspect.isfunction(target) else None
-        return inspect.isclass(returned) and issubclass(returned, self.type)
-
     def admits_outside(self, target: Any, packages: tuple[str, ...]) -> bool:
-        """Whether an object of a user's packages is, or may build, a component of this kind."""
+        """Check that an object of these packages is, or may build, a component of this kind."""
         # a package may have imported the object only: mine:os.system
         if not is_in(str(getattr(target, "__module__", "")), packages) or inspect.isabstract(target):
             return False
@@ -68,7 +61,7 @@ class ComponentKind:
             return issubclass(target, self.outside or self.type) and target is not self.type
         if not inspect.isfunction(target):
             return False
-        returned = _hints(target, "use").get("return")
+        returned = _hints(target).get("return")
         if returned is None or returned is Any:
             return not self.annotated
         return inspect.isclass(returned) and issubclass(returned, self.outside or self.type)
@@ -97,8 +90,10 @@ def allow(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool = T
         SpecError: a name is not a package's name, or is fedgauge's own.
     """
     names = list(dict.fromkeys(names))
-    for name in names:
-        _check_package(name)
+    if wrong := [
+        name for name in names if not all(map(str.isidentifier, name.split("."))) or name.split(".")[0] == OWN
+    ]:
+        raise SpecError(f"--allow takes the name of a package outside fedgauge, as Python imports it, got {wrong[0]!r}")
     os.environ[ALLOW] = ",".join(names)
     os.environ[ALLOW_PATH] = os.pathsep.join(dict.fromkeys(str(folder.resolve()) for folder in folders))
     os.environ[PLUG_INS] = "all" if plug_ins else "allowed"
@@ -118,14 +113,6 @@ def allowing(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool 
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = value
-
-
-def _check_package(name: str) -> None:
-    parts = name.split(".")
-    if not all(part.isidentifier() for part in parts):
-        raise SpecError(f"--allow takes a package's name as Python imports it, mynets or mynets.small, got {name!r}")
-    if parts[0] == OWN:
-        raise SpecError(f"--allow {name}: that is fedgauge's own package; its components have short names")
 
 
 def _importable() -> None:
@@ -149,7 +136,7 @@ def with_absolute_paths(table: Table, kind: ComponentKind, base: Path) -> dict[s
 
 def path_arguments(table: Table, kind: ComponentKind) -> set[str]:
     """The keys of a table that its component reads as paths; SpecError if there is no such component."""
-    hints = _hints(resolve(table, "", kind), "")
+    hints = _hints(resolve(table, "", kind))
     return {name for name, hint in hints.items() if name in table and _has_path(hint)}
 
 
@@ -193,21 +180,16 @@ def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -
     try:
         return target(**arguments)
     except Exception as error:
-        if is_in(str(getattr(target, "__module__", "")), _users()):  # it may raise anything
+        if is_in(str(getattr(target, "__module__", "")), registry.user_packages()):  # it may raise anything
             raise SpecError(f"{where}: {type(error).__name__}: {error}{own_line(error)}") from error
         if isinstance(error, ValueError | RuntimeError | FileNotFoundError):  # RuntimeError: torch out of memory
             raise SpecError(f"{where}: {error}") from error
         raise
 
 
-def _users() -> tuple[str, ...]:
-    """Packages of users: those allowed, and those that register plug-ins."""
-    return (*allowed(), *registry.plug_in_packages())
-
-
 def own_line(error: BaseException) -> str:
     """The line of a user's package that raised an exception, in brackets; empty if none of them did."""
-    users = _users()
+    users = registry.user_packages()
     own = [
         f"{frame.f_code.co_filename}, line {line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -228,103 +210,63 @@ def users_errors() -> Iterator[None]:
 
 
 def resolve(table: Table, where: str, kind: ComponentKind) -> Callable[..., Any]:
-    """The function or class that a table's `use` names."""
+    """Return the function or class that a table's `use` names."""
     name = table.get("use")
     if not isinstance(name, str) or not name:
-        raise SpecError(f'{where}: needs use = "name", got {name!r}; {_choices(kind)}')
-    return _of_package(name, where, kind) if ":" in name else _registered(name, where, kind)
+        raise SpecError(f'{where}: needs use = "name", got {name!r}; {_choices("", kind)}')
+    entry = None if ":" in name else _entry(name, where, kind)
+    own, value = entry is not None and entry.own, entry.value if entry else name
+    module = value.partition(":")[0]
+    if entry is None:
+        if not is_in(module, allowed()):
+            package = module.split(".")[0]
+            flag = f": use --allow {package} on the command line, or set {ALLOW}={package}"
+            advice = flag if package.isidentifier() and package != OWN else ""
+            raise SpecError(f"{where}: use = {name!r} is not allowed here; {_choices(name, kind)}{advice}")
+        _importable()
+    try:
+        target = pkgutil.resolve_name(value)
+        fits = own or kind.admits_outside(target, (module.split(".")[0],) if entry else allowed())
+    except (Exception, SystemExit) as error:  # a user's module and annotations may raise anything
+        if own:
+            raise
+        reason = f"{type(error).__name__}: {error}{own_line(error)}"
+        raise SpecError(f"{where}: {name!r} cannot be imported: {reason}") from error
+    if not fits:
+        types = " or ".join(map(_named, kind.outside or (kind.type,)))
+        raise SpecError(
+            f"{where}: {name!r} is not {kind.noun}: expected a subclass of {types}, or a function -> {types}"
+        )
+    return typing.cast(Callable[..., Any], target)
 
 
 def package_of(table: Table, kind: ComponentKind) -> str:
-    """The top-level package of the component that a table names; "" where there is none."""
+    """Return the top-level package of the component that a table names; "" where there is none."""
     name = str(table.get("use", ""))
     modules = [name.partition(":")[0]] if ":" in name else [e.module for e in kind.entries() if e.name == name]
     return modules[0].split(".")[0] if modules else ""
 
 
 def is_own(table: Table, kind: ComponentKind) -> bool:
-    """Whether the component that a table names is fedgauge's own."""
+    """Check whether the component that a table names is fedgauge's own."""
     return package_of(table, kind) == OWN
 
 
-def _registered(name: str, where: str, kind: ComponentKind) -> Callable[..., Any]:
-    """The component of a short name."""
+def _entry(name: str, where: str, kind: ComponentKind) -> Entry:
+    """The registered component of a short name; no plug-in replaces fedgauge's own."""
     found = [entry for entry in kind.entries() if entry.name == name]
-    own = [entry for entry in found if entry.own]  # no plug-in replaces fedgauge's own
     if not found:
-        # not whether such a plug-in is installed: a server may have asked
-        hint = '; of plug-ins, those of packages in the list allow = ["package"]' if registry.restricted() else ""
-        raise SpecError(f"{where}: nothing is called {name!r}; {_meant(name, kind) or _choices(kind)}{hint}")
-    if not own and len(found) > 1:
-        packages = " and ".join(sorted(entry.package for entry in found))
+        raise SpecError(f"{where}: nothing is called {name!r}; {_choices(name, kind)}")
+    if not found[0].own and len(found) > 1:
+        packages = " and ".join(entry.package for entry in found)
         raise SpecError(f"{where}: {name!r} is registered by {packages}: uninstall all but one of them")
-    entry = (own or found)[0]
-    try:
-        target = pkgutil.resolve_name(entry.value)
-    except (Exception, SystemExit) as error:  # importing a plug-in may raise anything
-        if entry.own:
-            raise
-        raise SpecError(
-            f"{where}: {name!r} cannot be imported from {entry.package}: {type(error).__name__}: {error}{own_line(error)}"
-        ) from error
-    if not entry.own and not kind.admits_outside(target, (entry.module.split(".")[0],)):
-        raise SpecError(f"{where}: {name!r} of {entry.package} is not {kind.noun}: {_expected(kind, entry.module)}")
-    return typing.cast(Callable[..., Any], target)
+    return found[0]
 
 
-def _of_package(name: str, where: str, kind: ComponentKind) -> Callable[..., Any]:
-    """The object that module:name names, in an allowed package."""
-    module = name.split(":")[0]
-    if name.count(":") != 1:
-        raise SpecError(f'{where}: use is a short name, or "module:name" of a package that is allowed, got {name!r}')
-    if not is_in(module, allowed()):
-        raise SpecError(f"{where}: {_forbidden(name, kind)}")
-    _importable()
-    try:
-        target = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(f"{where}: nothing is called {name!r}{_found(module, error)}; {_choices(kind)}") from error
-    except (Exception, SystemExit) as error:  # importing a user's module may raise anything
-        raise SpecError(
-            f"{where}: {module} cannot be imported: {type(error).__name__}: {error}{own_line(error)}"
-        ) from error
-    if not kind.admits_outside(target, allowed()):
-        raise SpecError(f"{where}: {name!r} is not {kind.noun}: {_expected(kind, module)}")
-    return typing.cast(Callable[..., Any], target)
-
-
-def _choices(kind: ComponentKind) -> str:
-    return f"{kind.noun} is one of {', '.join(kind.names())}"
-
-
-def _meant(name: str, kind: ComponentKind) -> str:
-    """The short name that is nearest to this one."""
+def _choices(name: str, kind: ComponentKind) -> str:
+    """The short name nearest to this one, or else all of them."""
     near = get_close_matches(name.rpartition(":")[2], kind.names(), 1, 0.7)
-    return f"did you mean {near[0]!r}? (`fedgauge list` prints every name)" if near and near[0] != name else ""
-
-
-def _forbidden(name: str, kind: ComponentKind) -> str:
-    package = name.split(".")[0].split(":")[0]
-    permission = ""
-    if package.isidentifier() and package != OWN:
-        permission = (
-            f". To load your own code from there, use --allow {package} on the command line, or set {ALLOW}={package} "
-            f'(a client\'s owner: allow = ["{package}"] in the file of the client)'
-        )
-    return f"use = {name!r} is not allowed here; {_meant(name, kind) or _choices(kind)}{permission}"
-
-
-def _found(module: str, error: Exception) -> str:
-    """Why a user's package has no such name: where that package was read from, or where Python looked for it."""
-    read = getattr(sys.modules.get(module), "__file__", None)
-    folders = os.environ.get(ALLOW_PATH, "") or "Python's own path"
-    return f" ({error}; {f'{module} was read from {read}' if read else f'looked for in {folders}'})"
-
-
-def _expected(kind: ComponentKind, module: str) -> str:
-    types = " or ".join(map(_named, kind.outside or (kind.type,)))
-    says = "that says so (-> ...)" if kind.annotated else "(an annotation, where it has one, must say so)"
-    return f"expected, written in {module.split('.')[0]}, a class that derives from {types}, or a function that returns one {says}"
+    return f"did you mean {near[0]!r}?" if near else f"{kind.noun} is one of {', '.join(kind.names())}"
 
 
 def _named(kind: type) -> str:
@@ -349,7 +291,7 @@ def check_arguments(
         if name not in allowed:
             choices = ", ".join([*allowed, *(b for b in beside if b not in allowed)]) or "none"
             raise SpecError(f"{where}: {label}() has no argument {name!r} (it has: {choices})")
-    hints = _hints(target, where)
+    hints = _hints(target)
     checked: dict[str, Any] = {}
     for name, parameter in parameters.items():
         if name in arguments:
@@ -361,60 +303,35 @@ def check_arguments(
     return checked
 
 
-def _hints(target: Callable[..., Any], where: str) -> dict[str, Any]:
-    """A callable's type hints, by argument."""
-    try:
-        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    except Exception as error:  # an annotation is a program, and a user's may raise anything
-        raise SpecError(
-            f"{where}: the annotations of {target.__name__}() cannot be read: {type(error).__name__}: {error}{own_line(error)}"
-        ) from error
-
-
-def _is_path(text: str) -> bool:
-    """Whether the system can be asked for a file of this name: half of a surrogate pair is no name."""
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-    return True
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
 
 
 def coerce(value: Any, hint: Any, where: str) -> Any:
-    """The value as its type hint wants it (a float from an int, a tuple from a list); SpecError where it does not fit."""
+    """Convert a value to its type hint (a float from an int, a tuple from a list); SpecError where it does not fit."""
     if hint is Any or hint is inspect.Parameter.empty:
         return value
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         for option in inner:
-            try:
+            with suppress(SpecError):
                 return coerce(value, option, where)
-            except SpecError:
-                continue
     elif origin is Literal:
-        if value in inner and type(value) in {type(i) for i in inner}:
+        if any(value == i and type(value) is type(i) for i in inner):
             return value
     elif hint is int and isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise SpecError(f"{where} must fit in 64 bits, got {value}")  # as the ledger's and torch's integers do
     elif hint is Path and isinstance(value, str):
-        if not value or "\0" in value or not _is_path(value):
-            raise SpecError(f"{where} must be the path of a file or folder, got {value!r}")
         return Path(value)
-    elif hint is float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            if not abs(value) <= sys.float_info.max:
-                raise SpecError(f"{where} must be a finite number, got {value!r}")
-            return float(value)
+    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if not abs(value) <= sys.float_info.max:
+            raise SpecError(f"{where} must be a finite number, got {value!r}")
+        return float(value)
     elif origin in (tuple, list, Sequence) and isinstance(value, list | tuple):
         return tuple(coerce(item, inner[0], f"{where}[{i}]") for i, item in enumerate(value))
     elif origin is Mapping and isinstance(value, Mapping):
         return {key: coerce(item, inner[1], f"{where}: {key}") for key, item in value.items()}
-    elif (
-        origin is None
-        and isinstance(hint, type)
-        and isinstance(value, hint)
-        and isinstance(value, bool) <= (hint is bool)
-    ):
+    elif isinstance(hint, type) and isinstance(value, hint) and isinstance(value, bool) <= (hint is bool):
         return value
     raise SpecError(f"{where} must be {spell(hint)}, got {value!r}")
 
@@ -430,16 +347,8 @@ def spell(hint: Any) -> str:
         return f"a list, each {spell(inner[0])}"
     if origin is Mapping:
         return "a table"
-    names = {
-        int: "a whole number",
-        float: "a number",
-        str: "a text",
-        bool: "true or false",
-        dict: "a table",
-        list: "a list",
-        Path: "a path",
-    }
-    return names.get(hint, getattr(hint, "__name__", str(hint)))
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a table"}
+    return {**names, list: "a list", Path: "a path"}.get(hint, getattr(hint, "__name__", str(hint)))
 
 
 def settings_of(kind: type[Settings], value: Any, where: str, beside: Sequence[str] = ()) -> Settings:

@@ -1,7 +1,6 @@
 """A federation: a protocol with its data loaded, its model built and its chain composed."""
 
 import copy
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -12,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedgauge.client.chain import Chain, trained_on
-from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments, coerce, resolve
+from fedgauge.client.components import ComponentKind, SpecError, build, call, check_arguments, coerce
 from fedgauge.client.data.canary_examples import with_canary_examples
 from fedgauge.client.data.images import Dataset, Shards, batch_of, split
 from fedgauge.client.inspection.policy import InspectionPolicy
-from fedgauge.client.models.build import MODEL, build_model
+from fedgauge.client.models.build import build_model
 from fedgauge.client.models.losses import (
     build_loss,
     is_cross_entropy,
@@ -35,7 +35,6 @@ from fedgauge.client.transforms import (
     BatchTransform,
     GroupMean,
     Link,
-    StatefulTransform,
     TransformState,
     is_identity,
     is_per_example,
@@ -46,7 +45,6 @@ from fedgauge.client.update import (
     Batch,
     Loss,
     Params,
-    Transform,
     Update,
     UpdateFn,
     at_least_single,
@@ -71,13 +69,11 @@ class Federation:
         """The dataset, split among the clients; with canary examples, if the protocol has any."""
         table = self.protocol.data
         own = {"batch_size", "partition", "alpha", "shards_per_client", "auxiliary"}
-        read = resolve(table, "[data]", DATASET)
-        if unknown := sorted(table.keys() - own - {"use"} - inspect.signature(read).parameters.keys()):
-            allowed = [*inspect.signature(read).parameters, *sorted(own)]
-            raise SpecError(f"[data]: unknown key {unknown[0]!r} (it has: use, {', '.join(allowed)})")
-        dataset = build({k: v for k, v in table.items() if k not in own}, "[data]", DATASET)
-        if fault := _fault(dataset):
-            raise SpecError(f"[data]: {table['use']}: {fault}")
+        dataset = build({k: v for k, v in table.items() if k not in own}, "[data]", DATASET, beside=sorted(own))
+        try:
+            dataset.check()
+        except Exception as error:  # fields of a user's making may be of any type
+            raise SpecError(f"[data]: {table['use']}: {type(error).__name__}: {error}") from error
         fixed = {"dataset": dataset, "clients": self.protocol.clients, "seed": self.protocol.seed}
         arguments = check_arguments(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
         shards: Shards = call(split, arguments, "[data]")
@@ -106,136 +102,81 @@ class Federation:
     def loss(self) -> Loss:
         """What clients minimise: the mean over a batch of a function of logits and labels."""
         loss = build_loss(self.protocol.loss, "[loss]", self.shards.dataset.classes)
-        of_tokens = not self.shards.dataset.labelled
-        if predicts_tokens(loss) != of_tokens:
-            kind = "predicts each next token" if of_tokens else "has one label an example"
-            other = "next_token" if of_tokens else "cross_entropy"
-            raise SpecError(
-                f'[loss]: {self.protocol.loss["use"]} does not fit [data], which {kind}: set use = "{other}"'
-            )
+        if predicts_tokens(loss) == self.shards.dataset.labelled:
+            other = "cross_entropy" if self.shards.dataset.labelled else "next_token"
+            raise SpecError(f'[loss]: {self.protocol.loss["use"]} does not fit [data]: set use = "{other}"')
         return loss
 
     @cached_property
     def chain(self) -> Chain:
         """The defenses and local training, in the order a gradient travels."""
-        links = []
-        data = self.shards.dataset
+        links, data, whole = [], self.shards.dataset, self.shards.batch_size
         offered = {
             "model": self.model,
             "shape": data.shape,
             "classes": data.classes,
             "normalise": data.normalise,
-            "examples": self.shards.batch_size,
+            "examples": whole,
         }
         for i, table in enumerate(self.protocol.chain, 1):
-            where = f"[[chain]] #{i}"
-            arguments = dict(table)
+            where, arguments = f"[[chain]] #{i}", dict(table)
             each = coerce(arguments.pop("each", False), bool, f"{where}: each")
-            offered["batch_size"] = self._batch_size_at(i)
+            # examples at a link: those of a local step, behind local_sgd those of the round
+            step = next((t.get("batch_size") for t in self.protocol.chain[i:] if t.get("use") in LOCAL_TRAININGS), None)
+            offered["batch_size"] = min(step, whole) if isinstance(step, int) and step > 0 else whole
             link = build(arguments, where, TRANSFORM, offered, beside=("each",))
-            if each and (isinstance(link, BatchTransform | StatefulTransform) or getattr(link, "remembers", False)):
-                raise SpecError(
-                    f"{where}: each = true acts on each example's gradient, but {table['use']} does not act on gradients"
-                )
-            remembers = isinstance(link, StatefulTransform) or (isinstance(link, Link) and link.remembers)
-            if remembers and not any(_is_local(t) for t in self.protocol.chain[:i]):
-                raise SpecError(
-                    f"{where}: {table['use']} keeps a state of finished updates, so it belongs after local_sgd"
-                )
-            if each and any(_is_local(t) for t in self.protocol.chain[:i]):
-                raise SpecError(f"{where}: each = true acts per example, so it belongs before local_sgd")
-            if self.protocol.secure_sum and isinstance(link, Link) and link.remembers:
+            if self.protocol.secure_sum and link.remembers:
                 raise SpecError(
                     f"{where}: {table['use']} keeps a state, and the replay of a [secure_sum] cannot know every client's state: "
                     "remove one of the two"
                 )
             links.append(per_example(link) if each else link)
-        composed = Chain(tuple(links))
-        try:
-            composed.check()
-        except ValueError as error:
-            raise SpecError(f"[[chain]]: {error}") from error
-        rest = self.shards.batch_size % (composed.local.batch_size or self.shards.batch_size)
-        steps = links[: links.index(composed.local)]
-        if rest and (named := [t["use"] for t, k in zip(self.protocol.chain, steps, strict=False) if _sized(k)]):
-            raise SpecError(
-                f"[[chain]]: {named[0]} needs batches of one size, and an epoch's last has {rest} instead of "
-                f"{composed.local.batch_size} examples: choose a batch_size that divides [data] batch_size {self.shards.batch_size}"
-            )
-        if composed.local.remembers and any(composed.stays(name) for name, _ in self.model.named_parameters()):
-            raise SpecError(
-                "[[chain]]: private_layers and scaffold cannot stand together: control variates follow from what clients send, and "
-                "private layers send nothing; use local_sgd"
-            )
-        self._refuse_batch_statistics(composed)
-        self._refuse_untrained(composed)
-        if self.protocol.canaries is not None and not composed.private:
-            raise SpecError(
-                "[canaries] measures what noise behind a clip protects, and this chain has none: add clip and gaussian, or dp_sgd, "
-                "or remove the table"
-            )
-        self._try_on_examples(composed)
+        composed: Chain = Chain(tuple(links))
+        call(composed.check, {}, "[[chain]]")
+        self._check_chain(composed)
         return composed
 
-    def _batch_size_at(self, place: int) -> int:
-        """Number of examples at a link (counted from 1): those of a local step, behind local_sgd those of the round."""
-        step = next((t.get("batch_size") for t in self.protocol.chain[place:] if _is_local(t)), None)
-        whole = self.shards.batch_size
-        return (
-            min(step, whole) if isinstance(step, int) and step > 0 else whole
-        )  # a local training refuses other values
-
-    def _refuse_batch_statistics(self, composed: Chain) -> None:
-        if not any(map(is_per_example, composed.links)):
-            return
-        for name, module in self.model.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+    def _check_chain(self, composed: Chain) -> None:
+        """Refuse a chain that does not fit the data, the network, the loss or the canaries."""
+        local, whole = composed.local, self.shards.batch_size
+        steps = composed.links[: composed.links.index(local)]
+        if whole % (local.batch_size or whole) and any(hasattr(link, "batch_size") for link in steps):
+            raise SpecError(
+                f"[[chain]]: a link needs batches of one size: choose a batch_size that divides [data] batch_size {whole}"
+            )
+        if local.remembers and any(composed.stays(name) for name, _ in self.model.named_parameters()):
+            raise SpecError("[[chain]]: private_layers and scaffold cannot stand together: use local_sgd")
+        if self.protocol.canaries is not None and not composed.private:
+            raise SpecError("[canaries] needs noise behind a clip in the chain: add clip and gaussian, or dp_sgd")
+        mixing = [name for name, m in self.model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+        if mixing and any(map(is_per_example, composed.links)):
+            raise SpecError(
+                f"[[chain]] acts per example, and layer {mixing[0]!r} (BatchNorm in train mode) mixes examples: "
+                f"set {self.without_batch_statistics}"
+            )
+        freezing = [says for link in steps if (says := getattr(link, "frozen", None))]  # the defense `freeze`
+        own = {k: p for k, p in self.model.named_parameters() if p.is_floating_point()}
+        if still := {k for k, p in own.items() if not p.requires_grad and not any(says(k) for says in freezing)}:
+            named = whole_parts(self.model, still)
+            raise SpecError(
+                f"[model]: {named[0]!r} has requires_grad = False, and clients would train it all the same: freeze it by "
+                f'[[chain]] use = "freeze", layers = {named} before local_sgd, or set requires_grad'
+            )
+        for i, link in enumerate(composed.links, 1):
+            if not isinstance(link, BatchTransform):
+                continue
+            examples = batch_of(self.shards.dataset.x, self.shards.dataset.y, torch.arange(2))
+            batch: Batch = call(link.transform, {"batch": examples, "rng": generator("examples")}, f"[[chain]] #{i}")
+            if batch.y.is_floating_point() and not takes_probabilities(self.loss, self.shards.dataset.classes):
                 raise SpecError(
-                    f"[[chain]] acts per example, and layer {name!r} (BatchNorm in train mode) mixes examples: "
-                    f"set {self.without_batch_statistics}"
+                    f"[loss]: {self.protocol.loss['use']} takes integer labels only, but [[chain]] #{i} turns them into "
+                    "probabilities: remove one of the two"
                 )
 
     @property
     def without_batch_statistics(self) -> str:
         """What to set so that BatchNorm no longer mixes examples."""
-        chosen = "norm" in inspect.signature(resolve(self.protocol.model, "[model]", MODEL)).parameters
-        return '[model] mode = "eval"' + (
-            ', or norm = "group"' if chosen else ", or bring a network with GroupNorm instead"
-        )
-
-    def _refuse_untrained(self, composed: Chain) -> None:
-        """Refuse parameters that want no gradient, unless a link keeps them as they are: local training moves all others."""
-        own = {k: p for k, p in self.model.named_parameters() if p.is_floating_point()}
-        before = composed.links[: composed.links.index(composed.local)]
-        freezing = [says for link in before if (says := getattr(link, "frozen", None))]  # the defense `freeze`
-        still = {k for k, p in own.items() if not p.requires_grad and not any(says(k) for says in freezing)}
-        if not still:
-            return
-        if not any(p.requires_grad for p in own.values()):
-            raise SpecError(
-                "[model]: no parameter of the network requires a gradient, so nothing would be trained: let the factory call "
-                "requires_grad_(True) on what clients train"
-            )
-        named = whole_parts(self.model, still)
-        raise SpecError(
-            f"[model]: {named[0]!r} has requires_grad = False, and clients would train it all the same: say that it is frozen "
-            f'with [[chain]] use = "freeze", layers = {named} before local_sgd, or let the factory leave requires_grad alone'
-        )
-
-    def _try_on_examples(self, composed: Chain) -> None:
-        """Refuse a link that cannot transform these examples, or whose labels the loss does not take."""
-        shards, rng = self.shards, generator("links of examples")
-        soft = takes_probabilities(self.loss, shards.dataset.classes)
-        for i, link in enumerate(composed.links, 1):
-            if not isinstance(link, BatchTransform):
-                continue
-            examples = batch_of(shards.dataset.x, shards.dataset.y, torch.arange(2))
-            changed: Batch = call(link.transform, {"batch": examples, "rng": rng}, f"[[chain]] #{i}")
-            if changed.y.is_floating_point() and not soft:
-                raise SpecError(
-                    f"[loss]: {self.protocol.loss['use']} takes integer labels only, but [[chain]] #{i} turns them into "
-                    "probabilities: remove one of the two, or use a loss that takes labels (B, classes)"
-                )
+        return '[model] mode = "eval", or bring a network with GroupNorm, such as norm = "group"'
 
     @cached_property
     def gradient(self) -> UpdateFn:
@@ -258,7 +199,7 @@ class Federation:
 
         BatchNorm in train mode is the exception: the trained network needs its statistics, and there is no epsilon then.
         """
-        norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in self.model.modules())
+        norms = any(isinstance(m, _BatchNorm) and m.training for m in self.model.modules())
         return self.model.training and (norms or not self.chain.private)
 
     def update_fn(self, memory: TransformState | None = None, client: int | None = None) -> UpdateFn:
@@ -288,7 +229,7 @@ class Federation:
     def _is_one_client(self, chain: Chain) -> bool:
         """Whether the noise-free mean of several clients' updates equals one client's update on all their examples."""
         others = [noise_free(link) for link in chain.links if link is not chain.local]
-        norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+        norms = [m for m in self.model.modules() if isinstance(m, _BatchNorm) and m.training]
         one_step = chain.local.one_gradient and chain.local.batch_size in (None, self.shards.batch_size)
         means = is_mean(self.loss, self.shards.dataset.classes)
         return one_step and means and not norms and all(map(is_identity, others))
@@ -419,20 +360,6 @@ def federation(protocol_json: str) -> Federation:
     return Federation(Protocol.from_json(protocol_json))
 
 
-def _fault(dataset: Dataset) -> str:
-    """The reason why a dataset cannot be used; empty if it can."""
-    for name in ("x", "y", "x_test", "y_test"):
-        if not isinstance(value := getattr(dataset, name), Tensor):
-            return f"{name} is a {type(value).__module__}.{type(value).__name__}, expected a torch tensor"
-    try:
-        return dataset.fault
-    except Exception as error:  # whatever a field of another type leads to
-        return (
-            f"a field has another type than its class {type(dataset).__name__} declares ({type(error).__name__}: {error}): "
-            "compare it with fedgauge.client.data.images.Dataset"
-        )
-
-
 def whole_parts(model: nn.Module, names: set[str]) -> list[str]:
     """Parameters of these names, as `freeze` takes them: modules that have no others, then single parameters."""
     parts = [k for k, m in model.named_modules() if k and _within(m, k, names)]
@@ -444,12 +371,3 @@ def _within(module: nn.Module, name: str, still: set[str]) -> bool:
     """Whether all of a module's parameters, of which there are some, are among these."""
     names = [f"{name}.{k}" for k, _ in module.named_parameters()]
     return bool(names) and still.issuperset(names)
-
-
-def _sized(link: Transform) -> bool:
-    """Whether a link was built for one batch size."""
-    return hasattr(link, "batch_size")
-
-
-def _is_local(table: Table) -> bool:
-    return table.get("use") in LOCAL_TRAININGS

@@ -1,20 +1,18 @@
 """Files that are written completely or not at all, readable by their owner only; and files that are read to a limit."""
 
-import errno
 import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO
 
 SCRAP = ".part-"  # what the names of unfinished files and folders begin with; nobody reads them
-# bytes of a user's own data
-MOST_TABLE = 2 << 30  # text, line by line
-MOST_ARCHIVE = 16 << 30  # arrays or weights, and all that is packed in one file of them
-MOST_PICTURE = MOST_WORDS = 256 << 20  # a picture; a vocabulary, or the description of a dataset or model
-_ARRAYS = (".safetensors", ".bin", ".pt", ".pth", ".onnx", ".gguf", ".h5", ".msgpack")  # names of a model's large files
+# the most bytes of a user's own file
+MOST_TABLE = 2 << 30
+MOST_ARCHIVE = 16 << 30  # arrays or weights
+MOST_PICTURE = MOST_WORDS = 256 << 20
 
 
 @contextmanager
@@ -48,7 +46,7 @@ def writing(path: Path) -> AbstractContextManager[IO[bytes]]:
 
 
 def claimed(path: Path) -> bool:
-    """Whether this call has made an empty file there: of all processes, and after a crash or a power cut, one call alone has."""
+    """Make an empty file and return whether this call made it: of all processes, even after a power cut, only one did."""
     missing = [here for here in path.parents if not here.exists()]
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for here in missing:  # a power cut must not take a folder with what it holds
@@ -70,40 +68,26 @@ def _sync(path: Path) -> None:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """The bytes of a file that somebody else named; OSError if it is no file (a device has no end), or larger than `most` bytes."""
+    """Read a file that somebody else named; OSError as `open_data`."""
     with open_data(path, most) as file:
-        return read_to(file, os.fstat(file.fileno()).st_size, most, path)
+        return file.read(most)
 
 
 def open_data(path: Path, most: int) -> IO[bytes]:
-    """An open file that somebody else named; links are followed.
+    """Open a file that somebody else named; links are followed.
 
     Raises:
         OSError: it is no file (a device has no end, a pipe waits for its writer), or larger than `most` bytes.
     """
-    _check_data(os.stat(path), path, most)
-    return path.open("rb")
-
-
-def _check_data(found: os.stat_result, path: Path, most: int) -> None:
-    if stat.S_ISDIR(found.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise OSError(f"{path} is no file")
     _check_size(found.st_size, most, path)
-
-
-def check_folder(folder: Path) -> None:
-    """Raise OSError, as `open_data`, unless what a library reads in a model's folder, and in the folders of it, are files."""
-    folders = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    for path in (path for here in (folder, *folders) for path in here.iterdir()):
-        with suppress(FileNotFoundError):  # a link that leads nowhere is not there for a library either
-            if not stat.S_ISDIR((found := os.stat(path)).st_mode):
-                _check_data(found, path, MOST_ARCHIVE if path.suffix in _ARRAYS else MOST_WORDS)
+    return path.open("rb")
 
 
 def read_to(file: IO[bytes], size: int, most: int, path: Path) -> bytes:
-    """What an open file holds; OSError if that is more than `most` bytes."""
+    """Read an open file of this size; OSError if that is more than `most` bytes."""
     _check_size(size, most, path)
     return file.read(size)
 

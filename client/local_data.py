@@ -40,22 +40,21 @@ def state_folder() -> Path:
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an npz file that anybody may have made; a damaged one may raise anything.
+    """Read the arrays of an npz file that anybody may have made.
 
     Raises:
-        OSError: as `open_data`.
-        ValueError: it unpacks to more than the largest file, or is packed as NumPy packs none.
+        ValueError: it is missing, damaged, or unpacks to more than the largest file.
     """
-    with open_data(path, MOST_ARCHIVE) as file:
-        with zipfile.ZipFile(file) as packed:
-            parts = packed.infolist()
-        if (size := sum(part.file_size for part in parts)) > MOST_ARCHIVE:
-            raise ValueError(f"its arrays have {size} bytes, and no such file has more than {MOST_ARCHIVE}")
-        if any(part.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for part in parts):
-            raise ValueError("it is packed in another way than NumPy's: write it with np.savez or np.savez_compressed")
-        file.seek(0)
-        with np.load(file, allow_pickle=False) as stored:
-            return {key: stored[key] for key in stored.files}
+    try:
+        with open_data(path, MOST_ARCHIVE) as file:
+            with zipfile.ZipFile(file) as packed:
+                if (size := sum(part.file_size for part in packed.infolist())) > MOST_ARCHIVE:
+                    raise ValueError(f"its arrays need {size} bytes; the limit is {MOST_ARCHIVE}")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as stored:
+                return {key: stored[key] for key in stored.files}
+    except Exception as error:  # damage shows as zlib.error, TokenError, BadZipFile, NotImplementedError and more
+        raise ValueError(f"{path} is not an npz file that can be read: {error}") from error
 
 
 def cached(name: str, make: Callable[[], Mapping[str, np.ndarray]]) -> Mapping[str, np.ndarray]:
@@ -64,7 +63,7 @@ def cached(name: str, make: Callable[[], Mapping[str, np.ndarray]]) -> Mapping[s
     if path.exists():
         try:
             return read_npz(path)
-        except Exception as error:  # damage shows as zlib.error, TokenError, BadZipFile, NotImplementedError and more
+        except ValueError as error:
             warnings.warn(f"{path} is damaged ({error}) and is made again", stacklevel=2)
     made = make()
     with replacing(path) as scratch:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.components import check_above_zero
+from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import Link, TransformState, UpdateDistribution
 from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn, norm
@@ -46,18 +46,15 @@ class LocalTraining(local_sgd):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = {"eps": self.eps, "weight_decay": self.weight_decay, "momentum": self.momentum}
-        if bad := [f"{name} must not be negative, got {value}" for name, value in least.items() if not value >= 0]:
-            raise ValueError(bad[0])
+        check_at_least(self, 0, "eps", "weight_decay", "momentum")
+        check_at_least(self, 1, "accumulate", "step_size")
+        check_above_zero(self, "max_norm")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
         if self.optimizer != "sgd" and (self.momentum or self.nesterov):
             raise ValueError(f"momentum and nesterov belong to sgd; {self.optimizer} has betas")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum above 0")
-        if self.accumulate < 1 or self.step_size < 1:
-            raise ValueError(f"accumulate and step_size must be at least 1, got {self.accumulate} and {self.step_size}")
-        check_above_zero(self, "max_norm")
 
     @property
     def plain(self) -> bool:
@@ -223,9 +220,12 @@ def local_training(
         raise ValueError(f"epochs must be at least 1, got {epochs}")
     if batch_size is not None and batch_size >= examples:
         batch_size = None
+    if steps is None:
+        batches = -(-examples // (batch_size or examples))
+        steps = (epochs or 1) * -(-batches // max(accumulate, 1))
     found = LocalTraining(
         rate,
-        1 if steps is None else steps,
+        steps,
         batch_size,
         proximal_mu,
         optimizer=optimizer,
@@ -242,15 +242,7 @@ def local_training(
         max_norm=max_norm,
         examples=examples,
     )
-    if steps is None:
-        batches = -(-examples // (batch_size or examples))
-        found = replace(found, steps=(epochs or 1) * -(-batches // accumulate))
-    return _simplest(found, examples)
-
-
-def _simplest(training: LocalTraining, examples: int) -> local_sgd:
-    """The same training as plain `local_sgd` where it is that; its attacks and its digests are those of plain SGD."""
-    found = training
+    # the same training as plain `local_sgd` where it is that; its attacks and its digests are those of plain SGD
     if found.steps == 1 and not found.adaptive:  # momentum and schedule only change later steps
         rate = found.rate * (1 + found.momentum if found.nesterov else 1)
         found = replace(found, rate=rate, momentum=0.0, nesterov=False, schedule="constant", step_size=1, gamma=0.1)
@@ -320,7 +312,7 @@ class ControlledSGD(local_sgd):
     def bound(self, memory: TransformState, prefix: str) -> Transform:
         def wrap(compute: UpdateFn) -> UpdateFn:
             def train(params: Params, batch: Batch, rng: Generator | None) -> Update:
-                pull = pull_in(memory, prefix, params)
+                pull = _pull_in(memory, prefix, params)
                 return replace(self, pull=Pull(pull) if pull else None)(compute)(params, batch, rng)
 
             return train
@@ -332,7 +324,7 @@ class ControlledSGD(local_sgd):
 
         def wrap(compute: UpdateFn) -> UpdateFn:
             def note(params: Params, batch: Batch, rng: Generator | None) -> Update:
-                pull = pull_in(memory, prefix, params)
+                pull = _pull_in(memory, prefix, params)
                 sent = compute(params, batch, rng)
                 own = own_move(sent, pull)
                 memory.update({f"{prefix}at.{k}": p.detach().clone() for k, p in params.items()})
@@ -359,13 +351,13 @@ def pull_after(at: Params, own: Update, params: Params) -> Update:
     return {k: (p - at[k]) - own[k] for k, p in params.items()} if at else {}
 
 
-def pull_in(memory: TransformState, prefix: str, params: Params) -> Update:
+def _pull_in(memory: TransformState, prefix: str, params: Params) -> Update:
     """The pull of a round that begins at params, from a client's memory, whose names begin with prefix."""
-    return pull_after(_remembered(memory, prefix + "at."), _remembered(memory, prefix + "own."), params)
-
-
-def _remembered(memory: TransformState, prefix: str) -> Params:
-    return {k.removeprefix(prefix): t for k, t in memory.items() if k.startswith(prefix)}
+    at, own = (
+        {k.removeprefix(start): t for k, t in memory.items() if k.startswith(start)}
+        for start in (f"{prefix}at.", f"{prefix}own.")
+    )
+    return pull_after(at, own, params)
 
 
 def scaffold(rate: float, steps: int = 1, batch_size: int | None = None) -> local_sgd:

@@ -49,13 +49,10 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
             return reply
         key, record = _only_arrays(reply)
         weights = record.to_torch_state_dict()
-        if wrong := [k for k in sorted(sent.keys() | weights.keys()) if _form(sent.get(k)) != _form(weights.get(k))]:
-            raise ValueError(f"the reply's arrays do not match the message's: {', '.join(wrong)} differ")
+        if sent.keys() != weights.keys() or any(_form(t) != _form(sent[k]) for k, t in weights.items()):
+            raise ValueError(f"the reply's arrays do not match the message's: {sorted(weights)} and {sorted(sent)}")
         if moved := [k for k, t in weights.items() if not _defended(k, t) and bool((t != sent[k]).any())]:
-            raise ValueError(
-                f"no defense acts on {', '.join(moved)}, which differ from the message's: answer whole numbers as they came, and "
-                "complex ones as torch.view_as_real makes them"
-            )
+            raise ValueError(f"no defense acts on {', '.join(moved)}: answer whole and complex numbers as they came")
         trained, start = at_least_single(_floating(weights)), at_least_single(_floating(sent))
         update = {k: t - start[k] for k, t in trained.items()}
         for defense, draws in defenses:
@@ -88,9 +85,9 @@ def _floating(tensors: Params) -> Params:
     return {k: t for k, t in tensors.items() if torch.is_floating_point(t)}
 
 
-def _form(tensor: Tensor | None) -> tuple[torch.Size, bool] | None:
+def _form(tensor: Tensor) -> tuple[torch.Size, bool]:
     """What must agree; the precision may differ: stock FedAdam sends float64 to models that train in float32."""
-    return None if tensor is None else (tensor.shape, torch.is_floating_point(tensor))
+    return tensor.shape, torch.is_floating_point(tensor)
 
 
 def _only_arrays(message: Message) -> tuple[str, ArrayRecord]:

@@ -45,14 +45,10 @@ def is_in(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == p or module.startswith(p + ".") for p in packages)
 
 
-def restricted() -> bool:
-    """Whether other packages' components count only if the package is allowed."""
-    return os.environ.get(PLUG_INS) == "allowed"
-
-
 def entries(group: str) -> list[Entry]:
     """The components of a group that may be used in this process, by name; fedgauge's own first."""
-    return [e for e in _installed(group) if e.own or not restricted() or is_in(e.module, allowed())]
+    restricted = os.environ.get(PLUG_INS) == "allowed"
+    return [e for e in _installed(group) if e.own or not restricted or is_in(e.module, allowed())]
 
 
 @cache
@@ -68,7 +64,7 @@ def unknown_groups(known: Collection[str]) -> list[Entry]:
     return [entry for group in sorted(groups) for entry in entries(group)]
 
 
-def plug_in_packages() -> tuple[str, ...]:
-    """The top-level packages of other distributions that register components."""
+def user_packages() -> tuple[str, ...]:
+    """The packages of users: those allowed, and those of other distributions that register components."""
     groups = {group for group in metadata.entry_points().groups if group.startswith(f"{OWN}.")}
-    return tuple(sorted({e.module.split(".")[0] for group in groups for e in entries(group) if not e.own}))
+    return (*allowed(), *{e.module.split(".")[0] for group in groups for e in entries(group) if not e.own})

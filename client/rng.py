@@ -31,9 +31,7 @@ def secret_generator() -> Generator:
     state = bytearray(generator.get_state().numpy().tobytes())
     # MT19937 as torch keeps it: seed, words left, whether seeded, next word; then 624 words of 32 bits in 64 each
     if len(state) != 5056 or struct.unpack_from("<QIIQQ", state) != (1, 1, 1, 0, 1):
-        raise RuntimeError(
-            "this version of torch keeps its generator's state in an unknown form, so no secret noise can be drawn"
-        )
+        raise RuntimeError("this version of torch keeps its generator's state in an unknown form: no secret noise")
     words = struct.unpack("<624I", secrets.token_bytes(4 * 624))
     struct.pack_into("<624Q", state, 24, *words)
     struct.pack_into("<Q", state, 0, secrets.randbits(63))

@@ -144,8 +144,7 @@ def _leaves(value: Tensor) -> set[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found.add(leaf)
+        found |= {node.variable} if hasattr(node, "variable") else set()
         waiting += [before for before, _ in node.next_functions]
     return found
 

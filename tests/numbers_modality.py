@@ -19,9 +19,8 @@ CLOSE = 0.01
 class Numbers(Dataset):
     """Numbers x (N, 1) in [0, 1], in one of two classes by their size."""
 
-    @property
-    def fault(self) -> str:
-        return "" if self.x.dim() == 2 and self.x.shape[1] == 1 else "there must be one number an example"
+    dtype: ClassVar[torch.dtype] = torch.float32
+    dimensions: ClassVar[int] = 2
 
 
 def numbers(count: int = 200) -> Numbers:

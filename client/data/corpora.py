@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedgauge.client.data.grammar import sentences
 from fedgauge.client.data.images import Dataset
-from fedgauge.client.data.table_files import check_columns, read_csv
+from fedgauge.client.data.table_files import read_table
 from fedgauge.client.files import MOST_TABLE, read_file
 from fedgauge.client.local_data import cached, data_folder
 from fedgauge.client.models.losses import IGNORED
@@ -24,7 +24,6 @@ from fedgauge.client.rng import generator
 
 Longer = Literal["cut", "drop"]
 MOST_TESTED = 2000  # pieces; every round evaluates them all
-MOST_CLASSES = 100_000  # of a table: each is a row of a model's last layer
 LEAST_WORDS = 200  # of a vocabulary, which has every letter twice
 
 
@@ -34,6 +33,9 @@ class Text(Dataset):
 
     Labels y are (N,) int64, or (N, L) for next_token: the words themselves, -100 on padding; the loss shifts them by one.
     """
+
+    dtype: ClassVar[torch.dtype] = torch.int64
+    dimensions: ClassVar[int] = 2
 
     tokenizer: Tokenizer
     task: Task
@@ -46,17 +48,11 @@ class Text(Dataset):
     def labels(self) -> Tensor:
         return self.y if self.labelled else torch.zeros(len(self.y), dtype=torch.int64)
 
-    @property
-    def fault(self) -> str:
-        for name, x, y in (("x", self.x, self.y), ("x_test", self.x_test, self.y_test)):
-            labels = x.shape if self.task == "next_token" else x.shape[:1]
-            if x.dtype != torch.int64 or x.dim() != 2 or not len(x) or x.shape[1:] != self.x.shape[1:]:
-                return f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected int64 (N, L), one sentence at least"
-            if not 0 <= int(x.min()) <= int(x.max()) < self.tokenizer.size:
-                return f"{name} has tokens {int(x.min())}..{int(x.max())}, and the tokenizer's are 0..{self.tokenizer.size - 1}"
-            if fault := self.label_fault(name, y, labels):
-                return fault
-        return ""
+    def check(self) -> None:
+        super().check()
+        every = torch.cat([self.x, self.x_test])
+        if not 0 <= int(every.min()) <= int(every.max()) < self.tokenizer.size:
+            raise ValueError(f"tokens must be those of the tokenizer, 0..{self.tokenizer.size - 1}")
 
 
 # ------------------------------------------------------------------------------------------------------------- corpora
@@ -119,53 +115,41 @@ def csv(
         length, tokenizer, tokenizer_folder, vocabulary, task, longer: as for phrases. If several parties have their own
             tables, as deployed clients do, all of them need the same tokenizer: a name or a folder.
     """
-    sentences_, *written = _columns(path, [text] if task == "next_token" else [text, label])
-    labels, count = [0] * len(sentences_), 2
+    columns = [text] if task == "next_token" else [text, label]
+    table = read_table(path, columns, needed=columns)
+    cells = zip(*([cell.strip() for cell in table[name].to_pylist()] for name in columns), strict=True)
+    kept = [row for row in cells if row[0]]
+    sentences_, labels, count = [row[0] for row in kept], [0] * len(kept), 2
     names: tuple[str, ...] = ()
     if task == "classification":
-        labels, count, names = _classes(path, label, written[0], classes)
-    if task == "classification" and classes is None and len(sentences_) > 1 and len(set(labels)) < 2:
-        raise ValueError(f"{path} has sentences of one class only: there is nothing to learn")
-    tested = held_out(len(labels), test, path).tolist()
-    rows = list(zip(sentences_, labels, strict=True))
-    corpus = Corpus(*([row for row, t in zip(rows, tested, strict=True) if t == part] for part in (False, True)))
+        labels, count, names = _classes(path, label, [row[1] for row in kept], classes)
+        if classes is None and len(labels) > 1 and len(set(labels)) < 2:
+            raise ValueError(f"{path} has sentences of one class only: there is nothing to learn")
+    corpus = _parted(list(zip(sentences_, labels, strict=True)), held_out(len(labels), test, path).tolist())
     found = _text(path.stem, corpus, count, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
-    computed = {
-        "classes": task == "classification" and classes is None,
-        "tokenizer": tokenizer == WORDPIECE and tokenizer_folder is None,
-    }
-    return replace(found, names=names, fitted=tuple(key for key, own in computed.items() if own))
+    fitted = ("classes",) if task == "classification" and classes is None else ()
+    own = ("tokenizer",) if tokenizer == WORDPIECE and tokenizer_folder is None else ()
+    return replace(found, names=names, fitted=(*fitted, *own))
 
 
-def _columns(path: Path, names: Sequence[str]) -> list[list[str]]:
-    """The columns of a table with these names, stripped; rows without text are left out."""
-    table = read_csv(path, names)
-    check_columns(table, names, path)
-    columns = [[cell.strip() for cell in table[name].to_pylist()] for name in names]
-    rows = [row for row in zip(*columns, strict=True) if row[0]]
-    return [[row[k] for row in rows] for k in range(len(names))]
+def _parted(rows: Sequence[Row], tested: Sequence[bool]) -> Corpus:
+    return Corpus(*([row for row, t in zip(rows, tested, strict=True) if t == part] for part in (False, True)))
 
 
 def _classes(
     path: Path, column: str, written: Sequence[str], names: Sequence[str] | None
 ) -> tuple[list[int], int, tuple[str, ...]]:
     """The labels as numbers, the number of classes, and their names if they have names."""
-    if names is None and all(v.isascii() and v.isdigit() and len(v) < 10 for v in written):
+    if names is None and all(v.isascii() and v.isdigit() and len(v) < 6 for v in written):
         found = [int(v) for v in written]
-        if (most := max(found, default=0)) >= MOST_CLASSES:
-            raise ValueError(
-                f"{path}: column {column!r} has the label {most}; labels count from 0, to {MOST_CLASSES - 1} at most"
-            )
-        return found, most + 1, ()
-    known = list(names) if names is not None else sorted(set(written))
-    return numbers(written, known, f"{path}: column {column!r}"), len(known), tuple(known)
+        return found, max(found, default=0) + 1, ()
+    known = tuple(names) if names is not None else tuple(sorted(set(written)))
+    return numbers(written, known, f"{path}: column {column!r}"), len(known), known
 
 
 def numbers(written: Sequence[str], classes: Sequence[str], where: str) -> list[int]:
     """The place of each name among those of the classes; ValueError if it is none of them."""
     place = {name: k for k, name in enumerate(classes)}
-    if len(place) < len(classes):
-        raise ValueError("classes has a name twice")
     if strange := [v for v in written if v not in place]:
         raise ValueError(f"{where} has {strange[0]!r}, which is none of classes ({', '.join(classes)})")
     return [place[v] for v in written]
@@ -173,10 +157,10 @@ def numbers(written: Sequence[str], classes: Sequence[str], where: str) -> list[
 
 def held_out(count: int, share: float, path: Path) -> Tensor:
     """Which examples become the test part, by place alone: no example's label or content moves another. Never all or none."""
-    if not 0 < share < 1:
-        raise ValueError(f"test must be above 0 and below 1, got {share:g}")
-    if count < 2:
-        raise ValueError(f"{path} has {count} examples; with test = {share:g} it needs two at least")
+    if not 0 < share < 1 or count < 2:
+        raise ValueError(
+            f"{path}: test must be above 0 and below 1, of two examples at least, got {share:g} of {count}"
+        )
     order = torch.randperm(count, generator=generator("test part", count))
     chosen = torch.zeros(count, dtype=torch.bool)
     chosen[order[: min(max(1, round(share * count)), count - 1)]] = True
@@ -207,12 +191,8 @@ def _labelled(
 
 
 def _cola(folder: Path) -> Corpus:
-    return Corpus(
-        *(
-            _table(folder / f"in_domain_{part}.tsv", ("source", "label", "mark", "sentence"))
-            for part in ("train", "dev")
-        )
-    )
+    columns = ("source", "label", "mark", "sentence")
+    return Corpus(*(_table(folder / f"in_domain_{part}.tsv", columns) for part in ("train", "dev")))
 
 
 def _sst2(folder: Path) -> Corpus:
@@ -223,33 +203,18 @@ def _rotten_tomatoes(folder: Path) -> Corpus:
     """The local files have no test part: every tenth review is taken for test."""
     lines = [_lines(folder / f"rt-polarity.{kind}") for kind in ("neg", "pos")]
     both = [(line.strip(), label) for pair in zip(*lines, strict=True) for label, line in enumerate(pair)]
-    tested = [i % 20 < 2 for i in range(len(both))]
-    return Corpus(*([row for row, t in zip(both, tested, strict=True) if t == part] for part in (False, True)))
+    return _parted(both, [i % 20 < 2 for i in range(len(both))])
 
 
 _GLUE, _PARTS = "nyu-mll/glue", ("train", "validation")
 _OPINIONS = ("negative", "positive")
-cola = _labelled(
-    "cola",
-    "CoLA, whether 8,551 sentences of linguists are acceptable",
-    ("unacceptable", "acceptable"),
-    _cola,
-    _GLUE,
-    "cola",
-    "sentence",
-    _PARTS,
-)
+_JUDGED = ("unacceptable", "acceptable")
+_COLA = "CoLA, whether 8,551 sentences of linguists are acceptable"
+cola = _labelled("cola", _COLA, _JUDGED, _cola, _GLUE, "cola", "sentence", _PARTS)
 sst2 = _labelled("sst2", "SST-2, film reviews for or against", _OPINIONS, _sst2, _GLUE, "sst2", "sentence", _PARTS)
-rotten_tomatoes = _labelled(
-    "rotten_tomatoes",
-    "Rotten Tomatoes, 10,662 film reviews",
-    _OPINIONS,
-    _rotten_tomatoes,
-    "cornell-movie-review-data/rotten_tomatoes",
-    None,
-    "text",
-    ("train", "test"),
-)
+_REVIEWS = ("cornell-movie-review-data/rotten_tomatoes", None, "text", ("train", "test"))
+_TOMATOES = "Rotten Tomatoes, 10,662 film reviews"
+rotten_tomatoes = _labelled("rotten_tomatoes", _TOMATOES, _OPINIONS, _rotten_tomatoes, *_REVIEWS)
 
 
 def wikitext2(
@@ -272,7 +237,6 @@ def wikitext2(
     def fetch() -> Corpus:
         return _hub("Salesforce/wikitext", "wikitext-2-v1", "text", ("train", "test"))
 
-    _at_least_two(length)
     corpus = Corpus(*(_prose(part) for part in _local_or_hub("wikitext2", read, fetch)))
     words = _tokenizer(corpus, tokenizer, tokenizer_folder, vocabulary)
     x, x_test = (_pieces([line for line, _ in part], words, length) for part in corpus)
@@ -292,22 +256,18 @@ def _text(
     longer: Longer,
 ) -> Text:
     """The sentences as token ids, each sentence once and none empty."""
-    _at_least_two(length)
     words = _tokenizer(corpus, tokenizer, folder, vocabulary)
     start, end = words.frame(task)
     room = length - len(start) - len(end)
-    if room < 1:
-        raise ValueError(
-            f"length = {length} leaves no room for words beside the {len(start) + len(end)} special tokens of a sentence"
-        )
+    if room < 1 or length < 2:
+        raise ValueError(f"length = {length} must be at least {max(2, len(start) + len(end) + 1)}")
 
     def numbered() -> dict[str, np.ndarray]:
         made: dict[str, np.ndarray] = {}
         for kind, part in zip(("", "_test"), corpus, strict=True):
             ids = words.encode_all([sentence for sentence, _ in part])
-            kept = [
-                (i, label) for i, (_, label) in zip(ids, part, strict=True) if i and (longer == "cut" or len(i) <= room)
-            ]
+            pairs = zip(ids, part, strict=True)
+            kept = [(i, label) for i, (_, label) in pairs if i and (longer == "cut" or len(i) <= room)]
             if not kept:
                 raise ValueError(
                     f'{name} has no sentence of {room} tokens or fewer: raise length, or set longer = "cut"'
@@ -330,25 +290,18 @@ def targets(x: Tensor, pad: int) -> Tensor:
 
 
 def _tokenizer(corpus: Corpus, name: str, folder: Path | None, vocabulary: int) -> Tokenizer:
-    if folder is not None:
-        return load_tokenizer(folder)
-    if name != WORDPIECE:
-        return load_tokenizer(name)
+    if folder is not None or name != WORDPIECE:
+        return load_tokenizer(folder or name)
     if vocabulary < LEAST_WORDS:
         raise ValueError(f"vocabulary must be at least {LEAST_WORDS}, got {vocabulary}")
     return wordpiece([sentence for sentence, _ in corpus.train], vocabulary)
 
 
-def _at_least_two(length: int) -> None:
-    if length < 2:
-        raise ValueError(f"length must be at least 2, got {length}")
-
-
 def _pieces(lines: Sequence[str], words: Tokenizer, length: int) -> Tensor:
     """Running text cut into pieces (N, length); a shorter last piece is dropped."""
     ids = torch.tensor([i for line in words.encode_all(lines) for i in line], dtype=torch.int64)
-    if len(ids) < length:
-        raise ValueError(f"length = {length} is more than the whole text of {len(ids)} tokens")
+    if not 2 <= length <= len(ids):
+        raise ValueError(f"length must be from 2 to the {len(ids)} tokens of the text, got {length}")
     return ids[: len(ids) // length * length].view(-1, length)
 
 
@@ -365,7 +318,7 @@ def _local_or_hub(name: str, read: Callable[[Path], Corpus], fetch: Callable[[],
         return fetch()
     except Exception as error:  # the hub's client raises its own, requests', and OSError
         raise FileNotFoundError(
-            f"{name} is neither in a local folder (FEDGAUGE_DATA) nor to be downloaded ({error}); phrases needs no network"
+            f"{name} is not in FEDGAUGE_DATA and cannot be downloaded ({error}); phrases needs no network"
         ) from error
 
 
@@ -380,24 +333,17 @@ def _hub(path: str, subset: str | None, column: str, parts: Sequence[str]) -> Co
     return Corpus(*rows)
 
 
-_OWN_FILES = "; put the published file there, or unset FEDGAUGE_DATA to download it"
-
-
 def _lines(path: Path) -> list[str]:
     try:
         return read_file(path, MOST_TABLE).decode().splitlines()
     except (UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path} is not text in UTF-8 that can be read: {error}{_OWN_FILES}") from error
+        raise ValueError(
+            f"{path} is not text in UTF-8 that can be read: {error}; put the published file there"
+        ) from error
 
 
 def _table(path: Path, names: Sequence[str]) -> list[Row]:
     """The columns sentence and label of a file without header, with tabs between."""
-    try:
-        table = read_csv(path, names, names, "\t", quote=False)
-    except ValueError as error:
-        raise ValueError(f"{error}{_OWN_FILES}") from error
-    rows = list(zip(table["sentence"].to_pylist(), table["label"].to_pylist(), strict=True))
-    for number, (_, label) in enumerate(rows, 1):
-        if label not in ("0", "1"):
-            raise ValueError(f"{path}, line {number}: expected a label 0 or 1, got {label!r}")
-    return [(sentence.strip(), int(label)) for sentence, label in rows]
+    table = read_table(path, names, names, "\t", quote=False)
+    labels = numbers(table["label"].to_pylist(), ("0", "1"), f"{path}: the label")
+    return [(sentence.strip(), label) for sentence, label in zip(table["sentence"].to_pylist(), labels, strict=True)]

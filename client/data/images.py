@@ -10,7 +10,7 @@ import zlib
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ class Dataset:
     fitted: the arguments that were not given but computed from these examples: one example may then change how all others
     look, which no epsilon covers. A published dataset's constants are given.
     """
+
+    dtype: ClassVar[torch.dtype] = torch.uint8  # of x
+    dimensions: ClassVar[int] = 4  # of x
 
     name: str
     x: Tensor
@@ -66,32 +69,28 @@ class Dataset:
         """(N,) int64, the class of each training example, used to partition by label."""
         return self.y
 
-    @property
-    def fault(self) -> str:
-        """What keeps data of anybody's making from being used, in words; empty where nothing does."""
+    def check(self) -> None:
+        """Check data of anybody's making; ValueError says what keeps them from being used."""
         for name, x, y in (("x", self.x, self.y), ("x_test", self.x_test, self.y_test)):
-            if x.dtype != torch.uint8 or x.dim() != 4:
-                return f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected uint8 (N, C, H, W)"
-            if not len(x) or x.shape[1:] != self.x.shape[1:]:
-                return f"{name} has shape {tuple(x.shape)}, expected images of {tuple(self.x.shape[1:])}, one at least"
-            if fault := self.label_fault(name, y, x.shape[:1]):
-                return fault
-        channels = self.x.shape[1]
+            if x.dtype != self.dtype or x.dim() != self.dimensions or not len(x) or x.shape[1:] != self.shape:
+                expected = (
+                    f"{self.dtype} of {self.dimensions} dimensions and shape (N, {', '.join(map(str, self.shape))})"
+                )
+                raise ValueError(f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected {expected}, N at least 1")
+            if y.dtype != torch.int64 or y.shape != x.shape[: y.dim()]:
+                raise ValueError(
+                    f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 classes (N,)"
+                )
+            known = y[y != IGNORED] if y.dim() > 1 else y  # of words, padding has no label
+            if len(known) and not 0 <= int(known.min()) <= int(known.max()) < self.classes:
+                raise ValueError(
+                    f"the labels of {name} lie in {int(known.min())}..{int(known.max())}, expected 0..{self.classes - 1}"
+                )
+        channels = self.shape[0] if self.dtype == torch.uint8 else 0
         if len(self.mean) != channels or len(self.std) != channels or not all(s > 0 for s in self.std):
-            return f"mean {self.mean} and std {self.std} should be {channels} numbers each, those of std above 0"
-        return ""
-
-    def label_fault(self, name: str, y: Tensor, shape: tuple[int, ...]) -> str:
-        """What keeps these labels from being used, in words; empty where nothing does."""
-        if y.dtype != torch.int64 or y.shape != shape:
-            return (
-                f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 {tuple(shape)}: the numbers of "
-                "classes, not several labels or a real value"
+            raise ValueError(
+                f"mean {self.mean} and std {self.std} should be {channels} numbers each, those of std above 0"
             )
-        known = y if y.dim() == 1 else y[y != IGNORED]  # of words, padding has no label
-        if len(known) and not 0 <= int(known.min()) <= int(known.max()) < self.classes:
-            return f"the labels of {name} lie in {int(known.min())}..{int(known.max())}, expected 0..{self.classes - 1}"
-        return ""
 
     def normalise(self, x: Tensor) -> Tensor:
         """x (..., C, H, W) in [0, 1] to zero mean and unit variance per channel; x itself if there is no mean."""
@@ -166,19 +165,22 @@ def split(
     Raises:
         ValueError: more clients than examples, or a shard that holds less than one batch.
     """
-    for name, value in (("clients", clients), ("batch_size", batch_size), ("auxiliary", auxiliary)):
+    positive = {
+        "clients": clients,
+        "batch_size": batch_size,
+        "auxiliary": auxiliary,
+        "shards_per_client": shards_per_client,
+    }
+    for name, value in positive.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    if partition == "dirichlet" and not alpha > 0:
+    if not alpha > 0:
         raise ValueError(f"alpha must be above 0, got {alpha}")
-    if partition == "shards" and shards_per_client < 1:
-        raise ValueError(f"shards_per_client must be at least 1, got {shards_per_client}")
     total = len(dataset.y)
-    available = total - auxiliary
-    if available < clients * batch_size:
+    if total - auxiliary < clients * batch_size:
         raise ValueError(
-            f"{dataset.name} has {total} training images; {auxiliary} auxiliary leave {max(available, 0)}, fewer than "
-            f"{clients} clients x batch_size {batch_size}: lower clients, batch_size or auxiliary"
+            f"{dataset.name} has {total} training examples, fewer than auxiliary {auxiliary} and {clients} clients x batch_size "
+            f"{batch_size}: lower one of them"
         )
     order = torch.randperm(total, generator=generator(seed, "split"))
     kept, aside = order[auxiliary:].sort().values, order[:auxiliary].sort().values
@@ -189,12 +191,10 @@ def split(
         lambda: {"owner": _owners(labels, clients, seed, partition, alpha, shards_per_client, batch_size)},
     )["owner"]
     indices = tuple(kept[torch.from_numpy(np.flatnonzero(owner == c))] for c in range(clients))
-    for c, mine in enumerate(indices):
-        if len(mine) < batch_size:
-            raise ValueError(
-                f"client {c}'s shard has {len(mine)} examples, fewer than batch_size {batch_size}: "
-                "raise alpha, lower clients or batch_size, or choose another seed"
-            )
+    if (least := min(map(len, indices))) < batch_size:
+        raise ValueError(
+            f"a shard has {least} examples, fewer than batch_size {batch_size}: raise alpha, or lower clients"
+        )
     return Shards(dataset, indices, aside, batch_size, seed)
 
 
@@ -206,34 +206,25 @@ def _owners(
     from flwr_datasets import partitioner as partitioners
 
     seed = seed_of(seed, "partition") % 2**32
+    order = np.arange(len(labels))
     if partition == "iid":
         # flwr-datasets' iid partitioner assigns rows in their order, so the order is drawn here
-        labels_order = np.random.default_rng(seed).permutation(len(labels))
+        order = np.random.default_rng(seed).permutation(len(labels))
         chosen = partitioners.IidPartitioner(num_partitions=clients)
+    elif partition == "dirichlet":
+        chosen = partitioners.DirichletPartitioner(
+            clients, "label", alpha, min_partition_size=batch_size, self_balancing=False, seed=seed
+        )
     else:
-        labels_order = np.arange(len(labels))
-        if partition == "dirichlet":
-            chosen = partitioners.DirichletPartitioner(
-                num_partitions=clients,
-                partition_by="label",
-                alpha=alpha,
-                min_partition_size=batch_size,
-                self_balancing=False,
-                seed=seed,
-            )
-        else:
-            chosen = partitioners.ShardPartitioner(
-                num_partitions=clients, partition_by="label", num_shards_per_partition=per_client, seed=seed
-            )
-    chosen.dataset = datasets.Dataset.from_dict({"label": labels[labels_order].tolist(), "row": labels_order.tolist()})
+        chosen = partitioners.ShardPartitioner(clients, "label", num_shards_per_partition=per_client, seed=seed)
+    chosen.dataset = datasets.Dataset.from_dict({"label": labels[order].tolist(), "row": order.tolist()})
     owner = np.full(len(labels), -1, dtype=np.int32)
     try:
         for c in range(clients):
             owner[np.asarray(chosen.load_partition(c)["row"], dtype=np.int64)] = c
     except ValueError as error:
         raise ValueError(
-            f"partition {partition!r} (alpha {alpha}) found no split of {len(labels)} images among {clients} clients "
-            f"with at least batch_size {batch_size} for each: raise alpha, or lower clients or batch_size ({error})"
+            f"no split gives each client batch_size {batch_size}: raise alpha, or lower clients ({error})"
         ) from error
     return owner
 
@@ -255,14 +246,10 @@ def _mnist5k() -> Dataset:
         return {"x": rows[:, :-1].reshape(-1, 1, 28, 28), "y": rows[:, -1].astype(np.int64)}
 
     images = cached("mnist5k", read)
-    order = _fixed_permutation(len(images["y"]))
+    # one fixed shuffle: a dataset's test part must not depend on the federation's seed
+    order = torch.randperm(len(images["y"]), generator=generator("dataset order"))
     x, y = torch.from_numpy(images["x"])[order], torch.from_numpy(images["y"])[order]
     return Dataset("mnist5k", x[1000:], y[1000:], x[:1000], y[:1000], 10, (0.1307,), (0.3081,))
-
-
-def _fixed_permutation(n: int) -> Tensor:
-    """One fixed shuffle: a dataset's test part must not depend on the federation's seed."""
-    return torch.randperm(n, generator=generator("dataset order"))
 
 
 def mnist() -> Dataset:
@@ -303,25 +290,20 @@ def _idx(name: str, torchvision_name: str, mean: float, std: float) -> Dataset:
     local = folder / name if folder else None
     if local is None or not local.is_dir():
         return _download(name, torchvision_name, 10, (mean,), (std,))
-    parts = [torch.from_numpy(_read_idx(local, kind, n)) for kind in ("train", "t10k") for n in (3, 1)]
-    x, y, x_test, y_test = parts
+    files = [f"{kind}-{what}-ubyte.gz" for kind in ("train", "t10k") for what in ("images-idx3", "labels-idx1")]
+    x, y, x_test, y_test = (_read_idx(local / file) for file in files)
     return Dataset(name, x[:, None], y.long(), x_test[:, None], y_test.long(), 10, (mean,), (std,))
 
 
-def _read_idx(folder: Path, kind: str, dimensions: int) -> np.ndarray:
-    """One idx file (images have 3 dimensions, labels 1): a big-endian header of sizes, then bytes."""
-    path = folder / f"{kind}-{'images' if dimensions == 3 else 'labels'}-idx{dimensions}-ubyte.gz"
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: put the four idx files there, or unset FEDGAUGE_DATA to download")
+def _read_idx(path: Path) -> Tensor:
+    """One idx file: a big-endian header of sizes, then bytes."""
     try:
         with open_data(path, MOST_TABLE) as packed, gzip.open(packed) as file:
             raw = file.read(MOST_TABLE)
-        if raw[:4] != bytes([0, 0, 8, dimensions]):
-            raise ValueError(f"its header is {raw[:4].hex()}")
-        sizes = np.frombuffer(raw, ">u4", dimensions, offset=4)
-        return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(sizes).copy()
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ValueError(f"{path} is not a gzipped idx file of {dimensions} dimensions: {error}") from error
+        sizes = np.frombuffer(raw, ">u4", raw[3], offset=4)
+        return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(sizes).copy())
+    except (OSError, EOFError, ValueError, IndexError, zlib.error) as error:
+        raise ValueError(f"{path} is not a gzipped idx file; put the published one there: {error}") from error
 
 
 def _cifar(name: str, torchvision_name: str, classes: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Dataset:
@@ -334,11 +316,10 @@ def _cifar(name: str, torchvision_name: str, classes: int, mean: tuple[float, ..
 
 
 def _read_npz(path: Path) -> tuple[Tensor, Tensor]:
-    try:
-        stored = read_npz(path)
-        images, labels = torch.from_numpy(stored["images"]), torch.from_numpy(stored["labels"])
-    except Exception as error:  # a damaged file may raise anything
-        raise ValueError(f"{path} is not an npz file with images (N, H, W, C) and labels (N,): {error}") from error
+    stored = read_npz(path)
+    if not stored.keys() >= {"images", "labels"}:
+        raise ValueError(f"{path} needs images (N, H, W, C) and labels (N,)")
+    images, labels = torch.from_numpy(stored["images"]), torch.from_numpy(stored["labels"])
     return images.permute(0, 3, 1, 2).contiguous(), labels.long()
 
 
@@ -347,15 +328,14 @@ def _download(
 ) -> Dataset:
     import torchvision
 
-    root = cache_folder() / "torchvision"
     parts: list[Tensor] = []
     for train in (True, False):
+        root, kind = cache_folder() / "torchvision", getattr(torchvision.datasets, torchvision_name)
         try:
-            images = getattr(torchvision.datasets, torchvision_name)(root, train=train, download=may_download.get())
+            images = kind(root, train=train, download=may_download.get())
         except (OSError, RuntimeError) as error:
             raise FileNotFoundError(
-                f"{name} is not in a local folder (FEDGAUGE_DATA) and cannot be downloaded ({error}); "
-                "mnist5k needs no network"
+                f"{name} is not in FEDGAUGE_DATA and cannot be downloaded ({error}); mnist5k needs no network"
             ) from error
         pixels = torch.as_tensor(images.data)
         pixels = pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2).contiguous()

@@ -7,7 +7,7 @@ deviations, bounds) is declared in [data] columns, or else computed from the tra
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from fedgauge.client.components import coerce, settings_of
 from fedgauge.client.data import census as made_up
-from fedgauge.client.data.corpora import MOST_CLASSES, held_out, numbers
+from fedgauge.client.data.corpora import held_out, numbers
 from fedgauge.client.data.images import Dataset
-from fedgauge.client.data.table_files import EMPTY, check_columns, read_csv, read_parquet
-from fedgauge.client.files import MOST_ARCHIVE
+from fedgauge.client.data.table_files import EMPTY, read_table
 from fedgauge.client.local_data import data_folder
 from fedgauge.client.models.columns import MISSING, Column, Columns
 
@@ -35,23 +34,21 @@ DECIMALS = 4  # with which numbers are shown, at most
 class Tabular(Dataset):
     """Rows x (N, D) float32, encoded by their columns, with classes y (N,) int64."""
 
+    dtype: ClassVar[torch.dtype] = torch.float32
+    dimensions: ClassVar[int] = 2
+
     columns: Columns
 
     @property
     def offered(self) -> dict[str, Any]:
         return {**super().offered, "columns": self.columns}
 
-    @property
-    def fault(self) -> str:
-        for name, x, y in (("x", self.x, self.y), ("x_test", self.x_test, self.y_test)):
-            if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != self.columns.entries or not len(x):
-                wanted = f"expected float32 (N, {self.columns.entries}), one row at least"
-                return f"{name} is {x.dtype} of shape {tuple(x.shape)}, {wanted}"
-            if not bool(x.isfinite().all()):
-                return f"{name} has entries that are not finite"
-            if fault := self.label_fault(name, y, x.shape[:1]):
-                return fault
-        return ""
+    def check(self) -> None:
+        super().check()
+        if self.x.shape[1] != self.columns.entries or not bool(
+            self.x.isfinite().all() and self.x_test.isfinite().all()
+        ):
+            raise ValueError(f"rows must have {self.columns.entries} finite entries, as the columns say")
 
 
 # -------------------------------------------------------------------------------------------------------------- datasets
@@ -63,7 +60,7 @@ def table(
     test: float = 0.2,
     categorical: Sequence[str] = (),
     drop: Sequence[str] = (),
-    columns: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it; `_declared` checks what is in it
+    columns: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it
     classes: Sequence[str] | None = None,
     missing: Missing = "keep",
     one_hot: OneHot = "plain",
@@ -83,17 +80,18 @@ def table(
         one_hot: plain entries of 0 and 1, or scaled to mean 0 and variance 1.
     """
     texts = [*categorical, label]
-    found = read_parquet(path) if path.suffix.lower() in (".parquet", ".pq") else read_csv(path, texts)
-    check_columns(found, [label, *drop, *categorical, *(columns or ())], path)
-    if not len(found):
-        raise ValueError(f"{path} has no rows")
+    found = read_table(path, texts, needed=[label, *drop, *categorical, *(columns or ())])
     chosen = [name for name in columns or found.column_names if name not in (label, *drop)]
-    labels = _labels(found[label], label, path)
     features = {name: _cells(name, found[name], name in categorical, path) for name in chosen}
+    labels = _cells(label, found[label], True, path)
+    if (absent := _absent(labels)).any():
+        raise ValueError(
+            f"{path}: row {int(absent.argmax()) + 1} has no label in column {label!r}: leave such rows out"
+        )
     if missing == "drop":
-        whole = ~np.any([_absent(column) for column in features.values()], axis=0)
+        whole = _whole(features)
         features, labels = {name: column[whole] for name, column in features.items()}, labels[whole]
-    names = tuple(classes) if classes is not None else tuple(sorted(set(labels.tolist())))
+    names = _categories(labels, label, path) if classes is None else tuple(classes)
     if len(names) < 2:
         raise ValueError(f"{path}: column {label!r} has one class only: there is nothing to learn")
     y = torch.tensor(numbers(labels.tolist(), names, f"{path}: column {label!r}"), dtype=torch.int64)
@@ -135,13 +133,12 @@ def adult(one_hot: OneHot = "scaled", missing: Missing = "drop", path: Path | No
         missing: as for table; rows with missing cells are dropped as in TabLeak.
         path: the folder of the two files; default: tables/adult in the folder of local data.
     """
-    folder = _folder("adult", path)
-    parts = [_read_lines(folder / name, ADULT, ",") for name in ("adult.data", "adult.test")]
+    parts = [_read_lines("adult", path, name, ADULT, ",") for name in ("adult.data", "adult.test")]
     cells = {name: np.concatenate([part[name] for part in parts]) for name in ADULT}
     tested = np.arange(len(cells["age"])) >= len(parts[0]["age"])
     labels = np.array([str(text).rstrip(".") == ">50K" for text in cells.pop("income")], dtype=np.int64)
     if missing == "drop":
-        whole = ~np.any([_absent(column) for column in cells.values()], axis=0)
+        whole = _whole(cells)
         cells, labels, tested = {name: column[whole] for name, column in cells.items()}, labels[whole], tested[whole]
     return _published("adult", cells, labels, tested, ("<=50K", ">50K"), one_hot)
 
@@ -159,7 +156,7 @@ def german_credit(one_hot: OneHot = "scaled", path: Path | None = None) -> Tabul
         one_hot: as for table; scaled as in TabLeak.
         path: the folder of the file; default: tables/german_credit in the folder of local data.
     """
-    cells = dict(_read_lines(_folder("german_credit", path) / "german.data", GERMAN, " "))
+    cells = dict(_read_lines("german_credit", path, "german.data", GERMAN, " "))
     risk = cells.pop("risk")
     tested = np.arange(len(risk)) >= len(risk) * 4 // 5
     return _published("german_credit", cells, (risk == 2).astype(np.int64), tested, ("good", "bad"), one_hot)
@@ -168,65 +165,57 @@ def german_credit(one_hot: OneHot = "scaled", path: Path | None = None) -> Tabul
 # --------------------------------------------------------------------------------------------------------------- reading
 
 
-def _folder(name: str, path: Path | None) -> Path:
+def _read_lines(dataset: str, folder: Path | None, file: str, names: Sequence[str], delimiter: str) -> Cells:
+    """A published file without a line of names."""
     local = data_folder()
-    folder = path or (local / "tables" / name if local else None)
+    folder = folder or (local / "tables" / dataset if local else None)
     if folder is None or not folder.is_dir():
         raise FileNotFoundError(
-            f"{name} is not in the folder of local data: set FEDGAUGE_DATA to a folder with tables/{name}, or name the folder "
-            "with path; census needs no file"
+            f"{dataset} is not in the folder of local data: set FEDGAUGE_DATA to a folder with tables/{dataset}, or name the "
+            "folder with path; census needs no file"
         )
-    return folder
-
-
-def _read_lines(path: Path, names: Sequence[str], delimiter: str) -> Cells:
-    """A published file without a line of names."""
-    found = read_csv(path, names=names, delimiter=delimiter)
-    return {name: _cells(name, found[name], False, path) for name in names}
+    found = read_table(folder / file, names=names, delimiter=delimiter)
+    return {name: _cells(name, found[name], False, folder) for name in names}
 
 
 def _cells(name: str, column: Any, categorical: bool, path: Path) -> np.ndarray:
     """A column's cells; ValueError if they are neither numbers nor texts."""
     from pyarrow import types
 
-    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
-    if types.is_null(kind):
-        return np.full(len(column), None, object)
+    if types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    kind = column.type
     number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
     if number and not categorical:
         values: np.ndarray = column.cast("float64").to_numpy().copy()  # NaN where there is none
         if np.isinf(values).any():
-            raise ValueError(
-                f"{path}: column {name!r} has an infinite number in row {int(np.isinf(values).argmax()) + 1}"
-            )
+            raise ValueError(f"{path}: column {name!r} has an infinite number")
         return values
-    if not (number or types.is_boolean(kind) or types.is_string(kind) or types.is_large_string(kind)):
+    if not (
+        number or types.is_boolean(kind) or types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)
+    ):
         raise ValueError(
-            f'{path}: column {name!r} holds {kind}, expected numbers or categories: leave it out with drop = ["{name}"], or '
-            "write it as one of them"
+            f'{path}: column {name!r} holds {kind}, expected numbers or categories: drop = ["{name}"] leaves it out'
         )
-    encoded = column.unify_dictionaries() if types.is_dictionary(column.type) else column.dictionary_encode()
-    encoded = encoded.combine_chunks()
-    texts = [None if word is None else str(word).strip() for word in encoded.dictionary.to_pylist()]
-    different = np.array([*(None if text in EMPTY else text for text in texts), None], object)
-    cells: np.ndarray = different[encoded.indices.fill_null(len(texts)).to_numpy()]  # each different text is kept once
-    return cells
+    texts = [None if cell is None else str(cell).strip() for cell in column.to_pylist()]
+    return np.array([None if text in EMPTY else text for text in texts], object)
 
 
-def _labels(column: Any, label: str, path: Path) -> np.ndarray:
-    """The label column's texts; ValueError if it holds no classes."""
-    labels = _cells(label, column, True, path)
-    if (absent := _absent(labels)).any():
+def _categories(column: np.ndarray, name: str, path: Path) -> tuple[str, ...]:
+    """The different texts of a column, in alphabetical order; ValueError if they are too many for categories."""
+    found = tuple(sorted(set(column[~_absent(column)].tolist())))
+    if len(found) > MOST_CATEGORIES or len(found) > max(FEW, FREE_TEXT * len(column)):
         raise ValueError(
-            f"{path}: row {int(absent.argmax()) + 1} has no label in column {label!r}: leave such rows out"
+            f"{path}: column {name!r} has {len(found)} different texts in {len(column)} rows, expected numbers or categories: "
+            f'drop = ["{name}"] leaves it out'
         )
-    different = len(set(labels))
-    if different > MOST_CLASSES or different > max(FEW, FREE_TEXT * len(labels)):
-        raise ValueError(
-            f"{path}: the label {label!r} has {different} different values in {len(labels)} rows, expected classes: name "
-            "another column, or put its values into classes first"
-        )
-    return labels
+    return found
+
+
+def _whole(columns: Cells) -> np.ndarray:
+    """Which rows have no missing cell."""
+    whole: np.ndarray = ~np.any([_absent(column) for column in columns.values()], axis=0)
+    return whole
 
 
 def _absent(column: np.ndarray) -> np.ndarray:
@@ -255,82 +244,51 @@ def _fitted(features: Cells, trained: np.ndarray, path: Path, one_hot: OneHot) -
 
 def _column(name: str, column: np.ndarray, trained: np.ndarray, path: Path, one_hot: OneHot) -> Column:
     absent = _absent(column)
-    if absent.all():
-        raise ValueError(f'{path}: column {name!r} is empty: leave it out with drop = ["{name}"]')
+    if absent[trained].all():
+        raise ValueError(f'{path}: column {name!r} is empty in the training rows: drop = ["{name}"] leaves it out')
     if column.dtype == np.float64:
         every, own = column[~absent], column[trained & ~absent]
-        if not len(own):
-            raise ValueError(f"{path}: column {name!r} has no number in a training row")
         low, high = float(every.min()), float(every.max())
-        whole = next((d for d in range(DECIMALS) if np.array_equal(np.round(every, d), every)), DECIMALS)
-        spread = float(own.std()) or 1.0
-        bounded = low < high
-        return Column(
-            name,
-            mean=float(own.mean()),
-            std=spread,
-            low=low if bounded else None,
-            high=high if bounded else None,
-            decimals=whole,
-            optional=bool(absent.any()),
-        )
+        bounds = (low, high) if low < high else (None, None)
+        decimals = next((d for d in range(DECIMALS) if np.array_equal(np.round(every, d), every)), DECIMALS)
+        spread, optional = float(own.std()) or 1.0, bool(absent.any())
+        return Column(name, (), float(own.mean()), spread, *bounds, decimals, optional)
     texts = [MISSING if cell is None else cell for cell in column.tolist()]
-    found = sorted(set(texts) - {MISSING}) + [MISSING] * bool(absent.any())
-    if len(found) > MOST_CATEGORIES or len(found) > max(FEW, FREE_TEXT * len(texts)):
-        raise ValueError(
-            f"{path}: column {name!r} has {len(found)} different texts in {len(texts)} rows, so it is neither a number nor a "
-            f'category: leave it out with drop = ["{name}"]'
-        )
-    place = {category: i for i, category in enumerate(found)}
-    counts = np.bincount([place[text] for text, own in zip(texts, trained, strict=True) if own], minlength=len(found))
-    shares = tuple((counts / max(counts.sum(), 1)).tolist()) if one_hot == "scaled" else ()
-    return Column(name, tuple(found), shares=shares)
+    found = [k for k in _categories(column, name, path) if k != MISSING] + [MISSING] * (MISSING in texts)
+    if one_hot == "plain":
+        return Column(name, tuple(found))
+    counts = np.bincount(
+        [found.index(text) for text, own in zip(texts, trained, strict=True) if own], minlength=len(found)
+    )
+    return Column(name, tuple(found), shares=tuple((counts / counts.sum()).tolist()))
 
 
 def _declared(columns: Mapping[str, Any]) -> Columns:
     """The columns of a declaration; ValueError says what is wrong in it."""
-    if not columns:
-        raise ValueError("columns declares no column")
     found = []
     for name, given in columns.items():
         where = f"columns: {name!r}"
         if isinstance(given, list | tuple) and given:
             found.append(Column(name, coerce(given, Sequence[str], where)))
         elif isinstance(given, Mapping):
-            found.append(Column(name, decimals=DECIMALS // 2, **vars(settings_of(_Scale, given, where))))
+            found.append(settings_of(Column, {"decimals": DECIMALS // 2, **given, "name": name}, where))
         else:
             raise ValueError(f"{where} must be a list of its categories, or a table of mean and std, got {given!r}")
     return Columns(tuple(found))
 
 
-@dataclass
-class _Scale:
-    """The declaration of a column of numbers, as in `Column`."""
-
-    mean: float
-    std: float
-    low: float | None = None
-    high: float | None = None
-    optional: bool = False
-
-
 def _numbered(features: Cells, columns: Columns, path: Path) -> Tensor:
-    """The cells (N, F) of a table; ValueError where one is not of its column, or where they are too many once encoded."""
+    """The cells (N, F) of a table; ValueError where one is not of its column."""
     found = []
-    size = 4 * columns.entries * max((len(cells) for cells in features.values()), default=0)
-    if size > MOST_ARCHIVE:
-        raise ValueError(
-            f"{path}: {columns.entries} entries a row make {size} bytes, above {MOST_ARCHIVE}: leave columns or rows out"
-        )
     for column in columns:
         cells, where = features[column.name], f"{path}: column {column.name!r}"
         if column.numeric != (cells.dtype == np.float64):
-            expected, got = ("numbers", "others") if column.numeric else ("categories", "numbers")
-            hint = "" if column.numeric else f": name it in categorical = [{column.name!r}]"
-            raise ValueError(f"{where} holds {got}, and {expected} are declared{hint}")
+            raise ValueError(
+                f"{where} is declared as {'numbers' if column.numeric else 'categories'}, and holds others"
+            )
         if column.numeric:
-            if (absent := _absent(cells)).any() and not column.optional:
-                raise ValueError(f"{where} is declared not optional, and row {int(absent.argmax()) + 1} has none")
+            if _absent(cells).any() and not column.optional:
+                raise ValueError(f"{where} is declared not optional, and has missing cells")
             found.append(torch.from_numpy(cells))
         else:
             texts = [MISSING if cell is None else cell for cell in cells]

@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 MOST_MODULES = 2**13  # ResNet-152 has some 500, GPT-2 XL some 700
-_SLACK = 2  # times the bound that may be built meanwhile: a change of a network may copy it, and drop the original
+_SLACK = 8  # times the bound that may be built meanwhile: without values, with them, copied, and part by part
 
 
 class TooLarge(BaseException):
@@ -38,39 +38,28 @@ class SizeBound:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Raise TooLarge inside this context as soon as modules register too much.
+        """Raise TooLarge inside this context as soon as modules register too much; a shared layer counts each time.
 
-        On the meta device no memory is taken meanwhile. It counts what this process builds, so in one thread only.
+        It counts what this process builds, so in one thread only.
         """
         entries = modules = 0
-        met: dict[int, object] = {}  # by id, and kept alive: an id must not come back as another tensor's
 
         def count(tensor: Tensor | None) -> None:
             nonlocal entries
-            if tensor is None or id(tensor) in met or is_lazy(tensor):
-                return
-            met[id(tensor)] = tensor
-            entries += tensor.numel()
-            if entries > _SLACK * self.entries or len(met) > _SLACK * self.modules:
+            entries += 0 if tensor is None or is_lazy(tensor) else tensor.numel()
+            if entries > _SLACK * self.entries:
                 raise TooLarge
 
-        def count_all(module: nn.Module | None) -> None:
+        def enter(module: nn.Module | None) -> None:
             nonlocal modules
-            # a copy has registered nothing by itself
-            for part in () if module is None else module.modules():
-                if id(part) in met:
-                    continue
-                met[id(part)] = part
-                modules += 1
-                if modules > _SLACK * self.modules:
-                    raise TooLarge
-                for tensor in (*part._parameters.values(), *part._buffers.values()):
-                    count(tensor)
+            modules += 0 if module is None else sum(1 for _ in module.modules())
+            if modules > _SLACK * self.modules:
+                raise TooLarge
 
         hooks = [
             register_module_parameter_registration_hook(lambda module, name, parameter: count(parameter)),
             register_module_buffer_registration_hook(lambda module, name, buffer: count(buffer)),
-            register_module_module_registration_hook(lambda module, name, part: count_all(part)),
+            register_module_module_registration_hook(lambda module, name, part: enter(part)),
         ]
         try:
             yield

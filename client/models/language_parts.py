@@ -139,8 +139,7 @@ class PartFinder:
             if all(self._projections(child) for child in children):
                 return children
         raise ValueError(
-            f"{type(self.net).__name__} has no stack of blocks whose query, key and value can be identified "
-            "(known: those of BERT, RoBERTa, DistilBERT, ELECTRA and similar models, and of GPT-2)"
+            f"{type(self.net).__name__} has no blocks whose query, key and value are named as in BERT or GPT-2"
         )
 
     def _projections(self, block: str) -> dict[str, str]:
@@ -166,8 +165,7 @@ class PartFinder:
         module = self.modules[name]
         if module.weight.dim() != 2:
             raise ValueError(
-                f"layer {name!r} ({type(module).__name__}) of {type(self.net).__name__} is no matrix: expected attention whose "
-                "query, key and value are fully connected, as in BERT and GPT-2"
+                f"layer {name!r} of {type(self.net).__name__} is no matrix, as query, key and value must be"
             )
         weight, bias = self._weight(name), getattr(module, "bias", None)
         transposed = not isinstance(module, nn.Linear)

@@ -4,16 +4,13 @@ import importlib
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from fedgauge.client.models.torchvision_mend import mend_when_imported
-from fedgauge.client.models.vision import Shape, read_weights
-
-WAYS = {"timm": "install fedgauge[vision]", "torchvision": "install torchvision"}
+from fedgauge.client.models.vision import Shape, copy_weights, read_weights
 
 
 def torchvision(shape: Shape, classes: int, name: str, pretrained: Path | None = None) -> nn.Module:
@@ -22,14 +19,14 @@ def torchvision(shape: Shape, classes: int, name: str, pretrained: Path | None =
     Args:
         pretrained: a safetensors file of its weights; a classifier for other classes stays as drawn from the seed.
     """
-    models = _library("torchvision").models
+    models = import_library("torchvision", "vision").models
     _check_name("torchvision", name, models.list_models(module=models))
     if shape[0] != 3:
-        raise ValueError(
-            f"torchvision's networks take images of three colours, and these have {shape[0]}: take timm's, or a function of "
-            "your own that replaces the first convolution"
-        )
-    sized = {"image_size": _side(name, shape)} if name.startswith("vit_") else {}
+        raise ValueError(f"torchvision's networks take images of three colours, and these have {shape[0]}: use timm's")
+    vit = name.startswith("vit_")
+    if vit and shape[1] != shape[2]:
+        raise ValueError(f"{name} takes square images, got {shape[1]} x {shape[2]}")
+    sized = {"image_size": shape[1]} if vit else {}
     extra = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
     return _loaded(models.get_model(name, weights=None, num_classes=classes, **sized, **extra), pretrained, classes)
 
@@ -40,7 +37,8 @@ def timm(shape: Shape, classes: int, name: str, pretrained: Path | None = None) 
     Args:
         pretrained: a safetensors file of its weights; a classifier for other classes stays as drawn from the seed.
     """
-    library = _library("timm")
+    mend_when_imported()  # timm imports torchvision
+    library = import_library("timm", "vision")
     _check_name("timm", name, library.list_models())
     config = library.get_pretrained_cfg(name)
     sized: dict[str, Any] = {"img_size": tuple(shape[1:])} if config and config.fixed_input_size else {}
@@ -48,26 +46,19 @@ def timm(shape: Shape, classes: int, name: str, pretrained: Path | None = None) 
     return _loaded(built, pretrained, classes)
 
 
-def _library(name: str) -> ModuleType:
-    mend_when_imported()  # timm imports torchvision
+def import_library(name: str, extra: str) -> Any:
+    """Import an optional package; ValueError with the command to install it if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"[model] use = {name!r} needs the package {name} ({error}): {WAYS[name]}") from error
+        raise ValueError(f"this needs the package {name} ({error}): pip install 'fedgauge[{extra}]'") from error
 
 
 def _check_name(library: str, name: str, names: Sequence[str]) -> None:
     """Only names of the library's own list: others may mean a hub."""
     if name not in names:
-        near = get_close_matches(name, names, 3, 0.6)
-        meant = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names[:5])} ..."
-        raise ValueError(f"{library} has no classifier {name!r}; {meant}")
-
-
-def _side(name: str, shape: Shape) -> int:
-    if shape[1] != shape[2]:
-        raise ValueError(f"{name} takes square images, got {shape[1]} x {shape[2]}")
-    return shape[1]
+        near = ", ".join(get_close_matches(name, names, 3, 0)) or "none"
+        raise ValueError(f"{library} has no classifier {name!r}; the nearest names are {near}")
 
 
 def _loaded(network: nn.Module, pretrained: Path | None, classes: int) -> nn.Module:
@@ -80,17 +71,6 @@ def _loaded(network: nn.Module, pretrained: Path | None, classes: int) -> nn.Mod
         mine, theirs = own[k].shape, stored[k].shape if k in stored else None
         return theirs is not None and mine[:1] == (classes,) != theirs[:1] and mine[1:] == theirs[1:]
 
-    left = {k for k in own if other_classes(k)}
-    needed = {k: tuple(t.shape) for k, t in own.items() if torch.is_floating_point(t) and k not in left}
-    came = {k: tuple(t.shape) for k, t in stored.items()}
-    if wrong := [k for k, shape in needed.items() if came.get(k) != shape]:
-        raise ValueError(
-            f"{pretrained} does not fit the network: expected {wrong[0]!r} of shape {needed[wrong[0]]}, got "
-            f"{came.get(wrong[0], 'none')} ({len(wrong)} of {len(needed)} differ); choose the file of this network and image size"
-        )
-    if bad := [k for k in needed if not bool(torch.isfinite(stored[k]).all())]:
-        raise ValueError(f"{pretrained}: {bad[0]!r} holds values that are not finite; choose another file")
-    with torch.no_grad():
-        for k in needed:
-            own[k].copy_(stored[k])
+    needed = [k for k, t in own.items() if torch.is_floating_point(t) and not other_classes(k)]
+    copy_weights(own, {k: stored[k] for k in needed if k in stored}, needed, pretrained)
     return network

@@ -109,22 +109,27 @@ def build_loss(table: Table, where: str, classes: int) -> Loss:
     """
     target = resolve(table, where, LOSS)
     arguments = {k: v for k, v in table.items() if k != "use"}
-    loss: Loss
     if inspect.isclass(target):
-        loss = call(target, check_arguments(target, arguments, where), where)
+        loss: Loss = call(target, check_arguments(target, arguments, where), where)
     else:
         both = list(inspect.signature(target).parameters)[:2]
-        if len(both) < 2:
-            raise SpecError(
-                f"{where}: a loss is called with logits and labels, but {table['use']!r} takes {both or None}"
-            )
         settings = check_arguments(target, arguments, where, dict.fromkeys(both))
         further = {k: v for k, v in settings.items() if k not in both}
         loss = partial(target, **further) if further else target
     if loss == cross_entropy():
         return F.cross_entropy  # same bits as the default, and attacks recognise it by identity
-    if reason := _wrong(loss, classes):
-        raise SpecError(f"{where}: {table['use']!r} {reason}")
+    logits, y = _probe(loss, classes)
+    try:
+        with torch.enable_grad():  # the caller may have turned gradients off
+            value = loss(logits.requires_grad_(), y)
+            if value.dim() or not value.isfinite() or not value.requires_grad:
+                raise ValueError(f"it returned {value}")
+    except Exception as error:  # a user's function may raise anything
+        first = (str(error).splitlines() or [""])[0]
+        raise SpecError(
+            f"{where}: {table['use']!r} must take logits (B, classes) of any sign and labels (B,) of int64, and return their "
+            f"finite, differentiable mean: {type(error).__name__}: {first}{own_line(error)}"
+        ) from error
     return loss
 
 
@@ -179,45 +184,3 @@ def _probe(loss: Loss, classes: int) -> tuple[Tensor, Tensor]:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs() <= SAME * (1e-6 + torch.maximum(a.abs(), b.abs())))
-
-
-def _wrong(loss: Loss, classes: int) -> str:
-    """Why a function is not a loss; empty if it is one."""
-    logits, y = _probe(loss, classes)
-    logits.requires_grad_()
-    try:
-        with torch.enable_grad():  # the caller may have turned gradients off
-            value = loss(logits, y)
-    except Exception as error:  # a user's function may raise anything
-        called = f"logits {tuple(logits.shape)} and labels {tuple(y.shape)}"
-        first = (str(error).splitlines() or [""])[0]
-        reason = f"raised {type(error).__name__}: {first}{own_line(error)} when it was called with {called}"
-        return f"{reason}; {_takes_instead(loss, logits.detach(), y)}"
-    if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
-        form = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        return f"gave {form}, expected a scalar: the mean over the examples"
-    if not value.isfinite():
-        return f"gave {float(value.detach())} for random logits, expected a finite number"
-    if not value.requires_grad:
-        return "has no derivative by the logits: compute it with torch, without detach(), item() or no_grad()"
-    return ""
-
-
-def _takes_instead(loss: Loss, logits: Tensor, y: Tensor) -> str:
-    """What to change where a loss does not take logits, judged by the other forms that it takes."""
-    to_logits = "let the network return logits, without its last sigmoid or softmax, and use a loss of logits"
-    to_classes = (
-        "let the network return one logit for each class, torch.cat([torch.zeros_like(z), z], -1) of its logit z (without a "
-        "sigmoid), and leave [loss] out: the cross-entropy is then the same loss"
-    )
-    forms = [(logits.softmax(-1), f"it takes probabilities: {to_logits}, such as the cross-entropy")]
-    if logits.shape[-1] == 2:
-        forms += [(logits[..., :1], f"it takes one logit: {to_classes}")]
-        forms += [(logits[..., :1].sigmoid(), f"it takes one probability: {to_classes}")]
-    for form, change in forms:
-        try:
-            loss(form, y)
-        except Exception:  # nor does it take this form
-            continue
-        return change
-    return "a loss takes logits (B, classes) of any sign and labels (B,) of int64, and returns their mean"

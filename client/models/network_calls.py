@@ -34,17 +34,17 @@ class NetworkCall:
     placed: bool = False
     replaced: bool = False
 
-    def __call__(self, net: nn.Module, x: Tensor, mask: Tensor, pad: int) -> Tensor:
+    def __call__(self, net: Any, x: Tensor, mask: Tensor, pad: int) -> Tensor:
         """Logits of ids (B, L) or embeddings (B, L, width) x, where mask (B, L) says which positions exist."""
         if not x.is_floating_point():
-            return self._logits(net, {"input_ids": x}, mask, _dtype(net))
+            return self._logits(net, {"input_ids": x}, mask, net.get_input_embeddings().weight.dtype)
         if not self.replaced:
             return self._logits(net, {"inputs_embeds": x}, mask, x.dtype)
         ids = torch.where(mask, int(pad == 0), pad)
         with _standing_in(net, x):
             return self._logits(net, {"input_ids": ids}, mask, x.dtype)
 
-    def _logits(self, net: nn.Module, content: dict[str, Tensor], mask: Tensor, dtype: torch.dtype) -> Tensor:
+    def _logits(self, net: Any, content: dict[str, Tensor], mask: Tensor, dtype: torch.dtype) -> Tensor:
         given = self._allowed(mask, dtype) if self.added else mask.long()
         places = {"position_ids": torch.arange(mask.shape[1], device=mask.device)[None]} if self.placed else {}
         logits: Tensor = net(**content, attention_mask=given, **places).logits
@@ -73,58 +73,42 @@ def call_of(net: nn.Module, tokenizer: Tokenizer, task: Task, positions: int, ta
     if table.is_meta:  # only shapes are built
         return first
     others = (dict(placed=True), dict(replaced=True), dict(added=False), dict(added=False, replaced=True))
-    reasons = []
     for call in (first, *(NetworkCall(causal, **other) for other in others)):
         try:
             with torch.no_grad():
-                reason = _wrong(call, net, tokenizer, task, positions, table)
-        except Exception as error:  # a network may raise anything where it is called in another way than its own
-            reason = f"it fails ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-        if not reason:
-            return call
-        reasons.append(reason)
+                if _fits(call, net, tokenizer, task, positions, table):
+                    return call
+        except Exception:  # a network may raise anything where it is called in another way than its own
+            continue
     raise ValueError(
-        f"{type(net).__name__} cannot be attacked through its word embeddings: {reasons[0]}. Expected a network of the package "
-        "transformers that takes inputs_embeds and attention_mask, as those of BERT, RoBERTa, DistilBERT, ELECTRA, ALBERT, "
-        "GPT-2 and OPT do"
+        f"{type(net).__name__} gives other logits for embeddings of words than for the words, or for padded sentences: expected a "
+        "network of the package transformers that takes inputs_embeds and attention_mask, such as BERT or GPT-2"
     )
 
 
-def _wrong(call: NetworkCall, net: nn.Module, tokenizer: Tokenizer, task: Task, positions: int, table: Tensor) -> str:
-    """What is wrong with a call on two sentences of which one is padded; empty if nothing is."""
+def _fits(call: NetworkCall, net: nn.Module, tokenizer: Tokenizer, task: Task, positions: int, table: Tensor) -> bool:
+    """Try a call on two sentences of which one is padded."""
     length, pad = min(WORDS, positions), tokenizer.pad
     words = [i for i in range(tokenizer.size) if i not in tokenizer.special][:length] or [int(pad == 0)]
     ids = torch.tensor([(words * length)[:length], (words[::-1] * length)[:length]], device=table.device)
     ids[1, length - 1 :] = pad if length > 1 else ids[1, length - 1 :]
     mask = ids != pad
-    by_words = call(net, ids, mask, pad)
+    by_words = every = call(net, ids, mask, pad)
     by_embeddings = call(net, table[ids], mask, pad)
     alone = call(net, ids[1:, mask[1]], mask[1:, mask[1]], pad)
+    padded = by_words[1:]
     if task == "next_token":
         by_words, by_embeddings, alone = by_words[mask], by_embeddings[mask], alone[0]
         padded = by_words[-len(alone) :]
-    else:
-        padded = by_words[1:]
-    if not _same(by_words, by_embeddings):
-        return "it gives other logits for embeddings of words than for these words"
-    if not _same(padded, alone):
-        return "padding changes its logits"
-    if call.causal and length > 1:
-        changed = ids.clone()
-        changed[0, -1] = words[0]
-        if not _same(call(net, changed, mask, pad)[0, :-1], call(net, ids, mask, pad)[0, :-1]):
-            return "a token sees those after it"
-    return ""
+    changed = ids.clone()
+    changed[0, -1] = words[0]
+    ahead = call.causal and length > 1 and not _same(call(net, changed, mask, pad)[0, :-1], every[0, :-1])
+    return _same(by_words, by_embeddings) and _same(padded, alone) and not ahead
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     gap = (a - b).abs().max()
     return bool(gap <= SAME * torch.maximum(a.abs().max(), b.abs().max()))
-
-
-def _dtype(net: Any) -> torch.dtype:
-    found: torch.dtype = net.get_input_embeddings().weight.dtype
-    return found
 
 
 def _standing_in(net: Any, x: Tensor) -> AbstractContextManager[object]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.client.models.columns import Columns
+from fedgauge.client.models.transformer import Block
 from fedgauge.client.models.vision import mlp
 
 
@@ -83,7 +84,7 @@ class _FTTransformer(nn.Module):
         self.numbers = nn.ModuleList(nn.Linear(1, dimension) for _ in self.places)
         # the class token, and the biases of the categories' tokens, as one layer that takes a constant
         self.constants = nn.Linear(1, dimension * (1 + len(self.categories.parts)), bias=False)
-        self.blocks = nn.ModuleList(_Block(dimension, heads, hidden, first=i == 0) for i in range(blocks))
+        self.blocks = nn.ModuleList(_PreNormBlock(dimension, heads, hidden, first=i == 0) for i in range(blocks))
         self.norm, self.head = nn.LayerNorm(dimension), nn.Linear(dimension, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,22 +98,15 @@ class _FTTransformer(nn.Module):
         return logits
 
 
-class _Block(nn.Module):
+class _PreNormBlock(Block):
     """Attention and two layers, each with a norm before it; the first attention has none (section 3.3)."""
 
     def __init__(self, width: int, heads: int, hidden: int, first: bool) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.wide, self.narrow = nn.Linear(width, hidden), nn.Linear(hidden, width)
-        self.norm1, self.norm2 = nn.Identity() if first else nn.LayerNorm(width), nn.LayerNorm(width)
+        super().__init__(width, heads, hidden)
+        if first:
+            self.norm1 = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm1(x)
-        q, k, v = (
-            f(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value)
-        )
-        weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
-        x = x + self.out((weights @ v).transpose(1, 2).flatten(-2))
+        x = x + self.attended(self.norm1(x))
         out: Tensor = x + self.narrow(self.wide(self.norm2(x)).relu())
         return out

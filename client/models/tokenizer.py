@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.files import check_folder
 from fedgauge.client.local_data import cached, may_download
+from fedgauge.client.models.libraries import import_library
 
 Task = Literal["classification", "next_token"]
 WORDPIECE = "wordpiece"
@@ -89,45 +89,37 @@ def offline() -> bool:
 
 
 def model_place(source: str | Path) -> dict[str, Any]:
-    """Where a model's files are, as arguments of from_pretrained; folders, minilm and offline use do not contact the hub.
+    """Return where a model's files are, as arguments of from_pretrained; only a name on the hub may lead to a download.
 
     Raises:
         ValueError: a folder does not exist, a path is given instead of a name, minilm's package is not installed, or a server
             named a model that is not in the hub's cache.
     """
-    local = offline()
+    local = True
     if isinstance(source, Path):
         if not source.is_dir():
             raise ValueError(f"{source} is not a folder of a model")
-        try:
-            check_folder(source)
-        except OSError as error:
-            raise ValueError(f"{source} is not a folder of a model: {error}") from error
-        source, local = str(source.absolute()), True
+        source = str(source.absolute())
     elif source == "minilm":
         spec = importlib.util.find_spec(MINILM)
         if spec is None or spec.origin is None:
             raise ValueError(f"minilm comes from the package {MINILM.replace('_', '-')}, which is not installed")
-        source, local = str(Path(spec.origin).parent / "model"), True
-    elif HUB_NAME.fullmatch(source) and not may_download.get():
-        # transformers tries any text as a folder first, and a server that names a model must not name a folder here
-        source, local = _cached_snapshot(source), True
-    elif not HUB_NAME.fullmatch(source) or Path(source).exists():
+        source = str(Path(spec.origin).parent / "model")
+    elif not HUB_NAME.fullmatch(source) or (may_download.get() and Path(source).exists()):
         raise ValueError(
-            f"{source!r} is a path, or not a name on Hugging Face's hub (model, or owner/model): for files, set folder"
+            f"{source!r} is not a name on Hugging Face's hub (model, or owner/model): for files, set folder"
         )
+    elif not may_download.get():
+        # transformers tries any text as a folder first, and a server that names a model must not name a folder here
+        from huggingface_hub import snapshot_download
+
+        try:
+            source = str(snapshot_download(source, local_files_only=True))
+        except OSError as error:
+            raise ValueError(f"{source} is not in the cache of Hugging Face's hub on this machine") from error
+    else:
+        local = offline()
     return {"pretrained_model_name_or_path": source, "local_files_only": local, "trust_remote_code": False}
-
-
-def _cached_snapshot(name: str) -> str:
-    """The folder in the hub's cache of a model that was downloaded before."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return str(snapshot_download(name, local_files_only=True))
-    except LocalEntryNotFoundError as error:
-        raise ValueError(f"{name} is not in the cache of Hugging Face's hub on this machine") from error
 
 
 @lru_cache(maxsize=4)
@@ -135,13 +127,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     """The tokenizer of a pre-trained model: minilm, a name on Hugging Face's hub, or a folder."""
     place = model_place(source)
     try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ValueError(
-            "pre-trained tokenizers need the package transformers: pip install 'fedgauge[text]'"
-        ) from error
-    try:
-        found = AutoTokenizer.from_pretrained(**place)
+        found = import_library("transformers", "text").AutoTokenizer.from_pretrained(**place)
     except (OSError, ValueError) as error:
         raise ValueError(f"the tokenizer of {source} cannot be loaded: {error}") from error
     backend = found.backend_tokenizer
@@ -150,7 +136,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     pad = found.pad_token_id if found.pad_token_id is not None else found.eos_token_id
     if pad is None:
         raise ValueError(
-            f"the tokenizer of {source} has neither a padding nor an end-of-text token, and sentences need one of them as padding"
+            f"the tokenizer of {source} has neither a padding nor an end-of-text token to pad sentences with"
         )
     special = frozenset(found.all_special_ids) | {pad}
     return Tokenizer(str(source), backend, int(pad), found.cls_token_id, found.sep_token_id, special)

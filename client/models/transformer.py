@@ -22,7 +22,7 @@ class Transformer(nn.Module):
         self.causal = causal
         self.words = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(self.positions, width) if learned else None
-        self.blocks = nn.ModuleList(_TransformerBlock(width, heads, hidden) for _ in range(layers))
+        self.blocks = nn.ModuleList(_PostNormBlock(width, heads, hidden) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary)
         for weight in (self.words.weight, self.head.weight):
             nn.init.uniform_(weight, -0.1, 0.1)
@@ -53,24 +53,37 @@ class Transformer(nn.Module):
         return torch.stack([angles.sin(), angles.cos()], -1).flatten(1).to(x.dtype)
 
 
-class _TransformerBlock(nn.Module):
-    """nn.TransformerEncoderLayer with separate projections, and attention that can be differentiated twice."""
+class Block(nn.Module):
+    """Attention that can be differentiated twice, with separate projections, and the layers of a block."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
         self.heads = heads
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
         self.wide, self.narrow = nn.Linear(width, hidden), nn.Linear(hidden, width)
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1: nn.Module = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+
+    def attended(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """The attention's output (B, L, width); added: to the scores."""
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        weights = (scores if added is None else scores + added).softmax(-1)
+        out: Tensor = self.out((weights @ v).transpose(1, 2).flatten(-2))
+        return out
+
+
+class _PostNormBlock(Block):
+    """nn.TransformerEncoderLayer."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__(width, heads, hidden)
         for linear in (self.query, self.key, self.value):  # as nn.MultiheadAttention draws its three as one
             nn.init.uniform_(linear.weight, -math.sqrt(6 / (4 * width)), math.sqrt(6 / (4 * width)))
         for linear in (self.query, self.key, self.value, self.out):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor, added: Tensor | None) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
-        weights = (scores if added is None else scores + added).softmax(-1)
-        x = self.norm1(x + self.out((weights @ v).transpose(1, 2).flatten(-2)))
+        x = self.norm1(x + self.attended(x, added))
         out: Tensor = self.norm2(x + self.narrow(F.relu(self.wide(x))))
         return out

@@ -2,7 +2,7 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.client.files import read_file
+from fedgauge.client.files import MOST_ARCHIVE, read_file
 
-MOST_WEIGHTS = 64 << 30  # bytes of a file
 Shape = tuple[int, ...]  # (C, H, W)
 Norm = Literal["batch", "group", "none"]
 Activation = Literal["relu", "sigmoid", "tanh"]
@@ -64,9 +63,8 @@ def convnet(shape: Shape, classes: int, width: int = 64, norm: Norm = "batch") -
     """The ConvNet of Inverting Gradients: eight 3x3 convolutions, two 3x3 max-pools, one linear layer."""
     _at_least_one("width", width)
     channels, height, wide = shape
+    _poolable(height, wide, 9)
     pooled = (height // 3 // 3) * (wide // 3 // 3)
-    if pooled == 0:
-        raise ValueError(f"convnet needs images of at least 9 x 9 pixels, got {height} x {wide}")
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     fan_in = channels
     for i, factor in enumerate((1, 2, 2, 4, 4, 4, 4, 4)):
@@ -200,7 +198,7 @@ def convsmall(shape: Shape, classes: int) -> nn.Module:
     The scale of the weights is part of their setting: noise of a fixed size hides smaller gradients better.
     """
     channels, height, width = shape
-    _poolable("convsmall", height, width)
+    _poolable(height, width, 4)
     model = nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(channels, 32, 3, padding=1),
@@ -232,7 +230,7 @@ def _lecun_normal(weight: Tensor) -> None:
 def convbig(shape: Shape, classes: int) -> nn.Module:
     """The ConvBig on which Balunovic et al. (2022) attack Soteria: two convolutions, three fully connected layers."""
     channels, height, width = shape
-    _poolable("convbig", height, width)
+    _poolable(height, width, 4)
     pooled = ((height // 2 + 2) // 2) * ((width // 2 + 2) // 2)
     return nn.Sequential(
         OrderedDict(
@@ -252,9 +250,9 @@ def convbig(shape: Shape, classes: int) -> nn.Module:
     )
 
 
-def _poolable(name: str, height: int, width: int) -> None:
-    if min(height, width) < 4:
-        raise ValueError(f"{name} needs images of at least 4 x 4 pixels, got {height} x {width}")
+def _poolable(height: int, width: int, least: int) -> None:
+    if min(height, width) < least:
+        raise ValueError(f"this network needs images of at least {least} x {least} pixels, got {height} x {width}")
 
 
 def _norm(norm: Norm, channels: int) -> nn.Module:
@@ -305,46 +303,33 @@ def load_weights(model: nn.Module, path: Path) -> None:
     Raises:
         ValueError: the file is not to be read, or its names, shapes, dtypes or values do not fit; the model is unchanged.
     """
-    stored = read_weights(path)
-    own = model.state_dict()
+    stored, own = read_weights(path), model.state_dict()
     needed = detached_params(model).keys() | floating_buffers(model).keys()  # tied ones under one name
-    missing, unknown = sorted(needed - stored.keys()), sorted(stored.keys() - own.keys())
-    if missing or unknown:
-        parts = [f"it lacks {_some(missing)}"] * bool(missing) + [f"the model has no {_some(unknown)}"] * bool(unknown)
-        raise ValueError(
-            f"{path} does not fit the model: {'; '.join(parts)}. Choose the model that it was written from "
-            "(use, width, norm ...)"
-        )
-    for name, t in stored.items():
-        expected, came = ((str(tuple(v.shape)), str(v.dtype).removeprefix("torch.")) for v in (own[name], t))
-        if expected != came:
+    if unknown := sorted(stored.keys() - own.keys()):
+        raise ValueError(f"{path} does not fit the model, which has no {unknown[0]!r}: choose the model of this file")
+    copy_weights(own, stored, needed, path)
+
+
+def copy_weights(own: dict[str, Tensor], stored: dict[str, Tensor], needed: Iterable[str], path: Path) -> None:
+    """Copy a file's tensors; ValueError, before any is copied, unless all needed ones are there, fit, and are finite."""
+    for name in (*needed, *stored):
+        expected, came = ((tuple(t[name].shape), t[name].dtype) if name in t else None for t in (own, stored))
+        if expected != came or not torch.isfinite(stored[name]).all():
             raise ValueError(
-                f"{path}: expected {name!r} of shape {expected[0]} and dtype {expected[1]}, got {came[0]} and {came[1]}: "
-                "choose the model and data that it was written from, or convert the file"
+                f"{path} does not fit the model: expected finite {name!r} of {expected}, got {came or 'none'}"
             )
-        if not torch.isfinite(t).all():
-            raise ValueError(f"{path}: {name!r} holds values that are not finite; train again, or choose another file")
     with torch.no_grad():
         for name, t in stored.items():
             own[name].copy_(t)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; ValueError if it cannot be read."""
+    """Read the tensors of a safetensors file; ValueError if it cannot be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     try:
-        stored: dict[str, Tensor] = load(read_file(path, MOST_WEIGHTS))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror or error}); paths start from {Path.cwd()}") from error
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(
-            f"{path} is not a safetensors file ({error}); write one with safetensors.torch.save_file"
-        ) from error
+        stored: dict[str, Tensor] = load(read_file(path, MOST_ARCHIVE))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} is not a safetensors file that can be read from {Path.cwd()}: {error}") from error
     return stored
-
-
-def _some(names: Sequence[str]) -> str:
-    """A few names in words."""
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -86,19 +86,6 @@ def test_the_update_of_one_step_is_minus_the_rate_times_the_gradient_by_autograd
         torch.testing.assert_close(update[name], -0.1 * g, rtol=1e-5, atol=1e-7)
 
 
-def test_the_same_question_has_the_same_answer_in_another_process_of_the_client() -> None:
-    """The built federation is kept between messages; what was asked before must not show."""
-    agreed = protocol(chain=NOISY)
-    federation.cache_clear()
-    first = tensors(app(ask(agreed, 1), context(agreed, 0)))
-    app(ask(agreed, 2), context(agreed, 1))
-    later = tensors(app(ask(agreed, 1), context(agreed, 0)))
-    federation.cache_clear()
-    fresh = tensors(app(ask(agreed, 1), context(agreed, 0)))
-    assert identical(first, later)
-    assert identical(first, fresh)
-
-
 def test_clients_rounds_and_seeds_give_different_updates() -> None:
     agreed, other = protocol(chain=NOISY), protocol(chain=NOISY, seed=4)
     answers = [
@@ -107,14 +94,6 @@ def test_clients_rounds_and_seeds_give_different_updates() -> None:
     ]
     for i, a in enumerate(answers):
         assert not any(identical(a, b) for b in answers[:i])
-
-
-def test_the_message_is_left_as_it_came() -> None:
-    agreed = protocol()
-    message = ask(agreed)
-    before = tensors(message, "arrays")
-    app(message, context(agreed, 0))
-    assert identical(tensors(message, "arrays"), before)
 
 
 @pytest.mark.parametrize(("chain", "examples", "alike"), [
@@ -138,23 +117,16 @@ def test_a_straggler_answers_with_an_error_of_its_own() -> None:
         reply = travel(app(ask(agreed, round), context(agreed, client)))
         assert reply.has_error() == missed
         if missed:
-            assert (reply.error.code, STRAGGLED) == (100, 100)
-            assert reply.error.reason == "straggler: too late by the scenario's [stragglers]"
-            assert reply.metadata.src_node_id == NODE
+            assert reply.error.code == STRAGGLED and reply.metadata.src_node_id == NODE
 
 
-@pytest.mark.parametrize(("asked", "agreed_mu"), [(0.5, 0.0), (0.0, 0.5), (0.25, 0.5)])
-def test_a_server_that_asks_for_another_proximal_mu_is_refused(asked: float, agreed_mu: float) -> None:
-    agreed = protocol(chain=[{**SGD, "proximal_mu": agreed_mu}])
-    with pytest.raises(ValueError, match=f"the server asks for proximal-mu {asked}, but the protocol says {agreed_mu}"):
-        app(ask(agreed, **{"proximal-mu": asked}), context(agreed, 0))
-
-
-@pytest.mark.parametrize("mu", [0.0, 0.5])
-def test_the_agreed_proximal_mu_is_accepted_spoken_or_not(mu: float) -> None:
-    agreed = protocol(chain=[{**SGD, "steps": 3, "proximal_mu": mu}])
-    spoken = tensors(app(ask(agreed, **{"proximal-mu": mu}), context(agreed, 0)))
+@pytest.mark.parametrize("agreed_mu", [0.0, 0.5])
+def test_only_the_agreed_proximal_mu_is_accepted_spoken_or_not(agreed_mu: float) -> None:
+    agreed = protocol(chain=[{**SGD, "steps": 3, "proximal_mu": agreed_mu}])
+    spoken = tensors(app(ask(agreed, **{"proximal-mu": agreed_mu}), context(agreed, 0)))
     assert identical(spoken, tensors(app(ask(agreed), context(agreed, 0))))
+    with pytest.raises(ValueError, match="proximal-mu"):
+        app(ask(agreed, **{"proximal-mu": 0.25}), context(agreed, 0))
 
 
 def test_batchnorm_statistics_come_from_the_server_and_go_back_apart() -> None:
@@ -183,12 +155,6 @@ def test_batchnorm_statistics_of_one_client_do_not_leak_into_the_next() -> None:
     assert identical(tensors(alone), tensors(after))
 
 
-def test_batchnorm_in_eval_mode_keeps_the_servers_statistics() -> None:
-    agreed = protocol(model={**BATCHNORM, "mode": "eval"})
-    reply = app(ask(agreed), context(agreed, 0))
-    assert "buffers" not in reply.content
-
-
 @pytest.mark.parametrize("client", [0, 2])
 def test_a_node_says_which_client_it_is(client: int) -> None:
     question = travel(Message(RecordDict(), dst_node_id=NODE, message_type="query"))
@@ -196,51 +162,21 @@ def test_a_node_says_which_client_it_is(client: int) -> None:
     assert dict(answer.content.metric_records["who"]) == {"client": client}
 
 
-def without_arrays(message: Message) -> None:
-    del message.content["arrays"]
+SPOILT: dict[str, Callable[[RecordDict], object]] = {
+    "no arrays": lambda content: content.pop("arrays"),
+    "no config": lambda content: content.pop("config"),
+    "a tensor less": lambda content: content.array_records["arrays"].pop("1.bias"),
+    "a tensor more": lambda content: content.array_records["arrays"].update(ArrayRecord({"extra": torch.zeros(1)})),
+    "broadcastable": lambda content: content.array_records["arrays"].update(ArrayRecord({"1.bias": torch.zeros(1)})),
+    "unknown buffer": lambda content: content.update({"buffers": ArrayRecord({"unknown": torch.zeros(1)})}),
+}
 
 
-def without_config(message: Message) -> None:
-    del message.content["config"]
-
-
-def with_a_tensor_less(message: Message) -> None:
-    message.content.array_records["arrays"].pop("1.bias")
-
-
-def with_a_tensor_more(message: Message) -> None:
-    message.content.array_records["arrays"].update(ArrayRecord({"extra": torch.zeros(1)}))
-
-
-def with_a_broadcastable_tensor(message: Message) -> None:
-    message.content.array_records["arrays"].update(ArrayRecord({"1.bias": torch.zeros(1)}))
-
-
-def with_an_unknown_buffer(message: Message) -> None:
-    message.content["buffers"] = ArrayRecord({"unknown": torch.zeros(1)})
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        without_arrays,
-        without_config,
-        with_a_tensor_less,
-        with_a_tensor_more,
-        with_a_broadcastable_tensor,
-        with_an_unknown_buffer,
-    ],
-)
-def test_a_message_that_is_no_training_message_raises(spoil: Callable[[Message], None]) -> None:
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_message_that_is_no_training_message_raises(name: str) -> None:
     """Flower turns the exception into an error reply; an update of something else would be worse."""
     agreed = protocol()
     message = ask(agreed)
-    spoil(message)
+    SPOILT[name](message.content)
     with pytest.raises((KeyError, RuntimeError, ValueError)):
         app(message, context(agreed, 0))
-
-
-def test_evaluation_is_not_the_clients() -> None:
-    message = travel(Message(RecordDict(), dst_node_id=NODE, message_type="evaluate"))
-    with pytest.raises(ValueError, match="No evaluate function registered"):
-        app(message, context(protocol(), 0))

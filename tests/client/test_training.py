@@ -23,11 +23,6 @@ def test_the_gradient_is_autograds(loss: Callable[..., Tensor]) -> None:
     assert largest_difference(found, autograd(model, params_of(model), batch, loss)) < 1e-15
 
 
-def test_the_gradient_is_taken_at_the_given_params_not_at_the_models() -> None:
-    model, batch, other = network(0), examples(6), params_of(network(1))
-    assert largest_difference(gradient(model)(other, batch, None), autograd(model, other, batch)) < 1e-15
-
-
 def test_normalisation_stands_before_the_model() -> None:
     model, batch = network(), examples(6)
     found = gradient(model, normalise=lambda x: (x - 0.3) / 0.2)(params_of(model), batch, None)
@@ -40,6 +35,11 @@ def test_labels_may_be_probabilities() -> None:
     hard = gradient(model)(params_of(model), batch, None)
     soft = gradient(model)(params_of(model), Batch(batch.x, F.one_hot(batch.y, 3).double()), None)
     assert largest_difference(hard, soft) < 1e-15
+
+
+def test_the_gradient_is_taken_at_the_given_params_not_at_the_models() -> None:
+    model, batch, other = network(0), examples(6), params_of(network(1))
+    assert largest_difference(gradient(model)(other, batch, None), autograd(model, other, batch)) < 1e-15
 
 
 class Normed(nn.Module):
@@ -127,16 +127,6 @@ def test_local_training_is_torchs_sgd(steps: int, batch_size: int | None, mu: fl
     assert largest_difference(found, torch_sgd(model, batch, 0.4, steps, batch_size, mu)) < 1e-12
 
 
-def test_the_proximal_term_holds_the_weights_back() -> None:
-    model, batch = network(), examples(6)
-    sizes = [
-        float(norm(local_sgd(0.1, 20, proximal_mu=mu)(gradient(model))(params_of(model), batch, None)))
-        for mu in (0.0, 1.0, 5.0)
-    ]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[2] < 0.8 * sizes[0]
-
-
 def test_scale_is_how_far_a_constant_gradient_moves_the_weights() -> None:
     train = local_sgd(0.25, steps=8)
     moved = train(lambda params, batch, rng: {"w": torch.ones(1)})({"w": torch.zeros(1)}, examples(1), None)
@@ -144,19 +134,18 @@ def test_scale_is_how_far_a_constant_gradient_moves_the_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"rate": 0.0}, "rate must be above 0, got 0.0"),
-        ({"rate": -1.0}, "rate must be above 0, got -1.0"),
-        ({"rate": float("nan")}, "rate must be above 0, got nan"),
-        ({"rate": 0.1, "steps": 0}, "steps must be at least 1, got 0"),
-        ({"rate": 0.1, "batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"rate": 0.1, "proximal_mu": -0.1}, "proximal_mu must not be negative, got -0.1"),
-        ({"rate": 0.1, "proximal_mu": float("nan")}, "proximal_mu must not be negative, got nan"),
+        {"rate": 0.0},
+        {"rate": float("nan")},
+        {"rate": 0.1, "steps": 0},
+        {"rate": 0.1, "batch_size": 0},
+        {"rate": 0.1, "proximal_mu": -0.1},
+        {"rate": 0.1, "proximal_mu": float("nan")},
     ],
 )
-def test_local_sgd_refuses(arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_local_sgd_refuses(arguments: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=list(arguments)[-1]):
         local_sgd(**arguments)  # type: ignore[arg-type]
 
 

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from fedgauge.client import toml_text
-from fedgauge.client.components import SpecError, Table
+from fedgauge.client.components import Table
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError
 from fedgauge.server.views.clients import clients, heat_map
 from fedgauge.server.views.reading import Reading
@@ -56,45 +55,16 @@ def test_a_number_of_thousands_of_digits_hides_no_run(
     path.write_text("\n".join(f"{name} = {HEX}" if line.startswith(f"{name} = ") else line for line in lines))
     for command in (["report", str(theirs.folder)], ["audit", str(theirs.folder)], ["prune", str(theirs.folder)]):
         assert main(command) == 2, command
-        assert "a whole number has more than 64 bits" in capsys.readouterr().err
+        assert "scenario.toml" in capsys.readouterr().err
     assert main(["runs", "--runs", str(theirs.folder.parent)]) == 0
     told = capsys.readouterr()
     assert "unreadable" in told.out and "good" in told.out and "more than 64 bits" in told.err
 
 
-@pytest.mark.parametrize("number", [HEX, f"-{2**64}", f"[[1, {2**64}]]", f"{{a = {2**64}}}", "9" * 5000])
-def test_a_number_of_more_than_64_bits_is_no_setting(number: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [HEX, "9" * 5000, "[" * 5000])
+def test_what_cannot_be_written_again_is_not_read(text: str) -> None:
     with pytest.raises(tomllib.TOMLDecodeError):
-        toml_text.parse(f"a = {number}".encode())
-    (tmp_path / "s.toml").write_text("rounds = 1")
-    with pytest.raises(SpecError):
-        Scenario.load(tmp_path / "s.toml", [f"seed={number}"])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a." * 32 + "a = 1",
-        " a\t. " * 32 + "a = 1",
-        "b = 1\n[" + "a." * 400_000 + "a]",
-        "[[" + "a." * 32 + "a]]",
-        "b = {c = 1," + "a." * 32 + "a = 1}",
-        '"a\\"b".' * 16 + "'c'." * 16 + "d = 1",
-    ],
-)
-def test_a_key_of_many_names_is_not_even_parsed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each of its names tomllib goes through those before it."""
-    monkeypatch.setattr(tomllib, "loads", lambda text: pytest.fail("it was parsed"))
-    with pytest.raises(tomllib.TOMLDecodeError, match="more than 32 names are joined by dots"):
-        toml_text.parse(text.encode())
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["a." * 30 + "a = 1", f"a = [{'0.1, ' * 1000}]", "a = '''" + "A sentence. " * 1000 + "'''", "# " + ". " * 99],
-)
-def test_other_dots_are_read(text: str) -> None:
-    assert toml_text.parse(text.encode()) == tomllib.loads(text)
+        toml_text.parse(f"a = {text}".encode())
 
 
 def _sums(data: bytes, first: int, second: int) -> tuple[int, int]:

@@ -84,14 +84,6 @@ def test_the_number_that_the_server_gives_a_round_does_not_excuse_a_jump(round: 
     assert alarmed(found)["jump"].score == pytest.approx(15 / min(round - 1, 5))
 
 
-def test_what_is_kept_is_not_the_senders_tensor() -> None:
-    params = detached_params(network())
-    memory: TransformState = {}
-    InspectionPolicy("log").findings(probes(), params, 1, memory)
-    params["3.weight"].zero_()
-    assert bool(memory["params.3.weight"].any())
-
-
 def test_the_first_rounds_network_is_the_agreed_one_unless_the_owner_names_it() -> None:
     memory: TransformState = {}
     model, other = network(), network(hidden=(40, 40))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedgauge.client.inspection.policy import inspect
-from fedgauge.client.inspection.results import LARGEST, DetectorResults
+from fedgauge.client.inspection.results import DetectorResults
 from fedgauge.client.inspection.weights import MOST_ROWS, inspect_weights
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
@@ -107,13 +107,6 @@ def test_a_jump_is_measured_in_the_layers_own_size_and_by_the_rounds_between() -
     assert score(inspect(probes(), altered, params, apart=4), "jump") == pytest.approx(1.0)
 
 
-def test_weights_out_of_nothing_have_the_largest_jump() -> None:
-    params = {"w": torch.ones(2, 2)}
-    before = {"w": torch.zeros(2, 2)}
-    assert [f.score for f in inspect_weights(params, before) if f.detector == "jump"] == [LARGEST]
-    assert [f.score for f in inspect_weights(before, before) if f.detector == "jump"] == [0]
-
-
 @pytest.mark.parametrize("entry", [math.nan, math.inf])
 def test_weights_that_are_no_numbers_are_an_alarm(entry: float) -> None:
     params = detached_params(network())
@@ -164,12 +157,6 @@ def test_rows_of_a_large_matrix_that_moved_are_found_wherever_they_went(n: int) 
     assert alarmed(moved)["moved rows"].description.startswith(f"{MOST_ROWS} rows are nearer")
     still = DetectorResults.of(inspect_weights({"w": before}, {"w": before}, rng=generator(0)))
     assert score(still, "moved rows") == 0
-
-
-def test_rows_of_any_size_are_compared() -> None:
-    before = 1e25 * torch.randn(20, 16, generator=torch.Generator().manual_seed(0))
-    moved = DetectorResults.of(inspect_weights({"w": before.roll(1, 0)}, {"w": before}))
-    assert "moved rows" in alarmed(moved)
 
 
 def test_embeddings_are_no_layers() -> None:

@@ -112,15 +112,6 @@ def test_ids_and_their_embeddings_give_the_same_logits(model: LanguageModel, wor
     torch.testing.assert_close(a, b)
 
 
-def test_padding_changes_nothing(model: LanguageModel, words: Tokenizer) -> None:
-    model = copy.deepcopy(model).double()
-    ids = ids_of(model, words)
-    for row in ids:
-        alone = row[row != model.pad][None]
-        logits = model(row[None])
-        torch.testing.assert_close(logits[:, : alone.shape[1]] if model.task == "next_token" else logits, model(alone))
-
-
 def test_padding_moves_no_gradient(model: LanguageModel, words: Tokenizer) -> None:
     model = copy.deepcopy(model).double()
     ids = ids_of(model, words)[1:2]
@@ -142,21 +133,6 @@ def test_a_decoder_does_not_look_ahead(words: Tokenizer) -> None:
         torch.testing.assert_close(model(ids)[:, :3], model(changed)[:, :3])
     seeing = transformer3((LENGTH,), words, "next_token", width=16, heads=2, causal=False)
     assert (seeing(ids)[:, 0] - seeing(changed)[:, 0]).abs().max() > 1e-4
-
-
-def test_every_part_is_a_parameter_of_the_form_it_should_have(model: LanguageModel) -> None:
-    params, parts = detached_params(model), model.parts
-    assert params[parts.word].shape == (model.vocabulary, model.width)
-    assert len(parts.layers) == (3 if parts.position is None else 2)
-    assert params[parts.head[0]].shape[1] == model.width
-    for layer in parts.layers:
-        for projection in (layer.query, layer.key, layer.value):
-            weight, bias = projection.of(params)
-            assert weight.shape == (model.width, model.width)
-            assert bias is not None and bias.shape == (model.width,)
-        assert len(layer.norms) == 4 and all(params[name].shape == (model.width,) for name in layer.norms)
-    for norm in parts.embedding_norm or ():
-        assert params[norm].shape == (model.width,)
 
 
 EXPECTED = {
@@ -207,16 +183,6 @@ def test_a_projection_is_what_the_block_computes(model: LanguageModel, words: To
     torch.testing.assert_close(functional_call(model, changed, (ids,)), before)
     model.parts.layers[0].query.of(changed)[0].mul_(2.0)
     assert (functional_call(model, changed, (ids,)) - before).abs().max() > 1e-4
-
-
-def test_a_projection_can_be_read_off_stacked_updates(model: LanguageModel) -> None:
-    params = detached_params(model)
-    stacked = {name: torch.stack([t, 2 * t]) for name, t in params.items()}
-    for projection in (model.parts.layers[1].query, model.parts.layers[1].value):
-        (one, bias), (both, biases) = projection.of(params), projection.of(stacked)
-        assert bias is not None and biases is not None
-        torch.testing.assert_close(both, torch.stack([one, 2 * one]))
-        torch.testing.assert_close(biases, torch.stack([bias, 2 * bias]))
 
 
 def test_a_key_biass_gradient_is_zero_but_for_rounding(model: LanguageModel, words: Tokenizer) -> None:
@@ -285,15 +251,15 @@ def test_the_three_layer_transformer_is_torchs_own(words: Tokenizer) -> None:
     torch.testing.assert_close(model(ids), net.head(theirs(x, mask=causal)))  # type: ignore[operator]
 
 
+# ------------------------------------------------------------------------------------------------------------- freezing
+
+
 def test_sines_and_cosines_are_those_of_the_paper(words: Tokenizer) -> None:
     net = transformer3((LENGTH,), words, "next_token", width=4, heads=2).net
     placed = net._placed(torch.zeros(1, 3, 4))  # type: ignore[operator]
     two = torch.tensor(2.0)
     torch.testing.assert_close(placed[0], torch.tensor([0.0, 1, 0, 1]))
     torch.testing.assert_close(placed[2], torch.stack([two.sin(), two.cos(), (two / 100).sin(), (two / 100).cos()]))
-
-
-# ------------------------------------------------------------------------------------------------------------- freezing
 
 
 def test_frozen_parts_are_buffers_that_the_server_sends_and_nobody_trains(words: Tokenizer) -> None:
@@ -319,26 +285,7 @@ def test_freezing_changes_no_logit(words: Tokenizer) -> None:
         torch.testing.assert_close(both[0](ids), both[1](ids))
 
 
-def test_frozen_tied_words_are_frozen_in_the_head_too(words: Tokenizer) -> None:
-    model = tiny_gpt2((LENGTH,), words, "next_token", width=16, freeze=["words"])
-    assert not any(t.shape[0] == model.vocabulary for t in detached_params(model).values())
-    assert model.net.lm_head.weight is model.net.transformer.wte.weight  # type: ignore[union-attr]
-
-
-def test_frozen_parts_that_there_are_not_are_refused(words: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="the model has no learnt positions"):
-        transformer3((LENGTH,), words, "next_token", width=16, heads=2, freeze=["positions"])
-
-
 # ------------------------------------------------------------------------------------------------------------- refusals
-
-
-def test_sentences_over_the_position_limit_are_refused_with_both_numbers(words: Tokenizer) -> None:
-    with pytest.raises(ValueError, match=r"130 tokens, and tiny_bert has 128 positions"):
-        tiny_bert((130,), words, "classification", 2)
-    model = bert(words)
-    with pytest.raises(ValueError, match="sentences of 129 tokens, and the model has 128 positions"):
-        model(torch.zeros(1, 129, dtype=torch.int64))
 
 
 def test_robertas_positions_are_counted_from_behind_the_paddings(words: Tokenizer) -> None:
@@ -347,44 +294,42 @@ def test_robertas_positions_are_counted_from_behind_the_paddings(words: Tokenize
     assert model(torch.full((1, model.positions), 7)).shape == (1, 3)
 
 
-def test_dropout_left_on_is_refused(words: Tokenizer) -> None:
-    config = transformers.BertConfig(vocab_size=words.size, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
-    net = transformers.BertForSequenceClassification._from_config(config, attn_implementation="eager")
-    with pytest.raises(ValueError, match=r"dropout is on .*set it to 0"):
-        LanguageModel(net, "classification", words)
+def _bert_net(words: Tokenizer, attention: str, **settings: float) -> nn.Module:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=words.size, **sizes, **settings)
+    net: nn.Module = transformers.BertForSequenceClassification._from_config(config, attn_implementation=attention)
+    return net
 
 
-def test_attention_without_a_second_derivative_is_refused(words: Tokenizer) -> None:
-    config = copy.deepcopy(bert(words).net.config)
-    net = transformers.BertForSequenceClassification._from_config(config, attn_implementation="sdpa")
-    with pytest.raises(ValueError, match="'sdpa', which has no second derivative"):
-        LanguageModel(net, "classification", words)
+class Odd(nn.Module):
+    """Embeddings without blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
 
 
-def test_a_model_is_not_made_for_another_task(words: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="tiny_bert is a model for classification, but \\[data\\] is for next_token"):
-        tiny_bert((LENGTH,), words, "next_token", 2)
-    with pytest.raises(ValueError, match="decoder is a model for next_token"):
-        decoder((LENGTH,), words, "classification")
+OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+REFUSED: dict[str, Callable[[Tokenizer, Path], object]] = {
+    "dropout": lambda words, _: LanguageModel(_bert_net(words, "eager"), "classification", words),
+    "attention": lambda words, _: LanguageModel(_bert_net(words, "sdpa", **OFF), "classification", words),
+    "tokenizer": lambda words, _: LanguageModel(bert(wordpiece(SENTENCES, 40)).net, "classification", words),
+    "Odd": lambda words, _: LanguageModel(Odd(), "classification", words),
+    "130 tokens": lambda words, _: tiny_bert((130,), words, "classification", 2),
+    "for classification": lambda words, _: tiny_bert((LENGTH,), words, "next_token", 2),
+    "for next_token": lambda words, _: decoder((LENGTH,), words, "classification"),
+    "positions": lambda words, _: transformer3((LENGTH,), words, "next_token", freeze=["positions"]),
+    "missing": lambda words, folder: encoder((16,), words, "classification", 2, folder=folder / "missing"),
+}
 
 
-def test_a_tokenizer_of_more_words_than_the_model_has_is_refused(words: Tokenizer) -> None:
-    net = bert(wordpiece(SENTENCES, 40)).net
-    with pytest.raises(ValueError, match=rf"has {words.size} words, the model's embeddings"):
-        LanguageModel(net, "classification", words)
-
-
-def test_a_network_of_an_unknown_kind_is_refused(words: Tokenizer) -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(8, 4)
-
-        def get_input_embeddings(self) -> nn.Module:
-            return self.embed
-
-    with pytest.raises(ValueError, match="Odd has no stack of blocks whose query"):
-        LanguageModel(Odd(), "classification", words)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_and_attacked_is_refused(words: Tokenizer, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        REFUSED[name](words, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------- real weights
@@ -411,7 +356,7 @@ def test_minilm_comes_from_its_package_without_a_network(monkeypatch: pytest.Mon
     assert (tokenizer.pad, model.start, model.end, len(model.special)) == (0, (101,), (102,), 5)
     # a sentence longer than the 128 tokens to which the packaged tokenizer cuts and pads
     assert len(tokenizer.encode("word " * 200)) == 200 and len(tokenizer.encode("one word")) == 2
-    with pytest.raises(ValueError, match=r"'wordpiece' \(\d+ words\) is not that of minilm \(30,522\): say tokenizer"):
+    with pytest.raises(ValueError, match='tokenizer = "minilm"'):
         encoder((16,), words, "classification", 2)
 
 
@@ -430,33 +375,10 @@ def test_minilm_is_bert_as_transformers_computes_it(words: Tokenizer) -> None:
         torch.testing.assert_close(model(ids), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
-def test_offline_no_hub_is_asked(monkeypatch: pytest.MonkeyPatch, words: Tokenizer, variable: str) -> None:
-    import socket
-
-    asked: list[object] = []
-
-    def refuse(self: socket.socket, address: object) -> None:
-        asked.append(address)
-        raise OSError("no network in this test")
-
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setenv(variable, "1")
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        decoder((16,), words, "next_token", name="nobody/nothing-of-this-name")
-    assert not asked
-
-
 @pytest.mark.parametrize("name", ["../secret", "/etc", "a/b/c", "a/..", ".hidden", "", "mine"])
 def test_a_name_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Tokenizer, name: str) -> None:
     """A server names its clients' model: no file of theirs, and no folder that happens to have such a name."""
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="is a path, or not a name on Hugging Face's hub"):
+    with pytest.raises(ValueError, match="set folder"):
         encoder((16,), words, "classification", 2, name=name)
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path, words: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="missing is not a folder of a model"):
-        encoder((16,), words, "classification", 2, folder=tmp_path / "missing")

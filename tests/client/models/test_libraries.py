@@ -37,24 +37,19 @@ def test_the_weights_are_the_librarys_for_the_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "name", "said"),
+    ("build", "shape", "name"),
     [
-        (timm, "resnet17", "timm has no classifier 'resnet17'; did you mean 'resnet"),
-        (timm, "hf-hub:somebody/network", "timm has no classifier 'hf-hub:somebody/network'"),
-        (timm, "local-dir:somewhere", "timm has no classifier"),
-        (torchvision, "fcn_resnet50", "torchvision has no classifier 'fcn_resnet50'"),
+        (timm, COLOUR, "resnet17"),
+        (timm, COLOUR, "hf-hub:somebody/network"),
+        (timm, COLOUR, "local-dir:somewhere"),
+        (torchvision, COLOUR, "fcn_resnet50"),
+        (torchvision, GREY, "resnet18"),
+        (torchvision, (3, 32, 64), "vit_b_32"),
     ],
 )
-def test_names_of_no_list_are_refused(build: object, name: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        build(COLOUR, 10, name)  # type: ignore[operator]
-
-
-def test_shapes_that_a_network_refuses_are_said() -> None:
-    with pytest.raises(ValueError, match="of three colours, and these have 1: take timm's"):
-        torchvision(GREY, 10, "resnet18")
-    with pytest.raises(ValueError, match="takes square images, got 32 x 64"):
-        torchvision((3, 32, 64), 10, "vit_b_32")
+def test_names_of_no_list_and_other_images_are_refused(build: object, shape: tuple[int, ...], name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}|colours"):
+        build(shape, 10, name)  # type: ignore[operator]
 
 
 def test_weights_come_from_a_file_and_a_classifier_of_other_classes_is_drawn(tmp_path: Path) -> None:
@@ -76,12 +71,12 @@ def test_weights_come_from_a_file_and_a_classifier_of_other_classes_is_drawn(tmp
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_file(timm(COLOUR, 10, "resnet10t").state_dict(), path)
-    with pytest.raises(ValueError, match="does not fit the network: expected '.*' of shape"):
+    with pytest.raises(ValueError, match="does not fit"):
         timm(COLOUR, 10, "resnet14t", path)
     spoiled = timm(COLOUR, 10, "resnet10t").state_dict()
     spoiled["fc.bias"] = torch.full_like(spoiled["fc.bias"], float("nan"))
     save_file(spoiled, path)
-    with pytest.raises(ValueError, match="'fc.bias' holds values that are not finite"):
+    with pytest.raises(ValueError, match=r"finite 'fc.bias'"):
         timm(COLOUR, 10, "resnet10t", path)
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="none.safetensors"):
         timm(COLOUR, 10, "resnet10t", tmp_path / "none.safetensors")
