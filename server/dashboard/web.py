@@ -63,6 +63,7 @@ def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starl
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         current_default_thread_limiter().total_tokens = THREADS
         yield
+        catalog.close()
 
     app = Starlette(
         routes=_routes(),
@@ -107,17 +108,8 @@ class PageServer(uvicorn.Server):
 
     def __init__(self, app: Starlette) -> None:
         self.app = app
-        super().__init__(
-            uvicorn.Config(
-                app,
-                ws="none",
-                log_config=None,
-                log_level="error",
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=2,
-            )
-        )
+        quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
+        super().__init__(uvicorn.Config(app, ws="none", timeout_graceful_shutdown=2, **quiet))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.app.state.event_stream.stop()
@@ -299,9 +291,8 @@ async def _compare(request: Request) -> Response:
     names = [name for name in asked.get("runs", "").split(",") if name] or catalog.names()
     if len(names) > OPEN:
         raise BadQuery(f"at most {OPEN} runs can be compared, got {len(names)}: name some, ?runs=a,b")
-    known = {
-        name: place for place, name in enumerate(catalog.names())
-    }  # each keeps its colour whichever others are chosen
+    known = {name: place for place, name in enumerate(catalog.names())}
+    # each keeps its colour whichever others are chosen
     colours = [known.get(name, 0) for name in dict.fromkeys(names)]
     return Json(await run_in_threadpool(catalog.compare, names, lambda readings: compare(readings, metric, colours)))
 

@@ -6,6 +6,7 @@ training goes on; if training dies, it finishes what is on the tape.
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +26,7 @@ from fedgauge.server.store.scenario import AuditOptions, Scenario
 from fedgauge.server.store.tape import TapeError, as_arrays, as_tensors
 from fedgauge.server.store.uploads import UploadMismatch, read_observation
 
-NO_REPLAY = (
-    "not possible in a deployment: only a client's own data, which stays with the client, can recompute its update"
-)
+NO_REPLAY = "not possible in a deployment: only a client's own data, which stays there, can recompute its update"
 ATTEMPTS = 3  # for a wave whose worker dies; the last one is on the CPU
 EVERY = 1.0  # seconds between two notes on the use of the devices
 
@@ -119,42 +118,30 @@ class _DeviceUse:
     """Tells those who watch a run how busy each device is."""
 
     def __init__(self, ledger: Ledger, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ledger = ledger
-        self._executor = executor
-        self._clock = clock
+        self._ledger, self._executor, self._clock = ledger, executor, clock
         self._began = self._noted = clock()
-        self._told: object = None
-        self._told_at = -EVERY
-        self._busy: dict[str, int] = {}  # waves of each device since the last note
-        self._seconds: dict[str, float] = {}  # that each device's workers have attacked
+        self._told_at: float | None = None
+        self._seconds: Counter[str] = Counter()  # that each device's workers have attacked
         self._ended_before = ledger.finished()
 
     def note(self, over: bool = False) -> None:
-        """Count the time since the last call; write what has changed, once a second at most until it is over."""
+        """Count the time since the last call, and write the use once a second at most until it is over."""
         now, load = self._clock(), self._executor.load()
-        for name, busy in self._busy.items():
-            self._seconds[name] = self._seconds.get(name, 0.0) + busy * (now - self._noted)
+        for name, of in load.items():
+            self._seconds[name] += min(of.busy, of.workers) * (now - self._noted)
         self._noted = now
-        self._busy = {name: min(of.busy, of.workers) for name, of in load.items()}
-        state = [(name, of.busy, of.finished) for name, of in load.items()]
         if not any(of.busy or of.finished for of in load.values()):
             self._began = now  # until the first wave there was nothing to do
             return
-        if state == self._told:
-            return
-        if self._told is None:
+        if self._told_at is None:
             self._ledger.set_meta(**{ATTACKED_FROM: str(self._ended_before)})
-        if not over and now - self._told_at < EVERY:
+        elif not over and now - self._told_at < EVERY:
             return
-        self._told, self._told_at = state, now
+        self._told_at = now
         lived = max(now - self._began, 1e-9)
+        shares = {name: min(1.0, self._seconds[name] / lived / of.workers) for name, of in load.items()}
         self._ledger.set_devices(
-            [
-                DeviceUse(
-                    name, of.workers, of.busy, of.finished, min(1.0, self._seconds.get(name, 0.0) / lived / of.workers)
-                )
-                for name, of in load.items()
-            ]
+            [DeviceUse(name, of.workers, of.busy, of.finished, shares[name]) for name, of in load.items()]
         )
 
 
@@ -171,9 +158,7 @@ def _check_replay(run: Run, ledger: Ledger, scenario: Scenario, coming: bool) ->
         if not scenario.federation.chain.remembers:
             if coming:  # in a later round all clients may get the honest weights
                 return False
-            detail = (
-                "in every secure sum on the tape, some client was sent other weights than the tape keeps for the sum"
-            )
+            detail = "in every secure sum on the tape, some client was sent other weights than the tape keeps"
         ledger.set_meta(replay="unknown", replay_detail=detail)
         return True
     try:

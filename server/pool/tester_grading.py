@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from fedgauge.attacks.base import Reconstruction, Status
@@ -62,7 +62,7 @@ def grade(
             for key in dict.fromkeys(_asked(scenario, [*jobs, *tests]))
         }
         if (jobs or tests) and not any(batch is not None and len(batch.y) for batch in found.values()):
-            raise TruthError(_no_truth(truth, [*jobs, *tests], nodes))
+            raise TruthError(f"{truth} has no examples of any attacked update")
         notes = Counter(_grade(run, ledger, grader, job, found, _assumed(scenario, job)) for job in jobs)
         graded = notes.pop("", 0)
         every = len(jobs) - notes.pop(None, 0)
@@ -117,9 +117,7 @@ def _doubts(run: Run, ledger: Ledger, scenario: Scenario, found: Found) -> str:
             doubts.append(doubt(scenario.federation, seen, found, fits))
     except Exception as error:  # a user's network may raise anything; the grades stand without this check
         doubts.append(f"whether the truth gives the updates was not checked: {type(error).__name__}: {error}")
-    doubts = [words for words in doubts if words]
-    more = f"; and {len(doubts) - MOST_DOUBTS} more like it" if len(doubts) > MOST_DOUBTS else ""
-    return "; ".join(doubts[:MOST_DOUBTS]) + more
+    return "; ".join([words for words in doubts if words][:MOST_DOUBTS])
 
 
 def _assumed(scenario: Scenario, job: Ungraded) -> int:
@@ -133,12 +131,6 @@ def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[in
             if client is not None:
                 yield job.round, client
                 yield from ((job.round, member) for member in scenario.protocol.members(client, job.round))
-
-
-def _no_truth(truth: TesterTruth, jobs: Sequence[FinishedJob], nodes: Mapping[int, str]) -> str:
-    first = jobs[0]
-    node = f" (node {nodes[first.client]})" if first.client in nodes else ""
-    return f"{truth} has no examples of any attacked update, such as client {first.client}{node} in round {first.round}"
 
 
 def _grade(

@@ -4,7 +4,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -58,25 +58,24 @@ SCHEMA = """
 """
 
 
+def _new() -> sqlite3.Connection:
+    """A database in memory with the tables of a ledger."""
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    db.executescript(SCHEMA)
+    return db
+
+
 @cache
 def _schema() -> frozenset[tuple[str, ...]]:
     """The objects in sqlite_master of a new ledger."""
-    db = sqlite3.connect(":memory:", isolation_level=None)
-    try:
-        db.executescript(SCHEMA)
+    with closing(_new()) as db:
         return _objects(db)
-    finally:
-        db.close()
 
 
 def columns_of(table: str) -> list[tuple[str, str]]:
     """Name and type of each column of a table, in order."""
-    db = sqlite3.connect(":memory:")
-    try:
-        db.executescript(SCHEMA)
+    with closing(_new()) as db:
         return db.execute("SELECT name, type FROM pragma_table_info(?) ORDER BY cid", (table,)).fetchall()
-    finally:
-        db.close()
 
 
 def _objects(db: sqlite3.Connection) -> frozenset[tuple[str, ...]]:
@@ -137,13 +136,8 @@ class LedgerFile:
             if readonly:
                 db.execute("PRAGMA query_only = ON")
                 db.execute("SELECT 1 FROM sqlite_master LIMIT 1")
-        except sqlite3.OperationalError as error:
+        except sqlite3.OperationalError:
             db.close()
-            if readonly and "unable to open" in str(error):  # WAL needs files that cannot be made there
-                raise LedgerError(
-                    f"{self.path} cannot be read in a read-only folder: {self.path.name}-wal still holds rows; copy the run to "
-                    "a writable one"
-                ) from error
             raise
         return db
 
@@ -152,11 +146,10 @@ class LedgerFile:
 
         SQLite opens its files by their paths. A journal may name any file, which SQLite deletes when it plays the journal back.
         """
-        _, waiting, _ = (run_files.look(Path(f"{self.path}{end}"), alone=True) for end in ("", "-wal", "-shm"))
+        _, waiting, _ = (run_files.look(Path(f"{self.path}{end}")) for end in ("", "-wal", "-shm"))
         if os.path.lexists(journal := f"{self.path}-journal"):
             raise LedgerError(
-                f"{journal} is not of fedgauge, which keeps no such file, and may belong to a change that has not ended: copy "
-                "the run's folder without it, and open the copy"
+                f"{journal} is not of fedgauge, which keeps no such file: open a copy of the run without it"
             )
         return waiting.st_size if waiting else 0
 
@@ -178,8 +171,7 @@ class LedgerFile:
         version: int = self._db.execute("PRAGMA user_version").fetchone()[0]
         if version != VERSION:
             raise LedgerError(
-                f"{self.path} has ledger version {version}, and this fedgauge reads {VERSION}: open it with the version of "
-                "fedgauge that wrote it, or run its scenario again"
+                f"{self.path} has ledger version {version}, and this fedgauge reads {VERSION}: use the fedgauge that wrote it"
             )
         # views and triggers are programs, and a view may be called like a table
         if strange := _schema() ^ _objects(self._db):

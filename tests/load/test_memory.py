@@ -1,17 +1,14 @@
 """Memory does not grow with the rounds: a server that kept past updates would grow by all of them."""
 
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run.create import new_run
-from tests.load.memory_use import MB, MemoryUse, audit, in_a_process, memory_of, own_memory, train, train_through_flower
+from tests.load.memory_use import MB, MemoryUse, audit, in_a_process, train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc: Linux")
 CLIENTS, ROUNDS = 20, 5
@@ -44,22 +41,10 @@ def grows_less_than_its_updates(seen: list[MemoryUse], run: Run) -> None:
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("trained", [train, train_through_flower], ids=["in memory", "through Flower"])
-def test_training_and_audit_keep_no_update_of_a_past_round(
-    trained: Callable[[Run], list[MemoryUse]], tmp_path: Path
-) -> None:
+def test_training_and_audit_keep_no_update_of_a_past_round(tmp_path: Path) -> None:
     run = a_run(tmp_path, rounds=ROUNDS)
-    grows_less_than_its_updates(in_a_process(train, run) if trained is train else trained(run), run)
+    grows_less_than_its_updates(in_a_process(train, run), run)
     grows_less_than_its_updates(in_a_process(audit, run), run)
     with run.ledger() as ledger:
         assert sum(row["status"] == "accepted" for row in ledger.observations()) == ROUNDS * CLIENTS
         assert ledger.progress().done == ledger.progress().total
-
-
-def test_memory_is_what_the_kernel_says() -> None:
-    before = own_memory(1)
-    held = torch.ones(64 * MB // 4)
-    during = memory_of(os.getpid(), 2)
-    assert 60 < during.resident - before.resident < 80
-    del held
-    assert own_memory(3).resident - before.resident < 20

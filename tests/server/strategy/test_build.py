@@ -42,9 +42,9 @@ def test_the_replies_of_a_round_follow_from_fraction_minimum_and_secure_sum() ->
     build_strategy({**bulyan, "fraction_train": 0.5}, 14)
     build_strategy({**bulyan, "fraction_train": 0.5, "min_train_nodes": 7}, 13)
     for table, clients, groups in (({"fraction_train": 0.5}, 13, None), ({}, 14, 6), ({}, 6, None)):
-        with pytest.raises(SpecError, match="needs at least 7 replies a round, and a round has 6"):
+        with pytest.raises(SpecError, match="num_malicious_nodes"):
             build_strategy({**bulyan, **table}, clients, groups=groups)
-    with pytest.raises(SpecError, match="selects nobody"):
+    with pytest.raises(SpecError, match="fraction_train"):
         build_strategy({"use": "FedAvg", "fraction_train": 0.2, "min_train_nodes": 0}, 4)
     build_strategy({"use": "FedAvg", "fraction_train": 0.25, "min_train_nodes": 0}, 4)
 

@@ -23,7 +23,6 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.update import Params, average
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import read_tensors
@@ -242,20 +241,6 @@ def test_loki_reads_each_client_of_a_secure_sum_apart(make_scenario: Callable[..
     assert len(exact) == 24 and sum(exact) >= 0.6 * len(exact)
 
 
-def test_loki_for_fewer_clients_than_a_sum_has_is_refused_before_the_run(
-    make_scenario: Callable[..., Scenario],
-) -> None:
-    with pytest.raises(SpecError, match=r"place must lie in 0\.\.1, got 2: raise members"):
-        malicious_setup(
-            make_scenario,
-            {"use": "loki", "members": 2},
-            secure_sum={"group": 3},
-            model={"use": "mlp", "hidden": []},
-            data={"use": "mnist5k", "batch_size": 1, "auxiliary": 50},
-            attack=[{"use": "read_kernels"}],
-        )
-
-
 def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
     make_scenario: Callable[..., Scenario], tmp_path: Path
 ) -> None:
@@ -313,42 +298,6 @@ def test_of_a_secure_sum_the_messages_are_counted_and_not_the_sums(
     assert first.startswith(("client 1: ", "client 2: ")), "whose guard it was, beside whose name the sum bears"
 
 
-@pytest.mark.parametrize(
-    ("words", "alarm", "suspicion", "noticed"),
-    [
-        ("", None, None, "guards alarmed at 0 of 2 altered messages and 0 of 7 honest ones"),
-        ("alarm, suspicion 9: withheld by the client's guard", False, 0.5, "at 0 of 2 altered messages and 0 of 7 honest ones; "
-         "suspicion 0.5 at the altered ones"),
-        ("client 2: alarm, suspicion 2", True, 2.0, "; first in round 2, on client 1's update: client 2: alarm, suspicion 2"),
-        ("", True, 2.5, "2 of 2 altered messages and 0 of 7 honest ones; suspicion 2.5"),
-    ],
-)  # fmt: skip
-def test_a_clients_words_are_no_alarm_whatever_they_say(
-    make_scenario: Callable[..., Scenario],
-    tmp_path: Path,
-    words: str,
-    alarm: bool | None,
-    suspicion: float | None,
-    noticed: str,
-) -> None:
-    scenario = malicious_setup(make_scenario, {**FISHING, "clients": [1], "rounds": [2, 3]}, guard={"inspect": "warn"})
-    run = begun(tmp_path / "run", scenario)
-    with run.ledger() as ledger:
-        for r in (1, 2, 3):
-            said = (words, 2, None, alarm, suspicion)
-            seen = [Participation(c, "accepted", *(said if c == 1 and r > 1 else ("", 2))) for c in range(3)]
-            ledger.record_intake(r, seen, None)
-        assert noticed in server_attack_effects(scenario, scores_of(ledger), ledger)["noticed"]
-
-
-def test_nobody_is_said_to_have_inspected_where_nobody_does(
-    make_scenario: Callable[..., Scenario], fishing: Run
-) -> None:
-    with fishing.ledger() as ledger:
-        told = server_attack_effects(fishing.scenario(), scores_of(ledger), ledger)
-    assert told["noticed"].startswith("no client's guard reported anything")
-
-
 def test_statistics_met_at_altered_weights_are_left_out_with_the_answers(
     make_scenario: Callable[..., Scenario], tmp_path: Path
 ) -> None:
@@ -385,39 +334,38 @@ def test_weights_that_cannot_be_crafted_in_a_later_round_are_the_honest_ones_and
     assert told.endswith("; round 2, client 1: honest weights were sent: no such luck")
 
 
-def test_weights_that_are_not_finite_are_refused_before_the_run(make_scenario: Callable[..., Scenario]) -> None:
-    """Each round sent honest weights instead, as every client would refuse them."""
-    with pytest.raises(SpecError, match=r"\[\[server_attack\]\] #1: imprint: the crafted weights are not finite"):
-        malicious_setup(make_scenario, {"use": "imprint", "strength": 1e39}, attack=[{"use": "read_rows"}])
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"server": "honest"}, '[[server_attack]] needs a malicious server'),
-        ({"server_attack": []}, 'server = "malicious" needs a [[server_attack]]; use is one of carried_input, class_fishing'),
-        ({"server": "evil"}, "server must be one of 'honest', 'malicious', got 'evil'"),
-        ({"server_attack": [{"use": "fly_fishing"}]}, "[[server_attack]] #1: "),
-        ({"server_attack": [{**FISHING, "target": 10}]}, "[[server_attack]] #1: class_fishing: target must be"),
-        ({"server_attack": [{**FISHING, "clients": [3]}]}, "[[server_attack]] #1: clients must lie in 0..2, got 3"),
-        ({"server_attack": [{**FISHING, "rounds": [0]}]}, "[[server_attack]] #1: rounds must lie in 1..3, got 0"),
-        ({"server_attack": [{**FISHING, "all_but": [0, 1, 2]}]}, "leave no client to attack"),
-        ({"server_attack": [{**FISHING, "rounds": [1, 2]}, {**DEAD, "rounds": [2]}]}, "dead_layer: it attacks the same client"),
-        ({"server_attack": [{"use": FISHING["use"]}], "secure_sum": {"group": 3}}, "which [secure_sum] hides"),
-        ({"server_attack": [DEAD], "attack": [LONE]}, "[[attack]] lone_example: it decodes class_fishing or feature_fishing, and"),
-        ({"server_attack": [DEAD], "attack": [TARGET]}, "lone_target: it reads a secure sum"),
-        ({"server_attack": [{"use": "trap_weight"}]}, "did you mean 'trap_weights'"),
-        ({"server_attack": [{"use": FISHING["use"]}]}, "client 0 draws its batches of 2 from "),
-        ({"server_attack": [DEAD], "model": {"use": "mlp", "hidden": []}}, "no layer with a bias"),
-        ({"model": {"use": "mlp", "architectures": []}}, "[model]: architectures is set by a malicious server"),
+        ({"server": "honest"}, "server_attack"),
+        ({"server_attack": []}, "server_attack"),
+        ({"server": "evil"}, "server"),
+        ({"server_attack": [{"use": "fly_fishing"}]}, "#1"),
+        ({"server_attack": [{**FISHING, "target": 10}]}, "target"),
+        ({"server_attack": [{**FISHING, "clients": [3]}]}, "clients"),
+        ({"server_attack": [{**FISHING, "rounds": [0]}]}, "rounds"),
+        ({"server_attack": [{**FISHING, "all_but": [0, 1, 2]}]}, "no client"),
+        ({"server_attack": [{**FISHING, "rounds": [1, 2]}, {**DEAD, "rounds": [2]}]}, "dead_layer"),
+        ({"server_attack": [{"use": FISHING["use"]}], "secure_sum": {"group": 3}}, "secure_sum"),
+        ({"server_attack": [DEAD], "attack": [LONE]}, "lone_example"),
+        ({"server_attack": [DEAD], "attack": [TARGET]}, "lone_target"),
+        ({"server_attack": [{"use": FISHING["use"]}]}, "client 0"),
+        ({"server_attack": [DEAD], "model": {"use": "mlp", "hidden": []}}, "bias"),
+        ({"model": {"use": "mlp", "architectures": []}}, "architectures"),
+        ({"server_attack": [{"use": "imprint", "strength": 1e39}], "attack": [{"use": "read_rows"}]}, "imprint"),
+        (
+            {"server_attack": [{"use": "loki", "members": 2}], "secure_sum": {"group": 3},
+             "model": {"use": "mlp", "hidden": []}, "attack": [{"use": "read_kernels"}]},
+            "members",
+        ),
     ],
 )  # fmt: skip
 def test_a_plan_that_cannot_be_carried_out_is_refused(
-    make_scenario: Callable[..., Scenario], changes: dict[str, Any], message: str
+    make_scenario: Callable[..., Scenario], changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(SpecError) as told:
         make_scenario(**{"rounds": 3, "server": "malicious", "server_attack": [FISHING], **changes})
-    assert message in str(told.value)
+    assert named in str(told.value)
 
 
 # ------------------------------------------------------------------------------------------------- clients that notice
@@ -449,9 +397,3 @@ def test_a_client_that_notices_says_so_or_withholds_and_the_run_goes_on(
     assert {status for status, _ in seen.values()} == {"accepted"}
     assert all(("suspicion" in reason) == (mode == "log") and "alarm" not in reason for _, reason in seen.values())
     assert words.startswith("clients' guards alarmed 1 times in 1 rounds; first in round 2, on client 1's update: ")
-
-
-def test_without_a_guard_nothing_is_said(fishing: Run) -> None:
-    with fishing.ledger() as ledger:
-        assert {o["reason"] for o in ledger.observations()} == {""}
-        assert guarded(ledger.observations()) == ""
