@@ -91,7 +91,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         discover_nodes(grid, scenario.protocol.clients, scenario.simulation.round_timeout if ledger.deployed else None),
         protocol=replace(scenario.protocol, secure_sum=None) if together else scenario.protocol,
         strict=True,
-        counts=None if malicious is None else malicious.counts,
+        counts=malicious.counts if malicious else lambda round, client: True,
         options=replace(scenario.validator, max_examples=scenario.validator.max_examples or claimed),
         groups=scenario.protocol.groups if together else None,
     )

@@ -149,10 +149,6 @@ class AppRecorder:
         planned = rounds if type(rounds) is int and 0 < rounds <= MOST_ROUNDS else 0
         self._ledger.set_meta(mode=DEPLOYMENT, state="training", rounds=str(planned), **{BASE: str(base)})
 
-    def exchange(self, tapped: object) -> "Exchange":
-        """Return a record of what passes in one call of a tap, which lives as long as replies may still be read."""
-        return Exchange(self, tapped)
-
     def warn(self, code: str, words: str, round: int | None = None, client: int | None = None) -> None:
         """Log a problem, once for each code, and keep it for the audit."""
         if code not in self._warned:
@@ -384,7 +380,7 @@ class AppRecorder:
 
 
 class Exchange:
-    """One call of a grid: the messages that pass in it, and their replies."""
+    """One call of a grid: the messages that pass in it, and their replies; the tap lives as long as these may still be read."""
 
     def __init__(self, recorder: AppRecorder, tapped: object) -> None:
         self._recorder, self._tapped = recorder, tapped

@@ -182,14 +182,14 @@ class Tap:
 
 def _send_and_receive(tapped: Tap, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Forward the messages and return the replies, and record both."""
-    exchange = tapped._fedgauge_recorder.exchange(tapped)
+    exchange = Exchange(tapped._fedgauge_recorder, tapped)
     args, options = _watched(args, options, exchange)
     return _passing(call(*args, **options), exchange.came, exchange.over)
 
 
 def _push_messages(tapped: Tap, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Forward the messages, and record them."""
-    exchange = tapped._fedgauge_recorder.exchange(tapped)
+    exchange = Exchange(tapped._fedgauge_recorder, tapped)
     args, options = _watched(args, options, exchange)
     ids = call(*args, **options)
     if isinstance(ids, list | tuple):
@@ -199,7 +199,7 @@ def _push_messages(tapped: Tap, call: Callable[..., Any], *args: Any, **options:
 
 def _pull_messages(tapped: Tap, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Return the replies to pushed messages, and record them."""
-    exchange = tapped._fedgauge_recorder.exchange(tapped)
+    exchange = Exchange(tapped._fedgauge_recorder, tapped)
     return _passing(call(*args, **options), exchange.came, exchange.flush)
 
 
@@ -279,16 +279,12 @@ def _open(audit: str | Path, run: str | Path, allow: Sequence[str], caller: Path
 def _base(audit: Path, caller: Path | None) -> Path:
     """Where relative paths start: the calling file's folder, or the working directory if only that has the audit file."""
     here = Path.cwd() if caller is None else caller.resolve().parent
-    if audit.is_absolute() or (here / audit).exists() or not (Path.cwd() / audit).exists() or _bundled(here):
+    # Flower runs an app from its bundle, where the working directory is that of another process
+    bundled = here.is_relative_to(Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr").resolve())
+    if audit.is_absolute() or (here / audit).exists() or not (Path.cwd() / audit).exists() or bundled:
         return here
     say(WARNING, "fedgauge: %s has no %s, so paths start from the working directory, %s", here, audit, Path.cwd())
     return Path.cwd()
-
-
-def _bundled(folder: Path) -> bool:
-    """Check for an app that Flower runs from its bundle, where the working directory is that of another process."""
-    flower = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr").resolve()
-    return folder.is_relative_to(flower)
 
 
 def _new_run(folder: Path, text: str) -> Run:

@@ -12,7 +12,6 @@ from xxhash import xxh3_64_hexdigest
 from fedgauge.server.dashboard.runs import RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.reading import state_of
 
 POLL_SECONDS = 0.5  # between checks of the files
 HEARTBEAT = 15.0  # seconds of silence after which a comment is sent, so that proxies keep the connection
@@ -70,22 +69,11 @@ class EventStream:
 
     def _version(self, name: str | None) -> str:
         if name is None:
-            return _digest("\n".join(f"{n}: {self._line(n)}" for n in self.catalog.names()))
+            return _digest(repr(self._touched(None)))
         try:
             return self.catalog.use(name, lambda reading: reading.version)
         except (UnknownRun, LedgerError, OSError) as error:
             return _digest(str(error))
-
-    def _line(self, name: str) -> str:
-        try:
-            return _progress(self.catalog.run(name))
-        except (UnknownRun, LedgerError, OSError):
-            return "unreadable"
-
-
-def _progress(run: Run) -> str:
-    with run.ledger(readonly=True) as ledger:
-        return f"{ledger.finished()} {ledger.last_round()} {ledger.progress()} {state_of(run, ledger)}"
 
 
 def _digest(text: str) -> str:

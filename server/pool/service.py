@@ -8,11 +8,10 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from fedgauge.attacks.base import Observation
+from fedgauge.attacks.base import ClientState, Observation, Wave
 from fedgauge.attacks.grading.replay import ReplayCheck, replay
 from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.server.pool.executors import Executor, LocalExecutor, Result, WorkerDied, last_line
@@ -23,7 +22,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import ATTACKED_FROM, DeviceUse, Lease
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import AuditOptions, Scenario
-from fedgauge.server.store.tape import TapeError, as_arrays, as_tensors
+from fedgauge.server.store.tape import TapeError
 from fedgauge.server.store.uploads import UploadMismatch, read_observation
 
 NO_REPLAY = "not possible in a deployment: only a client's own data, which stays there, can recompute its update"
@@ -202,35 +201,21 @@ def _load(run: Run, ledger: Ledger, lease: Lease, scenario: Scenario) -> tuple[L
     Jobs with a damaged file, or with an upload that is not the model's, fail at once, say so, and leave the lease.
     """
     seen: list[Observation] = []
-    memories: dict[int, dict[str, Any]] = {}
+    memories: dict[int, ClientState] = {}
     for client, digest in zip(lease.clients, lease.digests, strict=True):
         try:
             observation = read_observation(run, ledger, scenario.federation, lease.round, client, digest)
             if client in lease.memories:
                 left, written = lease.memories[client]
-                memories[client] = as_arrays(run.read_memory(left, client, lease.attack.name, written))
+                memories[client] = run.read_memory(left, client, lease.attack.name, written)
             seen.append(observation)
         except (TapeError, UploadMismatch) as error:
             ledger.fail(lease.of([client]), str(error))
     if not seen:
         return None
-    lease = lease.of([o.client for o in seen])
-    return lease, Task(
-        protocol=scenario.protocol.to_json(),
-        planned=lease.attack.to_json(),
-        seed=lease.seed,
-        round=lease.round,
-        clients=lease.clients,
-        others=dict(lease.others),
-        params=as_arrays(seen[0].params),
-        buffers=as_arrays(seen[0].buffers),
-        updates=tuple(as_arrays(o.update) for o in seen),
-        pulls=tuple(as_arrays(o.pull) for o in seen),
-        returned=tuple(as_arrays(o.returned) for o in seen),
-        memories=memories,
-        blind=ledger.deployed,
-        last=lease.attempt >= ATTEMPTS,
-    )
+    lease, wave, last = lease.of([o.client for o in seen]), Wave.stack(seen), lease.attempt >= ATTEMPTS
+    planned, others = lease.attack.to_json(), dict(lease.others)
+    return lease, Task(scenario.protocol.to_json(), planned, lease.seed, wave, others, memories, ledger.deployed, last)
 
 
 def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
@@ -239,9 +224,9 @@ def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
         return
     for client, images in result.images.items():
         if images:
-            run.write_reconstruction(lease.round, client, lease.attack.name, as_tensors(images))
+            run.write_reconstruction(lease.round, client, lease.attack.name, images)
     memories = {  # written before the jobs are marked done, so that a finished job always has its memory
-        client: run.write_memory(lease.round, client, lease.attack.name, as_tensors(memory))
+        client: run.write_memory(lease.round, client, lease.attack.name, memory)
         for client, memory in result.memories.items()
     }
     ledger.finish(lease, result.rows, result.reasons, memories, result.numerics)
@@ -255,7 +240,7 @@ def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:
     elif (
         len(lease.jobs) > 1
     ):  # alone, each shows whether it is to blame; the same wave would raise the same error again
-        ledger.split(lease, message)
+        ledger.retry(lease, message, split=True)
     else:
         ledger.fail(lease, message)
 

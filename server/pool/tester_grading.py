@@ -74,7 +74,7 @@ def grade(
         why = ", ".join(sorted(filter(None, notes))[:3])
         if notes:
             words += f"; not graded ({sum(notes.values())} of {every}): {why}"
-        ledger.set_grading({row["name"]: GRADED for row in ledger.attacks() if row["name"] not in LIMITS})
+        ledger.describe("grading", {row["name"]: GRADED for row in ledger.attacks() if row["name"] not in LIMITS})
         doubts = _doubts(run, ledger, scenario, found)
         ledger.set_meta(grading=words, ungraded=why, truth=truth.to_json(), truth_doubts=doubts)
     return words
@@ -150,7 +150,7 @@ def _grade(
     result = Reconstruction.from_tensors(tensors, _status(job.status), job.seconds)
     if why != "" or own is None or not len(own.y):
         rows = ungraded_rows(job.attack, job.round, job.client, result, assumed, job.other, grader.modality.main.metric)
-        ledger.ungrade(job.id, [row for row in rows if row.metric != OBJECTIVE])
+        ledger.grade(job.id, [row for row in rows if row.metric != OBJECTIVE], None, afresh=True)
         return f"no truth of client {job.client} in round {job.round}" if why == "" else why
     _, rows, example = grader.grade(job.attack, job.round, job.client, result, own)
     other = None if job.other is None else found[job.round, job.other]

@@ -5,7 +5,7 @@ exists. Before that, its files on the tape are deleted; after that, rows missing
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Real
 from pathlib import Path
@@ -116,16 +116,11 @@ def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint |
     """
     checkpoint = Checkpoint.read(run.folder)
     done = checkpoint.round if checkpoint is not None else 0
-    if checkpoint is not None:
-        _check(run, ledger, scenario, done, checkpoint)
-        if not any(o["round"] == done for o in ledger.observations(done)):
-            ledger.record_intake(done, checkpoint.seen, scenario.plan if scenario.audit.curious else None)
     beyond = [row["round"] for row in (*ledger.observations(done + 1), *ledger.rounds(done + 1))]
-    if beyond and checkpoint is None:
-        raise NotResumable(
-            f"{run.folder} cannot be resumed: it has rounds up to {max(beyond)} but no checkpoint (the disk was "
-            f"full); attack what is on its tape with: fedgauge audit {run.folder}"
-        )
+    if why := _why_not(ledger, scenario, checkpoint, beyond):
+        raise NotResumable(f"{run.folder} cannot be resumed: {why}")
+    if checkpoint is not None and not any(o["round"] == done for o in ledger.observations(done)):
+        ledger.record_intake(done, checkpoint.seen, scenario.plan if scenario.audit.curious else None)
     if beyond:
         with run.lock("audit"):
             if ledger.deployed:  # noted first: a kill in between counts them twice, and never not at all
@@ -135,21 +130,19 @@ def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint |
     return checkpoint
 
 
-def _check(run: Run, ledger: Ledger, scenario: Scenario, done: int, checkpoint: Checkpoint) -> None:
+def _why_not(ledger: Ledger, scenario: Scenario, checkpoint: Checkpoint | None, beyond: Sequence[int]) -> str:
+    if checkpoint is None:
+        lost = "no checkpoint (the disk was full); attack what is on its tape with fedgauge audit"
+        return f"it has rounds up to {max(beyond)} but {lost}" if beyond else ""
     if scenario.federation.chain.remembers:
-        raise NotResumable(
-            f"{run.folder} cannot be resumed: its chain is stateful (error feedback, control variates or private layers), and the "
-            "clients' states are lost"
-        )
-    recorded = {row["round"] for row in ledger.rounds()}
-    missing = next((round for round in range(done) if round not in recorded), None)
-    if missing is not None:  # a power cut may lose the ledger's last rows
-        raise NotResumable(
-            f"{run.folder} cannot be resumed: its ledger lacks round {missing}, although its checkpoint is of round {done}"
-        )
+        return "its chain is stateful (error feedback, control variates or private layers), and the clients' states are lost"
+    recorded, done = {row["round"] for row in ledger.rounds()}, checkpoint.round
+    if (missing := next((round for round in range(done) if round not in recorded), None)) is not None:
+        # a power cut may lose the ledger's last rows
+        return f"its ledger lacks round {missing}, although its checkpoint is of round {done}"
     shapes = {k: p.shape for k, p in scenario.federation.model.named_parameters()}
-    if {k: t.shape for k, t in checkpoint.params.items()} != shapes:
-        raise NotResumable(f"{run.folder} cannot be resumed: its checkpoint is of another network than its scenario's")
+    same = {k: t.shape for k, t in checkpoint.params.items()} == shapes
+    return "" if same else "its checkpoint is of another network than its scenario's"
 
 
 def restore(strategy: Strategy, state: Mapping[str, Any]) -> None:
@@ -164,7 +157,7 @@ def restore(strategy: Strategy, state: Mapping[str, Any]) -> None:
         if isinstance(value, _Named):
             if _Named.of(now) != value:
                 raise NotResumable(f"the strategy's {name} was {value.name} and is another now: build it as before")
-        elif hasattr(type(strategy), name) or not _alike(value, now):
+        elif (name not in fresh and hasattr(strategy, name)) or not _alike(value, now):
             raise NotResumable(f"the checkpoint is damaged: its {name!r:.60} is no state of the strategy")
         else:
             setattr(strategy, name, value)

@@ -166,27 +166,25 @@ class LedgerFile:
         return fresh
 
     def _check_schema(self) -> None:
-        if self._db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
-            raise LedgerError(f"{self.path} is not a fedgauge ledger")
-        version: int = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version != VERSION:
+        application, version = (
+            self._db.execute(f"PRAGMA {of}").fetchone()[0] for of in ("application_id", "user_version")
+        )
+        if application == APPLICATION and version != VERSION:
             raise LedgerError(
                 f"{self.path} has ledger version {version}, and this fedgauge reads {VERSION}: use the fedgauge that wrote it"
             )
         # views and triggers are programs, and a view may be called like a table
-        if strange := _schema() ^ _objects(self._db):
-            kind, name = min((kind, name) for kind, name, *_ in strange)
-            raise LedgerError(f"{self.path} is not as fedgauge makes a ledger: see its {kind} {name:.60}")
+        if application != APPLICATION or _schema() != _objects(self._db):
+            raise LedgerError(f"{self.path} is not as fedgauge makes a ledger")
 
     def _check_pages(self) -> None:
         """Refuse a ledger with more pages than its files hold, or whose pages are damaged or repeat."""
         pages, size = (self._db.execute(f"PRAGMA page_{what}").fetchone()[0] for what in ("count", "size"))
         held = sum(p.stat().st_size for p in (self.path, Path(f"{self.path}-wal")) if p.exists())
-        if pages * size > min(held, _MOST_BYTES):
-            raise LedgerError(
-                f"{self.path} is damaged: it claims {pages} pages of {size} bytes, and holds {held} bytes"
-            )
-        if (fault := self._db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+        fault = f"it claims {pages} pages of {size} bytes, and holds {held} bytes"
+        if pages * size <= min(held, _MOST_BYTES):
+            fault = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if fault != "ok":
             raise LedgerError(f"{self.path} is damaged: {' '.join(fault.split()):.200}")
 
     @contextmanager

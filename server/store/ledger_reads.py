@@ -7,8 +7,7 @@ from typing import Literal
 from fedgauge.attacks.grading.knowledge_card import SEPARATOR
 from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, wrong_client
 from fedgauge.attacks.modality.base import Modality
-from fedgauge.attacks.modality.images import ImageModality
-from fedgauge.attacks.modality.registry import BASELINES, modality_compared_by
+from fedgauge.attacks.modality.registry import BASELINES, modality_compared_by, modality_measured
 from fedgauge.attacks.plan import LIMITS, PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
@@ -28,12 +27,13 @@ class LedgerReads(LedgerFile):
 
     @property
     def modality(self) -> type[Modality]:
-        """The kind of the run's data, images where the ledger names none; LedgerError if it is not known here."""
+        """The kind of the run's data, by its scores where the ledger names none; LedgerError if it is not known here."""
         if self._modality is not None:
             return self._modality
         named = self._db.execute("SELECT value fact FROM meta WHERE key = ?", (MAIN_METRIC,)).fetchone()
         if named is None:
-            return ImageModality
+            rows = self._db.execute("SELECT DISTINCT metric FROM scores")
+            return modality_measured([row["metric"] for row in rows])
         found = modality_compared_by(named["fact"])
         if found is None:
             try:

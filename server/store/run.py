@@ -166,7 +166,14 @@ class Run:
 
     def reconstruction(self, round: int, client: int, attack: str) -> Path:
         """The file of an attack's reconstruction of one observation: x (B, C, H, W), and y if the attack claims labels."""
-        return self.folder / "reconstructions" / f"round-{round:05d}-client-{client:05d}-{attack}.safetensors"
+        return self._of_attack("reconstructions", round, client, attack)
+
+    def memory(self, round: int, client: int, attack: str) -> Path:
+        """The file of what a stateful attack remembers of a client after a round."""
+        return self._of_attack("memories", round, client, attack)
+
+    def _of_attack(self, folder: str, round: int, client: int, attack: str) -> Path:
+        return self.folder / folder / f"round-{round:05d}-client-{client:05d}-{attack}.safetensors"
 
     def write_reconstruction(self, round: int, client: int, attack: str, tensors: dict[str, Tensor]) -> None:
         """Write an attack's reconstruction."""
@@ -181,10 +188,6 @@ class Run:
         if not _fit(tensors):
             raise TapeError(f"{path} is damaged: its tensors are not what an attack leaves")
         return tensors
-
-    def memory(self, round: int, client: int, attack: str) -> Path:
-        """The file of what a stateful attack remembers of a client after a round."""
-        return self.folder / "memories" / f"round-{round:05d}-client-{client:05d}-{attack}.safetensors"
 
     def write_memory(self, round: int, client: int, attack: str, tensors: Mapping[str, Tensor]) -> str:
         """Write what an attack remembers; returns its digest."""

@@ -236,7 +236,10 @@ class Scenario:
         _check_control_variates(federation, strategy, tape)
         privacy = settings_of(PrivacyOptions, tables.get("privacy", {}), "[privacy]")
         if "privacy" in tables:
-            _check_guarantee(federation)
+            try:
+                Accountant.of(federation)
+            except NoGuarantee as error:
+                raise SpecError(f"[privacy]: {error}") from error
         validator = settings_of(ValidatorOptions, tables.get("validator", {}), "[validator]")
         server_side = (options, tape, simulation, privacy, validator)
         return cls(tables, protocol, federation, plan, strategy, *server_side, server_attack)
@@ -388,26 +391,18 @@ def apply_setting(tables: dict[str, Any], setting: str) -> None:
         value = text
     *parents, last = path.strip().split(".")
     here: Any = tables
-    for i, key in enumerate(parents):
-        if isinstance(here, dict):
-            here = here.setdefault(key, {})
-        elif isinstance(here, list) and key.isdecimal() and int(key) < len(here):
-            here = here[int(key)]
-        else:
-            raise SpecError(f"--set {setting}: there is no {'.'.join(parents[: i + 1])!r}")
-    if isinstance(here, list) and last.isdecimal() and int(last) < len(here):
-        here[int(last)] = value
-    elif isinstance(here, dict):
-        here[last] = value
-    else:
-        raise SpecError(f"--set {setting}: {'.'.join(parents)!r} has no {last!r}")
-
-
-def _check_guarantee(federation: Federation) -> None:
     try:
-        Accountant.of(federation)
-    except NoGuarantee as error:
-        raise SpecError(f"[privacy]: {error}") from error
+        for key in parents:
+            if isinstance(here, dict):
+                here.setdefault(key, {})
+            here = here[_place(here, key)]
+        here[_place(here, last)] = value
+    except (TypeError, IndexError) as error:
+        raise SpecError(f"--set {setting}: there is no place {path!r}") from error
+
+
+def _place(here: object, key: str) -> str | int:
+    return int(key) if isinstance(here, list) and key.isdecimal() else key
 
 
 def _with_proximal_term(chain: Any, strategy: Table) -> Any:

@@ -101,9 +101,9 @@ class TesterTruth:
             rows, data = _of(_rows(self.rows), round, client, nodes), _dataset(json.dumps(dict(self.dataset)))
             if rows is None:
                 return None
-            if bad := [row for row in rows if not 0 <= row < len(data.y)]:
+            if any(not 0 <= row < len(data.y) for row in rows):
                 raise TruthError(
-                    f"{self.rows}: row {bad[0]} is not one of the {len(data.y)} training examples of {data.name}"
+                    f"{self.rows}: {data.name} has {len(data.y)} training examples, and a row is none of them"
                 )
             found = batch_of(data.x, data.y, torch.tensor(rows, dtype=torch.int64))
             return Batch(_arranged(found.x, like, str(self)), found.y)

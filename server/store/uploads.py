@@ -174,21 +174,18 @@ def _check(came: Mapping[str, Tensor], sent: Mapping[str, Tensor], own: Mapping[
     known = _tensors(model)
     if unknown := [k for k in came if k not in known]:
         raise UploadMismatch(f"[model] has no {_some(unknown)} (it has {_some(list(known))}): name the app's network")
-    for name, t in came.items():
-        if name not in own:
-            continue
+    for name, t in ((name, t) for name, t in came.items() if name in own):
+        why = ""
         if t.shape != own[name].shape:
-            raise UploadMismatch(
-                f"the app's {name} has shape {tuple(t.shape)}, that of [model] {tuple(own[name].shape)}"
-            )
-        if not t.is_floating_point():
-            raise UploadMismatch(f"the app's {name} holds whole numbers ({t.dtype}): let it send floating-point arrays")
-        if name not in sent or sent[name].shape != t.shape:
-            raise UploadMismatch(
-                f"the app's server did not send {name} in this form: nothing says where training began"
-            )
-        if not torch.isfinite(t).all():
-            raise UploadMismatch(f"the reply's {name} is not finite: the training has diverged")
+            why = f"has shape {tuple(t.shape)}, that of [model] {tuple(own[name].shape)}"
+        elif not t.is_floating_point():
+            why = f"holds whole numbers ({t.dtype}): let it send floating-point arrays"
+        elif name not in sent or sent[name].shape != t.shape:
+            why = "was not sent in this form: nothing says where training began"
+        elif not torch.isfinite(t).all():
+            why = "is not finite: the training has diverged"
+        if why:
+            raise UploadMismatch(f"the app's {name} {why}")
 
 
 def _some(names: list[str]) -> str:

@@ -52,18 +52,13 @@ def build_strategy(table: Table, clients: int, least: int | None = None, groups:
             raise SpecError(f"[strategy]: {key} must be at most clients = {clients}, got {checked[key]}")
     if inspect.isclass(target) and issubclass(target, FedAvg):
         complete = {name: p.default for name, p in parameters.items()} | checked
-        _check_ranges(target, complete)
+        for kind, name, allowed, holds in _RANGES:
+            if issubclass(target, kind) and name in complete and not holds(complete[name]):
+                raise SpecError(f"[strategy]: {name} must be {allowed}, got {complete[name]}")
         _check_replies(target, complete, clients, groups)
     strategy = call(target, checked, "[strategy]")
     assert isinstance(strategy, Strategy)
     return strategy
-
-
-def _check_ranges(strategy: type[FedAvg], arguments: Mapping[str, Any]) -> None:
-    """SpecError if an argument is outside the values with which this strategy can aggregate."""
-    for kind, name, allowed, holds in _RANGES:
-        if issubclass(strategy, kind) and name in arguments and not holds(arguments[name]):
-            raise SpecError(f"[strategy]: {name} must be {allowed}, got {arguments[name]}")
 
 
 def _check_replies(strategy: type[FedAvg], arguments: Mapping[str, Any], clients: int, groups: int | None) -> None:

@@ -27,9 +27,8 @@ from fedgauge.client.rng import seed_of
 from fedgauge.client.update import Params, Update, average
 from fedgauge.server.store.ledger_types import Participation, sanitised
 from fedgauge.server.store.scenario import ValidatorOptions
-from fedgauge.server.strategy.ordered_grid import OrderedGrid
 from fedgauge.server.strategy.secure_aggregation import SUMMED
-from fedgauge.server.strategy.strategy_wrapper import Wrapper
+from fedgauge.server.strategy.strategy_wrapper import OrderedGrid, Wrapper
 
 WEIGHT = "num-examples"
 MOST_EXAMPLES = 10**9  # that one client may claim if the server does not know better
@@ -42,11 +41,12 @@ class GuardReport:
     """What a client's guard says about the weights that it was sent; it may lie.
 
     Args:
+        alarm: None: no guard said anything.
         suspicion: 0 to LARGEST; None: it names none.
     """
 
     words: str
-    alarm: bool
+    alarm: bool | None
     suspicion: float | None
 
     @classmethod
@@ -107,6 +107,7 @@ class ReplyRejected(ValueError):
 Passed = list[tuple[AcceptedReply, Message]]
 
 
+@dataclass(eq=False)
 class CheckedStrategy(Wrapper):
     """A strategy that wraps another one and passes on checked replies, as weights, ordered by client.
 
@@ -119,35 +120,26 @@ class CheckedStrategy(Wrapper):
         protocol: of a simulation. If it has a [secure_sum], it is simulated here: `record` and the wrapped strategy see only
             the mean of a group's updates, as the reply of its first client.
         strict: nodes that are not in clients take no part.
-        counts: whether the wrapped strategy averages a client's reply in a round, and so its buffers; None: always.
+        counts: whether the wrapped strategy averages a client's reply in a round, and so its buffers; default: always.
         options: bounds on a reply.
         groups: of a round, whose updates come together as the reply of one of them; default: those of the protocol's sum.
     """
 
-    def __init__(
-        self,
-        inner: Strategy,
-        record: Callable[[RoundReplies], None] = lambda intake: None,
-        buffers: Mapping[str, Tensor] | None = None,
-        seed: int = 0,
-        clients: Mapping[int, int] | None = None,
-        protocol: Protocol | None = None,
-        strict: bool = False,
-        counts: Callable[[int, int], bool] | None = None,
-        options: ValidatorOptions | None = None,
-        groups: Callable[[int], Sequence[Sequence[int]]] | None = None,
-    ) -> None:
-        self.inner = inner
-        self.record = record
-        self.buffers = dict(buffers or {})
-        self.seed = seed
-        self.clients = dict(clients or {})
-        self.protocol = protocol
-        self.strict = strict
-        self.counts = counts or (lambda round, client: True)
-        self.options = options or ValidatorOptions()
-        summed = protocol is not None and protocol.secure_sum is not None
-        self.groups = protocol.groups if groups is None and protocol is not None and summed else groups
+    inner: Strategy
+    record: Callable[[RoundReplies], None] = lambda intake: None
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    seed: int = 0
+    clients: dict[int, int] = field(default_factory=dict)
+    protocol: Protocol | None = None
+    strict: bool = False
+    counts: Callable[[int, int], bool] = lambda round, client: True
+    options: ValidatorOptions = field(default_factory=ValidatorOptions)
+    groups: Callable[[int], Sequence[Sequence[int]]] | None = None
+
+    def __post_init__(self) -> None:
+        self.buffers, self.clients = dict(self.buffers), dict(self.clients)
+        if self.protocol is not None and self.protocol.secure_sum is not None:
+            self.groups = self.groups or self.protocol.groups
         self._params: Params = {}
         self._sent: dict[int, Params] = {}  # by client, if the wrapped strategy sends it other weights
         self._asked: set[int] = set()  # node ids
@@ -230,7 +222,7 @@ class CheckedStrategy(Wrapper):
         self.buffers = buffers
         return ArrayRecord(weights), metrics, ""
 
-    def _averaged_buffers(self, round: int, accepted: Sequence[AcceptedReply]) -> dict[str, Tensor]:
+    def _averaged_buffers(self, round: int, accepted: Sequence[AcceptedReply]) -> Mapping[str, Tensor]:
         returned = [a for a in accepted if a.buffers and self.counts(round, a.client)]
         if not returned:
             return self.buffers

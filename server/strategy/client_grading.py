@@ -49,6 +49,7 @@ class GradingReply:
         return "" if name in self.psnr else self.refused.get(name, self.otherwise)
 
 
+@dataclass(eq=False)
 class ClientGrader:
     """Asks a deployment's clients for grades, and writes their answers into the ledger.
 
@@ -58,26 +59,15 @@ class ClientGrader:
         grace: seconds that the attack service may be away.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        ledger: Ledger,
-        grid: Grid,
-        clients: Mapping[int, int],
-        protocol: Protocol,
-        timeout: float,
-        grace: float = GRACE,
-    ) -> None:
-        self.run = run
-        self.ledger = ledger
-        self.grid = grid
-        self.clients = clients
-        self.protocol = protocol
-        self.timeout = timeout
-        self.grace = grace
-        # clients that left a question unanswered: waiting for them in every round would delay all others
-        self._silent: set[int] = set()
-        self.starts = {int(k.removeprefix(STARTED)): v for k, v in ledger.meta().items() if k.startswith(STARTED)}
+    run: Run
+    ledger: Ledger
+    grid: Grid
+    clients: Mapping[int, int]
+    protocol: Protocol
+    timeout: float
+    grace: float = GRACE
+    # clients that left a question unanswered: waiting for them in every round would delay all others
+    _silent: set[int] = field(default_factory=set)
 
     def ask(self) -> None:
         """Ask for the rounds whose attacks have all ended; a client that is not connected is asked again later."""
@@ -140,7 +130,8 @@ class ClientGrader:
 
     def _flower_run(self, round: int) -> str:
         """The number of the Flower run that trained a round."""
-        return self.starts[max(start for start in self.starts if start <= round)]
+        starts = {int(k.removeprefix(STARTED)): v for k, v in self.ledger.meta().items() if k.startswith(STARTED)}
+        return starts[max(start for start in starts if start <= round)]
 
     def _settle(self, job: Ungraded, replies: Mapping[int, GradingReply], final: bool) -> None:
         """Write a job's scores once its answers have come, or no more can come."""
@@ -167,7 +158,7 @@ class ClientGrader:
         for row in self.ledger.graded():
             if row["reason"] is not None and row["reason"] != NOTHING:
                 notes[row["attack"]].append(row)
-        self.ledger.set_grading({name: grading_summary(rows) for name, rows in notes.items()})
+        self.ledger.describe("grading", {name: grading_summary(rows) for name, rows in notes.items()})
         every = [row for rows in notes.values() for row in rows]
         self.ledger.set_meta(
             grading=grading_summary(every) if every else "not graded", ungraded=ungraded_reasons(every)
@@ -197,13 +188,11 @@ def ungraded_reasons(rows: Sequence[Any]) -> str:
 def _questions(jobs: Sequence[tuple[Ungraded, Tensor]]) -> dict[int, dict[str, Tensor]]:
     """The questions by client; attacks first, then their baselines, as an owner may answer fewer."""
     questions: dict[int, dict[str, Tensor]] = defaultdict(dict)
-    for baselines in (False, True):
-        for job, x in jobs:
-            if (job.attack in BASELINES) == baselines:
-                questions[job.client][job.attack] = x
+    for job, x in sorted(jobs, key=lambda asked: asked[0].attack in BASELINES):
+        questions[job.client][job.attack] = x
     for job, x in jobs:
-        if (other := job.other) is not None:
-            questions[other][wrong_client(job.attack)] = x
+        if job.other is not None:
+            questions[job.other][wrong_client(job.attack)] = x
     return questions
 
 

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ SUMMED = 101  # our error codes: the client's update is part of another reply
 NO_SUM = 102  # its group has no sum
 
 
+@dataclass(eq=False)
 class SecureSumStrategy(Wrapper):
     """A strategy that wraps another one: `SecureSumStrategy(FedAvg(), PairwiseMasking(group=5, clip=0.1))`.
 
@@ -36,19 +38,13 @@ class SecureSumStrategy(Wrapper):
             at least `least` in each; the others are left out. Default: the fewest groups that hold all, in the nodes' order.
     """
 
-    def __init__(
-        self,
-        inner: Strategy,
-        protocol: SecureSum,
-        replies: Literal["updates", "weights"] = "weights",
-        timeout: float = 600.0,
-        groups: Callable[[int, Sequence[int]], Sequence[Sequence[int]]] | None = None,
-    ) -> None:
-        self.inner = inner
-        self.groups = groups
-        self.protocol = protocol
-        self.replies = replies
-        self.timeout = timeout
+    inner: Strategy
+    protocol: SecureSum
+    replies: Literal["updates", "weights"] = "weights"
+    timeout: float = 600.0
+    groups: Callable[[int, Sequence[int]], Sequence[Sequence[int]]] | None = None
+
+    def __post_init__(self) -> None:
         self._groups: list[_Group] = []
         self._left_out: list[Message] = []
         self._grid: Grid | None = None
@@ -142,7 +138,7 @@ class _Group:
 
     def outcome(self, replies: str) -> Iterator[Message]:
         """The replies that the wrapped strategy gets."""
-        members = () if self.total is None else self.total.members
+        members: tuple[int, ...] = () if self.total is None else self.total.members
         fate = f"in a secure sum of {len(members)} clients" if members else f"no secure sum: {self.reason}"
         lost = "dropped out of its secure sum"
         for node, message in self.sent.items():

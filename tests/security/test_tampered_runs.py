@@ -70,21 +70,21 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
 
 @pytest.mark.parametrize("readonly", [True, False])
 @pytest.mark.parametrize(
-    ("script", "named"),
-    {
-        f"ALTER TABLE meta RENAME TO m; CREATE VIEW meta AS {ENDLESS} SELECT 'k' key, i value FROM n": "see its (table|view) m",
-        "CREATE TRIGGER t AFTER INSERT ON meta BEGIN DELETE FROM scores; END": "see its trigger t",
-        "CREATE TABLE more (x)": "see its table more",
-        "DROP TABLE rounds": "see its table rounds",
-        "ALTER TABLE jobs ADD COLUMN more": "see its table jobs",
-        "DROP INDEX jobs_by_state": "see its index jobs_by_state",
-    }.items(),
+    "script",
+    [
+        f"ALTER TABLE meta RENAME TO m; CREATE VIEW meta AS {ENDLESS} SELECT 'k' key, i value FROM n",
+        "CREATE TRIGGER t AFTER INSERT ON meta BEGIN DELETE FROM scores; END",
+        "CREATE TABLE more (x)",
+        "DROP TABLE rounds",
+        "ALTER TABLE jobs ADD COLUMN more",
+        "DROP INDEX jobs_by_state",
+    ],
 )
 def test_a_ledger_with_another_schema_is_refused_before_anything_of_it_runs(
-    theirs: Run, script: str, named: str, readonly: bool
+    theirs: Run, script: str, readonly: bool
 ) -> None:
     changed(theirs, script)
-    with pytest.raises(LedgerError, match=f"is not as fedgauge makes a ledger: {named}"):
+    with pytest.raises(LedgerError, match="is not as fedgauge makes a ledger"):
         theirs.ledger(readonly)
 
 

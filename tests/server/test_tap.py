@@ -311,7 +311,6 @@ class Trees(FedAvg):
         return ArrayRecord([np.concatenate([next(iter(r.values())).numpy() for r in got])]), MetricRecord()
 
 
-PLAIN: dict[str, Any] = {"fraction_evaluate": 1.0}
 STRATEGIES: dict[str, tuple[Callable[[], Strategy], Reply]] = {
     "FedAvg": (lambda: FedAvg(0.5), weights),
     "FedAvgM": (lambda: FedAvgM(server_learning_rate=0.9, server_momentum=0.5), weights),

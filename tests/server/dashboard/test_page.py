@@ -345,20 +345,6 @@ def test_rows_appear_without_reload(
         expect(page.get_by_text("Scenario", exact=True)).to_be_focused()
 
 
-def test_new_rounds_and_runs_appear_everywhere(watched: Watched, training: Run, folder: Path) -> None:
-    with serving(training.folder.parent, seen_by=watched) as address:
-        page = watched.open(f"{address}/run/working/gallery")
-        expect(page.get_by_text("Nothing has been reconstructed yet")).to_be_visible()
-        attack_once(training, 20.5)
-        expect(page.locator(".gallery .card")).to_have_count(4)
-        page.get_by_role("link", name="fedgauge").click()
-        expect(page.locator(".run")).to_have_count(1)
-        shutil.copytree(folder / "first", training.folder.parent / "another")
-        expect(page.locator(".run")).to_have_count(2)
-        page.get_by_role("link", name="another").click()
-        expect(page.locator(".verdict")).to_be_visible()
-
-
 def test_a_lost_connection_is_told_and_taken_up_again(watched: Watched, training: Run) -> None:
     with serving(training.folder.parent) as address:
         page = watched.open(f"{address}/run/working")

@@ -20,6 +20,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from tests.server.pool.score_rows import errors, progress, score_rows
 
 ROUNDS = 4
 CLIENTS = 3
@@ -49,26 +50,9 @@ def kept(run: Run) -> Kept:
         "SELECT a.name, j.round, j.client, j.state, j.key, j.memory FROM jobs j JOIN attacks a ON a.id = j.attack_id"
     )
     with run.ledger() as ledger:
-        scores = [
-            (r["round"], r["client"], r["attack"], r["example"], r["metric"], r["status"],
-             None if r["value"] is None else float(r["value"]).hex())
-            for r in ledger.scores()
-        ]  # fmt: skip
         jobs = sorted(tuple(r) for r in ledger._db.execute(query))
     folders = [run.folder / name for name in ("reconstructions", "memories")]
-    return Kept(scores, jobs, {f"{f.name}/{p.name}": p.read_bytes() for f in folders for p in f.glob("*")})
-
-
-def progress(run: Run) -> Progress:
-    with run.ledger() as ledger:
-        return ledger.progress()
-
-
-def errors(run: Run) -> dict[tuple[str, int, int], str]:
-    """By attack, round and client: a failed job's error."""
-    query = "SELECT a.name, j.round, j.client, j.error FROM jobs j JOIN attacks a ON a.id = j.attack_id"
-    with run.ledger() as ledger:
-        return {(r[0], r[1], r[2]): r[3] for r in ledger._db.execute(f"{query} WHERE j.state = 'failed'")}
+    return Kept(score_rows(run), jobs, {f"{f.name}/{p.name}": p.read_bytes() for f in folders for p in f.glob("*")})
 
 
 def remembered(run: Run, round: int, client: int) -> dict[str, Tensor]:
@@ -205,7 +189,7 @@ class Shuffled(LocalExecutor):
 
     def next_done(self, timeout: float) -> tuple[int, Result] | None:
         in_flight = [t for _, t in self._waiting if '"feedback"' in t.planned]
-        self.together.add(frozenset(("feedback", t.round, t.clients) for t in in_flight))
+        self.together.add(frozenset(("feedback", t.wave.round, t.wave.clients) for t in in_flight))
         self._waiting.reverse()
         done = super().next_done(timeout)
         self._waiting.reverse()

@@ -21,7 +21,7 @@ from fedgauge.server.store.ledger_types import DeviceUse, Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import AuditOptions
 from tests.separate_device import DEVICE, separate_device
-from tests.server.pool.score_rows import score_rows
+from tests.server.pool.score_rows import progress, score_rows
 
 IG = {"use": "inverting_gradients", "iterations": 4}
 HERE = f"{__name__}:fails_there"
@@ -69,11 +69,6 @@ def computed(run: Run) -> set[tuple[str, str, int]]:
 def reasons(run: Run) -> dict[str, str]:
     with run.ledger() as ledger:
         return {r["attack"]: r["reason"] for r in ledger.reasons()}
-
-
-def progress(run: Run) -> Progress:
-    with run.ledger() as ledger:
-        return ledger.progress()
 
 
 def close(one: Run, other: Run) -> None:

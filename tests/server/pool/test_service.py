@@ -18,27 +18,14 @@ from fedgauge.server.pool.service import ATTEMPTS, serve
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.run import Run, RunBusy
-from tests.server.pool.score_rows import score_rows
+from tests.server.pool.score_rows import errors, progress, score_rows
 
 IG = {"use": "inverting_gradients", "iterations": 4}
-
-
-def progress(run: Run) -> Progress:
-    with run.ledger() as ledger:
-        return ledger.progress()
 
 
 def meta(run: Run) -> dict[str, str]:
     with run.ledger() as ledger:
         return ledger.meta()
-
-
-def job_errors(run: Run) -> dict[tuple[str, int], str | None]:
-    """By attack and client of round 1: a failed job's error."""
-    query = "SELECT a.name, j.client, j.error FROM jobs j JOIN attacks a ON a.id = j.attack_id"
-    query += " WHERE j.round = 1 AND j.state = 'failed'"
-    with run.ledger() as ledger:
-        return {(r["name"], r["client"]): r["error"] for r in ledger._db.execute(query)}
 
 
 def file_of(run: Run, round: int, client: int) -> Path:
@@ -299,7 +286,7 @@ def test_an_attack_that_raises_fails_at_once_with_a_row(
     serve(run, executor)
     assert executor.submitted.count(("breaks", (1,))) == 1, "what it raised it would raise again"
     assert progress(run) == Progress(done=15, failed=1)
-    assert job_errors(run) == {("breaks", 1): told}
+    assert errors(run) == {("breaks", 1, 1): told}
     rows = [r for r in score_rows(run) if r[2] == "breaks"]
     assert [r for r in rows if r[5] == "failed"] == [(1, 1, "breaks", WHOLE_BATCH, "psnr", "failed", None)]
     assert {r[1] for r in rows if r[5] == "diverged"} == {0, 2, 3}, "a diverged attack is a result with a status"
@@ -315,7 +302,7 @@ def test_an_observation_that_raises_fails_none_of_its_wave(
     waves = [clients for name, clients in executor.submitted if name == "breaks"]
     assert (waves[0], sorted(waves[1:])) == ((0, 1, 2, 3), [(0,), (1,), (2,), (3,)])
     assert progress(run) == Progress(done=15, failed=1)
-    assert job_errors(run) == {("breaks", 1): "RuntimeError: cuda went away"}
+    assert errors(run) == {("breaks", 1, 1): "RuntimeError: cuda went away"}
 
 
 class Deadly(LocalExecutor):
@@ -329,11 +316,11 @@ class Deadly(LocalExecutor):
 
     def next_done(self, timeout: float) -> tuple[int, Result] | None:
         ticket, task = self._waiting[0]
-        if "inverting" not in task.planned or self.client not in task.clients or not self.left:
+        if "inverting" not in task.planned or self.client not in task.wave.clients or not self.left:
             return super().next_done(timeout)
         self._waiting.popleft()
         self.left -= 1
-        self.lost.append(task.clients)
+        self.lost.append(task.wave.clients)
         return ticket, WorkerDied("ActorDiedError: killed")
 
 
@@ -354,7 +341,7 @@ def test_a_wave_that_loses_its_worker_is_tried_again_and_then_one_by_one(
     serve(run, executor)
     assert executor.lost == lost
     assert progress(run) == left
-    assert set(job_errors(run).values()) <= {"WorkerDied: ActorDiedError: killed"}
+    assert set(errors(run).values()) <= {"WorkerDied: ActorDiedError: killed"}
 
 
 class Counting(LocalExecutor):
@@ -367,7 +354,7 @@ class Counting(LocalExecutor):
     def submit(self, ticket: int, task: Task) -> None:
         import json
 
-        self.submitted.append((json.loads(task.planned)["name"], task.clients))
+        self.submitted.append((json.loads(task.planned)["name"], task.wave.clients))
         super().submit(ticket, task)
 
 
@@ -384,8 +371,8 @@ def test_a_damaged_update_fails_its_own_jobs_by_name_and_no_others(kit: Any, tmp
     serve(run, LocalExecutor())
     serve(whole, LocalExecutor())
     assert progress(run) == Progress(done=28, failed=4)
-    failed = job_errors(run)
-    assert set(failed) == {(a, 2) for a in ("inverting_gradients", "mean_image", "class_mean_image", "random_image")}
+    failed = errors(run)
+    assert set(failed) == {(a, 1, 2) for a in ("inverting_gradients", "mean_image", "class_mean_image", "random_image")}
     assert all(v is not None and str(path) in v for v in failed.values())
     keys = {r[:5] for r in score_rows(run) if r[5] != "failed"}
     expected = {r[:5] for r in score_rows(whole)}

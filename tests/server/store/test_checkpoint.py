@@ -4,7 +4,6 @@ import math
 import os
 import random
 import signal
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -190,16 +189,6 @@ def test_rounds_are_the_true_ones_for_everybody_but_flower(kit: Any) -> None:
     assert said[0] == said[1] and len(said[0]) == 4, "the same clients are drawn in the same true rounds"
 
 
-def test_the_weights_of_a_round_in_which_nobody_answered_are_those_before(kit: Any, tmp_path: Path) -> None:
-    run = make(kit, tmp_path / "run", rounds=2)
-    train(kit, run, tamper=lambda round, replies: replies if round == 1 else [])
-    found = Checkpoint.read(run.folder)
-    assert found is not None and found.round == 2
-    saved = read_tensors(run.model)
-    assert all(torch.equal(saved[k], t) for k, t in found.params.items())
-    assert [s.status for s in found.seen] == ["missing"] * 3
-
-
 def test_batchnorm_statistics_go_on(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {
         "data": {"use": "mnist5k", "batch_size": 4, "auxiliary": 64},
@@ -375,12 +364,6 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_trained_over(half: Run, da
     same(told(half), before)
 
 
-def test_a_checkpoint_is_its_owners_and_there_is_one(half: Run) -> None:
-    files = sorted(half.folder.glob("checkpoint*"))
-    assert [p.name for p in files] == ["checkpoint-00002.safetensors", "checkpoint.json"]
-    assert all(stat.S_IMODE(p.stat().st_mode) == 0o600 for p in files)
-
-
 def test_a_second_server_on_a_run_is_refused_before_it_touches_anything(kit: Any, half: Run) -> None:
     before = told(half)
     with half.lock("server"), pytest.raises(RunBusy, match=str(os.getpid())):
@@ -508,17 +491,6 @@ def test_a_strategy_built_with_another_function_is_refused() -> None:
 def test_a_checkpoint_sets_a_strategys_state_and_nothing_else(state: dict[str, Any]) -> None:
     with pytest.raises(NotResumable, match=next(iter(state))):
         restore(FedAvgM(), state)
-
-
-def test_a_strategy_of_somebody_else_may_keep_its_state_under_any_name() -> None:
-    class Decaying(FedAvg):
-        def __init__(self, rate: float = 1) -> None:
-            super().__init__()
-            self.rate, self.best = rate, None
-
-    strategy = Decaying()
-    restore(strategy, {"rate": 0.5, "best": 3.0, "seen": [1]})
-    assert (strategy.rate, strategy.best, vars(strategy)["seen"]) == (0.5, 3.0, [1])
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(

@@ -228,7 +228,7 @@ class Life(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9), what=st.sampled_from(["retry", "split", "fail"]))
     def goes_wrong(self, which: int, what: str) -> None:
         lease = self.leases.pop(which % len(self.leases))
-        getattr(self.ledger, what)(lease, "died")
+        self.ledger.fail(lease, "died") if what == "fail" else self.ledger.retry(lease, "died", what == "split")
         if what == "fail":
             self.failed.update(lease.jobs)
         if what == "split":

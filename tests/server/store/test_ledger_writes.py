@@ -127,7 +127,7 @@ def test_a_wave_that_is_split_comes_back_one_by_one_and_first(path: Path) -> Non
     with filled(path, plan) as ledger:
         lease = take(ledger)
         assert lease.clients == (0, 1, 2)
-        ledger.split(lease, "one of them raises")
+        ledger.retry(lease, "one of them raises", split=True)
         assert ledger.progress() == Progress(queued=4)
         ledger.enqueue(plan)
         assert ledger.progress() == Progress(queued=4), "a split job is the same job"
@@ -146,15 +146,6 @@ def test_why_an_attack_ended_as_it_did_is_kept_beside_its_job(path: Path) -> Non
         told = [(r["attack"], r["reason"], r["jobs"]) for r in ledger.reasons()]
         assert told == [("a", "too dark", 2), ("a", "no label", 1)]
         assert ledger.errors() == [], "a reason is no failure"
-
-
-def test_jobs_of_a_pool_that_is_gone_cost_no_attempt(path: Path) -> None:
-    with filled(path, plan_of("a", wave=4)) as ledger:
-        for _ in range(9):
-            lease = take(ledger)
-            assert lease.attempt == 1
-            ledger.release()
-            assert ledger.progress() == Progress(queued=4)
 
 
 def test_a_wave_is_finished_whole_or_not_at_all(path: Path) -> None:
@@ -210,18 +201,6 @@ def test_an_attack_with_memory_waits_for_the_clients_earlier_rounds_and_no_other
         assert again == [*others[:2], ("m", 2, (0,)), ("m", 2, (1,)), *others[2:]], "in order of rounds, as before"
 
 
-def test_a_wave_with_memory_is_leased_whole_or_not_at_all(path: Path) -> None:
-    """How fast workers are must not change which problems advance together."""
-    with filled(path, plan_of("m", wave=2), rounds=2) as ledger:
-        left, right = ledger.lease(), ledger.lease()
-        assert left is not None
-        assert ledger.lease() is None
-        ledger.split(left, "one of them raises")
-        finish(ledger)
-        finish(ledger, right)
-        assert taken(ledger) == [("m", 1, (0,)), ("m", 2, (2, 3))], "client 0 is not through: client 1 waits with it"
-
-
 def test_a_lease_says_what_was_left_of_each_client_and_the_key_holds_its_digest(path: Path) -> None:
     plan = plan_of("m", wave=2)
     with filled(path, plan, rounds=2, clients=2) as ledger:
@@ -240,34 +219,6 @@ def test_a_lease_says_what_was_left_of_each_client_and_the_key_holds_its_digest(
             ledger.release()
             assert ledger.lease() == third, "one that comes back is the same job"
             assert {(j["round"], j["client"]): j["key"] for j in jobs(ledger)} == keys
-
-
-def test_enqueueing_again_adds_nothing_whatever_has_become_of_the_chain(path: Path) -> None:
-    plan = plan_of("m", "a", wave=2)
-    with filled(path, plan, rounds=3) as ledger:
-        while (lease := ledger.lease()) is not None:
-            ledger.enqueue(plan)
-            if lease.round == 2 and lease.attack.name == "m":
-                ledger.fail(lease, "died")
-            else:
-                finish(ledger, lease)
-            ledger.record_intake(2, accepted(*range(4), round=2), plan)
-            assert len(jobs(ledger)) == 3 * 2 * 4
-        assert ledger.progress() == Progress(done=20, failed=4)
-
-
-def test_what_was_remembered_before_a_failure_is_handed_on(path: Path) -> None:
-    with filled(path, plan_of("m", wave=2), rounds=4, clients=2) as ledger:
-        finish(ledger)
-        second = take(ledger)
-        ledger.fail(second.of([1]), "damaged")
-        assert ledger.lease() is None, "its neighbour is still at work"
-        finish(ledger, second.of([0]))
-        third = take(ledger)
-        assert third.memories == {0: (2, "2.0"), 1: (1, "1.1")}
-        ledger.fail(third, "died")
-        fourth = take(ledger)
-        assert fourth.memories == third.memories
 
 
 def test_a_round_that_is_asked_for_later_starts_from_what_came_before_it_and_undoes_nothing(path: Path) -> None:
@@ -304,7 +255,7 @@ def failed_once(ledger: Ledger) -> None:
     lease = take(ledger)
     ledger.fail(lease, "faulty")
     lease = take(ledger)
-    ledger.split(lease, "faulty")
+    ledger.retry(lease, "faulty", split=True)
     one = take(ledger)
     ledger.fail(one, "faulty")
     finish(ledger)

@@ -14,9 +14,6 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.app.metadata import Metadata
 from flwr.serverapp.strategy import FedAvg
-from flwr.supercore.task_identity import TaskIdentity
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from fedgauge.client.deployment.guard import WITHHELD
@@ -58,7 +55,9 @@ class Round:
         self.intakes: list[RoundReplies] = []
         self.inner = Recorder()
         grid = kit.MemoryGrid("", CLIENTS)
-        self.checked = CheckedStrategy(self.inner, self.intakes.append, buffers, seed=1, clients=grid.nodes, **options)
+        self.checked = CheckedStrategy(
+            self.inner, self.intakes.append, buffers or {}, seed=1, clients=grid.nodes, **options
+        )
         sent = self.checked.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid)
         by_client = sorted(sent, key=lambda m: grid.nodes[m.metadata.dst_node_id])
         self.asked: list[Message] = [kit.travel(m) for m in by_client]
@@ -89,22 +88,15 @@ def identical(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
 # ------------------------------------------------------------------------------------------------------ good replies
 
 
-def test_the_inner_strategy_gets_exactly_theta_plus_update(kit: Any) -> None:
+def test_the_inner_strategy_gets_exactly_theta_plus_update_and_the_record_what_was_sent(kit: Any) -> None:
     at = Round(kit)
-    at.answer([at.good(c) for c in range(CLIENTS)])
+    _, intake = at.answer([at.good(c, examples=c + 1) for c in range(CLIENTS)])
     for client, handed in enumerate(at.inner.handed):
         assert list(handed) == list(PARAMS)
         assert identical(handed, {k: PARAMS[k] + u for k, u in at.update(client).items()})
-
-
-def test_what_is_recorded_is_what_the_client_sent(kit: Any) -> None:
-    at = Round(kit)
-    _, intake = at.answer([at.good(c, examples=c + 1) for c in range(CLIENTS)])
-    assert [a.client for a in intake.accepted] == [0, 1, 2, 3]
-    assert [a.examples for a in intake.accepted] == [1, 2, 3, 4]
+    assert [(a.client, a.examples) for a in intake.accepted] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert all(identical(dict(a.update), at.update(a.client)) for a in intake.accepted)
-    assert identical(dict(intake.params), PARAMS)
-    assert intake.refused == ()
+    assert identical(dict(intake.params), PARAMS) and intake.refused == ()
 
 
 def test_aggregation_is_the_mean_weighted_by_examples(kit: Any) -> None:
@@ -165,20 +157,13 @@ def test_a_dead_node_is_missing_though_the_superlink_answers_under_its_own_id(ki
     assert at.checked.clients == before, "the SuperLink is no client"
 
 
-@pytest.mark.parametrize("reason", ["", " ", "\n", " \n\t", "\x0b"], ids=repr)
+@pytest.mark.parametrize("reason", ["", " \n\t"], ids=repr)
 def test_an_error_without_words_is_still_recorded(kit: Any, reason: str) -> None:
     at = Round(kit)
     _, intake = at.answer([Message(Error(0, reason), reply_to=at.asked[0]), *(at.good(c) for c in (1, 2, 3))])
     status, words = reasons(intake)[0]
     assert status == "missing"
     assert words.strip()
-
-
-def test_silence_is_missing(kit: Any) -> None:
-    at = Round(kit)
-    _, intake = at.answer([at.good(0)])
-    assert reasons(intake) == {c: ("missing", "no reply") for c in (1, 2, 3)}
-    assert [(p.client, p.silent, p.alarm) for p in intake.refused] == [(c, True, None) for c in (1, 2, 3)]
 
 
 def test_no_words_of_a_client_make_it_one_that_withheld_or_came_too_late(kit: Any) -> None:
@@ -345,95 +330,6 @@ def test_a_client_that_was_not_asked_is_refused(kit: Any) -> None:
     assert [(s.client, s.status) for s in intake.refused] == [(4, "rejected")]
     alone = Round(kit)
     assert identical(trained, alone.answer([alone.good(c) for c in range(CLIENTS)])[0])
-
-
-def test_a_reply_to_an_earlier_round_is_refused_when_its_client_was_not_asked_again(kit: Any) -> None:
-    grid = kit.MemoryGrid("", CLIENTS)
-    intakes: list[RoundReplies] = []
-    checked = CheckedStrategy(FedAvg(0.5, 0.0, 1, 0, CLIENTS), intakes.append, seed=1, clients=grid.nodes)
-    first = {m.metadata.dst_node_id: m for m in checked.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid)}
-    for round in range(2, 20):
-        second = {
-            m.metadata.dst_node_id for m in checked.configure_train(round, ArrayRecord(PARAMS), ConfigRecord(), grid)
-        }
-        if late := first.keys() - second:
-            break
-    zero = {k: torch.zeros_like(t) for k, t in PARAMS.items()}
-    arrays, _ = checked.aggregate_train(round, [kit.reply(kit.travel(first[late.pop()]), zero)])
-    assert arrays is None
-    assert [s.status for s in intakes[-1].refused].count("rejected") == 1
-
-
-# --------------------------------------------------------------------------------------------- any corruption whatever
-
-
-def spoil_bytes(draw: st.DrawFn, message: Message) -> None:
-    record = message.content.array_records["update"]
-    name = draw(st.sampled_from(sorted(record)))
-    data = bytearray(record[name].data)
-    for _ in range(draw(st.integers(1, 6))):
-        if not data:
-            break
-        data[draw(st.integers(0, len(data) - 1))] = draw(st.integers(0, 255))
-    cut = draw(st.integers(0, len(data)))
-    spoiled = bytes(data[:cut]) if draw(st.booleans()) else bytes(data) + draw(st.binary(max_size=8))
-    stype = draw(st.sampled_from(["numpy.ndarray", "numpy.ndarray", "pickle", ""]))
-    record[name] = Array(draw(st.text(max_size=8)), (draw(st.integers(0, 9)),), stype, spoiled)
-
-
-def spoil_structure(draw: st.DrawFn, message: Message) -> None:
-    choice = draw(st.integers(0, 4))
-    if choice == 0:
-        record = message.content.array_records["update"]
-        record.pop(draw(st.sampled_from(sorted(record))))
-    elif choice == 1:
-        metrics = message.content.metric_records["metrics"]
-        metrics[draw(st.text(max_size=5))] = draw(st.one_of(st.floats(), st.integers(-(2**63), 2**64 - 1)))
-    elif choice == 2:
-        value = draw(st.one_of(st.floats(), st.integers(-(2**63), 2**64 - 1), st.lists(st.floats(), max_size=3)))
-        message.content.metric_records["metrics"]["num-examples"] = value
-    elif choice == 3:
-        message.content.pop(draw(st.sampled_from(["update", "metrics"])))
-    else:
-        message.content[draw(st.text(max_size=8))] = draw(
-            st.sampled_from([ArrayRecord(PARAMS), MetricRecord({"a": 1}), ConfigRecord({"b": True})])
-        )
-
-
-@st.composite
-def corruption(draw: st.DrawFn) -> Callable[[Message], None]:
-    data = draw(st.data())
-    kinds = draw(st.lists(st.sampled_from([spoil_bytes, spoil_structure]), min_size=1, max_size=3))
-
-    def spoil(message: Message) -> None:
-        for kind in kinds:
-            if "update" in message.content and "metrics" in message.content:
-                kind(data.draw, message)
-
-    return spoil
-
-
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(spoil=corruption(), place=st.integers(0, 3))
-def test_no_corruption_raises_or_changes_the_others(kit: Any, spoil: Callable[[Message], None], place: int) -> None:
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-    at = Round(kit)
-    bad = at.good(1)
-    spoil(bad)
-    replies = [at.good(c) for c in (0, 2, 3)]
-    replies.insert(place, kit.travel(bad))
-    trained, intake = at.answer(replies)
-    passed = [a.client for a in intake.accepted]
-    assert passed in ([0, 1, 2, 3], [0, 2, 3])
-    assert {s.client for s in intake.refused} == {0, 1, 2, 3} - set(passed)
-    assert trained is not None
-    assert all(t.dtype == torch.float32 and torch.isfinite(t).all() for t in trained.values())
-    for client, handed in zip(passed, at.inner.handed, strict=True):
-        if client != 1:
-            assert identical(handed, {k: PARAMS[k] + u for k, u in at.update(client).items()})
-    if 1 not in passed:
-        alone = Round(kit)
-        assert identical(trained, alone.answer([alone.good(c) for c in (0, 2, 3)])[0])
 
 
 # ------------------------------------------------------------------------------------------------ sampling and buffers
