@@ -405,6 +405,11 @@ class Exchange:
             reply = _Reply.of(message)
             self._recorder.later("a reply", partial(self._recorder.note_reply, reply, self._sent), reply.size)
 
+    def unread(self, kind: str) -> None:
+        """Warn that messages passed in a collection which is left unread, as reading it might change it."""
+        words = f"messages in a {kind} are not recorded: use a list, tuple, set, dict or iterator"
+        self._recorder.later("a warning", partial(self._recorder.warn, "collection", words))
+
     def over(self) -> None:
         """Record which nodes have not answered, and write all to the ledger."""
         self._recorder.later("a round", partial(self._recorder.end_exchange, self._sent))
@@ -533,7 +538,7 @@ def test_figures(metrics: Mapping[str, Mapping[str, float | None]]) -> tuple[flo
     named = {"acc": None, "loss": None} | {
         part: value
         for who in (EVALUATION, SERVER)
-        for name, value in reversed(metrics.get(who, {}).items())
+        for name, value in reversed(list(metrics.get(who, {}).items()))
         for part in re.split(r"[^a-z]+", name.lower().replace("accuracy", "acc"))
         if value is not None
     }

@@ -154,7 +154,7 @@ class Tap:
     def __init__(self, grid: Grid, recorder: AppRecorder) -> None:
         self.__dict__.update(_fedgauge_grid=grid, _fedgauge_recorder=recorder)
 
-    @property
+    @property  # type: ignore[misc]  # what is set passes to the grid
     def __class__(self) -> type:
         return type(self._fedgauge_grid)
 
@@ -162,7 +162,7 @@ class Tap:
         value = getattr(self.__dict__["_fedgauge_grid"], name)
         if name not in WATCHED or not callable(value):
             return value
-        return functools.wraps(value)(functools.partial(WATCHED[name], self, value))
+        return functools.wraps(value)(functools.partial(_forward, self, name, value))
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in WATCHED:  # an app's own wrapper around the tap's method
@@ -180,34 +180,7 @@ class Tap:
         return self._fedgauge_grid.__reduce_ex__(protocol)
 
 
-def _send_and_receive(tapped: Tap, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Forward the messages and return the replies, and record both."""
-    exchange = Exchange(tapped._fedgauge_recorder, tapped)
-    args, options = _watched(args, options, exchange)
-    return _passing(call(*args, **options), exchange.came, exchange.over)
-
-
-def _push_messages(tapped: Tap, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Forward the messages, and record them."""
-    exchange = Exchange(tapped._fedgauge_recorder, tapped)
-    args, options = _watched(args, options, exchange)
-    ids = call(*args, **options)
-    if isinstance(ids, list | tuple):
-        exchange.pushed(ids)
-    return ids
-
-
-def _pull_messages(tapped: Tap, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Return the replies to pushed messages, and record them."""
-    exchange = Exchange(tapped._fedgauge_recorder, tapped)
-    return _passing(call(*args, **options), exchange.came, exchange.flush)
-
-
-WATCHED: dict[str, Callable[..., Any]] = {
-    "send_and_receive": _send_and_receive,
-    "push_messages": _push_messages,
-    "pull_messages": _pull_messages,
-}
+WATCHED = ("send_and_receive", "push_messages", "pull_messages")
 READ_TWICE: tuple[type, ...] = (list, tuple, set, frozenset, dict, type({}.values()))  # reading them changes nothing
 
 
@@ -217,31 +190,32 @@ def _tapped(grid: Grid, recorder: AppRecorder) -> Grid:
     return cast(Grid, tapped)
 
 
-def _watched(
-    args: tuple[Any, ...], options: dict[str, Any], exchange: Exchange
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, its messages noted as they pass."""
-    if args:
-        return (_passing(args[0], exchange.sent, exchange.flush), *args[1:]), options
-    if "messages" in options:
-        return args, {**options, "messages": _passing(options["messages"], exchange.sent, exchange.flush)}
-    return args, options
+def _forward(tapped: Tap, name: str, call: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+    """Call a method of the grid, and record the messages and replies that pass."""
+    exchange = Exchange(tapped._fedgauge_recorder, tapped)
+    if name != "pull_messages":  # which takes no messages
+        if args:
+            args = (_passing(args[0], exchange, exchange.sent, exchange.flush), *args[1:])
+        elif "messages" in options:
+            options["messages"] = _passing(options["messages"], exchange, exchange.sent, exchange.flush)
+    found = call(*args, **options)
+    if name != "push_messages":
+        return _passing(found, exchange, exchange.came, exchange.over if name == "send_and_receive" else exchange.flush)
+    if isinstance(found, list | tuple):
+        exchange.pushed(found)
+    return found
 
 
-def _passing(items: Any, note: Callable[[Any], None], end: Callable[[], None]) -> Any:
+def _passing(items: Any, exchange: Exchange, note: Callable[[Any], None], end: Callable[[], None]) -> Any:
     """The same plain collection, or the same items in the same order at the same time; each is noted once, as it passes."""
-    if type(items) in READ_TWICE:
-        for item in items:
-            note(item)
-        end()
-        return items
     if isinstance(items, Iterator):
         return _each(items, note, end)
-    say(
-        WARNING,
-        "fedgauge: messages in a %s are not recorded: use a list, tuple, set, dict or iterator",
-        type(items).__name__,
-    )
+    if type(items) not in READ_TWICE:
+        exchange.unread(type(items).__name__)
+        return items
+    for item in items:
+        note(item)
+    end()
     return items
 
 

@@ -310,7 +310,7 @@ def _number(asked: Asked, key: str) -> int:
 
 
 def _one_of(asked: Asked, key: str, allowed: Sequence[str], default: str = "") -> str:
-    value = asked.get(key, default)
+    value: str = asked.get(key, default)
     if value not in allowed:
         raise HTTPException(400, f"{key} must be one of {', '.join(allowed)}, got {value!r}")
     return value

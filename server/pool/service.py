@@ -6,7 +6,7 @@ training goes on; if training dies, it finishes what is on the tape.
 
 import os
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -120,7 +120,7 @@ class _DeviceUse:
         self._ledger, self._executor, self._clock = ledger, executor, clock
         self._began = self._noted = clock()
         self._told_at: float | None = None
-        self._seconds: Counter[str] = Counter()  # that each device's workers have attacked
+        self._seconds: dict[str, float] = defaultdict(float)  # that each device's workers have attacked
         self._ended_before = ledger.finished()
 
     def note(self, over: bool = False) -> None:

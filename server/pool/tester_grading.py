@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import cast, get_args
 
 from fedgauge.attacks.base import Reconstruction, Status
 from fedgauge.attacks.grading.audit import Auditor
@@ -63,10 +64,12 @@ def grade(
         }
         if (jobs or tests) and not any(batch is not None and len(batch.y) for batch in found.values()):
             raise TruthError(f"{truth} has no examples of any attacked update")
-        notes = Counter(_grade(run, ledger, grader, job, found, _assumed(scenario, job)) for job in jobs)
+        size = scenario.federation.shards.batch_size
+        assumed = {job.id: size * len(scenario.protocol.members(job.client, job.round)) for job in jobs}
+        notes = Counter(_grade(run, ledger, grader, job, found, assumed[job.id]) for job in jobs)
         graded = notes.pop("", 0)
         every = len(jobs) - notes.pop(None, 0)
-        words = _graded(graded, every, truth)
+        words = f"graded {graded} of {every} reconstructions and baselines against the examples handed in with --truth ({truth})"
         if tests:
             words += (
                 f"; {retest(run, ledger, scenario, tests, found, progress)} of {len(tests)} tests of membership done"
@@ -82,24 +85,15 @@ def grade(
 
 def regrade(run: Run, ledger: Ledger, scenario: Scenario, progress: Progress = lambda done, total: None) -> None:
     """Grade what has ended since a tester handed in his truth, by that truth; where it cannot be read any more, say so."""
-    left, meta = ledger.ungraded(), ledger.meta()
-    if "truth" not in meta or not (left or finished_tests(ledger, untested=True)):
+    meta = ledger.meta()
+    if "truth" not in meta or not (ledger.ungraded() or finished_tests(ledger, untested=True)):
         return
     truth = TesterTruth.from_json(meta["truth"])
     try:
         grade(run, ledger, scenario, truth.check(), progress, untested=True)
     except (SpecError, OSError) as error:
-        every = sum(job.status not in EMPTY_HANDED for job in ledger.ungraded(again=True))
-        left = [job for job in left if job.status not in EMPTY_HANDED]
-        words = _graded(every - len(left), every, truth)
         why = f"the truth cannot be read any more ({error}): hand it in again with --truth"
-        ledger.set_meta(grading=f"{words}; not graded ({len(left)} of {every}): {why}", ungraded=why)
-
-
-def _graded(some: int, every: int, truth: TesterTruth) -> str:
-    return (
-        f"graded {some} of {every} reconstructions and baselines against the examples handed in with --truth ({truth})"
-    )
+        ledger.set_meta(grading=f"what ended since is not graded: {why}", ungraded=why)
 
 
 def _doubts(run: Run, ledger: Ledger, scenario: Scenario, found: Found) -> str:
@@ -118,10 +112,6 @@ def _doubts(run: Run, ledger: Ledger, scenario: Scenario, found: Found) -> str:
     except Exception as error:  # a user's network may raise anything; the grades stand without this check
         doubts.append(f"whether the truth gives the updates was not checked: {type(error).__name__}: {error}")
     return "; ".join([words for words in doubts if words][:MOST_DOUBTS])
-
-
-def _assumed(scenario: Scenario, job: Ungraded) -> int:
-    return len(scenario.protocol.members(job.client, job.round)) * scenario.federation.shards.batch_size
 
 
 def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[int, int]]:
@@ -147,7 +137,8 @@ def _grade(
     except TapeError:
         tensors, why = {}, None if job.status in EMPTY_HANDED else "the attack left no file"
     own = found[job.round, job.client]
-    result = Reconstruction.from_tensors(tensors, _status(job.status), job.seconds)
+    status = cast(Status, job.status) if job.status in get_args(Status) else "converged"
+    result = Reconstruction.from_tensors(tensors, status, job.seconds)
     if why != "" or own is None or not len(own.y):
         rows = ungraded_rows(job.attack, job.round, job.client, result, assumed, job.other, grader.modality.main.metric)
         ledger.grade(job.id, [row for row in rows if row.metric != OBJECTIVE], None, afresh=True)
@@ -161,8 +152,3 @@ def _grade(
         run.write_reconstruction(job.round, job.client, job.attack, {**tensors, EXAMPLE: example})
     ledger.grade(job.id, rows, afresh=True)
     return ""
-
-
-def _status(status: str) -> Status:
-    known: tuple[Status, ...] = ("converged", "out_of_budget", "diverged", "not_applicable")
-    return next((s for s in known if s == status), "converged")

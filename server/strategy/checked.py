@@ -153,7 +153,7 @@ class CheckedStrategy(Wrapper):
         random.seed(seed_of(self.seed, "sample", server_round))  # Flower's strategies sample with the global generator
         nodes = cast(Grid, OrderedGrid(grid, self._client, self.clients if self.strict else None))
         messages = list(self.inner.configure_train(server_round, arrays, config, nodes))
-        buffers = ArrayRecord(self.buffers)
+        buffers = ArrayRecord(dict(self.buffers))
         for message in messages:
             message.content.config_records["config"]["server-round"] = server_round
             if buffers:

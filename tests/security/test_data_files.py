@@ -240,7 +240,6 @@ def test_the_list_waits_for_no_runs_data(theirs: Run, attacked_run: Run, monkeyp
         (".part-x", os.mkfifo, "a pipe"),
         ("tape/.part-x", lambda path: path.symlink_to("/etc"), "a link"),
         ("tape/.part-x", os.mkfifo, "a pipe"),
-        ("tape/.part-x", Path.mkdir, "a folder"),
     ],
 )
 def test_an_unfinished_name_excuses_no_link_and_no_pipe(

@@ -19,6 +19,7 @@ import tomllib
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,8 +106,9 @@ class MemoryGrid(in_memory.MemoryGrid):
 
 
 @pytest.fixture(autouse=True)
-def named(identity: None) -> None:
-    """Here every test writes messages."""
+def named(identity: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here every test writes messages; Flower's records collect garbage after every array, which takes most of the time."""
+    monkeypatch.setattr("flwr.app.message.arrayrecord.gc", SimpleNamespace(collect=lambda: 0))
 
 
 def tables(**changes: Any) -> Tables:

@@ -472,7 +472,8 @@ def test_an_iterable_of_the_apps_own_is_passed_on_unread(audit: Path, log: pytes
 
     messages = Own()
     assert len(tap(Nodes(), audit, audit.parent / "run").send_and_receive(messages)) == messages.read == 1
-    assert "Own" in log.text
+    _, seen, problems = opened(audit.parent / "run")
+    assert "Own" in log.text and [p.code for p in problems] == ["collection"] and not seen
 
 
 def test_a_grid_may_be_wrapped_copied_and_asked_for_what_it_has(audit: Path) -> None:

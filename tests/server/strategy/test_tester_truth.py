@@ -93,7 +93,7 @@ def test_a_later_truth_replaces_all_grades_and_grades_what_is_attacked_again(
         path.unlink()
     assert main(["audit", str(run.folder), "--retry", "all"]) == 0
     told = capsys.readouterr().out
-    assert "graded 0 of 12" in told and "hand it in again with --truth" in told and graded(run) == {}
+    assert "hand it in again with --truth" in told and graded(run) == {}
 
 
 @only_adam
