@@ -106,6 +106,10 @@ class LedgerFile:
         try:
             self._db = self._opened(create, readonly)
             try:
+                self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
+                self._db.execute("PRAGMA trusted_schema = OFF")
+                if readonly:
+                    self._db.execute("PRAGMA query_only = ON")
                 fresh = self._check(create)
                 if not readonly:
                     self._write_ahead()
@@ -128,18 +132,8 @@ class LedgerFile:
         uri = f"file:{quote(os.fsencode(self.path.absolute()))}?mode={how}"
         # the last connection to close the file locks it for a moment
         timeout = 1.0 if readonly else PATIENCE
-        db = sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False)
-        try:
-            db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
-            db.execute("PRAGMA trusted_schema = OFF")
-            # the last connection to close a ledger tidies up, which one of mode=ro cannot
-            if readonly:
-                db.execute("PRAGMA query_only = ON")
-                db.execute("SELECT 1 FROM sqlite_master LIMIT 1")
-        except sqlite3.OperationalError:
-            db.close()
-            raise
-        return db
+        # the last connection to close a ledger tidies up, which one of mode=ro cannot
+        return sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False)
 
     def _check_files(self) -> int:
         """Return the bytes of the write-ahead log; RefusedFile if a file of the ledger is a link or no file.
@@ -157,9 +151,7 @@ class LedgerFile:
         """Refuse a file that is no ledger of this version; returns whether it is still empty."""
         self._db.execute("BEGIN")  # all of one moment, as another process may create the tables
         fresh: bool = self._db.execute("PRAGMA schema_version").fetchone()[0] == 0
-        if fresh and not create:
-            raise LedgerError(f"{self.path} is not a fedgauge ledger: it is empty")
-        if not fresh:
+        if not (fresh and create):
             self._check_schema()
             self._check_pages()
         self._db.execute("COMMIT")

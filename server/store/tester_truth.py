@@ -153,25 +153,20 @@ def _arranged(x: Tensor, like: Dataset, where: str) -> Tensor:
 
 
 def _rows(path: Path | None) -> Mapping[str, Any]:
-    layout = '{"client": [rows]} or {"client": {"round": [rows]}}'
-    if path is None:
-        raise TruthError(f"a dataset as the truth needs --truth-rows FILE.json: {layout}")
     try:
-        rows = json.loads(read_file(path, MOST_TEXT))
+        rows: Mapping[str, Any] = coerce(json.loads(read_file(path, MOST_TEXT)) if path else None, dict, "--truth-rows")
+        return rows
     except (OSError, ValueError, RecursionError) as error:
-        raise TruthError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(rows, dict) or not rows:
-        raise TruthError(f"{path}: expected {layout}")
-    return rows
+        layout = '{"client": [rows]} or {"client": {"round": [rows]}}'
+        raise TruthError(f"a dataset as the truth needs --truth-rows FILE.json with {layout}: {error}") from error
 
 
 def _of(rows: Mapping[str, Any], round: int, client: int, nodes: Mapping[int, str]) -> Sequence[int] | None:
     own = rows.get(str(client), rows.get(nodes.get(client, "")))
     if isinstance(own, dict):
         own = own.get(str(round))
-    if own is not None and not (isinstance(own, list) and all(isinstance(row, int) for row in own)):
-        raise TruthError(f"the rows of client {client}: expected a list of whole numbers, got {own!r:.60}")
-    return own
+    chosen: Sequence[int] | None = coerce(own, tuple[int, ...] | None, f"the rows of client {client}")
+    return chosen
 
 
 @lru_cache(maxsize=2)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fedgauge.client.deployment.guard import WITHHELD
 from fedgauge.client.inspection.policy import REASON
-from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
+from fedgauge.client.inspection.results import LARGEST
+from fedgauge.server.strategy.checked import CheckedStrategy, GuardReport, RoundReplies
 from fedgauge.server.views.participation import may_have_sent
 
 PARAMS = {
@@ -407,3 +408,29 @@ def test_bad_buffers_refuse_the_reply(kit: Any, mean: list[float]) -> None:
     _, intake = at.answer([with_buffers(kit, at.asked[0], at.update(0), 1, mean), at.good(1)])
     assert reasons(intake)[0][0] == "rejected" and "norm.running_mean" in reasons(intake)[0][1]
     assert identical(at.checked.buffers, BUFFERS)
+
+
+# ------------------------------------------------------------------------------------------------------ guards
+
+
+def report(**said: Any) -> GuardReport | None:
+    message = Message(RecordDict({"guard": ConfigRecord(said)}), dst_node_id=1, message_type="train")
+    return GuardReport.of(message)
+
+
+@pytest.mark.usefixtures("identity")
+def test_a_guards_report_is_typed_and_bounded() -> None:
+    assert report(words="w", alarm=True, suspicion=2.5) == GuardReport("guard: w", True, 2.5)
+    for beyond in (-1.0, 2 * LARGEST, math.inf, math.nan):
+        assert report(words="w", alarm=False, suspicion=beyond) == GuardReport("guard: w", False, None)
+    for wrong in ({"alarm": 1}, {"alarm": "yes"}, {"suspicion": "2"}, {"suspicion": [2.0]}, {"words": 3}):
+        assert report(**{"words": "w", "alarm": True, "suspicion": 2.0, **wrong}) is None
+    assert report(found="alarm, suspicion 9") is None
+    assert GuardReport.of(Message(RecordDict(), dst_node_id=1, message_type="train")) is None
+
+
+def test_a_sum_is_alarmed_if_one_of_its_clients_is() -> None:
+    one, other = GuardReport("guard: a", False, None), GuardReport("guard: b", True, 3.0)
+    assert GuardReport.together({}) is None
+    assert GuardReport.together({4: one}) == GuardReport("client 4: guard: a", False, None)
+    assert GuardReport.together({4: one, 7: other}) == GuardReport("client 4: guard: a; client 7: guard: b", True, 3.0)

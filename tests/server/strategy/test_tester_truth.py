@@ -1,15 +1,20 @@
 """The truth that a tester hands in for an app's run: doubted where it does not give the updates, replaced, and kept for later."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from fedgauge.attacks.base import Reconstruction
+from fedgauge.attacks.base import Observation, Reconstruction
 from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.client.federation import Federation
+from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
+from fedgauge.server.pool.truth_check import doubt
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 from tests.server.strategy.test_three_apps import ADAM, ForeignApp, app, train, write_truth
@@ -114,3 +119,17 @@ def test_labels_are_no_leak_because_the_truth_has_more_of_them_or_fewer(
 
     assert {accuracy([label], Batch(x, y)) for label in (4, 5, 6)} == {1 / 3}, "whichever example is nearest"
     assert accuracy([0], Batch(x, y)) == 0 and accuracy([4, 5, 6], Batch(x[:1], y[:1])) == 1 / 3
+
+
+@pytest.mark.parametrize(("p", "doubted"), [(0.0, True), (0.5, False)])
+def test_a_dropout_that_drops_nothing_hides_no_wrong_truth(
+    make_federation: Callable[..., Federation], p: float, doubted: bool
+) -> None:
+    fed = make_federation(model={"use": "mlp", "hidden": [8]}, clients=1)
+    params, buffers = fed.initial()
+    right = Batch(torch.rand(2, 1, 28, 28, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 2]))
+    seen = Observation(1, 0, params, fed.update_fn()(params, right, generator("client", 0)), buffers)
+    fed.model.add_module("idle", nn.Dropout(p).train())
+    wrong = Batch(torch.zeros_like(right.x), right.y)
+    assert doubt(fed, seen, {(1, 0): right}, fits=True) == ""
+    assert ("does not give its update" in doubt(fed, seen, {(1, 0): wrong}, fits=True)) == doubted
