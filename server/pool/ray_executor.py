@@ -105,9 +105,8 @@ class RayExecutor:
 
     def _connect(self, workers: int, address: str | None, devices: Sequence[torch.device]) -> list[str]:
         """Start Ray here or join the cluster; where that fails, nothing of it is left. Returns each actor's device."""
-        settings = paths_from_here() | (_secrets() if address is None else {})
-        before = {key: os.environ.get(key) for key in settings}
-        os.environ.update(settings)  # Ray reads it when it is imported
+        # Ray reads it when it is imported
+        os.environ.update(paths_from_here() | (_secrets() if address is None else {}))
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             import ray
@@ -121,11 +120,6 @@ class RayExecutor:
                 self._start(len(names), quiet)
             return names
         except BaseException:
-            for key, value in before.items():
-                if value is None:
-                    del os.environ[key]
-                else:
-                    os.environ[key] = value
             self._leave()
             raise
 

@@ -119,6 +119,7 @@ class _DeviceUse:
     def __init__(self, ledger: Ledger, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
         self._ledger, self._executor, self._clock = ledger, executor, clock
         self._began = self._noted = clock()
+        self._told: object = None
         self._told_at: float | None = None
         self._seconds: dict[str, float] = defaultdict(float)  # that each device's workers have attacked
         self._ended_before = ledger.finished()
@@ -132,11 +133,12 @@ class _DeviceUse:
         if not any(of.busy or of.finished for of in load.values()):
             self._began = now  # until the first wave there was nothing to do
             return
+        state = [(name, of.busy, of.finished) for name, of in load.items()]
         if self._told_at is None:
             self._ledger.set_meta(**{ATTACKED_FROM: str(self._ended_before)})
-        elif not over and now - self._told_at < EVERY:
+        elif state == self._told or (not over and now - self._told_at < EVERY):
             return
-        self._told_at = now
+        self._told, self._told_at = state, now
         lived = max(now - self._began, 1e-9)
         shares = {name: min(1.0, self._seconds[name] / lived / of.workers) for name, of in load.items()}
         self._ledger.set_devices(
