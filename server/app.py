@@ -1,13 +1,13 @@
 """The Flower ServerApp: builds the strategy, wraps it, trains, and records every round."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from logging import WARNING
 from pathlib import Path
 
 import torch
-from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Strategy
@@ -30,6 +30,7 @@ from fedgauge.server.strategy.client_grading import ClientGrader
 from fedgauge.server.strategy.deployed_sum import of_sums, secured
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
 from fedgauge.server.strategy.node_discovery import LateJoiners, discover_nodes
+from fedgauge.server.strategy.strategy_wrapper import Wrapper
 
 app = ServerApp()
 
@@ -90,7 +91,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         discover_nodes(grid, scenario.protocol.clients, scenario.simulation.round_timeout if ledger.deployed else None),
         protocol=replace(scenario.protocol, secure_sum=None) if together else scenario.protocol,
         strict=True,
-        counts=None if malicious is None else malicious.counts,
+        counts=malicious.counts if malicious else lambda round, client: True,
         options=replace(scenario.validator, max_examples=scenario.validator.max_examples or claimed),
         groups=scenario.protocol.groups if together else None,
     )
@@ -106,12 +107,40 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     record = _Record(fed, ledger, strategy, recorder, done, between)
     rounds, timeout = scenario.protocol.rounds - done, scenario.simulation.round_timeout
     served = strategy if together is None else secured(strategy, scenario.protocol, timeout)
-    continued = checkpoint.ResumedStrategy(served, done, over)
+    continued = ResumedStrategy(served, done, over)
     result = continued.start(grid, ArrayRecord(params), rounds, timeout, evaluate_fn=record)
     trained = result.arrays.to_torch_state_dict() if result.arrays else params
     if finish is not None:
         finish()
     write_tensors(run.model, {**trained, **strategy.buffers})
+
+
+class ResumedStrategy(Wrapper):
+    """A strategy that resumes after some rounds: Flower counts from 1, the wrapped strategy gets the true round.
+
+    Args:
+        done: how many rounds are finished.
+        over: called after each round's aggregation with the true round and the new weights.
+    """
+
+    def __init__(self, inner: Strategy, done: int, over: Callable[[int, ArrayRecord], None]) -> None:
+        self.inner, self.done, self.over = inner, done, over
+        self._arrays = ArrayRecord()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The wrapped strategy's."""
+        self._arrays = arrays
+        return self.inner.configure_train(self.done + server_round, arrays, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The wrapped strategy's; a round without replies leaves the weights unchanged."""
+        arrays, metrics = self.inner.aggregate_train(self.done + server_round, replies)
+        self.over(self.done + server_round, self._arrays if arrays is None else arrays)
+        return arrays, metrics
 
 
 def _note_start(ledger: Ledger, done: int, flower_run: int) -> None:
@@ -159,7 +188,7 @@ class _Record:
     began: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        self.recorded = {row["round"] for row in self.ledger.rounds_since(self.done)}
+        self.recorded = {row["round"] for row in self.ledger.rounds(self.done)}
 
     def __call__(self, counted: int, arrays: ArrayRecord) -> MetricRecord | None:
         if (round := self.done + counted) in self.recorded:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
@@ -25,7 +25,6 @@ from flwr.common.constant import SType
 from flwr.common.logger import log
 from torch import Tensor
 
-from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.arrays import npy_array
 from fedgauge.server.store.ledger_types import DEPLOYMENT, EMPTY, Participation
 from fedgauge.server.store.run import BASE, Run
@@ -37,7 +36,6 @@ MOST_METRICS, MOST_LETTERS = 100, 100  # kept of a round, and in a metric's name
 MOST_ROUNDS = 10**6  # a larger number in a message is not a round
 TRAINING, EVALUATION, SERVER = "training", "evaluation", "server"  # who computed metrics
 EXAMPLES = ("num-examples", "num_examples", "examples", "num-samples", "num_samples", "samples")  # as apps call them
-_ACCURACY, _LOSS = re.compile(r"(^|[^a-z])acc(uracy)?([^a-z]|$)"), re.compile(r"(^|[^a-z])loss([^a-z]|$)")
 
 
 class _Array(NamedTuple):
@@ -72,9 +70,9 @@ class _Sent:
 
     @classmethod
     def of(cls, message: Message) -> "_Sent":
-        arrays = _arrays(message.content) if message.metadata.message_type.partition(".")[0] == "train" else {}
         metadata = message.metadata
-        return cls(metadata, metadata.dst_node_id, metadata.message_type, _round_of(message), arrays)
+        sent = cls(metadata, metadata.dst_node_id, metadata.message_type, _round_of(message), {})
+        return replace(sent, arrays=_arrays(message.content)) if sent.kind == "train" else sent
 
     @property
     def kind(self) -> str:
@@ -86,12 +84,7 @@ class _Sent:
 
 @dataclass(frozen=True, eq=False)
 class _Reply:
-    """What came back.
-
-    Args:
-        error: why there is no content; None: there is.
-        metrics: numbers by name.
-    """
+    """What came back; `error` says why there is no content, and is None if there is."""
 
     asked: str
     node: int
@@ -105,18 +98,17 @@ class _Reply:
         if message.has_error():
             return cls(asked, node, ((message.error.reason or "").strip() or "error").splitlines()[-1])
         records = [record for record in message.content.values() if isinstance(record, MetricRecord)]
-        metrics = {k: v for record in records for k, v in record.items() if isinstance(v, int | float)}
-        return cls(asked, node, None, _arrays(message.content), metrics)
+        return cls(asked, node, None, _arrays(message.content), {k: v for r in records for k, v in _numbers(r)})
 
     @property
     def size(self) -> int:
-        return sum(len(array.data) for record in self.arrays.values() for array in record.values())
+        return sum(map(_size, self.arrays.values()))
 
     @property
     def examples(self) -> int | None:
         """How many examples the client says that it trained on; None if it gives no whole positive number."""
-        counts = (self.metrics.get(key) for key in EXAMPLES)
-        return next((int(n) for n in counts if n is not None and 1 <= n < 2**53 and n == int(n)), None)
+        counts = (self.metrics.get(key, 0) for key in EXAMPLES)
+        return next((int(n) for n in counts if 1 <= n < 2**53 and n == int(n)), None)
 
 
 class AppRecorder:
@@ -124,15 +116,14 @@ class AppRecorder:
 
     Args:
         run: a new one.
-        tables: the audit file as parsed; nothing in it is built. [tape] keep and the rounds and clients of [audit] are respected.
+        rounds: that the audit file plans.
         base: the folder from which the audit file's relative paths start.
         allow: packages that the scenario names, for the command that is logged at the end.
     """
 
-    def __init__(self, run: Run, tables: Mapping[str, Any], base: Path, allow: Sequence[str]) -> None:
+    def __init__(self, run: Run, rounds: object, base: Path, allow: Sequence[str]) -> None:
         self._run, self._allow = run, allow
         self._ledger, self._tape = run.ledger(), run.tape()
-        self._plan, self._keep_all = _targets(tables)
         self._lock = ExitStack()
         self._lock.enter_context(run.lock("training"))
         self._process = os.getpid()
@@ -144,21 +135,19 @@ class AppRecorder:
         self._clients: dict[int, int] = {}  # by node, in the order in which nodes are first asked to train
         self._open: dict[int, list[_Sent]] = defaultdict(list)  # messages without a reply, by node
         self._counts = _RoundNumbers()
+        self._recorded: dict[int, int] = {}  # by the app's number of a round, the latest round for it
         self._written: dict[int, tuple[Arrays, str]] = {}  # by round, the weights in its file and the file's digest
         self._seen: dict[int, dict[int, Participation]] = {}  # by round and client, to be entered
-        self._sums: dict[str, dict[str, list[float]]] = {}  # by who computed it and metric: weighted sum, weights
+        self._sums: dict[
+            str, dict[str, tuple[float, float]]
+        ] = {}  # by who computed it and metric: weighted sum, weights
         self._round = 0  # the newest, to which metrics belong
         self._news = False  # since the round was last entered
         self._began, self._cost = time.perf_counter(), 0.0  # of this round; seconds that recording took
         self._taped = 0
         self._warned: set[str] = set()
-        rounds = tables.get("rounds")
         planned = rounds if type(rounds) is int and 0 < rounds <= MOST_ROUNDS else 0
         self._ledger.set_meta(mode=DEPLOYMENT, state="training", rounds=str(planned), **{BASE: str(base)})
-
-    def exchange(self, tapped: object) -> "Exchange":
-        """Return a record of what passes in one call of a tap, which lives as long as replies may still be read."""
-        return Exchange(self, tapped)
 
     def warn(self, code: str, words: str, round: int | None = None, client: int | None = None) -> None:
         """Log a problem, once for each code, and keep it for the audit."""
@@ -184,18 +173,18 @@ class AppRecorder:
 
     def evaluated(self, metrics: Mapping[int, MetricRecord]) -> None:
         """Record what the app's server computed on its own, by the app's rounds."""
-        kept = {round: dict(list(_worth_keeping(record))[:MOST_METRICS]) for round, record in metrics.items()}
+        kept = {round: {k: _finite(v) for k, v in _numbers(record)} for round, record in metrics.items()}
         self.later("evaluation", partial(self._enter_server_metrics, kept))
 
     def flush(self) -> None:
         """Wait until what has passed so far is written."""
-        done = self.later("a round", self._flush)
-        if done is not None and threading.get_ident() != self._writing:
-            done.result()
+        self._wait(self.later("a round", self._flush))
 
     def close(self, state: str = "trained") -> None:
         """Record that the app's training is over, once, and log the command that attacks what was recorded."""
-        done = self.later("the end", partial(self._close, state))
+        self._wait(self.later("the end", partial(self._close, state)))
+
+    def _wait(self, done: "Future[None] | None") -> None:
         if done is not None and threading.get_ident() != self._writing:
             done.result()
 
@@ -233,17 +222,19 @@ class AppRecorder:
 
     def note_sent(self, sent: _Sent) -> None:
         """Note a message; one that carries weights to be trained gets its round."""
-        if sent.kind == "train" and sent.arrays:
+        if sent.arrays:
             sent.round = self._counts.of(sent.node, sent.given)
             self._clients.setdefault(sent.node, len(self._clients))
             if sent.round > self._round:
                 self._round, self._sums, self._began, self._cost = sent.round, {}, time.perf_counter(), 0.0
-            if sent.given is not None and sent.round != sent.given:
-                self.warn(
-                    "rounds",
-                    f"the app's round {sent.given} is recorded as round {sent.round}: a node was asked more than once in a round, "
-                    "or the app's rounds began again",
-                )
+            if sent.given is not None:
+                self._recorded[sent.given] = sent.round
+                if sent.round != sent.given:
+                    self.warn(
+                        "rounds",
+                        f"the app's round {sent.given} is recorded as round {sent.round}: a node was asked more than once in a "
+                        "round, or the app's rounds began again",
+                    )
         self._open[sent.node].append(sent)
 
     def note_reply(self, reply: _Reply, exchange: Sequence[_Sent]) -> None:
@@ -277,27 +268,20 @@ class AppRecorder:
         return next((s for s in others if s.answered_by(reply.asked)), None)
 
     def _record(self, sent: _Sent, reply: _Reply) -> None:
-        client = self._clients[sent.node]
-        seen = partial(Participation, client, "accepted", examples=reply.examples)
-        if not reply.arrays:
-            self._enter(sent.round, seen("its reply carries no arrays"))
-            return
-        if not self._keep_all and self._taped and client not in self._plan.targets(sent.round, [client]):
-            self._enter(sent.round, seen())
-            return
-        of_sent, of_reply = _pair(sent.arrays, reply.arrays)
-        others = {name: arrays for name, arrays in reply.arrays.items() if name != of_reply}
+        client, why, digest = self._clients[sent.node], "", None
         try:
-            sent_digest = self._write_sent(sent.round, client, sent.arrays[of_sent])
+            if not reply.arrays:
+                raise ValueError("its reply carries no arrays")
+            of_sent, of_reply = _pair(sent.arrays, reply.arrays)
+            others = {name: arrays for name, arrays in reply.arrays.items() if name != of_reply}
+            of_round = self._write_sent(sent.round, client, sent.arrays[of_sent])
             update, beside = _tensors(reply.arrays[of_reply]), self._readable(others)
-            digest = self._tape.write_update(sent.round, client, update, others=beside)
+            digest = f"{of_round}:{self._tape.write_update(sent.round, client, update, others=beside)}"
+            self._taped += 1
         except Exception as error:  # a client's bytes and a full disk can raise anything; the row must stay
             why = f"not recorded: {error.strerror if isinstance(error, OSError) and error.strerror else error}"[:250]
             self.warn("disk" if isinstance(error, OSError) else "reply", f"an update is {why}", sent.round, client)
-            self._enter(sent.round, seen(why))
-        else:
-            self._taped += 1
-            self._enter(sent.round, seen(digest=f"{sent_digest}:{digest}"))
+        self._enter(sent.round, Participation(client, "accepted", why, reply.examples, digest))
 
     def _readable(self, others: Mapping[str, Arrays]) -> dict[str, Tensor]:
         """The arrays of further records, as far as they can be recorded; said once."""
@@ -346,33 +330,34 @@ class AppRecorder:
             self._news = False
             nodes = {str(client): str(node) for node, client in self._clients.items()}
             self._ledger.set_meta(nodes=json.dumps(nodes))
-            means = {who: {k: _mean(*pair) for k, pair in sums.items()} for who, sums in self._sums.items()}
+            means = {
+                who: {k: _finite(total / weights) for k, (total, weights) in sums.items()}
+                for who, sums in self._sums.items()
+            }
             self._enter_round(self._round, time.perf_counter() - self._began, self._cost, means)
 
     def _enter_round(
-        self, round: int, seconds: float, cost: float, metrics: Mapping[str, Mapping[str, object]]
+        self, round: int, seconds: float, cost: float, metrics: Mapping[str, Mapping[str, float | None]]
     ) -> None:
         accuracy, loss = test_figures(metrics)
         self._ledger.record_round(round, accuracy, loss, seconds, cost, metrics)
 
-    def _enter_server_metrics(self, metrics: Mapping[int, Mapping[str, object]]) -> None:
+    def _enter_server_metrics(self, metrics: Mapping[int, Mapping[str, float | None]]) -> None:
         self._flush()
         rows = {row["round"]: row for row in self._ledger.rounds()}
         for given, record in metrics.items():
-            if (row := rows.get(self._counts.recorded.get(given, given))) is not None:
+            if (row := rows.get(self._recorded.get(given, given))) is not None:
                 kept = json.loads(row["metrics"] or "{}") | {SERVER: record}
                 self._enter_round(row["round"], row["seconds"], row["intercept_seconds"], kept)
 
     def _add_metrics(self, who: str, reply: _Reply) -> None:
         """Add a client's metrics to the round's means, weighted by examples as Flower's strategies do."""
-        self._news = True
-        weight = float(reply.examples or 1)
-        of_round = self._sums.setdefault(who, defaultdict(lambda: [0.0, 0.0]))
+        self._news, weight = True, float(reply.examples or 1)
+        sums = self._sums.setdefault(who, {})
         for name, value in reply.metrics.items():
-            known = name in of_round or len(of_round) < MOST_METRICS
-            if len(name) <= MOST_LETTERS and known and name not in EXAMPLES:
-                of_round[name][0] += weight * value
-                of_round[name][1] += weight
+            if name not in EXAMPLES and (name in sums or len(sums) < MOST_METRICS):
+                total, weights = sums.get(name, (0.0, 0.0))
+                sums[name] = total + weight * value, weights + weight
 
     def _close(self, state: str) -> None:
         try:
@@ -395,7 +380,7 @@ class AppRecorder:
 
 
 class Exchange:
-    """One call of a grid: the messages that pass in it, and their replies."""
+    """One call of a grid: the messages that pass in it, and their replies; the tap lives as long as these may still be read."""
 
     def __init__(self, recorder: AppRecorder, tapped: object) -> None:
         self._recorder, self._tapped = recorder, tapped
@@ -420,6 +405,11 @@ class Exchange:
             reply = _Reply.of(message)
             self._recorder.later("a reply", partial(self._recorder.note_reply, reply, self._sent), reply.size)
 
+    def unread(self, kind: str) -> None:
+        """Warn that messages passed in a collection which is left unread, as reading it might change it."""
+        words = f"messages in a {kind} are not recorded: use a list, tuple, set, dict or iterator"
+        self._recorder.later("a warning", partial(self._recorder.warn, "collection", words))
+
     def over(self) -> None:
         """Record which nodes have not answered, and write all to the ledger."""
         self._recorder.later("a round", partial(self._recorder.end_exchange, self._sent))
@@ -436,52 +426,33 @@ class _RoundNumbers:
     """
 
     def __init__(self) -> None:
-        self._last = 0
-        self._epoch = 0
-        self._offset = 0  # of the newest epoch
-        self._of_node: dict[int, tuple[int, int, int]] = {}  # epoch, the app's number, messages with it before
+        self._last = self._epoch = 0
+        self._counted = 1  # where the app names no round
+        self._of_node: dict[int, tuple[int, int, int]] = {}  # epoch, the app's number, earlier messages with it
         self._rounds: dict[tuple[int, int, int], int] = {}
-        self._used: set[int] = set()
-        self._newest: dict[int, int] = {}  # by node, its newest round
-        self.recorded: dict[int, int] = {}  # by the app's number, the latest round for it
 
     def of(self, node: int, given: int | None) -> int:
         """The round of a message to a node."""
+        epoch, before, times = self._of_node.get(node, (self._epoch, 0, -1))
         if given is None:
-            if self._newest.get(node, 0) >= self._last:
-                self._last += 1
-            round = self._last
-        else:
-            round = self._named(node, given)
-            self.recorded[given] = round
-        self._newest[node] = round
-        return round
+            self._counted += before == self._counted and times >= 0
+            given = self._counted
+        self._counted = max(self._counted, given)
+        if given < before:
+            epoch += 1
+        key = epoch, given, times + 1 if given == before else 0
+        self._epoch, self._of_node[node] = max(self._epoch, epoch), key
+        if key not in self._rounds:
+            free = key == (0, given, 0) and given not in self._rounds.values()
+            self._rounds[key] = given if free else self._last + 1
+            self._last = max(self._last, self._rounds[key])
+        return self._rounds[key]
 
     def unanswered(self, node: int, round: int) -> None:
         """Note that a node did not answer: if it is asked once more in this round, it is the same round."""
-        if self._newest.get(node) == round:
-            self._newest[node] = round - 1
-            if node in self._of_node:
-                epoch, given, times = self._of_node[node]
-                self._of_node[node] = epoch, given, times - 1
-
-    def _named(self, node: int, given: int) -> int:
-        epoch, before, times = self._of_node.get(node, (self._epoch, 0, 0))
-        if given < before:
-            epoch, times = epoch + 1, 0
-        else:
-            times = times + 1 if given == before else 0
-        if epoch > self._epoch:
-            self._epoch, self._offset = epoch, self._last
-        self._of_node[node] = epoch, given, times
-        key = epoch, given, times
-        if key not in self._rounds:
-            ahead = given + (self._offset if epoch == self._epoch else 0)
-            free = times == 0 and ahead not in self._used
-            self._rounds[key] = ahead if free else self._last + 1
-            self._used.add(self._rounds[key])
-            self._last = max(self._last, self._rounds[key])
-        return self._rounds[key]
+        epoch, given, times = self._of_node[node]
+        if self._rounds.get((epoch, given, times)) == round:
+            self._of_node[node] = epoch, given, times - 1
 
 
 @contextmanager
@@ -518,33 +489,17 @@ def _round_of(message: Message) -> int | None:
     return int(group) if re.fullmatch(r"[1-9]\d{0,5}", group or "") else None
 
 
-def _targets(tables: Mapping[str, Any]) -> tuple[AttackPlan, bool]:
-    """Which updates the audit file asks for, and whether all are kept; all of them where it is not understood."""
-    audit, tape = tables.get("audit"), tables.get("tape")
-    audit = audit if isinstance(audit, dict) else {}
-    keep = tape.get("keep", "all") if isinstance(tape, dict) else "all"
-
-    def numbers(key: str) -> tuple[int, ...] | None:
-        value = audit.get(key)
-        return tuple(value) if isinstance(value, list) and all(type(n) is int for n in value) else None
-
-    every = audit.get("every", 1)
-    plan = AttackPlan((), numbers("rounds"), every if type(every) is int and every > 0 else 1, numbers("clients"))
-    return plan, keep not in ("attacked", "none")
+def _size(arrays: Arrays) -> int:
+    return sum(len(array.data) for array in arrays.values())
 
 
 def _pair(sent: Mapping[str, Arrays], came: Mapping[str, Arrays]) -> tuple[str, str]:
     """The names of the records of weights: alike in names and shapes, else called the same, else the largest."""
 
-    def size(arrays: Arrays) -> int:
-        return sum(len(array.data) for array in arrays.values())
-
-    def shapes(arrays: Arrays) -> dict[str, tuple[int, ...]]:
-        return {name: array.shape for name, array in arrays.items()}
-
     def fit(pair: tuple[str, str]) -> tuple[bool, bool, int]:
         one, other = sent[pair[0]], came[pair[1]]
-        return shapes(one) == shapes(other), pair[0] == pair[1], size(one) + size(other)
+        alike = {k: a.shape for k, a in one.items()} == {k: a.shape for k, a in other.items()}
+        return alike, pair[0] == pair[1], _size(one) + _size(other)
 
     return max(((s, c) for s in sent for c in came), key=fit)
 
@@ -569,30 +524,25 @@ def _tensors(arrays: Arrays) -> dict[str, Tensor]:
     return tensors
 
 
-def _mean(weighted: float, weights: float) -> float | None:
-    return weighted / weights if math.isfinite(weighted) else None
+def _numbers(metrics: MetricRecord) -> Iterator[tuple[str, float]]:
+    """The metrics that are single numbers; a name of any length would come from one client."""
+    return ((k, v) for k, v in metrics.items() if isinstance(v, int | float) and len(k) <= MOST_LETTERS)
 
 
-def _worth_keeping(metrics: MetricRecord) -> Iterator[tuple[str, object]]:
-    """The metrics that a run shows, None for what is not finite; names and lists of any length would come from one client."""
-    for name, value in metrics.items():
-        numbers = value if isinstance(value, list) else [value]
-        if len(name) <= MOST_LETTERS and len(numbers) <= MOST_METRICS:
-            finite = [n if math.isfinite(n) else None for n in numbers]
-            yield name, finite if isinstance(value, list) else finite[0]
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
-def test_figures(metrics: Mapping[str, Mapping[str, object]]) -> tuple[float | None, float | None]:
+def test_figures(metrics: Mapping[str, Mapping[str, float | None]]) -> tuple[float | None, float | None]:
     """Accuracy in [0, 1] and loss among what an app returned, the server's first; None: nothing has such a name."""
-    accuracy = _named(_ACCURACY, metrics)
-    if accuracy is not None and accuracy > 1:  # in percent
-        accuracy /= 100
-    return accuracy if accuracy is not None and 0 <= accuracy <= 1 else None, _named(_LOSS, metrics)
-
-
-def _named(pattern: re.Pattern[str], metrics: Mapping[str, Mapping[str, object]]) -> float | None:
-    for who in (SERVER, EVALUATION):
-        for name, value in metrics.get(who, {}).items():
-            if pattern.search(name.lower()) and isinstance(value, int | float):
-                return float(value)
-    return None
+    named = {"acc": None, "loss": None} | {
+        part: value
+        for who in (EVALUATION, SERVER)
+        for name, value in reversed(list(metrics.get(who, {}).items()))
+        for part in re.split(r"[^a-z]+", name.lower().replace("accuracy", "acc"))
+        if value is not None
+    }
+    accuracy = named["acc"]
+    if accuracy is not None and accuracy > 1:
+        accuracy /= 100  # in percent
+    return accuracy if accuracy is not None and 0 <= accuracy <= 1 else None, named["loss"]

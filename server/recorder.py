@@ -1,15 +1,14 @@
 """What a scenario's own server writes down: updates to the tape, then observations and jobs to the ledger in one transaction."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.tape import Keep, Tape
-from fedgauge.server.strategy.checked import AcceptedReply, RoundReplies
+from fedgauge.server.strategy.checked import AcceptedReply, GuardReport, RoundReplies
 
 
 @dataclass
@@ -34,39 +33,37 @@ class UpdateRecorder:
     def put(self, intake: RoundReplies) -> list[Participation]:
         """Write updates to the tape; return what to enter in the ledger."""
         started = time.perf_counter()
-        taped = list(self._taped(intake))
-        if not any(digest for digest, _ in taped):
+        kept, of_round, seen = self._kept(intake), "", list(intake.refused)
+        for a in intake.accepted:
+            digest, why = None, ""
+            try:
+                if a.client in kept and (own := intake.sent.get(a.client)) is not None:
+                    of_sent = self.tape.write_round(intake.round, own, intake.buffers, a.client)
+                    digest = f"{of_sent}:{self._write(intake, a)}"
+                elif a.client in kept:
+                    of_round = of_round or self.tape.write_round(intake.round, intake.params, intake.buffers)
+                    digest = f"{of_round}:{self._write(intake, a)}"
+            except OSError as error:  # a full disk loses observations but never a round
+                why = f"not recorded: {error.strerror or error}"
+            guard = a.guard or GuardReport("", None, None)
+            words = why or guard.words
+            seen.append(Participation(a.client, "accepted", words, a.examples, digest, guard.alarm, guard.suspicion))
+        if not any(s.digest for s in seen):
             self.tape.forget(intake.round, ())
         if intake.undone:
             self.ledger.add_problem("undone", intake.undone, intake.round)
         self.seconds[intake.round] = time.perf_counter() - started
-        accepted = zip(intake.accepted, taped, strict=True)
-        return [*intake.refused, *(_participation(a, digest, reason) for a, (digest, reason) in accepted)]
+        return seen
+
+    def _write(self, intake: RoundReplies, reply: AcceptedReply) -> str:
+        returned = {} if intake.summed else reply.buffers  # of a sum they are several clients'
+        return self.tape.write_update(intake.round, reply.client, reply.update, returned)
 
     def enter(self, round: int, seen: Sequence[Participation]) -> None:
         """Write a round's observations and jobs to the ledger."""
         started = time.perf_counter()
         self.ledger.record_intake(round, seen, self.plan)
         self.seconds[round] = self.seconds.get(round, 0.0) + time.perf_counter() - started
-
-    def _taped(self, intake: RoundReplies) -> Iterator[tuple[str | None, str]]:
-        """For each accepted update its digest, or None and why it is not on the tape; the reason is empty if it need not be."""
-        kept = self._kept(intake)
-        sent = partial(self.tape.write_round, intake.round, intake.params, intake.buffers)
-        of_round, lost = _attempt(sent) if kept else (None, "")
-        for a in intake.accepted:
-            if lost or a.client not in kept:
-                yield None, lost if a.client in kept else ""
-                continue
-            of_sent, reason = of_round, ""
-            if (own := intake.sent.get(a.client)) is not None:
-                of_sent, reason = _attempt(partial(self.tape.write_round, intake.round, own, intake.buffers, a.client))
-            if of_sent is None:
-                yield None, reason
-                continue
-            returned = {} if intake.summed else a.buffers  # of a sum they are several clients'
-            of_update, reason = _attempt(partial(self.tape.write_update, intake.round, a.client, a.update, returned))
-            yield f"{of_sent}:{of_update}" if of_update else None, reason
 
     def _kept(self, intake: RoundReplies) -> set[int]:
         """The clients whose updates go on the tape; in the first round at least one, for the replay check."""
@@ -75,19 +72,3 @@ class UpdateRecorder:
             return set()
         kept = set(clients) if self.keep == "all" else set(self.plan.targets(intake.round, clients))
         return kept or (set(clients[:1]) if intake.round == 1 else set())
-
-
-def _attempt(write: Callable[[], str]) -> tuple[str | None, str]:
-    """A file's digest, or why there is none: a full disk loses observations but never a round."""
-    try:
-        return write(), ""
-    except OSError as error:
-        return None, f"not recorded: {error.strerror or error}"
-
-
-def _participation(reply: AcceptedReply, digest: str | None, reason: str) -> Participation:
-    guard = reply.guard
-    if guard is None:
-        return Participation(reply.client, "accepted", reason, reply.examples, digest)
-    words = reason or guard.words
-    return Participation(reply.client, "accepted", words, reply.examples, digest, guard.alarm, guard.suspicion)

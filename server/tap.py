@@ -6,7 +6,6 @@ It never changes, drops, delays or reorders a message. Nothing in it raises into
 what cannot be recorded is left out, logged once as a warning, and kept in the ledger, so that `fedgauge audit` repeats it.
 """
 
-import copy
 import functools
 import inspect
 import os
@@ -55,7 +54,7 @@ def tap(grid: Grid, audit: str | Path, run: str | Path, allow: Sequence[str] = (
         ...     FedAvg().start(grid, initial_arrays)
     """
     if isinstance(grid, type) or not hasattr(grid, "send_and_receive"):
-        raise TypeError(f"tap() takes the grid that Flower passes to the ServerApp's main, got {_named(grid)}")
+        raise TypeError(f"tap() takes the grid that Flower passes to the ServerApp's main, got {grid!r}")
     recorder = _open(audit, run, allow, _caller())
     return grid if recorder is None else _tapped(grid, recorder)
 
@@ -73,21 +72,15 @@ def curious(strategy: S, audit: str | Path, run: str | Path, allow: Sequence[str
     Raises:
         TypeError: the first argument is not such a strategy.
     """
-    if isinstance(strategy, type):
-        raise TypeError(
-            f"curious() takes a strategy, got the class {strategy.__name__}: write {strategy.__name__}(...)"
-        )
     if not isinstance(strategy, Strategy):
         raise TypeError(
-            f"curious() takes a strategy of flwr.serverapp.strategy, got {_named(strategy)}: with Flower's older strategies move "
-            "the app to the message API; with a loop of your own use tap(grid, ...)"
+            f"curious() takes a strategy of flwr.serverapp.strategy, got {strategy!r}; or use tap(grid, ...)"
         )
     kind = type(strategy)
     if "start" in vars(strategy) or not inspect.isfunction(inspect.getattr_static(kind, "start")):
-        say(WARNING, "fedgauge records nothing: start of %s is not a method; use tap(grid, ...)", _named(strategy))
+        say(WARNING, "fedgauge records nothing: start of %s is not a method; use tap(grid, ...)", kind.__name__)
         return strategy
-    asked = _Curious(audit, run, tuple(allow), _caller())
-    _CURIOUS[id(strategy)] = asked
+    _CURIOUS[id(strategy)] = asked = _Curious(functools.partial(_open, audit, run, tuple(allow), _caller()))
     weakref.finalize(strategy, asked.forget, id(strategy), kind.__name__)
     _watch_start(kind)
     return strategy
@@ -95,25 +88,17 @@ def curious(strategy: S, audit: str | Path, run: str | Path, allow: Sequence[str
 
 @dataclass(eq=False)
 class _Curious:
-    """What a curious strategy is to be recorded to, and whether it was ever started."""
+    """How to record a curious strategy, and whether it was ever started."""
 
-    audit: str | Path
-    run: str | Path
-    allow: tuple[str, ...]
-    caller: Path | None
+    open: Callable[[], AppRecorder | None]
     started: bool = False
 
     def forget(self, key: int, name: str) -> None:
-        """Say that a strategy which is gone was never started."""
+        """Warn that a strategy which is gone was never started."""
         _CURIOUS.pop(key, None)
         if not self.started:
-            say(
-                WARNING,
-                "fedgauge recorded nothing: start() of the %s given to curious() was never called. If another strategy wraps it, "
-                "write curious(Outer(%s(...)), ...)",
-                name,
-                name,
-            )
+            words = "fedgauge recorded nothing: start() of the %s was never called; if another wraps it, curious() takes that"
+            say(WARNING, words, name)
 
 
 _CURIOUS: dict[int, _Curious] = {}  # by the strategy's id
@@ -127,28 +112,32 @@ def _watch_start(kind: type[Strategy]) -> None:
 
     @functools.wraps(start)
     def watched(self: Strategy, *args: Any, **options: Any) -> Any:
-        curious_about = _CURIOUS.pop(id(self), None)  # so that a start that calls its parent's taps once
-        if curious_about is None:
+        asked = _CURIOUS.pop(id(self), None)  # so that a start that calls its parent's taps once
+        if asked is None:
             return start(self, *args, **options)
-        curious_about.started = True
+        asked.started = True
         try:
-            return _started(functools.partial(start, self), args, options, curious_about)
+            return _started(functools.partial(start, self), args, options, asked.open)
         finally:
-            _CURIOUS[id(self)] = curious_about
+            _CURIOUS[id(self)] = asked
 
     watched._fedgauge = True  # type: ignore[attr-defined]
     kind.start = watched  # type: ignore[method-assign]
 
 
-def _started(start: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], asked: _Curious) -> Any:
+def _started(
+    start: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    open: Callable[[], AppRecorder | None],
+) -> Any:
     """Call `start` as the app did, with its grid tapped."""
     grid = next((arg for arg in (*args, *options.values()) if hasattr(arg, "send_and_receive")), None)
-    recorder = None if grid is None else _open(asked.audit, asked.run, asked.allow, asked.caller)
-    if recorder is None:
-        if grid is None:
-            say(WARNING, "fedgauge records nothing: start() was given no grid; use tap(grid, ...)")
+    if grid is None:
+        say(WARNING, "fedgauge records nothing: start() was given no grid; use tap(grid, ...)")
+    if grid is None or (recorder := open()) is None:
         return start(*args, **options)
-    tapped = _tapped(cast(Grid, grid), recorder)
+    tapped = _tapped(grid, recorder)
     with recorder.training():
         result = start(
             *(tapped if arg is grid else arg for arg in args),
@@ -165,19 +154,15 @@ class Tap:
     def __init__(self, grid: Grid, recorder: AppRecorder) -> None:
         self.__dict__.update(_fedgauge_grid=grid, _fedgauge_recorder=recorder)
 
-    @property
+    @property  # type: ignore[misc]  # what is set passes to the grid
     def __class__(self) -> type:
         return type(self._fedgauge_grid)
-
-    @__class__.setter
-    def __class__(self, other: type) -> None:
-        self._fedgauge_grid.__class__ = other
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["_fedgauge_grid"], name)
         if name not in WATCHED or not callable(value):
             return value
-        return functools.wraps(value)(functools.partial(WATCHED[name], self, value))
+        return functools.wraps(value)(functools.partial(_forward, self, name, value))
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in WATCHED:  # an app's own wrapper around the tap's method
@@ -191,44 +176,11 @@ class Tap:
         else:
             delattr(self._fedgauge_grid, name)
 
-    def __copy__(self) -> Any:
-        return copy.copy(self._fedgauge_grid)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._fedgauge_grid, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a copy is the grid's, and not tapped
         return self._fedgauge_grid.__reduce_ex__(protocol)
 
 
-def _send_and_receive(tapped: Tap, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Forward the messages and return the replies, and record both."""
-    exchange = tapped._fedgauge_recorder.exchange(tapped)
-    args, options = _watched(args, options, exchange)
-    return _passing(call(*args, **options), exchange.came, exchange.over)
-
-
-def _push_messages(tapped: Tap, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Forward the messages, and record them."""
-    exchange = tapped._fedgauge_recorder.exchange(tapped)
-    args, options = _watched(args, options, exchange)
-    ids = call(*args, **options)
-    if isinstance(ids, list | tuple):
-        exchange.pushed(ids)
-    return ids
-
-
-def _pull_messages(tapped: Tap, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Return the replies to pushed messages, and record them."""
-    exchange = tapped._fedgauge_recorder.exchange(tapped)
-    return _passing(call(*args, **options), exchange.came, exchange.flush)
-
-
-WATCHED: dict[str, Callable[..., Any]] = {
-    "send_and_receive": _send_and_receive,
-    "push_messages": _push_messages,
-    "pull_messages": _pull_messages,
-}
+WATCHED = ("send_and_receive", "push_messages", "pull_messages")
 READ_TWICE: tuple[type, ...] = (list, tuple, set, frozenset, dict, type({}.values()))  # reading them changes nothing
 
 
@@ -238,30 +190,36 @@ def _tapped(grid: Grid, recorder: AppRecorder) -> Grid:
     return cast(Grid, tapped)
 
 
-def _watched(
-    args: tuple[Any, ...], options: dict[str, Any], exchange: Exchange
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, its messages noted as they pass."""
-    if args:
-        return (_passing(args[0], exchange.sent, exchange.flush), *args[1:]), options
-    if "messages" in options:
-        return args, {**options, "messages": _passing(options["messages"], exchange.sent, exchange.flush)}
-    return args, options
+def _forward(tapped: Tap, name: str, call: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+    """Call a method of the grid, and record the messages and replies that pass."""
+    exchange = Exchange(tapped._fedgauge_recorder, tapped)
+    if name != "pull_messages":  # which takes no messages
+        if args:
+            args = (_passing(args[0], exchange, exchange.sent, exchange.flush), *args[1:])
+        elif "messages" in options:
+            options["messages"] = _passing(options["messages"], exchange, exchange.sent, exchange.flush)
+    found = call(*args, **options)
+    if name != "push_messages":
+        return _passing(found, exchange, exchange.came, exchange.over if name == "send_and_receive" else exchange.flush)
+    if isinstance(found, list | tuple):
+        exchange.pushed(found)
+    return found
 
 
-def _passing(items: Any, note: Callable[[Any], None], end: Callable[[], None]) -> Any:
+def _passing(items: Any, exchange: Exchange, note: Callable[[Any], None], end: Callable[[], None]) -> Any:
     """The same plain collection, or the same items in the same order at the same time; each is noted once, as it passes."""
-    if type(items) in READ_TWICE:
-        for item in items:
-            note(item)
-        end()
-        return items
     if isinstance(items, Iterator):
         return _each(items, note, end)
-    return _Passing(items, note, end) if isinstance(items, Iterable) else items
+    if type(items) not in READ_TWICE:
+        exchange.unread(type(items).__name__)
+        return items
+    for item in items:
+        note(item)
+    end()
+    return items
 
 
-def _each(items: Iterable[Item], note: Callable[[Item], None], end: Callable[[], None]) -> Iterator[Item]:
+def _each(items: Iterable[Item], note: Callable[[Any], None], end: Callable[[], None]) -> Iterator[Item]:
     try:
         for item in items:
             note(item)
@@ -270,48 +228,19 @@ def _each(items: Iterable[Item], note: Callable[[Item], None], end: Callable[[],
         end()
 
 
-class _Passing:
-    """An iterable of the app's or the grid's, whose items are noted the first time that they are read."""
-
-    def __init__(self, items: Iterable[Any], note: Callable[[Any], None], end: Callable[[], None]) -> None:
-        self._fedgauge = items, note, end, set[int]()
-
-    def __iter__(self) -> Iterator[Any]:
-        items, note, end, noted = self._fedgauge
-
-        def once(item: Any) -> None:
-            if id(item) not in noted:
-                noted.add(id(item))
-                note(item)
-
-        return _each(items, once, end)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_fedgauge"][0], name)
-
-    def __len__(self) -> int:
-        return len(self._fedgauge[0])  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return bool(self._fedgauge[0])
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._fedgauge[0][key]  # type: ignore[index]
-
-
 def _open(audit: str | Path, run: str | Path, allow: Sequence[str], caller: Path | None) -> AppRecorder | None:
     """Create the run folder and its recorder; None, with a warning, if that fails for any reason."""
     try:
         base = _base(Path(audit), caller)
         path = base / audit
-        trouble, tables = "", dict[str, Any]()
+        trouble, rounds = "", None
         try:
             text = path.read_text()
-            tables = toml_text.parse(text.encode())
+            rounds = toml_text.parse(text.encode()).get("rounds")
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             text, trouble = PLACEHOLDER, f"{path} cannot be read ({error}); updates are recorded all the same"
         opened = _new_run(base / run, text)
-        recorder = AppRecorder(opened, tables, path.parent, allow)
+        recorder = AppRecorder(opened, rounds, path.parent, allow)
         if trouble:
             recorder.warn("scenario", trouble)
         say(INFO, "fedgauge records this app in %s, with the scenario %s", opened.folder, path)
@@ -324,16 +253,12 @@ def _open(audit: str | Path, run: str | Path, allow: Sequence[str], caller: Path
 def _base(audit: Path, caller: Path | None) -> Path:
     """Where relative paths start: the calling file's folder, or the working directory if only that has the audit file."""
     here = Path.cwd() if caller is None else caller.resolve().parent
-    if audit.is_absolute() or (here / audit).exists() or not (Path.cwd() / audit).exists() or _bundled(here):
+    # Flower runs an app from its bundle, where the working directory is that of another process
+    bundled = here.is_relative_to(Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr").resolve())
+    if audit.is_absolute() or (here / audit).exists() or not (Path.cwd() / audit).exists() or bundled:
         return here
     say(WARNING, "fedgauge: %s has no %s, so paths start from the working directory, %s", here, audit, Path.cwd())
     return Path.cwd()
-
-
-def _bundled(folder: Path) -> bool:
-    """Check for an app that Flower runs from its bundle, where the working directory is that of another process."""
-    flower = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr").resolve()
-    return folder.is_relative_to(flower)
 
 
 def _new_run(folder: Path, text: str) -> Run:
@@ -349,8 +274,3 @@ def _caller() -> Path | None:
     """The file that called `tap` or `curious`; None in an interactive session."""
     file = sys._getframe(2).f_globals.get("__file__")
     return None if file is None else Path(file)
-
-
-def _named(value: object) -> str:
-    kind = value if isinstance(value, type) else type(value)
-    return f"{'the class ' if isinstance(value, type) else ''}{kind.__module__}.{kind.__qualname__}"

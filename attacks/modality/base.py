@@ -93,20 +93,6 @@ class MainMetric(Measured):
 
 
 @dataclass(frozen=True, eq=False)
-class Mistake:
-    """Examples as they are not.
-
-    Args:
-        words: what they are, for a sentence.
-        subtle: another local training may look like it.
-    """
-
-    words: str
-    x: Tensor
-    subtle: bool
-
-
-@dataclass(frozen=True, eq=False)
 class Modality(ABC):
     """The kind of a dataset's examples; the class alone says what needs no dataset.
 
@@ -156,10 +142,6 @@ class Modality(ABC):
     def arranged(self, x: Tensor) -> Tensor:
         """Examples that somebody hands in, in the dataset's layout; ValueError if they cannot be brought into it."""
         return x
-
-    def mistaken(self, x: Tensor) -> list[Mistake]:
-        """What somebody may have handed in for these examples by mistake."""
-        return []
 
     def blank(self, truth: Tensor) -> Tensor:
         """The guess of the truth's shape as which a paper's table grades an attack that failed."""

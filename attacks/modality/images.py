@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.learned.auxiliary import Auxiliary
-from fedgauge.attacks.modality.base import DISTANCE, MainMetric, Measured, Mistake, Modality
+from fedgauge.attacks.modality.base import DISTANCE, MainMetric, Measured, Modality
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, Metric, image_metrics, match
 
 PSNR: Mapping[str, Any] = {
@@ -70,16 +70,6 @@ class ImageModality(Modality):
                 f"expected pixels as uint8 or in [0, 1], before any normalisation, got {float(x.min()):.3g} to {float(x.max()):.3g}"
             )
         return x
-
-    def mistaken(self, x: Tensor) -> list[Mistake]:
-        found = [
-            Mistake("these with black and white exchanged", 1 - x, False),
-            Mistake("these at half the brightness", x / 2, True),
-            Mistake("these at twice the brightness", x * 2, True),
-        ]
-        return (
-            found if x.shape[1] != 3 else [*found, Mistake("these with the colours' order reversed", x.flip(1), False)]
-        )
 
     def blank(self, truth: Tensor) -> Tensor:
         return torch.full_like(truth, 0.5)

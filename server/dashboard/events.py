@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from xxhash import xxh3_64_hexdigest
@@ -11,51 +12,21 @@ from xxhash import xxh3_64_hexdigest
 from fedgauge.server.dashboard.runs import RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.reading import state_of
 
 POLL_SECONDS = 0.5  # between checks of the files
 HEARTBEAT = 15.0  # seconds of silence after which a comment is sent, so that proxies keep the connection
 
 
-class Watch:
-    """What is known of one run, or of the list of runs, for all who listen to it."""
-
-    def __init__(self) -> None:
-        self.version: str | None = None  # not looked up yet
-        self.listeners = 0
-        self.news = asyncio.Event()  # until the next change, which has another one
-        self.task: asyncio.Task[None] | None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether nobody looks any more, as the run is gone; raises what ended the looking instead."""
-        if self.task is None or not self.task.done():
-            return False
-        self.task.result()
-        return True
-
-    def tell(self, *_: object) -> None:
-        """Wake up everybody who listens."""
-        self.news.set()
-        self.news = asyncio.Event()
-
-
 class EventStream:
-    """Changes of a catalog's runs as server-sent events; a slow listener may miss versions, but never the last one.
-
-    However many listen, each run is looked at once.
-    """
+    """Changes of a catalog's runs as server-sent events; a slow listener may miss versions, but never the last one."""
 
     def __init__(self, catalog: RunCatalog) -> None:
         self.catalog = catalog
         self._stopping = False
-        self._watches: dict[str | None, Watch] = {}
 
     def stop(self) -> None:
         """End every stream."""
         self._stopping = True
-        for watch in list(self._watches.values()):
-            watch.tell()
 
     async def events(self, name: str | None, last: str | None) -> AsyncIterator[str]:
         """The stream of one listener.
@@ -65,50 +36,18 @@ class EventStream:
             last: the version that the listener already has, from its Last-Event-ID.
         """
         yield "retry: 1000\n\n"
-        known, watch = last, self._join(name)
-        try:
-            while not self._stopping:
-                if watch.over:
-                    yield "event: gone\ndata: {}\n\n"
-                    return
-                news, version = watch.news, watch.version
-                if version not in (None, known):
-                    known = version
-                    yield f"id: {version}\nevent: change\ndata: {json.dumps({'run': name, 'version': version})}\n\n"
-                try:
-                    await asyncio.wait_for(news.wait(), HEARTBEAT)
-                except TimeoutError:
-                    yield ": still here\n\n"
-        finally:
-            self._leave(name, watch)
-
-    def _join(self, name: str | None) -> Watch:
-        watch = self._watches.get(name)
-        if watch is None or (watch.task is not None and watch.task.done()):
-            watch = self._watches[name] = Watch()
-            watch.task = asyncio.create_task(self._look(name, watch))
-            watch.task.add_done_callback(watch.tell)
-        watch.listeners += 1
-        return watch
-
-    def _leave(self, name: str | None, watch: Watch) -> None:
-        watch.listeners -= 1
-        if not watch.listeners:
-            assert watch.task is not None
-            watch.task.cancel()
-            if self._watches.get(name) is watch:
-                del self._watches[name]
-
-    async def _look(self, name: str | None, watch: Watch) -> None:
-        """Keep a watch up to date; ends when the run is gone."""
-        touched = None
-        while (now := await asyncio.to_thread(self._touched, name)) is not None:
-            if now != touched:
-                touched = now
-                version = await asyncio.to_thread(self._version, name)
-                if version != watch.version:
-                    watch.version = version
-                    watch.tell()
+        known, touched, spoke = last, None, monotonic()
+        while not self._stopping:
+            now = await asyncio.to_thread(self._touched, name)
+            if now is None:
+                yield "event: gone\ndata: {}\n\n"
+                return
+            version = known if now == touched else await asyncio.to_thread(self._version, name)
+            touched = now
+            if version != known or monotonic() - spoke > HEARTBEAT:
+                news = f"id: {version}\nevent: change\ndata: {json.dumps({'run': name, 'version': version})}\n\n"
+                yield ": still here\n\n" if version == known else news
+                known, spoke = version, monotonic()
             await asyncio.sleep(POLL_SECONDS)
 
     def _touched(self, name: str | None) -> Any:
@@ -130,22 +69,11 @@ class EventStream:
 
     def _version(self, name: str | None) -> str:
         if name is None:
-            return _digest("\n".join(f"{n}: {self._line(n)}" for n in self.catalog.names()))
+            return _digest(repr(self._touched(None)))
         try:
             return self.catalog.use(name, lambda reading: reading.version)
         except (UnknownRun, LedgerError, OSError) as error:
             return _digest(str(error))
-
-    def _line(self, name: str) -> str:
-        try:
-            return _progress(self.catalog.run(name))
-        except (UnknownRun, LedgerError, OSError):
-            return "unreadable"
-
-
-def _progress(run: Run) -> str:
-    with run.ledger(readonly=True) as ledger:
-        return f"{ledger.finished()} {ledger.last_round()} {ledger.progress()} {state_of(run, ledger)}"
 
 
 def _digest(text: str) -> str:

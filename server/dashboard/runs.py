@@ -3,10 +3,10 @@
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock
 from typing import TypeVar
 
 from fedgauge.server.store.ledger_connection import LedgerError
@@ -38,9 +38,8 @@ class RunCatalog:
         self.root = path if self._only is None else self._only.folder.parent
         self._readings: OrderedDict[str, Reading] = OrderedDict()
         self._lock = Lock()
-        self._facts: dict[str, tuple[str, Facts]] = {}  # of each run, and the version that they are of
-        self._asked: dict[str, Future[Facts]] = {}  # those that are being read
-        self._judging = Lock()
+        self._judge = ThreadPoolExecutor(1)  # one at a time, as a run's data may be large
+        self._facts: dict[str, tuple[str, Future[Facts]]] = {}  # of each run, and the version that they are of
 
     def names(self) -> list[str]:
         """The runs, newest first."""
@@ -84,30 +83,19 @@ class RunCatalog:
             UnknownRun: there is no such run.
             LedgerError: its ledger cannot be read.
         """
-        known, facts = self._facts.get(name, ("", UNKNOWN))
-        if known == version or patience <= 0:
-            return facts if known == version else UNKNOWN
         with self._lock:
-            asked = self._asked.get(name)
-            if asked is None:
-                asked = self._asked[name] = Future()
-                Thread(target=self._judge, args=(name, version, asked), daemon=True).start()
+            known, asked = self._facts.get(name, ("", None))
+            if asked is None or (known != version and asked.done()):
+                asked = self._judge.submit(self.use, name, _facts_of)
+                self._facts[name] = version, asked
         try:
-            return asked.result(patience)
+            return asked.result(max(patience, 0))
         except TimeoutError:
             return UNKNOWN
 
-    def _judge(self, name: str, version: str, asked: Future[Facts]) -> None:
-        try:
-            with self._judging:  # one at a time, as a run's data may be large
-                facts = self.use(name, _facts_of)
-            self._facts[name] = version, facts
-            asked.set_result(facts)
-        except Exception as error:  # of whoever asks
-            asked.set_exception(error)
-        finally:
-            with self._lock:
-                del self._asked[name]
+    def close(self) -> None:
+        """Read no further facts."""
+        self._judge.shutdown(wait=False, cancel_futures=True)
 
     def compare(self, names: Sequence[str], ask: Callable[[list[Reading]], View]) -> View:
         """The result of `ask` on several runs together."""

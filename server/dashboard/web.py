@@ -1,5 +1,6 @@
 """The page's web server: each view as JSON, the page itself, and a stream of changes; it only reads."""
 
+import re
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -45,10 +46,6 @@ WORST = 3  # cases under the verdict
 THREADS = 4  # that make views; more would not be faster on one core, and each keeps memory of its own
 
 
-class BadQuery(Exception):
-    """A query parameter is wrong; the message names it and what is allowed."""
-
-
 def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starlette:
     """The page over a folder of runs, or over a single run.
 
@@ -63,6 +60,7 @@ def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starl
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         current_default_thread_limiter().total_tokens = THREADS
         yield
+        catalog.close()
 
     app = Starlette(
         routes=_routes(),
@@ -75,7 +73,6 @@ def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starl
             UnknownRun: _answer(404),
             LedgerError: _answer(503),
             OSError: _answer(503),  # a run's folder is replaced, or its disk fails, while it is read
-            BadQuery: _answer(400),
             HTTPException: _http,
         },
         lifespan=lifespan,
@@ -107,17 +104,8 @@ class PageServer(uvicorn.Server):
 
     def __init__(self, app: Starlette) -> None:
         self.app = app
-        super().__init__(
-            uvicorn.Config(
-                app,
-                ws="none",
-                log_config=None,
-                log_level="error",
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=2,
-            )
-        )
+        quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
+        super().__init__(uvicorn.Config(app, ws="none", timeout_graceful_shutdown=2, **quiet))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.app.state.event_stream.stop()
@@ -146,15 +134,16 @@ def _listen(host: str, port: int | None) -> socket.socket:
 
 def _routes() -> list[Route | Mount]:
     pages = ["/", "/compare", "/run/{id}", "/run/{id}/gallery", "/run/{id}/clients", "/run/{id}/image/{image:int}"]
+    run = "/api/runs/{id}"
     return [
         *(Route(path, _page) for path in pages),
         Route("/api/runs", _runs),
-        Route("/api/runs/{id}/overview", _overview),
-        Route("/api/runs/{id}/gallery", _gallery),
-        Route("/api/runs/{id}/image/{image:int}", _image),
-        Route("/api/runs/{id}/trace", _trace),
-        Route("/api/runs/{id}/clients", _clients),
-        Route("/api/runs/{id}/clients/{client:int}", _client),
+        Route(f"{run}/overview", _view(_overview)),
+        Route(f"{run}/gallery", _view(_gallery, "round", "client", "attack", "label", "sort", "offset")),
+        Route(f"{run}/image/{{image:int}}", _view(_image, "client")),
+        Route(f"{run}/trace", _view(_trace, "round", "client", "example", "attack")),
+        Route(f"{run}/clients", _view(_clients, "metric", "attack", "client")),
+        Route(f"{run}/clients/{{client:int}}", _view(_client)),
         Route("/api/compare", _compare),
         Route("/api/events", _events),
         Mount("/static", StaticFiles(directory=STATIC)),
@@ -177,96 +166,77 @@ def _http(request: Request, error: Exception) -> Response:
 # --------------------------------------------------------------------------------------------------------------- views
 
 
-async def _ask(request: Request, make: Callable[[Reading], Mapping[str, Any]]) -> Response:
+Asked = Mapping[str, Any]  # the query's parameters as text, and those in the address
+
+
+def _view(make: Callable[[Reading, Asked], Mapping[str, Any]], *allowed: str) -> Callable[[Request], Any]:
     """A view of the run that the address names, with the run's state and version."""
-    catalog, name = request.app.state.catalog, request.path_params["id"]
-    found = await run_in_threadpool(
-        catalog.use, name, lambda reading: {**make(reading), "state": reading.state, "version": reading.version}
-    )
-    return Json(found)
+
+    async def answer(request: Request) -> Response:
+        asked = {**_query(request, *allowed), **request.path_params}
+        found = await run_in_threadpool(
+            request.app.state.catalog.use,
+            asked["id"],
+            lambda reading: {**make(reading, asked), "state": reading.state, "version": reading.version},
+        )
+        return Json(found)
+
+    return answer
 
 
-async def _overview(request: Request) -> Response:
-    return await _ask(request, lambda reading: reading.view("overview", lambda: _overview_of(reading)))
-
-
-def _overview_of(reading: Reading) -> Mapping[str, Any]:
-    gallery = _gallery_of(reading)
-    return {**overview(reading), "worst": worst_cases(gallery, WORST), "kind": gallery.kind}
-
-
-async def _gallery(request: Request) -> Response:
-    asked = _query(request, "round", "client", "attack", "label", "sort", "offset")
-    sort = _one_of(asked, "sort", ("leak", "hidden", "client"), "leak")
-    who, label, offset = (_number(asked, key) if key in asked else None for key in ("client", "label", "offset"))
-
-    def page(reading: Reading) -> Any:
+def _overview(reading: Reading, asked: Asked) -> Mapping[str, Any]:
+    def whole() -> Mapping[str, Any]:
         gallery = _gallery_of(reading)
-        attack = _known(asked, "attack", gallery.attacks)
-        round = gallery.rounds[-1] if gallery.rounds else None
-        if "round" in asked:
-            round = None if asked["round"] == "all" else _number(asked, "round")
-        _there("round", round, gallery.rounds)
-        _there("client", who, sorted({client for client, _ in reading.participation}))
-        return gallery.page(Query(round, who, attack, label, cast(Sort, sort), offset or 0))
+        return {**overview(reading), "worst": worst_cases(gallery, WORST), "kind": gallery.kind}
 
-    return await _ask(request, page)
+    return reading.view("overview", whole)
 
 
 def _gallery_of(reading: Reading) -> Gallery:
     return reading.view("gallery", lambda: Gallery(reading))
 
 
-async def _image(request: Request) -> Response:
-    who = _number(_query(request, "client"), "client")
+def _gallery(reading: Reading, asked: Asked) -> Mapping[str, Any]:
+    gallery = _gallery_of(reading)
+    sort = cast(Sort, _one_of(asked, "sort", ("leak", "hidden", "client"), "leak"))
+    who, label, offset = (_number(asked, key) if key in asked else None for key in ("client", "label", "offset"))
+    attack = _known(asked, "attack", gallery.attacks)
+    round = gallery.rounds[-1] if gallery.rounds else None
+    if "round" in asked:
+        round = None if asked["round"] == "all" else _number(asked, "round")
+    _there("round", round, gallery.rounds)
+    _there("client", who, sorted({client for client, _ in reading.participation}))
+    return gallery.page(Query(round, who, attack, label, sort, offset or 0))
 
-    def find(reading: Reading) -> Any:
-        found = through_rounds(_gallery_of(reading), who, request.path_params["image"])
-        if found is None:
-            raise UnknownRun(f"client {who} was never attacked on image {request.path_params['image']}")
-        return found
 
-    return await _ask(request, find)
+def _image(reading: Reading, asked: Asked) -> Mapping[str, Any]:
+    who, image = _number(asked, "client"), asked["image"]
+    found = through_rounds(_gallery_of(reading), who, image)
+    if found is None:
+        raise UnknownRun(f"client {who} was never attacked on image {image}")
+    return found
 
 
-async def _trace(request: Request) -> Response:
-    asked = _query(request, "round", "client", "example", "attack")
+def _trace(reading: Reading, asked: Asked) -> Mapping[str, Any]:
     round, who, example = (_number(asked, key) for key in ("round", "client", "example"))
-
-    def find(reading: Reading) -> Any:
-        gallery = _gallery_of(reading)
-        attack = _known(asked, "attack", gallery.attacks)
-        if attack is None:
-            raise BadQuery("attack is missing")
-        found = trace(gallery, round, who, example, attack)
-        if isinstance(found, str):
-            raise UnknownRun(found)
-        return found
-
-    return await _ask(request, find)
+    gallery = _gallery_of(reading)
+    found = trace(gallery, round, who, example, _one_of(asked, "attack", gallery.attacks))
+    if isinstance(found, str):
+        raise UnknownRun(found)
+    return found
 
 
-async def _clients(request: Request) -> Response:
-    asked = _query(request, "metric", "attack", "client")
-    wanted = _one_of(asked, "metric", tuple(MEASURED), "") if "metric" in asked else ""
-
-    def find(reading: Reading) -> Any:
-        metric = wanted or reading.scores.measure.metric
-        attack = _known(asked, "attack", _gallery_of(reading).attacks)
-        return reading.view(("clients", metric, attack), lambda: clients(reading, metric, attack))
-
-    return await _ask(request, find)
+def _clients(reading: Reading, asked: Asked) -> Mapping[str, Any]:
+    metric = _known(asked, "metric", tuple(MEASURED)) or reading.scores.measure.metric
+    attack = _known(asked, "attack", _gallery_of(reading).attacks)
+    return reading.view(("clients", metric, attack), lambda: clients(reading, metric, attack))
 
 
-async def _client(request: Request) -> Response:
-    who = request.path_params["client"]
-
-    def find(reading: Reading) -> Any:
-        if not any(c == who for c, _ in reading.participation):
-            raise UnknownRun(f"there is no client {who} in this run")
-        return client(_gallery_of(reading), who)
-
-    return await _ask(request, find)
+def _client(reading: Reading, asked: Asked) -> Mapping[str, Any]:
+    who = asked["client"]
+    if not any(c == who for c, _ in reading.participation):
+        raise UnknownRun(f"there is no client {who} in this run")
+    return client(_gallery_of(reading), who)
 
 
 async def _runs(request: Request) -> Response:
@@ -294,14 +264,13 @@ def _or_error(name: str, ask: Callable[[str], dict[str, Any]]) -> dict[str, Any]
 
 async def _compare(request: Request) -> Response:
     asked = _query(request, "runs", "metric")
-    metric = _one_of(asked, "metric", tuple(MEASURED), "") if "metric" in asked else None
+    metric = _known(asked, "metric", tuple(MEASURED))
     catalog: RunCatalog = request.app.state.catalog
     names = [name for name in asked.get("runs", "").split(",") if name] or catalog.names()
     if len(names) > OPEN:
-        raise BadQuery(f"at most {OPEN} runs can be compared, got {len(names)}: name some, ?runs=a,b")
-    known = {
-        name: place for place, name in enumerate(catalog.names())
-    }  # each keeps its colour whichever others are chosen
+        raise HTTPException(400, f"at most {OPEN} runs can be compared, got {len(names)}: name some, ?runs=a,b")
+    known = {name: place for place, name in enumerate(catalog.names())}
+    # each keeps its colour whichever others are chosen
     colours = [known.get(name, 0) for name in dict.fromkeys(names)]
     return Json(await run_in_threadpool(catalog.compare, names, lambda readings: compare(readings, metric, colours)))
 
@@ -330,34 +299,28 @@ async def _page(request: Request) -> Response:
 def _query(request: Request, *allowed: str) -> dict[str, str]:
     asked = {key: value for key, value in request.query_params.items() if value != ""}
     if unknown := sorted(asked.keys() - set(allowed)):
-        raise BadQuery(f"unknown parameter {unknown[0]!r} (there are: {', '.join(allowed)})")
+        raise HTTPException(400, f"unknown parameter {unknown[0]!r} (there are: {', '.join(allowed)})")
     return asked
 
 
-def _number(asked: Mapping[str, str], key: str) -> int:
-    try:
-        value = int(asked[key])
-    except KeyError:
-        raise BadQuery(f"{key} is missing") from None
-    except ValueError:
-        raise BadQuery(f"{key} must be a whole number, got {asked[key]!r}") from None
-    if not 0 <= value < 2**21:
-        raise BadQuery(f"{key} must be between 0 and {2**21}, got {value}")
-    return value
+def _number(asked: Asked, key: str) -> int:
+    if re.fullmatch(r"[0-9]{1,7}", value := asked.get(key, "")) is None:
+        raise HTTPException(400, f"{key} must be a whole number of at most seven digits, got {value!r}")
+    return int(value)
 
 
-def _one_of(asked: Mapping[str, str], key: str, allowed: tuple[str, ...], default: str) -> str:
-    value = asked.get(key, default)
+def _one_of(asked: Asked, key: str, allowed: Sequence[str], default: str = "") -> str:
+    value: str = asked.get(key, default)
     if value not in allowed:
-        raise BadQuery(f"{key} must be one of {', '.join(allowed)}, got {value!r}")
+        raise HTTPException(400, f"{key} must be one of {', '.join(allowed)}, got {value!r}")
     return value
 
 
 def _there(what: str, value: int | None, known: Sequence[int]) -> None:
     if value is not None and known and value not in known:
-        raise BadQuery(f"there is no {what} {value} in this gallery")
+        raise HTTPException(400, f"there is no {what} {value} in this gallery")
 
 
-def _known(asked: Mapping[str, str], key: str, names: list[str]) -> str | None:
+def _known(asked: Asked, key: str, names: Sequence[str]) -> str | None:
     """The named one; None: all."""
-    return _one_of(asked, key, tuple(names), asked[key]) if key in asked and names else None
+    return _one_of(asked, key, names) if key in asked and names else None

@@ -105,9 +105,8 @@ class RayExecutor:
 
     def _connect(self, workers: int, address: str | None, devices: Sequence[torch.device]) -> list[str]:
         """Start Ray here or join the cluster; where that fails, nothing of it is left. Returns each actor's device."""
-        settings = paths_from_here() | (_secrets() if address is None else {})
-        before = {key: os.environ.get(key) for key in settings}
-        os.environ.update(settings)  # Ray reads it when it is imported
+        # Ray reads it when it is imported
+        os.environ.update(paths_from_here() | (_secrets() if address is None else {}))
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             import ray
@@ -121,11 +120,6 @@ class RayExecutor:
                 self._start(len(names), quiet)
             return names
         except BaseException:
-            for key, value in before.items():
-                if value is None:
-                    del os.environ[key]
-                else:
-                    os.environ[key] = value
             self._leave()
             raise
 
@@ -133,10 +127,7 @@ class RayExecutor:
         gpus = int(self._ray.cluster_resources().get("GPU", 0))
         if CUDA in devices and not gpus:
             self._ray.shutdown()
-            raise SpecError(
-                '[audit] devices: "cuda" needs a GPU, and the Ray cluster has none: start a worker with one, or set '
-                'devices = "auto"'
-            )
+            raise SpecError('[audit] devices: "cuda" needs a GPU, and the Ray cluster has none')
         on_cpu = CPU in devices or not (devices or gpus)
         return [*(gpus if not devices or CUDA in devices else 0) * ["cuda"], *(workers if on_cpu else 0) * ["cpu"]]
 
@@ -146,10 +137,7 @@ class RayExecutor:
         self._ray.init(address="local", num_cpus=workers, include_dashboard=False, _temp_dir=below, **quiet)
         if (at := self._ray.util.get_node_ip_address()) != LOOPBACK:
             self._ray.shutdown()
-            raise RuntimeError(
-                f"Ray was imported before the attack workers were asked for, and listens at {at}; expected "
-                f"{LOOPBACK}: set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before Ray is imported"
-            )
+            raise RuntimeError(f"Ray was imported too early and listens at {at}, not at {LOOPBACK}")
 
     def pids(self) -> list[int]:
         """The idle workers' process ids; waits until each is up."""
@@ -239,10 +227,7 @@ def cluster_devices(wanted: str | Sequence[str]) -> list[torch.device]:
     if names == ["auto"]:
         return []
     if not names or set(names) - {"cpu", "cuda"} or len(set(names)) < len(names):
-        raise SpecError(
-            '[audit] devices: a Ray cluster chooses the GPU of each worker: expected "auto", "cpu", "cuda" or '
-            f'["cuda", "cpu"], got {wanted!r}'
-        )
+        raise SpecError(f'[audit] devices: of a Ray cluster "auto", "cpu", "cuda" or ["cuda", "cpu"], got {wanted!r}')
     return [torch.device(name) for name in names]
 
 

@@ -6,12 +6,12 @@ training goes on; if training dies, it finishes what is on the tape.
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from fedgauge.attacks.base import Observation
+from fedgauge.attacks.base import ClientState, Observation, Wave
 from fedgauge.attacks.grading.replay import ReplayCheck, replay
 from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.server.pool.executors import Executor, LocalExecutor, Result, WorkerDied, last_line
@@ -22,12 +22,10 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import ATTACKED_FROM, DeviceUse, Lease
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import AuditOptions, Scenario
-from fedgauge.server.store.tape import TapeError, as_arrays, as_tensors
+from fedgauge.server.store.tape import TapeError
 from fedgauge.server.store.uploads import UploadMismatch, read_observation
 
-NO_REPLAY = (
-    "not possible in a deployment: only a client's own data, which stays with the client, can recompute its update"
-)
+NO_REPLAY = "not possible in a deployment: only a client's own data, which stays there, can recompute its update"
 ATTEMPTS = 3  # for a wave whose worker dies; the last one is on the CPU
 EVERY = 1.0  # seconds between two notes on the use of the devices
 
@@ -119,42 +117,32 @@ class _DeviceUse:
     """Tells those who watch a run how busy each device is."""
 
     def __init__(self, ledger: Ledger, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ledger = ledger
-        self._executor = executor
-        self._clock = clock
+        self._ledger, self._executor, self._clock = ledger, executor, clock
         self._began = self._noted = clock()
         self._told: object = None
-        self._told_at = -EVERY
-        self._busy: dict[str, int] = {}  # waves of each device since the last note
-        self._seconds: dict[str, float] = {}  # that each device's workers have attacked
+        self._told_at: float | None = None
+        self._seconds: dict[str, float] = defaultdict(float)  # that each device's workers have attacked
         self._ended_before = ledger.finished()
 
     def note(self, over: bool = False) -> None:
-        """Count the time since the last call; write what has changed, once a second at most until it is over."""
+        """Count the time since the last call, and write the use once a second at most until it is over."""
         now, load = self._clock(), self._executor.load()
-        for name, busy in self._busy.items():
-            self._seconds[name] = self._seconds.get(name, 0.0) + busy * (now - self._noted)
+        for name, of in load.items():
+            self._seconds[name] += min(of.busy, of.workers) * (now - self._noted)
         self._noted = now
-        self._busy = {name: min(of.busy, of.workers) for name, of in load.items()}
-        state = [(name, of.busy, of.finished) for name, of in load.items()]
         if not any(of.busy or of.finished for of in load.values()):
             self._began = now  # until the first wave there was nothing to do
             return
-        if state == self._told:
-            return
-        if self._told is None:
+        state = [(name, of.busy, of.finished) for name, of in load.items()]
+        if self._told_at is None:
             self._ledger.set_meta(**{ATTACKED_FROM: str(self._ended_before)})
-        if not over and now - self._told_at < EVERY:
+        elif state == self._told or (not over and now - self._told_at < EVERY):
             return
         self._told, self._told_at = state, now
         lived = max(now - self._began, 1e-9)
+        shares = {name: min(1.0, self._seconds[name] / lived / of.workers) for name, of in load.items()}
         self._ledger.set_devices(
-            [
-                DeviceUse(
-                    name, of.workers, of.busy, of.finished, min(1.0, self._seconds.get(name, 0.0) / lived / of.workers)
-                )
-                for name, of in load.items()
-            ]
+            [DeviceUse(name, of.workers, of.busy, of.finished, shares[name]) for name, of in load.items()]
         )
 
 
@@ -171,9 +159,7 @@ def _check_replay(run: Run, ledger: Ledger, scenario: Scenario, coming: bool) ->
         if not scenario.federation.chain.remembers:
             if coming:  # in a later round all clients may get the honest weights
                 return False
-            detail = (
-                "in every secure sum on the tape, some client was sent other weights than the tape keeps for the sum"
-            )
+            detail = "in every secure sum on the tape, some client was sent other weights than the tape keeps"
         ledger.set_meta(replay="unknown", replay_detail=detail)
         return True
     try:
@@ -217,35 +203,21 @@ def _load(run: Run, ledger: Ledger, lease: Lease, scenario: Scenario) -> tuple[L
     Jobs with a damaged file, or with an upload that is not the model's, fail at once, say so, and leave the lease.
     """
     seen: list[Observation] = []
-    memories: dict[int, dict[str, Any]] = {}
+    memories: dict[int, ClientState] = {}
     for client, digest in zip(lease.clients, lease.digests, strict=True):
         try:
             observation = read_observation(run, ledger, scenario.federation, lease.round, client, digest)
             if client in lease.memories:
                 left, written = lease.memories[client]
-                memories[client] = as_arrays(run.read_memory(left, client, lease.attack.name, written))
+                memories[client] = run.read_memory(left, client, lease.attack.name, written)
             seen.append(observation)
         except (TapeError, UploadMismatch) as error:
             ledger.fail(lease.of([client]), str(error))
     if not seen:
         return None
-    lease = lease.of([o.client for o in seen])
-    return lease, Task(
-        protocol=scenario.protocol.to_json(),
-        planned=lease.attack.to_json(),
-        seed=lease.seed,
-        round=lease.round,
-        clients=lease.clients,
-        others=dict(lease.others),
-        params=as_arrays(seen[0].params),
-        buffers=as_arrays(seen[0].buffers),
-        updates=tuple(as_arrays(o.update) for o in seen),
-        pulls=tuple(as_arrays(o.pull) for o in seen),
-        returned=tuple(as_arrays(o.returned) for o in seen),
-        memories=memories,
-        blind=ledger.deployed,
-        last=lease.attempt >= ATTEMPTS,
-    )
+    lease, wave, last = lease.of([o.client for o in seen]), Wave.stack(seen), lease.attempt >= ATTEMPTS
+    planned, others = lease.attack.to_json(), dict(lease.others)
+    return lease, Task(scenario.protocol.to_json(), planned, lease.seed, wave, others, memories, ledger.deployed, last)
 
 
 def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
@@ -254,9 +226,9 @@ def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
         return
     for client, images in result.images.items():
         if images:
-            run.write_reconstruction(lease.round, client, lease.attack.name, as_tensors(images))
+            run.write_reconstruction(lease.round, client, lease.attack.name, images)
     memories = {  # written before the jobs are marked done, so that a finished job always has its memory
-        client: run.write_memory(lease.round, client, lease.attack.name, as_tensors(memory))
+        client: run.write_memory(lease.round, client, lease.attack.name, memory)
         for client, memory in result.memories.items()
     }
     ledger.finish(lease, result.rows, result.reasons, memories, result.numerics)
@@ -270,7 +242,7 @@ def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:
     elif (
         len(lease.jobs) > 1
     ):  # alone, each shows whether it is to blame; the same wave would raise the same error again
-        ledger.split(lease, message)
+        ledger.retry(lease, message, split=True)
     else:
         ledger.fail(lease, message)
 

@@ -2,8 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import cast, get_args
 
 from fedgauge.attacks.base import Reconstruction, Status
 from fedgauge.attacks.grading.audit import Auditor
@@ -62,11 +63,13 @@ def grade(
             for key in dict.fromkeys(_asked(scenario, [*jobs, *tests]))
         }
         if (jobs or tests) and not any(batch is not None and len(batch.y) for batch in found.values()):
-            raise TruthError(_no_truth(truth, [*jobs, *tests], nodes))
-        notes = Counter(_grade(run, ledger, grader, job, found, _assumed(scenario, job)) for job in jobs)
+            raise TruthError(f"{truth} has no examples of any attacked update")
+        size = scenario.federation.shards.batch_size
+        assumed = {job.id: size * len(scenario.protocol.members(job.client, job.round)) for job in jobs}
+        notes = Counter(_grade(run, ledger, grader, job, found, assumed[job.id]) for job in jobs)
         graded = notes.pop("", 0)
         every = len(jobs) - notes.pop(None, 0)
-        words = _graded(graded, every, truth)
+        words = f"graded {graded} of {every} reconstructions and baselines against the examples handed in with --truth ({truth})"
         if tests:
             words += (
                 f"; {retest(run, ledger, scenario, tests, found, progress)} of {len(tests)} tests of membership done"
@@ -74,7 +77,7 @@ def grade(
         why = ", ".join(sorted(filter(None, notes))[:3])
         if notes:
             words += f"; not graded ({sum(notes.values())} of {every}): {why}"
-        ledger.set_grading({row["name"]: GRADED for row in ledger.attacks() if row["name"] not in LIMITS})
+        ledger.describe("grading", {row["name"]: GRADED for row in ledger.attacks() if row["name"] not in LIMITS})
         doubts = _doubts(run, ledger, scenario, found)
         ledger.set_meta(grading=words, ungraded=why, truth=truth.to_json(), truth_doubts=doubts)
     return words
@@ -82,24 +85,15 @@ def grade(
 
 def regrade(run: Run, ledger: Ledger, scenario: Scenario, progress: Progress = lambda done, total: None) -> None:
     """Grade what has ended since a tester handed in his truth, by that truth; where it cannot be read any more, say so."""
-    left, meta = ledger.ungraded(), ledger.meta()
-    if "truth" not in meta or not (left or finished_tests(ledger, untested=True)):
+    meta = ledger.meta()
+    if "truth" not in meta or not (ledger.ungraded() or finished_tests(ledger, untested=True)):
         return
     truth = TesterTruth.from_json(meta["truth"])
     try:
         grade(run, ledger, scenario, truth.check(), progress, untested=True)
     except (SpecError, OSError) as error:
-        every = sum(job.status not in EMPTY_HANDED for job in ledger.ungraded(again=True))
-        left = [job for job in left if job.status not in EMPTY_HANDED]
-        words = _graded(every - len(left), every, truth)
         why = f"the truth cannot be read any more ({error}): hand it in again with --truth"
-        ledger.set_meta(grading=f"{words}; not graded ({len(left)} of {every}): {why}", ungraded=why)
-
-
-def _graded(some: int, every: int, truth: TesterTruth) -> str:
-    return (
-        f"graded {some} of {every} reconstructions and baselines against the examples handed in with --truth ({truth})"
-    )
+        ledger.set_meta(grading=f"what ended since is not graded: {why}", ungraded=why)
 
 
 def _doubts(run: Run, ledger: Ledger, scenario: Scenario, found: Found) -> str:
@@ -117,13 +111,7 @@ def _doubts(run: Run, ledger: Ledger, scenario: Scenario, found: Found) -> str:
             doubts.append(doubt(scenario.federation, seen, found, fits))
     except Exception as error:  # a user's network may raise anything; the grades stand without this check
         doubts.append(f"whether the truth gives the updates was not checked: {type(error).__name__}: {error}")
-    doubts = [words for words in doubts if words]
-    more = f"; and {len(doubts) - MOST_DOUBTS} more like it" if len(doubts) > MOST_DOUBTS else ""
-    return "; ".join(doubts[:MOST_DOUBTS]) + more
-
-
-def _assumed(scenario: Scenario, job: Ungraded) -> int:
-    return len(scenario.protocol.members(job.client, job.round)) * scenario.federation.shards.batch_size
+    return "; ".join([words for words in doubts if words][:MOST_DOUBTS])
 
 
 def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[int, int]]:
@@ -133,12 +121,6 @@ def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[in
             if client is not None:
                 yield job.round, client
                 yield from ((job.round, member) for member in scenario.protocol.members(client, job.round))
-
-
-def _no_truth(truth: TesterTruth, jobs: Sequence[FinishedJob], nodes: Mapping[int, str]) -> str:
-    first = jobs[0]
-    node = f" (node {nodes[first.client]})" if first.client in nodes else ""
-    return f"{truth} has no examples of any attacked update, such as client {first.client}{node} in round {first.round}"
 
 
 def _grade(
@@ -155,10 +137,11 @@ def _grade(
     except TapeError:
         tensors, why = {}, None if job.status in EMPTY_HANDED else "the attack left no file"
     own = found[job.round, job.client]
-    result = Reconstruction.from_tensors(tensors, _status(job.status), job.seconds)
+    status = cast(Status, job.status) if job.status in get_args(Status) else "converged"
+    result = Reconstruction.from_tensors(tensors, status, job.seconds)
     if why != "" or own is None or not len(own.y):
         rows = ungraded_rows(job.attack, job.round, job.client, result, assumed, job.other, grader.modality.main.metric)
-        ledger.ungrade(job.id, [row for row in rows if row.metric != OBJECTIVE])
+        ledger.grade(job.id, [row for row in rows if row.metric != OBJECTIVE], None, afresh=True)
         return f"no truth of client {job.client} in round {job.round}" if why == "" else why
     _, rows, example = grader.grade(job.attack, job.round, job.client, result, own)
     other = None if job.other is None else found[job.round, job.other]
@@ -169,8 +152,3 @@ def _grade(
         run.write_reconstruction(job.round, job.client, job.attack, {**tensors, EXAMPLE: example})
     ledger.grade(job.id, rows, afresh=True)
     return ""
-
-
-def _status(status: str) -> Status:
-    known: tuple[Status, ...] = ("converged", "out_of_budget", "diverged", "not_applicable")
-    return next((s for s in known if s == status), "converged")

@@ -36,10 +36,7 @@ class TrainingCheck:
         self._run, self._ledger, self._scenario = run, ledger, scenario
         self._assumed, meta = sha256(scenario.protocol.to_json().encode()).hexdigest(), ledger.meta()
         same = meta.get("training_assumed") == self._assumed
-        try:
-            self._found = from_json(meta.get("training_by_round", "[]")) if same else {}
-        except (ValueError, TypeError):  # damaged: compare again
-            self._found = {}
+        self._found = from_json(meta.get("training_by_round", "[]")) if same else {}
 
     def compare(self, round: int, clients: Collection[int]) -> None:
         """Compare the updates of a round's clients that were not compared yet."""
@@ -88,7 +85,8 @@ class TrainingCheck:
     def _write(self) -> None:
         whole = over_rounds(self._found) if self._found else TrainingEvidence("undecided", None, "")
         words = "; ".join(filter(None, (whole.words, RECORDED)))
-        self._ledger.set_training({a["name"]: words for a in self._ledger.attacks() if a["name"] not in BASELINES})
+        names = [a["name"] for a in self._ledger.attacks() if a["name"] not in BASELINES]
+        self._ledger.describe("training", dict.fromkeys(names, words))
         self._ledger.set_meta(
             replay="unknown",
             replay_detail="; ".join(filter(None, (NO_REPLAY, RECORDED, whole.words))),

@@ -1,13 +1,12 @@
 """Whether the truth that a tester hands in gives the updates on the tape: it grades nothing and chooses nothing."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import groupby, zip_longest
 
 import torch
 from torch import nn
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import LocalTraining
 from fedgauge.client.rng import generator
@@ -22,18 +21,14 @@ MOST_OTHERS = 4  # other clients, and other rounds, that each is compared with
 # where the order of the examples is the client's own: so many are tried, fewer if each has many steps
 ORDERS, STEPS = 16, 64
 SAME = 0.999  # cosine from which nothing can explain an update better
-SURE = 0.99  # cosine from which another brightness does
 IN_ORDER, ANY_ORDER = 0.8, 0.5  # the least cosine of a truth that is right
 
 
 def chosen(found: Found) -> list[tuple[int, int]]:
     """Which updates to check: some of every round."""
     there = sorted(key for key, batch in found.items() if batch is not None and len(batch.y))
-    place, before = dict[tuple[int, int], int](), Counter[int]()
-    for key in there:
-        place[key] = before[key[0]]
-        before[key[0]] += 1
-    return sorted(there, key=lambda key: (place[key], key))[:MOST_UPDATES]
+    by_round = [list(keys) for _, keys in groupby(there, key=lambda key: key[0])]
+    return [key for keys in zip_longest(*by_round) for key in keys if key is not None][:MOST_UPDATES]
 
 
 def doubt(fed: Federation, seen: Observation, found: Found, fits: bool) -> str:
@@ -44,15 +39,11 @@ def doubt(fed: Federation, seen: Observation, found: Found, fits: bool) -> str:
         fits: whether the update may come from the local training that the chain assumes.
     """
     own = found[seen.round, seen.client]
-    if own is None or fed.protocol.secure_sum is not None:
+    if own is None or fed.protocol.secure_sum is not None or (cosine := _cosine(fed, seen, own)) >= SAME:
         return ""
-    cosine = _cosine(fed, seen, own)
     said = f"the truth of client {seen.client} does not give its update of round {seen.round} (cosine {cosine:.2f})"
-    if cosine >= SAME:
-        return ""
-    others = [(_cosine(fed, seen, batch), words, subtle) for words, batch, subtle in _others(fed, seen, own, found)]
-    likely = [(cosine, words) for cosine, words, subtle in others if cosine >= SURE or not subtle]
-    better, words = max(likely, key=lambda other: other[0], default=(-1.0, ""))
+    others = [(_cosine(fed, seen, batch), words) for words, batch in _others(seen, own, found)]
+    better, words = max(others, default=(-1.0, ""))
     if 1 - better < (1 - cosine) / 2:
         return f"{said}: {words} do (cosine {better:.2f})"
     if fits and not _is_noisy(fed) and cosine < (ANY_ORDER if _draws_order(fed) else IN_ORDER):
@@ -60,19 +51,13 @@ def doubt(fed: Federation, seen: Observation, found: Found, fits: bool) -> str:
     return ""
 
 
-def _others(fed: Federation, seen: Observation, own: Batch, found: Found) -> Iterator[tuple[str, Batch, bool]]:
-    """Other examples that would show a mistake, and whether another local training may look like them."""
-    for kind in ("client", "round"):
-        named: list[tuple[str, Batch, bool]] = []
-        for (round, client), batch in sorted(found.items(), key=lambda item: item[0]):
-            here = round == seen.round if kind == "client" else client == seen.client
-            if batch is None or not here or (round, client) == (seen.round, seen.client) or _same(batch, own):
-                continue
-            words = f"those of client {client}" if kind == "client" else f"those of its round {round}"
-            named.append((words, batch, False))
-        yield from named[:MOST_OTHERS]
-    for mistake in modality_of(fed.shards.dataset).mistaken(own.x):
-        yield mistake.words, Batch(mistake.x, own.y), mistake.subtle
+def _others(seen: Observation, own: Batch, found: Found) -> list[tuple[str, Batch]]:
+    """The examples of other clients in the round, and of the client in other rounds."""
+    there = {key: batch for key, batch in sorted(found.items(), key=lambda item: item[0]) if batch is not None}
+    other = {key: batch for key, batch in there.items() if not _same(batch, own)}
+    clients = [(f"those of client {c}", batch) for (r, c), batch in other.items() if r == seen.round]
+    rounds = [(f"those of its round {r}", batch) for (r, c), batch in other.items() if c == seen.client]
+    return clients[:MOST_OTHERS] + rounds[:MOST_OTHERS]
 
 
 def _same(one: Batch, other: Batch) -> bool:

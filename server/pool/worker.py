@@ -1,19 +1,18 @@
-"""What a worker does: it attacks one wave, from plain arrays to scores and images, and opens no file or connection."""
+"""What a worker does: it attacks one wave, from tensors to scores and images, and opens no file or connection."""
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from fedgauge.attacks.base import Observation, Wave
+from fedgauge.attacks.base import ClientState, Wave
 from fedgauge.attacks.engine.batch_limiter import exhausted, keep_freed_memory
 from fedgauge.attacks.engine.devices import CPU, Numerics, Precision, compute_on, numerics
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.federation import federation
-from fedgauge.server.store.tape import as_arrays, as_tensors
 
 NONDETERMINISTIC = "does not have a deterministic implementation"  # as torch refuses an operator
 CUDA_ERROR = "CUDA error"  # as torch reports one; a process whose context has one cannot use its GPU any more
@@ -21,36 +20,42 @@ CUDA_ERROR = "CUDA error"  # as torch reports one; a process whose context has o
 
 @dataclass(frozen=True)
 class Task:
-    """One wave as it travels to a worker: protocol and plan as JSON, weights and updates as plain arrays."""
+    """One wave as it travels to a worker.
+
+    Args:
+        protocol, planned: as JSON.
+        others: by client, whose truth its reconstruction is also graded against.
+        memories: by client, of a stateful attack.
+        blind: there is no truth to grade against, as in a deployment.
+        last: earlier attempts ended their workers, and there is no other attempt.
+    """
 
     protocol: str
     planned: str
     seed: int
-    round: int
-    clients: tuple[int, ...]
+    wave: Wave
     others: dict[int, int]
-    params: dict[str, Any]
-    buffers: dict[str, Any]
-    updates: tuple[dict[str, Any], ...]
-    pulls: tuple[dict[str, Any], ...] = ()  # of SCAFFOLD's control variates, one for each update
-    returned: tuple[dict[str, Any], ...] = ()  # buffers, one for each update
-    memories: dict[int, dict[str, Any]] = field(default_factory=dict)  # by client, for a stateful attack
-    blind: bool = False  # in a deployment there is no truth to grade against
-    last: bool = False  # earlier attempts ended their workers; there is no other one
+    memories: dict[int, ClientState] = field(default_factory=dict)
+    blind: bool = False
+    last: bool = False
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """A wave's result, by attacked client: score rows, the reconstruction's arrays, and reasons.
+    """A wave's result, by attacked client.
 
-    images: as `Reconstruction.tensors` names them.
+    Args:
+        images: as `Reconstruction.tensors` names them.
+        reasons: only where the attack, or the choice of the device, gives one.
+        memories: what a stateful attack remembers afterwards.
+        numerics: how the attack was computed.
     """
 
     rows: dict[int, list[ScoreRecord]]
-    images: dict[int, dict[str, Any]]
-    reasons: dict[int, str]  # only if the attack, or the choice of the device, gives one
-    memories: dict[int, dict[str, Any]] = field(default_factory=dict)  # what a stateful attack remembers afterwards
-    numerics: Numerics | None = None  # how the attack was computed
+    images: dict[int, dict[str, Tensor]]
+    reasons: dict[int, str]
+    memories: dict[int, ClientState]
+    numerics: Numerics
 
 
 class Worker:
@@ -75,7 +80,6 @@ class Worker:
         while not why:
             try:
                 result = attack_wave(task, self.device, self.precision, deterministic)
-                assert result.numerics is not None
                 return replace(result, numerics=replace(result.numerics, device=self.name))
             except Exception as error:  # of the GPU, its driver or the attack, which the CPU tells apart
                 if deterministic and NONDETERMINISTIC in str(error):
@@ -84,7 +88,7 @@ class Worker:
                     why = self._why(error)
         result = self._on_cpu(task)
         why = f"attacked on the CPU: {why}"
-        reasons = {client: "; ".join(filter(None, (why, result.reasons.get(client)))) for client in task.clients}
+        reasons = {client: "; ".join(filter(None, (why, result.reasons.get(client)))) for client in task.wave.clients}
         return replace(result, reasons=reasons)
 
     def _on_cpu(self, task: Task) -> TaskResult:
@@ -120,25 +124,19 @@ def attack_wave(
     torch.set_num_threads(1)
     keep_freed_memory()
     compute_on(device, precision, deterministic)
-    params, buffers = as_tensors(task.params), as_tensors(task.buffers)
-    none: tuple[dict[str, Any], ...] = ({},) * len(task.clients)
-    parts = (task.clients, task.updates, task.pulls or none, task.returned or none)
-    observations = [
-        Observation(task.round, client, params, as_tensors(update), buffers, as_tensors(pull), as_tensors(returned))
-        for client, update, pull, returned in zip(*parts, strict=True)
-    ]
     planned = PlannedAttack.from_json(task.planned)
-    memories = {client: as_tensors(memory) for client, memory in task.memories.items()}
     auditor = _auditor(task.protocol, task.seed, task.blind, device)
     try:
-        audited = auditor.audit(planned, Wave.stack(observations), task.others, memories=memories)
+        audited = auditor.audit(planned, task.wave, task.others, memories=task.memories)
     except SystemExit as error:
         raise RuntimeError(f"the attack called sys.exit({error.code!r}) instead of returning") from error
-    images = {a.client: as_arrays(a.reconstruction.tensors()) for a in audited}
-    reasons = {a.client: a.reconstruction.reason for a in audited if a.reconstruction.reason}
-    kept = {a.client: as_arrays(a.memory) for a in audited if a.memory is not None}
-    rows = {a.client: list(a.rows) for a in audited}
-    return TaskResult(rows, images, reasons, kept, numerics(device, precision, deterministic))
+    return TaskResult(
+        rows={a.client: list(a.rows) for a in audited},
+        images={a.client: a.reconstruction.tensors() for a in audited},
+        reasons={a.client: a.reconstruction.reason for a in audited if a.reconstruction.reason},
+        memories={a.client: a.memory for a in audited if a.memory is not None},
+        numerics=numerics(device, precision, deterministic),
+    )
 
 
 @lru_cache(maxsize=4)

@@ -4,9 +4,8 @@ The order of the writes (tape, checkpoint, ledger) makes a kill at any moment ha
 exists. Before that, its files on the tape are deleted; after that, rows missing from the ledger are entered from the checkpoint.
 """
 
-import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Real
 from pathlib import Path
@@ -15,17 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp import Grid
+from flwr.app import Array, ArrayRecord
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
-from fedgauge.client.components import check_arguments
-from fedgauge.client.protocol import MOST_ROUNDS
 from fedgauge.client.update import Params
-from fedgauge.server.store import run_files, typed_rows
+from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import REPEATED, Participation, repeated, sanitised
+from fedgauge.server.store.ledger_types import REPEATED, Participation, repeated
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import DTYPES, TapeError, read_tensors, write_tensors
@@ -87,36 +83,18 @@ class Checkpoint:
                 raise NotResumable(f"{path} has version {facts['version']}, this fedgauge reads {VERSION}")
             if "refused" in facts:
                 raise NotResumable(f"{folder} cannot be resumed: {facts['refused']}")
-            round = facts["round"]
-            if type(round) is not int or not 0 <= round <= MOST_ROUNDS:
-                raise ValueError(f"expected a round up to {MOST_ROUNDS}, got {round!r:.60}")
             tensors = read_tensors(folder / Path(facts["tensors"]).name, facts["digest"])
             return cls(
-                round=round,
+                round=int(facts["round"]),
                 params={k: tensors.pop(_PARAM + k) for k in facts["params"]},
                 buffers={k: tensors.pop(_BUFFER + k) for k in facts["buffers"]},
                 strategy={name: _decoded(value, tensors) for name, value in facts["strategy"].items()},
-                seen=tuple(map(_participation, facts["seen"])),
+                seen=tuple(Participation(**seen) for seen in facts["seen"]),
             )
         except TapeError as error:
             raise NotResumable(f"{folder} cannot be resumed: {error}") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise NotResumable(f"{path} is damaged: {type(error).__name__}: {error}") from error
-
-
-def _participation(facts: Any) -> Participation:
-    """What a client did; ValueError unless the ledger takes it, and gives it back."""
-    found = Participation(**check_arguments(Participation, facts, "seen"))
-    row = {
-        **asdict(found),
-        "reason": sanitised(found.reason),
-        **{
-            key: None if fact is None else int(fact) for key, fact in (("alarm", found.alarm), ("silent", found.silent))
-        },
-    }
-    typed_rows.check(typed_rows.columns(row), list(row.values()))
-    (found.digest or "").encode()  # SQLite takes no lone surrogate
-    return found
 
 
 def mark_not_resumable(folder: Path, reason: str) -> None:
@@ -138,16 +116,11 @@ def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint |
     """
     checkpoint = Checkpoint.read(run.folder)
     done = checkpoint.round if checkpoint is not None else 0
-    if checkpoint is not None:
-        _check(run, ledger, scenario, done, checkpoint)
-        if not any(o["round"] == done for o in ledger.observations_since(done)):
-            ledger.record_intake(done, checkpoint.seen, scenario.plan if scenario.audit.curious else None)
-    beyond = [row["round"] for row in (*ledger.observations_since(done + 1), *ledger.rounds_since(done + 1))]
-    if beyond and checkpoint is None:
-        raise NotResumable(
-            f"{run.folder} cannot be resumed: it has rounds up to {max(beyond)} but no checkpoint (the disk was "
-            f"full); attack what is on its tape with: fedgauge audit {run.folder}"
-        )
+    beyond = [row["round"] for row in (*ledger.observations(done + 1), *ledger.rounds(done + 1))]
+    if why := _why_not(ledger, scenario, checkpoint, beyond):
+        raise NotResumable(f"{run.folder} cannot be resumed: {why}")
+    if checkpoint is not None and not any(o["round"] == done for o in ledger.observations(done)):
+        ledger.record_intake(done, checkpoint.seen, scenario.plan if scenario.audit.curious else None)
     if beyond:
         with run.lock("audit"):
             if ledger.deployed:  # noted first: a kill in between counts them twice, and never not at all
@@ -157,114 +130,43 @@ def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint |
     return checkpoint
 
 
-def _check(run: Run, ledger: Ledger, scenario: Scenario, done: int, checkpoint: Checkpoint) -> None:
+def _why_not(ledger: Ledger, scenario: Scenario, checkpoint: Checkpoint | None, beyond: Sequence[int]) -> str:
+    if checkpoint is None:
+        lost = "no checkpoint (the disk was full); attack what is on its tape with fedgauge audit"
+        return f"it has rounds up to {max(beyond)} but {lost}" if beyond else ""
     if scenario.federation.chain.remembers:
-        raise NotResumable(
-            f"{run.folder} cannot be resumed: its chain is stateful (error feedback, control variates or private layers), and the "
-            "clients' states are lost"
-        )
-    recorded = {row["round"] for row in ledger.rounds()}
-    missing = next((round for round in range(done) if round not in recorded), None)
-    if missing is not None:  # a power cut may lose the ledger's last rows
-        raise NotResumable(
-            f"{run.folder} cannot be resumed: its ledger lacks round {missing}, although its checkpoint is of round {done}"
-        )
-    if done > scenario.protocol.rounds:
-        raise NotResumable(
-            f"{run.folder} cannot be resumed: its checkpoint is of round {done}, and its scenario has {scenario.protocol.rounds}"
-        )
-    shapes = {k: tuple(p.shape) for k, p in scenario.federation.model.named_parameters()}
-    if {k: tuple(t.shape) for k, t in checkpoint.params.items()} != shapes:
-        raise NotResumable(f"{run.folder} cannot be resumed: its checkpoint is of another network than its scenario's")
-
-
-# ---------------------------------------------------------------------------------------------------- while it trains
+        return "its chain is stateful (error feedback, control variates or private layers), and the clients' states are lost"
+    recorded, done = {row["round"] for row in ledger.rounds()}, checkpoint.round
+    if (missing := next((round for round in range(done) if round not in recorded), None)) is not None:
+        # a power cut may lose the ledger's last rows
+        return f"its ledger lacks round {missing}, although its checkpoint is of round {done}"
+    shapes = {k: p.shape for k, p in scenario.federation.model.named_parameters()}
+    same = {k: t.shape for k, t in checkpoint.params.items()} == shapes
+    return "" if same else "its checkpoint is of another network than its scenario's"
 
 
 def restore(strategy: Strategy, state: Mapping[str, Any]) -> None:
     """Restore the state of a freshly built strategy.
 
     Raises:
-        NotResumable: it is built with other functions or settings than before, or the state is not of such a strategy.
+        NotResumable: it is built with other functions than before, or the state is not of such a strategy.
     """
-    fresh, settings, flowers = vars(strategy), _settings(type(strategy)), type(strategy).__module__.startswith("flwr.")
+    fresh = vars(strategy)
     for name, value in state.items():
-        if name not in fresh and (flowers or hasattr(strategy, name)):
-            raise NotResumable(f"the checkpoint is damaged: a strategy's {name!r:.60} is no state of it")
-        elif isinstance(value, _Named):
-            if (now := _Named.of(getattr(strategy, name, None))) != value:
-                raise NotResumable(
-                    f"the strategy's {name} was {value.name} and is {now.name} now: build the strategy as before"
-                )
-        elif name in settings and (type(value) is not type(fresh[name]) or value != fresh[name]):
-            raise NotResumable(
-                f"the strategy's {name} was {value!r:.60} and is {fresh[name]!r:.60} now: build the strategy as before"
-            )
-        elif not _alike(value, fresh.get(name)):
-            raise NotResumable(
-                f"the checkpoint is damaged: expected the strategy's {name} as {type(fresh[name]).__name__}, got {value!r:.60}"
-            )
+        now = fresh.get(name)
+        if isinstance(value, _Named):
+            if _Named.of(now) != value:
+                raise NotResumable(f"the strategy's {name} was {value.name} and is another now: build it as before")
+        elif (name not in fresh and hasattr(strategy, name)) or not _alike(value, now):
+            raise NotResumable(f"the checkpoint is damaged: its {name!r:.60} is no state of the strategy")
         else:
             setattr(strategy, name, value)
 
 
-def _settings(strategy: type) -> set[str]:
-    """What Flower's own strategies take and never change; those of others may keep what they change under any name."""
-    classes = [c for c in strategy.__mro__ if c.__module__.startswith("flwr.") and "__init__" in vars(c)]
-    return {name for c in classes for name in inspect.signature(c).parameters}
-
-
 def _alike(value: object, fresh: object) -> bool:
     """Whether a strategy that began with one value may have come to another."""
-    if value is None or fresh is None:
-        return True
     numbers = isinstance(value, Real) and isinstance(fresh, Real) and not isinstance(fresh, bool)
-    return numbers or isinstance(value, type(fresh))
-
-
-class ResumedStrategy(Strategy):
-    """A strategy that resumes after some rounds: Flower counts from 1, the wrapped strategy gets the true round.
-
-    Args:
-        inner: the wrapped strategy.
-        done: how many rounds are finished.
-        over: called after each round's aggregation with the true round and the new weights.
-    """
-
-    def __init__(self, inner: Strategy, done: int, over: Callable[[int, ArrayRecord], None]) -> None:
-        self.inner = inner
-        self.done = done
-        self.over = over
-        self._arrays = ArrayRecord()
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """The wrapped strategy's."""
-        self._arrays = arrays
-        return self.inner.configure_train(self.done + server_round, arrays, config, grid)
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The wrapped strategy's; a round without replies leaves the weights unchanged."""
-        arrays, metrics = self.inner.aggregate_train(self.done + server_round, replies)
-        self.over(self.done + server_round, self._arrays if arrays is None else arrays)
-        return arrays, metrics
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """The wrapped strategy's."""
-        return self.inner.configure_evaluate(self.done + server_round, arrays, config, grid)
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """The wrapped strategy's."""
-        return self.inner.aggregate_evaluate(self.done + server_round, replies)
-
-    def summary(self) -> None:
-        """The wrapped strategy's."""
-        self.inner.summary()
+    return value is None or fresh is None or numbers or isinstance(value, type(fresh))
 
 
 # ------------------------------------------------------------------------------------------------ a strategy's state
@@ -289,13 +191,13 @@ def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         return {"function": _Named.of(value).name}
     if isinstance(value, np.ndarray | np.generic):
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        return {kind: _put(torch.from_numpy, np.array(value, order="C"), where, tensors)}
+        return {kind: _put(np.array(value, order="C"), where, tensors)}
     if isinstance(value, Tensor):
-        return {"tensor": _put(lambda t: t.detach().cpu().clone(), value, where, tensors)}
+        return {"tensor": _put(value.detach().cpu().clone(), where, tensors)}
     if isinstance(value, Array):
         return {"flower": _encoded(value.numpy(), where, tensors)}
-    if isinstance(value, ArrayRecord | dict):
-        items = [[_key(k, where), _encoded(v, f"{where}[{k!r}]", tensors)] for k, v in value.items()]
+    if isinstance(value, ArrayRecord | dict) and all(type(k) in (str, int) for k in value):
+        items = [[k, _encoded(v, f"{where}[{k!r}]", tensors)] for k, v in value.items()]
         return {"record" if isinstance(value, ArrayRecord) else "dict": items}
     if type(value) in (list, tuple):
         items = [_encoded(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]
@@ -303,24 +205,14 @@ def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     raise StateNotSavable(f"the strategy keeps {where}, a {type(value).__name__}, which a checkpoint cannot hold")
 
 
-def _put(convert: Callable[[Any], Tensor], value: Any, where: str, tensors: dict[str, Tensor]) -> str:
-    name, words = f"{_STATE}{len(tensors)}", f"the strategy keeps {where}, an array of {value.dtype}"
+def _put(value: Any, where: str, tensors: dict[str, Tensor]) -> str:
+    name = f"{_STATE}{len(tensors)}"
     try:
-        converted = convert(value)
-    except (TypeError, ValueError) as error:  # text, objects, foreign byte order
-        raise StateNotSavable(f"{words}, which a checkpoint cannot hold") from error
-    if converted.dtype not in DTYPES:
-        raise StateNotSavable(f"{words}, which a checkpoint cannot hold")
-    tensors[name] = converted
+        tensors[name] = torch.as_tensor(value)
+        _ = DTYPES[tensors[name].dtype]
+    except (TypeError, ValueError, KeyError) as error:  # text, objects, foreign byte order
+        raise StateNotSavable(f"the strategy keeps {where}, which a checkpoint cannot hold: {value.dtype}") from error
     return name
-
-
-def _key(key: object, where: str) -> str | int:
-    if isinstance(key, str | int) and not isinstance(key, bool):
-        return key
-    raise StateNotSavable(
-        f"the strategy keeps {where} under {key!r}, a {type(key).__name__}, which a checkpoint cannot hold"
-    )
 
 
 def _decoded(value: Any, tensors: dict[str, Tensor]) -> Any:

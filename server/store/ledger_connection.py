@@ -4,7 +4,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -58,25 +58,24 @@ SCHEMA = """
 """
 
 
+def _new() -> sqlite3.Connection:
+    """A database in memory with the tables of a ledger."""
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    db.executescript(SCHEMA)
+    return db
+
+
 @cache
 def _schema() -> frozenset[tuple[str, ...]]:
     """The objects in sqlite_master of a new ledger."""
-    db = sqlite3.connect(":memory:", isolation_level=None)
-    try:
-        db.executescript(SCHEMA)
+    with closing(_new()) as db:
         return _objects(db)
-    finally:
-        db.close()
 
 
 def columns_of(table: str) -> list[tuple[str, str]]:
     """Name and type of each column of a table, in order."""
-    db = sqlite3.connect(":memory:")
-    try:
-        db.executescript(SCHEMA)
+    with closing(_new()) as db:
         return db.execute("SELECT name, type FROM pragma_table_info(?) ORDER BY cid", (table,)).fetchall()
-    finally:
-        db.close()
 
 
 def _objects(db: sqlite3.Connection) -> frozenset[tuple[str, ...]]:
@@ -107,6 +106,10 @@ class LedgerFile:
         try:
             self._db = self._opened(create, readonly)
             try:
+                self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
+                self._db.execute("PRAGMA trusted_schema = OFF")
+                if readonly:
+                    self._db.execute("PRAGMA query_only = ON")
                 fresh = self._check(create)
                 if not readonly:
                     self._write_ahead()
@@ -129,34 +132,18 @@ class LedgerFile:
         uri = f"file:{quote(os.fsencode(self.path.absolute()))}?mode={how}"
         # the last connection to close the file locks it for a moment
         timeout = 1.0 if readonly else PATIENCE
-        db = sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False)
-        try:
-            db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
-            db.execute("PRAGMA trusted_schema = OFF")
-            # the last connection to close a ledger tidies up, which one of mode=ro cannot
-            if readonly:
-                db.execute("PRAGMA query_only = ON")
-                db.execute("SELECT 1 FROM sqlite_master LIMIT 1")
-        except sqlite3.OperationalError as error:
-            db.close()
-            if readonly and "unable to open" in str(error):  # WAL needs files that cannot be made there
-                raise LedgerError(
-                    f"{self.path} cannot be read in a read-only folder: {self.path.name}-wal still holds rows; copy the run to "
-                    "a writable one"
-                ) from error
-            raise
-        return db
+        # the last connection to close a ledger tidies up, which one of mode=ro cannot
+        return sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False)
 
     def _check_files(self) -> int:
         """Return the bytes of the write-ahead log; RefusedFile if a file of the ledger is a link or no file.
 
         SQLite opens its files by their paths. A journal may name any file, which SQLite deletes when it plays the journal back.
         """
-        _, waiting, _ = (run_files.look(Path(f"{self.path}{end}"), alone=True) for end in ("", "-wal", "-shm"))
+        _, waiting, _ = (run_files.look(Path(f"{self.path}{end}")) for end in ("", "-wal", "-shm"))
         if os.path.lexists(journal := f"{self.path}-journal"):
             raise LedgerError(
-                f"{journal} is not of fedgauge, which keeps no such file, and may belong to a change that has not ended: copy "
-                "the run's folder without it, and open the copy"
+                f"{journal} is not of fedgauge, which keeps no such file: open a copy of the run without it"
             )
         return waiting.st_size if waiting else 0
 
@@ -164,37 +151,32 @@ class LedgerFile:
         """Refuse a file that is no ledger of this version; returns whether it is still empty."""
         self._db.execute("BEGIN")  # all of one moment, as another process may create the tables
         fresh: bool = self._db.execute("PRAGMA schema_version").fetchone()[0] == 0
-        if fresh and not create:
-            raise LedgerError(f"{self.path} is not a fedgauge ledger: it is empty")
-        if not fresh:
+        if not (fresh and create):
             self._check_schema()
             self._check_pages()
         self._db.execute("COMMIT")
         return fresh
 
     def _check_schema(self) -> None:
-        if self._db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
-            raise LedgerError(f"{self.path} is not a fedgauge ledger")
-        version: int = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version != VERSION:
+        application, version = (
+            self._db.execute(f"PRAGMA {of}").fetchone()[0] for of in ("application_id", "user_version")
+        )
+        if application == APPLICATION and version != VERSION:
             raise LedgerError(
-                f"{self.path} has ledger version {version}, and this fedgauge reads {VERSION}: open it with the version of "
-                "fedgauge that wrote it, or run its scenario again"
+                f"{self.path} has ledger version {version}, and this fedgauge reads {VERSION}: use the fedgauge that wrote it"
             )
         # views and triggers are programs, and a view may be called like a table
-        if strange := _schema() ^ _objects(self._db):
-            kind, name = min((kind, name) for kind, name, *_ in strange)
-            raise LedgerError(f"{self.path} is not as fedgauge makes a ledger: see its {kind} {name:.60}")
+        if application != APPLICATION or _schema() != _objects(self._db):
+            raise LedgerError(f"{self.path} is not as fedgauge makes a ledger")
 
     def _check_pages(self) -> None:
         """Refuse a ledger with more pages than its files hold, or whose pages are damaged or repeat."""
         pages, size = (self._db.execute(f"PRAGMA page_{what}").fetchone()[0] for what in ("count", "size"))
         held = sum(p.stat().st_size for p in (self.path, Path(f"{self.path}-wal")) if p.exists())
-        if pages * size > min(held, _MOST_BYTES):
-            raise LedgerError(
-                f"{self.path} is damaged: it claims {pages} pages of {size} bytes, and holds {held} bytes"
-            )
-        if (fault := self._db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+        fault = f"it claims {pages} pages of {size} bytes, and holds {held} bytes"
+        if pages * size <= min(held, _MOST_BYTES):
+            fault = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if fault != "ok":
             raise LedgerError(f"{self.path} is damaged: {' '.join(fault.split()):.200}")
 
     @contextmanager

@@ -7,7 +7,7 @@ from typing import Literal
 from fedgauge.attacks.grading.knowledge_card import SEPARATOR
 from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, wrong_client
 from fedgauge.attacks.modality.base import Modality
-from fedgauge.attacks.modality.registry import BASELINES, MODALITIES, modality_compared_by, modality_measured
+from fedgauge.attacks.modality.registry import BASELINES, modality_compared_by, modality_measured
 from fedgauge.attacks.plan import LIMITS, PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
@@ -15,6 +15,8 @@ from fedgauge.server.store.ledger_types import ATTACKED_FROM, DEPLOYMENT, MAIN_M
 
 # an attack's card: what was agreed, then what was found
 _CARD = f"a.knowledge || coalesce('{SEPARATOR}' || a.training, '') || coalesce('{SEPARATOR}' || a.grading, '')"
+_NO_ATTACKS = (*BASELINES, *LIMITS)
+_MARKS = ", ".join("?" * len(_NO_ATTACKS))
 
 
 class LedgerReads(LedgerFile):
@@ -25,28 +27,24 @@ class LedgerReads(LedgerFile):
 
     @property
     def modality(self) -> type[Modality]:
-        """The kind of the run's data; LedgerError if it is not known here. A ledger that does not name it has it by its scores."""
+        """The kind of the run's data, by its scores where the ledger names none; LedgerError if it is not known here."""
         if self._modality is not None:
             return self._modality
         named = self._db.execute("SELECT value fact FROM meta WHERE key = ?", (MAIN_METRIC,)).fetchone()
         if named is None:
-            mains = [modality.main.metric for modality in MODALITIES.values()]
-            found = "SELECT column1 metric FROM (VALUES {}) WHERE EXISTS (SELECT 1 FROM scores WHERE metric = column1)"
-            rows = self._db.execute(found.format(", ".join(["(?)"] * len(mains))), mains)
+            rows = self._db.execute("SELECT DISTINCT metric FROM scores")
             return modality_measured([row["metric"] for row in rows])
-        self._modality = modality_compared_by(named["fact"])
-        if self._modality is None:
-            unknown = (
-                f"{self.path}: its attacks are compared by {named['fact']!r:.60}, which no kind of data known here has"
-            )
+        found = modality_compared_by(named["fact"])
+        if found is None:
             try:
                 self.load_data()
             except SpecError as error:
-                raise LedgerError(f"{unknown}: {error}") from error
-            self._modality = modality_compared_by(named["fact"])
-            if self._modality is None:
-                raise LedgerError(f"{unknown}; load the package that adds it")
-        return self._modality
+                raise LedgerError(f"{self.path}: the kind of its data cannot be loaded: {error}") from error
+            found = modality_compared_by(named["fact"])
+        if found is None:
+            raise LedgerError(f"{self.path}: no kind of data known here has the metric {named['fact']!r:.60}")
+        self._modality = found
+        return found
 
     def errors(self) -> list[str]:
         """The distinct errors of failed jobs."""
@@ -76,35 +74,34 @@ class LedgerReads(LedgerFile):
 
         The status is attacked if one attack ended with a result, else waiting, failed or not applicable.
         """
-        others = (*BASELINES, *LIMITS)
         inapplicable = "EXISTS (SELECT 1 FROM scores s WHERE s.job_id = j.id AND s.attack = a.name AND s.status = 'not_applicable')"
         return self._db.execute(
             "SELECT round, client, CASE min(fate) WHEN 0 THEN 'attacked' WHEN 1 THEN 'waiting' WHEN 2 THEN 'failed'"
             " ELSE 'not applicable' END status FROM (SELECT j.round, j.client, CASE j.state WHEN 'failed' THEN 2"
             f" WHEN 'done' THEN CASE WHEN {inapplicable} THEN 3 ELSE 0 END ELSE 1 END fate"
             " FROM jobs j JOIN attacks a ON a.id = j.attack_id"
-            f" WHERE a.name NOT IN ({', '.join('?' * len(others))})) GROUP BY round, client",
-            others,
+            f" WHERE a.name NOT IN ({_MARKS})) GROUP BY round, client",
+            _NO_ATTACKS,
         ).fetchall()
 
     def numerics(self) -> list[sqlite3.Row]:
         """How attacks were computed, baselines and limits left out: device, name, precision, deterministic, torch, driver, jobs."""
-        others = (*BASELINES, *LIMITS)
         return self._db.execute(
             "SELECT n.device, n.name, n.precision, n.deterministic, n.torch, n.driver, jobs FROM"
             " (SELECT numerics_id, count(*) jobs FROM jobs WHERE attack_id IN (SELECT id FROM attacks"
-            f" WHERE name NOT IN ({', '.join('?' * len(others))})) GROUP BY numerics_id)"
+            f" WHERE name NOT IN ({_MARKS})) GROUP BY numerics_id)"
             " JOIN numerics n ON n.id = numerics_id ORDER BY n.device, n.id",
-            others,
+            _NO_ATTACKS,
         ).fetchall()
 
-    def rounds(self) -> list[sqlite3.Row]:
-        """Every round recorded: round, accuracy, loss, seconds, intercept_seconds."""
-        return self._db.execute("SELECT * FROM rounds ORDER BY round").fetchall()
+    def rounds(self, since: int = 0) -> list[sqlite3.Row]:
+        """Every round recorded, from one on: round, accuracy, loss, seconds, intercept_seconds."""
+        return self._db.execute("SELECT * FROM rounds WHERE round >= ? ORDER BY round", (since,)).fetchall()
 
-    def observations(self) -> list[sqlite3.Row]:
-        """Every client seen, rejected or missed: round, client, status, reason, examples, digest."""
-        return self._db.execute("SELECT * FROM observations ORDER BY round, client").fetchall()
+    def observations(self, since: int = 0) -> list[sqlite3.Row]:
+        """Every client seen, rejected or missed, from a round on: round, client, status, reason, examples, digest."""
+        query = "SELECT * FROM observations WHERE round >= ? ORDER BY round, client"
+        return self._db.execute(query, (since,)).fetchall()
 
     def attacks(self) -> list[sqlite3.Row]:
         """The attacks: name, planned, knowledge (the whole card), agreed, training, grading (its parts), seed, flat."""
@@ -119,14 +116,13 @@ class LedgerReads(LedgerFile):
 
     def best_so_far(self) -> float | None:
         """The main metric that leaks most of what an attack has reached, baselines and limits left out; None before the first."""
-        others = (*BASELINES, *LIMITS)
         main = self.modality.main
         query = (
             f"SELECT {'max' if main.higher_is_better else 'min'}(s.value) best FROM scores s JOIN jobs j ON j.id = s.job_id"
             " JOIN attacks a ON a.id = j.attack_id WHERE s.metric = ? AND s.attack = a.name"
-            f" AND s.value IS NOT NULL AND a.name NOT IN ({', '.join('?' * len(others))})"
+            f" AND s.value IS NOT NULL AND a.name NOT IN ({_MARKS})"
         )
-        best: float | None = self._db.execute(query, (main.metric, *others)).fetchone()["best"]
+        best: float | None = self._db.execute(query, (main.metric, *_NO_ATTACKS)).fetchone()["best"]
         return best
 
     def scores(self, metric: str | None = None) -> Iterator[sqlite3.Row]:
@@ -145,18 +141,18 @@ class LedgerReads(LedgerFile):
 
     def last_round(self) -> int:
         """The last round recorded; 0 before the first."""
-        last: int | None = self._db.execute("SELECT max(round) latest FROM rounds").fetchone()[0]
-        return last or 0
+        return self._latest("round", "rounds")
 
     def last_observed(self) -> int:
         """The last round of which clients were seen; 0 before the first."""
-        last: int | None = self._db.execute("SELECT max(round) latest FROM observations").fetchone()[0]
-        return last or 0
+        return self._latest("round", "observations")
 
     def finished(self) -> int:
         """The number of the job that ended last: 0 before the first, and it grows with each."""
-        last: int | None = self._db.execute("SELECT max(finished) latest FROM jobs").fetchone()[0]
-        return last or 0
+        return self._latest("finished", "jobs")
+
+    def _latest(self, column: str, table: str) -> int:
+        return self._db.execute(f"SELECT max({column}) latest FROM {table}").fetchone()[0] or 0
 
     def scores_since(self, finished: int) -> Iterator[ScoreRow]:
         """Score rows of the jobs that ended or were graded after `finished` gave this number; no objectives.
@@ -185,20 +181,11 @@ class LedgerReads(LedgerFile):
         )
         return self._db.execute(query, (OBJECTIVE,)).fetchall()
 
-    def rounds_since(self, round: int) -> list[sqlite3.Row]:
-        """Every round recorded from one on: round, accuracy, loss, seconds, intercept_seconds."""
-        return self._db.execute("SELECT * FROM rounds WHERE round >= ? ORDER BY round", (round,)).fetchall()
-
     def size_of(self, round: int, client: int) -> int:
         """How many examples a client says its update is of; 1 if it says nothing."""
         row = self._db.execute("SELECT examples FROM observations WHERE round = ? AND client = ?", (round, client))
         (examples,) = row.fetchone() or (None,)
         return max(1, examples or 1)
-
-    def observations_since(self, round: int) -> list[sqlite3.Row]:
-        """Every client seen, rejected or missed from a round on: round, client, status, reason, examples, digest."""
-        query = "SELECT * FROM observations WHERE round >= ? ORDER BY round, client"
-        return self._db.execute(query, (round,)).fetchall()
 
     def pace(self, last: int = 100) -> float | None:
         """Jobs per second over the latest ones of the last attack service; None before its second."""

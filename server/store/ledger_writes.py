@@ -5,6 +5,7 @@ import json
 import sqlite3
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
+from typing import Literal
 
 from fedgauge.attacks.engine.devices import Numerics
 from fedgauge.attacks.grading.canary import CANARY
@@ -200,17 +201,12 @@ class JobQueue(LedgerReads):
         marks = ", ".join("?" * len(names))
         return int(db.execute(f"INSERT INTO numerics ({', '.join(names)}) VALUES ({marks})", values).lastrowid or 0)
 
-    def retry(self, lease: Lease, error: str) -> None:
-        """Return a wave to the queue unchanged."""
+    def retry(self, lease: Lease, error: str, split: bool = False) -> None:
+        """Return a wave to the queue, unchanged or each of its jobs as a wave of its own."""
         with self._transaction() as db:
-            for job in lease.jobs:
-                db.execute("UPDATE jobs SET state = 'queued', error = ? WHERE id = ?", (error, job))
-
-    def split(self, lease: Lease, error: str) -> None:
-        """Return a wave's jobs to the queue, each as a wave of its own."""
-        with self._transaction() as db:
-            for job in lease.jobs:  # plans number their waves from 0, so negative numbers are free
-                db.execute("UPDATE jobs SET state = 'queued', error = ?, wave = -id WHERE id = ?", (error, job))
+            wave = "-id" if split else "wave"  # plans number their waves from 0, so negative numbers are free
+            rows = [(error, job) for job in lease.jobs]
+            db.executemany(f"UPDATE jobs SET state = 'queued', error = ?, wave = {wave} WHERE id = ?", rows)
 
     def fail(self, lease: Lease, error: str) -> None:
         """Mark a wave's jobs failed, each with a score row that says so."""
@@ -278,14 +274,14 @@ class JobQueue(LedgerReads):
         self,
         job: int,
         rows: Sequence[ScoreRecord],
-        reason: str = "",
+        reason: str | None = "",
         graded_to: float | None = None,
         afresh: bool = False,
     ) -> None:
         """Write the scores of a finished job.
 
         Args:
-            reason: why nobody graded it; empty if somebody did.
+            reason: why nobody graded it; empty if somebody did; None: as if nobody had been asked yet.
             graded_to: dB, to which the client that graded it rounds.
             afresh: they replace all earlier ones.
         """
@@ -298,17 +294,6 @@ class JobQueue(LedgerReads):
             db.execute(
                 f"UPDATE jobs SET graded = ?, graded_to = ?, finished = {newer} WHERE id = ?", (reason, graded_to, job)
             )
-
-    def ungrade(self, job: int, rows: Sequence[ScoreRecord]) -> None:
-        """Take a finished job's grades back, as if nobody had graded it.
-
-        Args:
-            rows: what the attack left without a truth, beside its objective.
-        """
-        with self._transaction() as db:
-            self._delete(db, "scores", "job_id = ? AND metric != ?", (job, OBJECTIVE))
-            self._write_scores(db, job, rows)
-            db.execute("UPDATE jobs SET graded = NULL, graded_to = NULL WHERE id = ?", (job,))
 
     def finished_tests(self, names: Iterable[str]) -> list[FinishedTest]:
         """The finished jobs of these tests of membership, ordered by test, round and client."""
@@ -340,22 +325,11 @@ class JobQueue(LedgerReads):
             " ORDER BY a.id, jobs DESC, reason, graded_to"
         ).fetchall()
 
-    def set_cards(self, cards: Mapping[str, str]) -> None:
-        """Replace the knowledge cards of some attacks."""
-        self._set_words("knowledge", cards)
-
-    def set_training(self, words: Mapping[str, str]) -> None:
-        """Say, by attack, how the local training that it assumes fits what was seen."""
-        self._set_words("training", words)
-
-    def set_grading(self, words: Mapping[str, str]) -> None:
-        """Say, by attack, who graded its reconstructions."""
-        self._set_words("grading", words)
-
-    def _set_words(self, column: str, words: Mapping[str, str]) -> None:
+    def describe(self, part: Literal["knowledge", "training", "grading"], words: Mapping[str, str]) -> None:
+        """Replace a part of the cards of some attacks: what they know, how the assumed training fits, who grades them."""
         with self._transaction() as db:
             rows = [(text or None, name) for name, text in words.items()]
-            db.executemany(f"UPDATE attacks SET {column} = ? WHERE name = ?", rows)
+            db.executemany(f"UPDATE attacks SET {part} = ? WHERE name = ?", rows)
 
     @staticmethod
     def _delete(db: sqlite3.Connection, table: str, where: str, values: Sequence[object]) -> None:

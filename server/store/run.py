@@ -166,7 +166,14 @@ class Run:
 
     def reconstruction(self, round: int, client: int, attack: str) -> Path:
         """The file of an attack's reconstruction of one observation: x (B, C, H, W), and y if the attack claims labels."""
-        return self.folder / "reconstructions" / f"round-{round:05d}-client-{client:05d}-{attack}.safetensors"
+        return self._of_attack("reconstructions", round, client, attack)
+
+    def memory(self, round: int, client: int, attack: str) -> Path:
+        """The file of what a stateful attack remembers of a client after a round."""
+        return self._of_attack("memories", round, client, attack)
+
+    def _of_attack(self, folder: str, round: int, client: int, attack: str) -> Path:
+        return self.folder / folder / f"round-{round:05d}-client-{client:05d}-{attack}.safetensors"
 
     def write_reconstruction(self, round: int, client: int, attack: str, tensors: dict[str, Tensor]) -> None:
         """Write an attack's reconstruction."""
@@ -178,13 +185,9 @@ class Run:
         if not self._is_own(path):
             raise TapeError(f"{path} is no file of the run")
         tensors = read_tensors(path, most=_MOST_RECONSTRUCTED)
-        if wrong := _misshapen(tensors):
-            raise TapeError(f"{path} is damaged: {wrong}")
+        if not _fit(tensors):
+            raise TapeError(f"{path} is damaged: its tensors are not what an attack leaves")
         return tensors
-
-    def memory(self, round: int, client: int, attack: str) -> Path:
-        """The file of what a stateful attack remembers of a client after a round."""
-        return self.folder / "memories" / f"round-{round:05d}-client-{client:05d}-{attack}.safetensors"
 
     def write_memory(self, round: int, client: int, attack: str, tensors: Mapping[str, Tensor]) -> str:
         """Write what an attack remembers; returns its digest."""
@@ -197,9 +200,7 @@ class Run:
     def _own(self, path: Path) -> Path:
         """A path checked to lie in this run: in somebody else's ledger an attack may have any name, such as ../../x."""
         if not self._is_own(path):
-            raise LedgerError(
-                f"{self.folder}: an attack in its ledger has a name that cannot be part of a file's name: {path.name!r}"
-            )
+            raise LedgerError(f"{self.folder}: an attack's name cannot be part of a file's name: {path.name!r}")
         return path
 
     def _is_own(self, path: Path) -> bool:
@@ -225,8 +226,7 @@ class Run:
                 except BlockingIOError as error:
                     if attempt == 9:
                         file.seek(0)
-                        holder = file.read().strip() or "?"
-                        raise RunBusy(f"{self.folder}: process {holder} holds its {purpose}") from error
+                        raise RunBusy(f"{self.folder}: process {file.read() or '?'} holds its {purpose}") from error
                     time.sleep(0.02)
             file.truncate(0)
             file.write(str(os.getpid()))
@@ -239,10 +239,8 @@ class Run:
     def holder(self, purpose: str) -> int | None:
         """The process that holds the lock for a purpose, or None; LedgerError if a holder does not say which process it is."""
         for _ in range(250):
-            if (pid := self._written(purpose)) is None:
-                return None
-            if re.fullmatch(r"[1-9]\d{0,9}", pid):
-                return int(pid)
+            if (pid := self._written(purpose)) is None or re.fullmatch(r"[1-9]\d{0,9}", pid):
+                return None if pid is None else int(pid)
             time.sleep(0.02)  # the holder has the lock but has not written its process id yet
         raise LedgerError(f"{self.folder}: a process that does not say its number holds its {purpose}")
 
@@ -263,50 +261,38 @@ class Run:
 
     def ask_to_end(self, purpose: str, pid: int) -> None:
         """Signal the process that `holder` named, so that it ends in order; LedgerError if it is another user's."""
-        if self.holder(purpose) != pid:
-            return
         try:
-            os.kill(pid, signal.SIGTERM)
+            if self.holder(purpose) == pid:
+                os.kill(pid, signal.SIGTERM)
         except ProcessLookupError:
             return
         except PermissionError as error:
-            raise LedgerError(
-                f"{self.folder}: its {purpose} is process {pid} of another user: end that process yourself"
-            ) from error
+            raise LedgerError(f"{self.folder}: its {purpose} is process {pid} of another user") from error
 
     def _lock(self, purpose: str) -> Path:
         return self.folder / f"{purpose}.lock"
 
 
-def _misshapen(tensors: Mapping[str, Tensor]) -> str:
-    """Why these are not what an attack leaves of a wave's client; empty if they are."""
-    x, y, example = (tensors.get(name) for name in ("x", "y", "example"))
-    if x is not None and not any(modality.holds(x) for modality in MODALITIES.values()):
-        return f"x is {_kind(x)}"
-    if y is not None:
-        labels = y.dim() == 2 or (y.dim() == 1 and not y.is_floating_point() and _within(y, 0))
-        if not labels or (x is not None and len(y) != len(x)):
-            return f"y is {_kind(y)}"
-    sure = tensors.get("confidence")
-    if sure is not None and (x is None or sure.dim() != 2 or len(sure) != len(x) or not sure.is_floating_point()):
-        return f"confidence is {_kind(sure)}"
-    if example is not None:
-        if x is None or example.shape != x.shape[:1] or example.dtype != torch.int64 or not _within(example, -1):
-            return f"example is {_kind(example)}"
-        if len(x) and (int(example.max()) + 1) * x[0].nbytes > _MOST_RECONSTRUCTED:
-            return f"example has {int(example.max())}"
+def _fit(tensors: Mapping[str, Tensor]) -> bool:
+    """Check that these may be what an attack leaves of a wave's client."""
+    x, y, sure, example = (tensors.get(name) for name in ("x", "y", "confidence", "example"))
     trace = [tensors[name] for name in ("trace_x", "trace_iteration", "trace_objective") if name in tensors]
+    if y is not None and y.dim() != 2 and (y.dim() != 1 or y.is_floating_point() or not _within(y, 0)):
+        return False
+    if x is None:
+        return sure is None and example is None and not trace
+    fits = any(modality.holds(x) for modality in MODALITIES.values()) and (y is None or len(y) == len(x))
+    if sure is not None:
+        fits &= sure.dim() == 2 and len(sure) == len(x) and sure.is_floating_point()
+    if example is not None:
+        fits &= example.shape == x.shape[:1] and example.dtype == torch.int64 and _within(example, -1)
+        fits = fits and (not len(x) or (int(example.max()) + 1) * x[0].nbytes <= _MOST_RECONSTRUCTED)
     if trace:
-        steps = trace[0].shape[:1]
-        one_each = len(trace) == 3 and all(t.shape == steps for t in trace[1:]) and not trace[1].is_floating_point()
-        if x is None or not one_each or trace[0].shape[1:] != x.shape or trace[0].dtype != torch.uint8:
-            return "its trace does not fit"
-    return ""
+        frames, steps = trace[0], trace[0].shape[:1]
+        fits &= len(trace) == 3 and all(t.shape == steps for t in trace[1:]) and not trace[1].is_floating_point()
+        fits &= frames.shape[1:] == x.shape and frames.dtype == torch.uint8
+    return bool(fits)
 
 
 def _within(t: Tensor, least: int) -> bool:
     return not t.numel() or (int(t.min()) >= least and int(t.max()) <= MOST)
-
-
-def _kind(t: Tensor) -> str:
-    return f"of {str(t.dtype).removeprefix('torch.')} and shape {tuple(t.shape)}"

@@ -1,6 +1,5 @@
 """The files of a run's folder, which may come from anybody: links are refused when they are opened, and sizes are bounded."""
 
-import errno
 import os
 import secrets
 import shutil
@@ -18,7 +17,6 @@ FOLDERS = ("tape", "reconstructions", "memories", "logs")
 MOST_TEXT = 64 << 20  # bytes of a file of JSON or TOML
 MOST_VERSIONS = 1 << 20  # of environment.json
 _FILES = (".toml", ".json", ".sqlite", "-wal", "-shm", ".safetensors", ".lock", ".html", ".pdf", ".parquet", ".log")
-_DEEPEST = 6  # folders within folders: TensorBoard's are the deepest
 _KINDS = (
     (stat.S_ISLNK, "a link"),
     (stat.S_ISDIR, "a folder"),
@@ -36,18 +34,11 @@ class RefusedFile(LedgerError, OSError):
     """Something in a run's folder is not what a run keeps there; the message says what it is, and what to do."""
 
 
-def _check(found: os.stat_result, path: Path | str, folder: bool = False, alone: bool = False) -> None:
+def _check(found: os.stat_result, path: Path | str, folder: bool = False) -> None:
     wanted = "a folder" if folder else "a file"
     kind = next((word for is_kind, word in _KINDS if is_kind(found.st_mode)), "a device")
     if kind != wanted:
-        raise RefusedFile(
-            f"{path} is {kind} where a run has {wanted}; nothing in a run's folder is followed: put {wanted} there, or delete it"
-        )
-    if alone and found.st_nlink > 1:
-        raise RefusedFile(
-            f"{path} is a file with {found.st_nlink} names (hard links), and to write to it would change all: copy the run, and "
-            "open the copy"
-        )
+        raise RefusedFile(f"{path} is {kind} where a run has {wanted}: put {wanted} there, or delete it")
 
 
 def _check_folder(folder: Path) -> None:
@@ -62,11 +53,8 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() or c == "\n" or category(c) == "Zs" else " " for c in str(text))
 
 
-def look(path: Path, alone: bool = False) -> os.stat_result | None:
+def look(path: Path) -> os.stat_result | None:
     """Return the file's status, or None where there is none.
-
-    Args:
-        alone: refuse a file that has another name, too, as it is to be changed in place.
 
     Raises:
         RefusedFile: it is a link, a folder, a pipe or a device, or its folder is a link.
@@ -76,14 +64,13 @@ def look(path: Path, alone: bool = False) -> os.stat_result | None:
         found = path.lstat()
     except FileNotFoundError:
         return None
-    _check(found, path, alone=alone)
+    _check(found, path)
     return found
 
 
 def opened(path: Path, flags: int = os.O_RDONLY) -> int:
     """An open file, made for its owner only if the flags make it; RefusedFile as `look`, OSError as `os.open`."""
-    if look(path, alone=bool(flags & (os.O_WRONLY | os.O_RDWR))) is None and not flags & os.O_CREAT:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    look(path)
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
@@ -108,23 +95,13 @@ def write(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def new_folder(run: Path, name: str | None = None) -> Iterator[Path]:
-    """A new folder in a run's.
-
-    Args:
-        name: of the run's folder that it replaces at the end; None: it is deleted.
-    """
+def scratch_folder(run: Path) -> Iterator[Path]:
+    """A new folder in a run's, deleted at the end."""
     _check_folder(run)
     scratch = run / f"{SCRAP}{secrets.token_hex(8)}"
     scratch.mkdir(mode=0o700)
     try:
-        new = scratch / "new"
-        new.mkdir(mode=0o700)
-        yield new
-        if name is not None:
-            with suppress(FileNotFoundError):
-                (run / name).rename(scratch / "old")
-            new.rename(run / name)
+        yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -160,27 +137,17 @@ def check(folder: Path, whole: bool = True) -> None:
         RefusedFile: naming the first, and what to do.
     """
     _check_folder(folder)
-    waiting = [(folder, 0)]
+    waiting = [folder]
     while waiting:
-        here, depth = waiting.pop()
-        if depth > _DEEPEST:
-            raise RefusedFile(f"{here} lies deeper than any folder of a run: delete it")
-        for name, found in _all(here):
-            scrap = name.startswith(SCRAP)
-            # a report that is printed, and an export, keep a folder in the run's own until they end
-            if scrap and (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) and not depth):
-                continue
-            wanted = name in FOLDERS or not scrap and not name.endswith(_FILES) and stat.S_ISDIR(found.st_mode)
-            _check(found, f"{here}/{name}", folder=wanted)  # to make a Path of each would take half of the time
-            if wanted and whole:
-                waiting.append((here / name, depth + 1))
-
-
-def _all(folder: Path) -> list[tuple[str, os.stat_result]]:
-    """Names in a folder of a run, in order, with what they are; links are not followed."""
-    found = {}
-    with suppress(FileNotFoundError), os.scandir(folder) as entries:
-        for entry in entries:
-            with suppress(FileNotFoundError):  # a run at work deletes files
-                found[entry.name] = entry.stat(follow_symlinks=False)
-    return sorted(found.items())
+        with suppress(FileNotFoundError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # a run at work deletes files
+                    found = entry.stat(follow_symlinks=False)
+                    folder_here = stat.S_ISDIR(found.st_mode)
+                    # a report that is printed, and an export, keep an unfinished file or folder in the run's own until they end
+                    if entry.name.startswith(SCRAP) and (folder_here or stat.S_ISREG(found.st_mode)):
+                        continue
+                    wanted = entry.name in FOLDERS or (folder_here and not entry.name.endswith(_FILES))
+                    _check(found, entry.path, folder=wanted)
+                    if wanted and whole:
+                        waiting.append(Path(entry.path))

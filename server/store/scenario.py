@@ -199,13 +199,10 @@ class Scenario:
             raise
         except (FileNotFoundError, NotADirectoryError) as error:
             raise SpecError(f"{path}: there is no such file; fedgauge init writes one to start from") from error
-        except IsADirectoryError as error:
-            is_run = "; a run is attacked again with fedgauge audit" if (path / "ledger.sqlite").exists() else ""
-            raise SpecError(f"{path} is a folder: name a scenario, a TOML file{is_run}") from error
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SpecError(f"{path}: not a readable TOML file: {error}") from error
         except SpecError as error:
-            raise SpecError(f"{path}: {error}{_numbering(settings)}") from error
+            raise SpecError(f"{path}: {error}") from error
 
     @classmethod
     def from_tables(cls, tables: Table, base: Path | None = None) -> "Scenario":
@@ -239,7 +236,10 @@ class Scenario:
         _check_control_variates(federation, strategy, tape)
         privacy = settings_of(PrivacyOptions, tables.get("privacy", {}), "[privacy]")
         if "privacy" in tables:
-            _check_guarantee(federation)
+            try:
+                Accountant.of(federation)
+            except NoGuarantee as error:
+                raise SpecError(f"[privacy]: {error}") from error
         validator = settings_of(ValidatorOptions, tables.get("validator", {}), "[validator]")
         server_side = (options, tape, simulation, privacy, validator)
         return cls(tables, protocol, federation, plan, strategy, *server_side, server_attack)
@@ -279,12 +279,9 @@ def _with_architectures(tables: Table, server_attack: Sequence[TargetedServerAtt
     if not isinstance(model, Mapping):
         return tables  # the protocol reports this mistake
     if "architectures" in model:
-        raise SpecError(
-            '[model]: architectures is set by a malicious server: set server = "malicious" and name a [[server_attack]]'
-        )
-    changes = [
-        aimed.server_attack.architecture for aimed in server_attack if aimed.server_attack.architecture is not None
-    ]
+        raise SpecError("[model]: architectures is set by a [[server_attack]] only")
+    attacks = [aimed.server_attack for aimed in server_attack]
+    changes = [attack.architecture for attack in attacks if attack.architecture is not None]
     return _agreed({**tables, "model": {**model, "architectures": changes}}, tables) if changes else tables
 
 
@@ -353,8 +350,8 @@ def _check_secure_sum(protocol: Protocol, strategy: Table, plan: AttackPlan) -> 
     first = [group[0] for group in protocol.groups(1)]
     drawn = protocol.secure_sum.drawn
     if plan.clients is not None and (drawn or not set(plan.clients) <= set(first)):
-        allowed = "leave it out, as each round draws new groups" if drawn else f"choose from {first}"
-        raise SpecError(f"[audit]: under [secure_sum], clients are groups, each named by its first client: {allowed}")
+        allowed = "none, as each round draws new groups" if drawn else first
+        raise SpecError(f"[audit]: under [secure_sum], clients names groups by their first client: {allowed}")
 
 
 def component_of(text: str, option: str) -> dict[str, Any]:
@@ -377,13 +374,10 @@ def _check_control_variates(federation: Federation, strategy: Table, tape: TapeO
         raise SpecError(f'[strategy]: scaffold needs the plain average of all clients: use "FedAvg", not {name!r}')
     if strategy.get("fraction_train", 1.0) != 1.0 or federation.protocol.stragglers.probability:
         raise SpecError(
-            "[[chain]]: scaffold's clients derive the global control variate from the weights, which they can where each trains in "
-            "every round: leave [strategy] fraction_train and [stragglers] out"
+            "[[chain]]: scaffold needs all clients in every round: leave fraction_train and [stragglers] out"
         )
     if tape.keep != "all":
-        raise SpecError(
-            "[tape]: a client's control variate follows from all of its earlier updates: leave keep out, or use local_sgd"
-        )
+        raise SpecError("[tape]: scaffold's control variates follow from all earlier updates: leave keep out")
 
 
 def apply_setting(tables: dict[str, Any], setting: str) -> None:
@@ -397,26 +391,18 @@ def apply_setting(tables: dict[str, Any], setting: str) -> None:
         value = text
     *parents, last = path.strip().split(".")
     here: Any = tables
-    for i, key in enumerate(parents):
-        if isinstance(here, dict):
-            here = here.setdefault(key, {})
-        elif isinstance(here, list) and key.isdecimal() and int(key) < len(here):
-            here = here[int(key)]
-        else:
-            raise SpecError(f"--set {setting}: there is no {'.'.join(parents[: i + 1])!r}")
-    if isinstance(here, list) and last.isdecimal() and int(last) < len(here):
-        here[int(last)] = value
-    elif isinstance(here, dict):
-        here[last] = value
-    else:
-        raise SpecError(f"--set {setting}: {'.'.join(parents)!r} has no {last!r}")
-
-
-def _check_guarantee(federation: Federation) -> None:
     try:
-        Accountant.of(federation)
-    except NoGuarantee as error:
-        raise SpecError(f"[privacy]: {error}") from error
+        for key in parents:
+            if isinstance(here, dict):
+                here.setdefault(key, {})
+            here = here[_place(here, key)]
+        here[_place(here, last)] = value
+    except (TypeError, IndexError) as error:
+        raise SpecError(f"--set {setting}: there is no place {path!r}") from error
+
+
+def _place(here: object, key: str) -> str | int:
+    return int(key) if isinstance(here, list) and key.isdecimal() else key
 
 
 def _with_proximal_term(chain: Any, strategy: Table) -> Any:
@@ -438,22 +424,13 @@ def _with_proximal_term(chain: Any, strategy: Table) -> Any:
 
 def _shorten(tables: dict[str, Any], rounds: int) -> tuple[int, ...]:
     """Set another number of rounds; removes and returns the rounds of [audit] that are now too late."""
-    before, tables["rounds"] = tables.get("rounds"), rounds
+    tables["rounds"] = rounds
     audit = tables.get("audit")
     named = audit.get("rounds") if isinstance(audit, dict) else None
-    if not isinstance(audit, dict) or not isinstance(named, list) or not isinstance(before, int) or rounds < 1:
+    if not isinstance(audit, dict) or not isinstance(named, list) or rounds < 1:
         return ()
-    beyond = [r for r in named if isinstance(r, int) and rounds < r <= before]
+    beyond = tuple(r for r in named if isinstance(r, int) and r > rounds)
     audit["rounds"] = [r for r in named if r not in beyond]
     if beyond and not audit["rounds"]:
-        raise SpecError(
-            f"[audit]: all its rounds are after round {rounds}, the last one now; add --set audit.rounds=[{rounds}]"
-        )
-    return tuple(beyond)
-
-
-def _numbering(settings: Sequence[str]) -> str:
-    """Which table of a list each setting is of, as settings count from 0, and messages from 1; empty if there is none."""
-    paths = [setting.partition("=")[0].strip().split(".") for setting in settings]
-    named = [f"{p[0]}.{p[1]} is [[{p[0]}]] #{int(p[1]) + 1}" for p in paths if len(p) > 1 and p[1].isdecimal()]
-    return f" (of --set, {', '.join(dict.fromkeys(named))})" if named else ""
+        raise SpecError(f"[audit]: all its rounds are after round {rounds}; add --set audit.rounds=[{rounds}]")
+    return beyond

@@ -195,13 +195,3 @@ def most_bytes() -> int:
 def digest_of(data: bytes) -> str:
     """A fast digest against damage, not against tampering: at 44 MB per update a cryptographic one would cost 5 % of a round."""
     return xxhash.xxh3_128_hexdigest(data)
-
-
-def as_arrays(tensors: Mapping[str, Tensor]) -> dict[str, object]:
-    """Tensors as plain arrays, the form in which they travel to workers."""
-    return {k: t.numpy() for k, t in tensors.items()}
-
-
-def as_tensors(arrays: Mapping[str, object]) -> dict[str, Tensor]:
-    """Plain arrays as tensors; copied, because arrays that have travelled are read-only."""
-    return {k: torch.tensor(a) for k, a in arrays.items()}

@@ -52,14 +52,11 @@ class TesterTruth:
             SpecError: nothing can be read there.
         """
         if (folder := Path(text)).is_dir():
-            if rows is not None:
-                raise TruthError(f"--truth-rows chooses rows of a dataset, and {folder} is a folder: leave it out")
             return cls(folder.absolute()).check()
         name, *settings = text.split() or [""]
         if folder.exists() or not (settings or ":" in name or name in {e.name for e in DATASET.entries()}):
-            what = f"{text} is a file" if folder.is_file() else f"there is no folder {text!r}"
             raise TruthError(
-                f"--truth: {what}, and it names no dataset: expected a folder with a file for each client, {LAYOUT}; or "
+                f"--truth: {text!r} is no folder and no dataset: expected a folder with a file for each client, {LAYOUT}; or "
                 "'NAME KEY=VALUE ...' of a dataset (fedgauge list dataset) with --truth-rows"
             )
         located = with_absolute_paths(component_of(text, "--truth"), DATASET, Path.cwd())
@@ -67,7 +64,7 @@ class TesterTruth:
 
     def to_json(self) -> str:
         """For the run's ledger."""
-        return json.dumps({"folder": _text(self.folder), "dataset": dict(self.dataset), "rows": _text(self.rows)})
+        return json.dumps({"folder": self.folder, "dataset": dict(self.dataset), "rows": self.rows}, default=str)
 
     @classmethod
     def from_json(cls, text: str) -> "TesterTruth":
@@ -84,11 +81,10 @@ class TesterTruth:
 
     def check(self) -> "TesterTruth":
         """Raise TruthError if nothing can be read from it."""
-        if self.folder is not None:
-            if not _files(self.folder):
-                raise TruthError(f"{self.folder} has no file of the truth; expected {LAYOUT}")
-        else:
+        if self.folder is None:
             _ = _rows(self.rows), _dataset(json.dumps(dict(self.dataset)))
+        elif not _files(self.folder):
+            raise TruthError(f"{self.folder} has no file of the truth; expected {LAYOUT}")
         return self
 
     def batch(self, round: int, client: int, like: Dataset, nodes: Mapping[int, str]) -> Batch | None:
@@ -105,9 +101,9 @@ class TesterTruth:
             rows, data = _of(_rows(self.rows), round, client, nodes), _dataset(json.dumps(dict(self.dataset)))
             if rows is None:
                 return None
-            if bad := [row for row in rows if not 0 <= row < len(data.y)]:
+            if any(not 0 <= row < len(data.y) for row in rows):
                 raise TruthError(
-                    f"{self.rows}: row {bad[0]} is not one of the {len(data.y)} training examples of {data.name}"
+                    f"{self.rows}: {data.name} has {len(data.y)} training examples, and a row is none of them"
                 )
             found = batch_of(data.x, data.y, torch.tensor(rows, dtype=torch.int64))
             return Batch(_arranged(found.x, like, str(self)), found.y)
@@ -116,10 +112,6 @@ class TesterTruth:
             return None
         x, y = _read(path, path.stat().st_mtime_ns)
         return Batch(_arranged(x, like, str(path)), y)
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def _files(folder: Path) -> dict[tuple[str, int, int | None], Path]:
@@ -144,12 +136,9 @@ def _read(path: Path, changed: int) -> Batch:
             arrays = tensors_of(read_file(path, most_bytes()), path)
     except Exception as error:  # a damaged archive raises BadZipFile, zlib.error, ValueError, TapeError and more
         raise TruthError(f"{path} cannot be read as the truth: {error}") from error
-    if missing := [key for key in ("x", "y") if key not in arrays]:
-        raise TruthError(f"{path} has no {missing[0]!r} (it has: {', '.join(sorted(arrays)) or 'nothing'})")
-    x, y = arrays["x"], arrays["y"].long()
-    if len(x) != len(y):
-        raise TruthError(f"{path} has {len(x)} examples x and {len(y)} labels y")
-    return Batch(x, y)
+    if not arrays.keys() >= {"x", "y"} or len(arrays["x"]) != len(arrays["y"]):
+        raise TruthError(f"{path} needs as many examples x as labels y")
+    return Batch(arrays["x"], arrays["y"].long())
 
 
 def _arranged(x: Tensor, like: Dataset, where: str) -> Tensor:
@@ -164,26 +153,20 @@ def _arranged(x: Tensor, like: Dataset, where: str) -> Tensor:
 
 
 def _rows(path: Path | None) -> Mapping[str, Any]:
-    if path is None:
-        raise TruthError(
-            'a dataset as the truth needs --truth-rows FILE.json: {"client": [rows]} or {"client": {"round": [rows]}}'
-        )
     try:
-        rows = json.loads(read_file(path, MOST_TEXT))
+        rows: Mapping[str, Any] = coerce(json.loads(read_file(path, MOST_TEXT)) if path else None, dict, "--truth-rows")
+        return rows
     except (OSError, ValueError, RecursionError) as error:
-        raise TruthError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(rows, dict) or not rows:
-        raise TruthError(f'{path}: expected {{"client": [rows]}} or {{"client": {{"round": [rows]}}}}')
-    return rows
+        layout = '{"client": [rows]} or {"client": {"round": [rows]}}'
+        raise TruthError(f"a dataset as the truth needs --truth-rows FILE.json with {layout}: {error}") from error
 
 
 def _of(rows: Mapping[str, Any], round: int, client: int, nodes: Mapping[int, str]) -> Sequence[int] | None:
     own = rows.get(str(client), rows.get(nodes.get(client, "")))
     if isinstance(own, dict):
         own = own.get(str(round))
-    if own is not None and not (isinstance(own, list) and all(isinstance(row, int) for row in own)):
-        raise TruthError(f"the rows of client {client}: expected a list of whole numbers, got {own!r:.60}")
-    return own
+    chosen: Sequence[int] | None = coerce(own, tuple[int, ...] | None, f"the rows of client {client}")
+    return chosen
 
 
 @lru_cache(maxsize=2)

@@ -104,33 +104,20 @@ def as_the_model_has_it(seen: Observation, federation: Federation, replies: Repl
     """
     model = federation.model
     if seen.update and all(t.dtype == torch.uint8 for t in seen.update.values()):
-        raise UploadMismatch(
-            "the app's replies are bytes (uint8), as tree models (XGBoost, CatBoost) and compressed updates are: no attack here "
-            "inverts them"
-        )
-    names, sent_names = names_of(seen.update, model), names_of(seen.params, model)
-    came = {names[k]: t for k, t in seen.update.items()}
-    sent = {sent_names[k]: t for k, t in seen.params.items()}
+        raise UploadMismatch("the app's replies are bytes (uint8), as of tree models: no attack here inverts them")
+    came, sent = ({names_of(arrays, model)[k]: t for k, t in arrays.items()} for arrays in (seen.update, seen.params))
     own = dict(model.named_parameters())
     buffers = {k: b for k, b in model.named_buffers() if b.is_floating_point()}
-    _check(came, own, buffers, model)
-    if unsent := [k for k in came if k in (own | buffers) and (k not in sent or sent[k].shape != came[k].shape)]:
-        raise UploadMismatch(
-            f"the app's replies have {_some(unsent)}, which its server did not send in this form: nothing says from where the "
-            "client's training began"
-        )
-    if odd := [k for k, t in came.items() if not torch.isfinite(t).all()]:
-        raise UploadMismatch(f"the reply's {_some(odd)} is not finite: the training has diverged")
-    used = [k for k in came if k in (own | buffers)]
+    _check(came, sent, own | buffers, model)
+    used = [k for k in came if k in own or k in buffers]
     update = {k: came[k] if replies == "updates" else _difference(came[k], sent[k]) for k in used}
     missing = [k for k in own if k not in update]
     freezing = (getattr(link, "frozen", None) for link in federation.chain.links)  # a method of the defense `freeze`
     frozen: list[Callable[[str], bool]] = [says for says in freezing if says is not None]
     if unsaid := [k for k in missing if not any(says(k) for says in frozen)]:
         raise UploadMismatch(
-            f"the app does not upload {_some(unsaid)}: if it keeps them frozen, say so in the scenario with "
-            f'[[chain]] use = "freeze", layers = {[*unsaid[:3]]}{" ..." if len(unsaid) > 3 else ""} before local_sgd, and name '
-            "their values by [model] weights"
+            f'the app does not upload {_some(unsaid)}: if it keeps them frozen, add [[chain]] use = "freeze" before local_sgd, '
+            "and name their values by [model] weights"
         )
     initial: Params = federation.initial()[0] if missing else {}
     return replace(
@@ -155,16 +142,16 @@ def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
         fits = [names for names in own if len(names) == len(arrays)]
         if not fits:
             raise UploadMismatch(
-                f"the app uploads {len(arrays)} arrays without names, and [model] has {len(own[0])} in its state_dict, "
-                f"{len(own[1])} of them parameters: name the network that the app trains"
+                f"the app uploads {len(arrays)} arrays without names, and [model] has {len(own[0])}, {len(own[1])} of them "
+                "parameters: name the network that the app trains"
             )
         return dict(zip(sorted(arrays, key=int), fits[0], strict=True))
-    known = _names(model)
+    known = _tensors(model).keys()
     outer = {name.partition(".")[0] for name in known}
     names = {name: _without_adapter(name) if name not in known else name for name in arrays}
-    while not known.issuperset(names.values()):
+    while not known >= set(names.values()):
         inside = {k: f"{part}.{name}" for part in outer if len(outer) == 1 for k, name in names.items()}
-        if inside and known.issuperset(inside.values()):
+        if inside and known >= set(inside.values()):
             return inside  # ours wraps the app's network, as it does those of Hugging Face
         if len({name.partition(".")[0] for name in names.values()}) > 1 or not all("." in n for n in names.values()):
             return {name: name for name in arrays}
@@ -177,33 +164,28 @@ def _without_adapter(name: str) -> str:
     return _FACTOR.sub(r"\1.default.weight", _TRAINED.sub(".", name))
 
 
-def _names(model: nn.Module) -> set[str]:
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
     # a tied parameter has several names, of which named_parameters() lists the first
-    return {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
-def _check(
-    update: Mapping[str, Tensor], own: Mapping[str, Tensor], buffers: Mapping[str, Tensor], model: nn.Module
-) -> None:
-    known = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    if unknown := [k for k in update if k not in known]:
-        raise UploadMismatch(
-            f"the app uploads {_some(unknown)}, which [model] does not have (it has {_some(list(known))}): name the network "
-            "that the app trains"
-        )
-    for name, t in update.items():
-        if name not in own and name not in buffers:
-            continue
-        if t.shape != known[name].shape:
-            raise UploadMismatch(
-                f"the app's {name} has shape {tuple(t.shape)}, that of [model] {tuple(known[name].shape)}: name the network "
-                "that the app trains, with its sizes"
-            )
-        if not t.is_floating_point():
-            raise UploadMismatch(
-                f"the app's {name} holds whole numbers ({str(t.dtype).removeprefix('torch.')}), so how they stand for weights "
-                "is unknown: let the app send floating-point arrays (bfloat16 as float32)"
-            )
+def _check(came: Mapping[str, Tensor], sent: Mapping[str, Tensor], own: Mapping[str, Tensor], model: nn.Module) -> None:
+    """UploadMismatch unless the arrays are the model's, of finite numbers, and were sent in this form."""
+    known = _tensors(model)
+    if unknown := [k for k in came if k not in known]:
+        raise UploadMismatch(f"[model] has no {_some(unknown)} (it has {_some(list(known))}): name the app's network")
+    for name, t in ((name, t) for name, t in came.items() if name in own):
+        why = ""
+        if t.shape != own[name].shape:
+            why = f"has shape {tuple(t.shape)}, that of [model] {tuple(own[name].shape)}"
+        elif not t.is_floating_point():
+            why = f"holds whole numbers ({t.dtype}): let it send floating-point arrays"
+        elif name not in sent or sent[name].shape != t.shape:
+            why = "was not sent in this form: nothing says where training began"
+        elif not torch.isfinite(t).all():
+            why = "is not finite: the training has diverged"
+        if why:
+            raise UploadMismatch(f"the app's {name} {why}")
 
 
 def _some(names: list[str]) -> str:

@@ -27,14 +27,12 @@ from fedgauge.client.rng import seed_of
 from fedgauge.client.update import Params, Update, average
 from fedgauge.server.store.ledger_types import Participation, sanitised
 from fedgauge.server.store.scenario import ValidatorOptions
-from fedgauge.server.strategy.ordered_grid import OrderedGrid
 from fedgauge.server.strategy.secure_aggregation import SUMMED
-from fedgauge.server.strategy.strategy_wrapper import Wrapper
+from fedgauge.server.strategy.strategy_wrapper import OrderedGrid, Wrapper
 
 WEIGHT = "num-examples"
 MOST_EXAMPLES = 10**9  # that one client may claim if the server does not know better
 OUTSIZED = 1000  # times the norm of the weights and the round's usual norm: no training gets there in a round
-MOST_NAMED = 10  # of a group's clients, in a sentence
 CLIENT_ABSENT = "it was not connected when the round began"
 
 
@@ -43,11 +41,12 @@ class GuardReport:
     """What a client's guard says about the weights that it was sent; it may lie.
 
     Args:
+        alarm: None: no guard said anything.
         suspicion: 0 to LARGEST; None: it names none.
     """
 
     words: str
-    alarm: bool
+    alarm: bool | None
     suspicion: float | None
 
     @classmethod
@@ -108,6 +107,7 @@ class ReplyRejected(ValueError):
 Passed = list[tuple[AcceptedReply, Message]]
 
 
+@dataclass(eq=False)
 class CheckedStrategy(Wrapper):
     """A strategy that wraps another one and passes on checked replies, as weights, ordered by client.
 
@@ -120,35 +120,26 @@ class CheckedStrategy(Wrapper):
         protocol: of a simulation. If it has a [secure_sum], it is simulated here: `record` and the wrapped strategy see only
             the mean of a group's updates, as the reply of its first client.
         strict: nodes that are not in clients take no part.
-        counts: whether the wrapped strategy averages a client's reply in a round, and so its buffers; None: always.
+        counts: whether the wrapped strategy averages a client's reply in a round, and so its buffers; default: always.
         options: bounds on a reply.
         groups: of a round, whose updates come together as the reply of one of them; default: those of the protocol's sum.
     """
 
-    def __init__(
-        self,
-        inner: Strategy,
-        record: Callable[[RoundReplies], None] = lambda intake: None,
-        buffers: Mapping[str, Tensor] | None = None,
-        seed: int = 0,
-        clients: Mapping[int, int] | None = None,
-        protocol: Protocol | None = None,
-        strict: bool = False,
-        counts: Callable[[int, int], bool] | None = None,
-        options: ValidatorOptions | None = None,
-        groups: Callable[[int], Sequence[Sequence[int]]] | None = None,
-    ) -> None:
-        self.inner = inner
-        self.record = record
-        self.buffers = dict(buffers or {})
-        self.seed = seed
-        self.clients = dict(clients or {})
-        self.protocol = protocol
-        self.strict = strict
-        self.counts = counts or (lambda round, client: True)
-        self.options = options or ValidatorOptions()
-        summed = protocol is not None and protocol.secure_sum is not None
-        self.groups = protocol.groups if groups is None and protocol is not None and summed else groups
+    inner: Strategy
+    record: Callable[[RoundReplies], None] = lambda intake: None
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    seed: int = 0
+    clients: dict[int, int] = field(default_factory=dict)
+    protocol: Protocol | None = None
+    strict: bool = False
+    counts: Callable[[int, int], bool] = lambda round, client: True
+    options: ValidatorOptions = field(default_factory=ValidatorOptions)
+    groups: Callable[[int], Sequence[Sequence[int]]] | None = None
+
+    def __post_init__(self) -> None:
+        self.buffers, self.clients = dict(self.buffers), dict(self.clients)
+        if self.protocol is not None and self.protocol.secure_sum is not None:
+            self.groups = self.groups or self.protocol.groups
         self._params: Params = {}
         self._sent: dict[int, Params] = {}  # by client, if the wrapped strategy sends it other weights
         self._asked: set[int] = set()  # node ids
@@ -162,7 +153,7 @@ class CheckedStrategy(Wrapper):
         random.seed(seed_of(self.seed, "sample", server_round))  # Flower's strategies sample with the global generator
         nodes = cast(Grid, OrderedGrid(grid, self._client, self.clients if self.strict else None))
         messages = list(self.inner.configure_train(server_round, arrays, config, nodes))
-        buffers = ArrayRecord(self.buffers)
+        buffers = ArrayRecord(dict(self.buffers))
         for message in messages:
             message.content.config_records["config"]["server-round"] = server_round
             if buffers:
@@ -229,10 +220,9 @@ class CheckedStrategy(Wrapper):
             if not torch.isfinite(t).all():
                 return None, None, f"the aggregated {name} is not finite"
         self.buffers = buffers
-        same = all(weights[k].dtype == t.dtype for k, t in arrays.to_torch_state_dict().items())
-        return arrays if same else ArrayRecord(weights), metrics, ""
+        return ArrayRecord(weights), metrics, ""
 
-    def _averaged_buffers(self, round: int, accepted: Sequence[AcceptedReply]) -> dict[str, Tensor]:
+    def _averaged_buffers(self, round: int, accepted: Sequence[AcceptedReply]) -> Mapping[str, Tensor]:
         returned = [a for a in accepted if a.buffers and self.counts(round, a.client)]
         if not returned:
             return self.buffers
@@ -294,21 +284,18 @@ class CheckedStrategy(Wrapper):
     def _within_norm(self, passed: Passed) -> tuple[Passed, dict[int, Participation]]:
         """The replies whose updates' norms are within bounds, and by client the others."""
         norms = [norm(reply.update) for reply, _ in passed]
-        limit = self.options.max_norm
-        if limit is None:  # of an even number the lower middle, so that one of two cannot set it by being large
-            limit = OUTSIZED * max(norm(self._params), median_low(norms) if norms else 0.0, 1.0)
-        # weights that a malicious server crafted may bring any update
-        large = [n > limit and reply.client not in self._sent for n, (reply, _) in zip(norms, passed, strict=True)]
-        refused = {
-            reply.client: Participation(
-                reply.client,
-                "rejected",
-                f"its update's norm is {n:.3g}, and the limit {limit:.3g} ([validator] max_norm)",
-            )
-            for n, out, (reply, _) in zip(norms, large, passed, strict=True)
-            if out
-        }
-        return [pair for pair, out in zip(passed, large, strict=True) if not out], refused
+        # of an even number the lower middle, so that one of two cannot set it by being large
+        usual = max(norm(self._params), median_low(norms) if norms else 0.0, 1.0)
+        limit = OUTSIZED * usual if self.options.max_norm is None else self.options.max_norm
+        within, outsized = [], {}
+        for n, (reply, message) in zip(norms, passed, strict=True):
+            # weights that a malicious server crafted may bring any update
+            if n <= limit or reply.client in self._sent:
+                within.append((reply, message))
+            else:
+                why = f"its update's norm is {n:.3g}, and the limit {limit:.3g} ([validator] max_norm)"
+                outsized[reply.client] = Participation(reply.client, "rejected", why)
+        return within, outsized
 
     def _client(self, node: int) -> int:
         if node not in self.clients:
@@ -366,10 +353,9 @@ class CheckedStrategy(Wrapper):
         group = next((g for g in self.groups(round) if rejected.client in g), ()) if self.groups is not None else ()
         if len(group) < 2:
             return rejected
-        more = f" and {len(group) - MOST_NAMED} more" if len(group) > MOST_NAMED else ""
-        named = ", ".join(map(str, group[:MOST_NAMED])) + more
+        clients = ", ".join(map(str, group))
         return replace(
-            rejected, reason=f"it is the mean of clients {named}, not one client's update: {rejected.reason}"
+            rejected, reason=f"{rejected.reason}; it is the mean of clients {clients}, not one client's update"
         )
 
     def _absent(self, grid: Grid) -> set[int]:
@@ -382,16 +368,13 @@ class CheckedStrategy(Wrapper):
     def _missing(self, received: Sequence[Message]) -> list[Participation]:
         """Clients that were asked and did not answer, or answered with an error; and clients that were not connected."""
         errors = {m.metadata.src_node_id: m.error for m in received if m.has_error()}
-        reasons = {node: (error.reason or "").strip() or "error" for node, error in errors.items()}
-        withheld = {self._client(node) for node, error in errors.items() if error.code == WITHHELD}
+        reasons = {node: ((error.reason or "").strip() or "error").splitlines()[-1] for node, error in errors.items()}
         # the SuperLink reports a dead node under an id of its own
-        unplaced = [r for node, r in reasons.items() if node not in self._asked]
-        answered = {m.metadata.src_node_id for m in received if not m.has_error()}
-        silent = "no reply" + (f" ({unplaced[0].splitlines()[0]})" if unplaced else "")
+        unplaced = next((f" ({reason})" for node, reason in reasons.items() if node not in self._asked), "")
         missing = {c: Participation(c, "missing", CLIENT_ABSENT) for c in self._away}
-        for node in self._asked - answered:
-            client, reason = self._client(node), reasons.get(node, silent).splitlines()[-1]
-            alarm = True if client in withheld else None
+        for node in self._asked - {m.metadata.src_node_id for m in received if not m.has_error()}:
+            client, reason = self._client(node), reasons.get(node, f"no reply{unplaced}")
+            alarm = True if node in errors and errors[node].code == WITHHELD else None
             missing[client] = Participation(client, "missing", reason, alarm=alarm, silent=node not in reasons)
         return [missing[client] for client in sorted(missing)]
 
@@ -402,16 +385,14 @@ def tensors_of(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str
     Raises:
         ReplyRejected: names, shapes or dtypes differ from the reference, or a number is not finite.
     """
-    if missing := sorted(reference.keys() - record.keys()):
-        raise ReplyRejected(f"missing tensors: {', '.join(missing)}")
-    if extra := sorted(record.keys() - reference.keys()):
-        raise ReplyRejected(f"tensors unknown to the model: {', '.join(extra)}")
+    if differing := sorted(reference.keys() ^ record.keys()):
+        raise ReplyRejected(f"missing tensors, or unknown to the model: {', '.join(differing)}")
     tensors: dict[str, Tensor] = {}
     for name, like in reference.items():
         expected = like.numpy()
         try:
             shape, dtype, *_ = npy_header(record[name].data)
-            if alike := shape == expected.shape and dtype == expected.dtype:
+            if alike := (shape, dtype) == (expected.shape, expected.dtype):
                 tensors[name] = torch.from_numpy(npy_array(record[name].data))
         except ValueError as error:
             raise ReplyRejected(f"{name} cannot be decoded: {error}") from error
@@ -438,5 +419,5 @@ def _no_sum(protocol: Protocol, round: int, group: Sequence[int], present: Seque
         return f"no secure sum: {len(present)} of its group's {len(group)} clients answered, fewer than the threshold {least}"
     if present and (failed := sorted(set(protocol.members(group[0], round)) - set(present))):
         # an audit recomputes who was summed from the scenario, which only knows about stragglers
-        return f"no secure sum: client {failed[0]} of its group failed, and it is not one of the scenario's stragglers"
+        return f"no secure sum: client {failed[0]} failed, and it is not one of the scenario's stragglers"
     return ""

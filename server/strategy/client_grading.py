@@ -6,10 +6,10 @@ answer is a measurement of private images, of which an owner allows few.
 
 import math
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -25,7 +25,6 @@ from fedgauge.server.store.tape import TapeError
 
 GRACE = 75.0  # seconds that an attack service may be away while it restarts: joining Ray may take a minute
 ANSWERING = 60.0  # seconds that training waits for answers; a silent client is asked again only at the end
-MOST_PRECISIONS = 3  # in a sentence
 NOTHING = "nothing to grade: the attack left no images"
 
 
@@ -34,6 +33,7 @@ class GradingReply:
     """A client's answer to its questions.
 
     Args:
+        precision: dB, to which it rounds.
         psnr: by question, the PSNR of each image.
         refused: by question, why there is no PSNR.
         otherwise: the reason for questions that are in neither.
@@ -49,35 +49,25 @@ class GradingReply:
         return "" if name in self.psnr else self.refused.get(name, self.otherwise)
 
 
+@dataclass(eq=False)
 class ClientGrader:
     """Asks a deployment's clients for grades, and writes their answers into the ledger.
 
     Args:
         clients: client numbers by node id.
         timeout: seconds that clients have to answer, and that the attack service has to finish at the end.
-        grace: seconds that the attack service may be away; default GRACE.
+        grace: seconds that the attack service may be away.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        ledger: Ledger,
-        grid: Grid,
-        clients: Mapping[int, int],
-        protocol: Protocol,
-        timeout: float,
-        grace: float | None = None,
-    ) -> None:
-        self.run = run
-        self.ledger = ledger
-        self.grid = grid
-        self.clients = clients
-        self.protocol = protocol
-        self.timeout = timeout
-        self.grace = GRACE if grace is None else grace
-        # clients that left a question unanswered: waiting for them in every round would delay all others
-        self._silent: set[int] = set()
-        self.starts = {int(k.removeprefix(STARTED)): v for k, v in ledger.meta().items() if k.startswith(STARTED)}
+    run: Run
+    ledger: Ledger
+    grid: Grid
+    clients: Mapping[int, int]
+    protocol: Protocol
+    timeout: float
+    grace: float = GRACE
+    # clients that left a question unanswered: waiting for them in every round would delay all others
+    _silent: set[int] = field(default_factory=set)
 
     def ask(self) -> None:
         """Ask for the rounds whose attacks have all ended; a client that is not connected is asked again later."""
@@ -110,8 +100,8 @@ class ClientGrader:
                     self.ledger.grade(job.id, [], NOTHING)
             asked = [(job, x) for job in own if (x := guesses[job.id]) is not None]
             replies = self._replies(round, _questions(asked), self.timeout if final else min(self.timeout, ANSWERING))
-            for job, x in asked:
-                self._settle(job, len(x), replies, final)
+            for job, _ in asked:
+                self._settle(job, replies, final)
         if jobs:
             self._summarise()
 
@@ -127,47 +117,39 @@ class ClientGrader:
     ) -> dict[int, GradingReply]:
         """The answers of the clients that are connected and have left no question unanswered."""
         connected = {self.clients[node]: node for node in self.grid.get_node_ids() if node in self.clients}
-        nodes = {client: node for client, node in connected.items() if client not in self._silent}
-        messages = [
-            _message(round, self._flower_run(round), nodes[c], asked) for c, asked in questions.items() if c in nodes
-        ]
-        sent = {
-            nodes[c]: (c, {name: len(x) for name, x in asked.items()}) for c, asked in questions.items() if c in nodes
-        }
+        sent = {connected[c]: c for c in questions if c in connected and c not in self._silent}
+        messages = [_message(round, self._flower_run(round), node, questions[c]) for node, c in sent.items()]
         answers = list(self.grid.send_and_receive(messages, timeout=patience)) if messages else []
-        times = Counter(answer.metadata.src_node_id for answer in answers if not answer.has_error())
         replies: dict[int, GradingReply] = {}
-        for answer in answers:
-            node = answer.metadata.src_node_id
-            if node not in sent or (answer.has_error() and times[node]):  # a dead node's error comes from the SuperLink
-                continue
-            client, sizes = sent[node]
-            often = GradingReply(otherwise=f"it answered {times[node]} times")
-            replies[client] = often if times[node] > 1 else read(answer, sizes)
-        self._silent |= {client for client, _ in sent.values()} - replies.keys()
+        for answer in sorted(answers, key=Message.has_error):  # a dead node's error comes from the SuperLink
+            client = sent.get(answer.metadata.src_node_id)
+            if client is not None and client not in replies:
+                replies[client] = read(answer, {name: len(x) for name, x in questions[client].items()})
+        self._silent |= set(sent.values()) - replies.keys()
         return replies
 
     def _flower_run(self, round: int) -> str:
         """The number of the Flower run that trained a round."""
-        return self.starts[max(start for start in self.starts if start <= round)]
+        starts = {int(k.removeprefix(STARTED)): v for k, v in self.ledger.meta().items() if k.startswith(STARTED)}
+        return starts[max(start for start in starts if start <= round)]
 
-    def _settle(self, job: Ungraded, size: int, replies: Mapping[int, GradingReply], final: bool) -> None:
+    def _settle(self, job: Ungraded, replies: Mapping[int, GradingReply], final: bool) -> None:
         """Write a job's scores once its answers have come, or no more can come."""
-        attack, other = job.attack, job.other
-        graders = {job.client: attack} | ({} if other is None else {other: wrong_client(attack)})
-        if not final and any(client not in replies for client in graders):
+        graders = {job.client: job.attack} | ({} if job.other is None else {job.other: wrong_client(job.attack)})
+        if not final and not replies.keys() >= graders.keys():
             return
+        away = GradingReply(otherwise="it was not connected")
         rows: list[ScoreRecord] = []
         metric = self.ledger.modality.main.metric
         for client, name in graders.items():
-            reply = replies.get(client, GradingReply(otherwise="it was not connected"))
+            reply = replies.get(client, away)
             values: Iterable[tuple[int, float | None]] = enumerate(reply.psnr.get(name, ()))
             status = job.status
             if reply.reason(name):
                 values, status = [(WHOLE_BATCH, None)], UNGRADED
             rows += [ScoreRecord(job.round, client, name, i, metric, v, status, job.seconds) for i, v in values]
-        reply = replies.get(job.client, GradingReply(otherwise="it was not connected"))
-        reason = reply.reason(attack)
+        reply = replies.get(job.client, away)
+        reason = reply.reason(job.attack)
         self.ledger.grade(job.id, rows, reason, None if reason else reply.precision)
 
     def _summarise(self) -> None:
@@ -176,7 +158,7 @@ class ClientGrader:
         for row in self.ledger.graded():
             if row["reason"] is not None and row["reason"] != NOTHING:
                 notes[row["attack"]].append(row)
-        self.ledger.set_grading({name: grading_summary(rows) for name, rows in notes.items()})
+        self.ledger.describe("grading", {name: grading_summary(rows) for name, rows in notes.items()})
         every = [row for rows in notes.values() for row in rows]
         self.ledger.set_meta(
             grading=grading_summary(every) if every else "not graded", ungraded=ungraded_reasons(every)
@@ -189,37 +171,28 @@ def grading_summary(rows: Sequence[Any]) -> str:
     Args:
         rows: as Ledger.graded gives them.
     """
-    graded = sorted({f"{row['graded_to']:g} dB" for row in rows if not row["reason"]})
-    rest = [row for row in rows if row["reason"]]
-    named = [
-        *graded[:MOST_PRECISIONS],
-        *([f"{len(graded) - MOST_PRECISIONS} more"] if len(graded) > MOST_PRECISIONS else []),
-    ]
-    parts = [f"graded by the clients, to {' and '.join(named)}"] if graded else []
-    if rest:
-        count, all_of_them = sum(row["jobs"] for row in rest), sum(row["jobs"] for row in rows)
-        share = f" ({count} of {all_of_them})" if graded else ""
-        parts.append(f"not graded{share}: {ungraded_reasons(rest)}")
+    precisions = sorted({f"{row['graded_to']:g} dB" for row in rows if not row["reason"]})
+    missing = sum(row["jobs"] for row in rows if row["reason"])
+    parts = [f"graded by the clients, to {' and '.join(precisions)}"] if precisions else []
+    if missing:
+        share = f" ({missing} of {sum(row['jobs'] for row in rows)})" if precisions else ""
+        parts.append(f"not graded{share}: {ungraded_reasons(rows)}")
     return "; ".join(parts)
 
 
 def ungraded_reasons(rows: Sequence[Any]) -> str:
-    """Why some jobs have no grade; empty if all have one."""
-    reasons = sorted({row["reason"] for row in rows if row["reason"]})
-    more = f", and {len(reasons) - 2} more reasons" if len(reasons) > 2 else ""
-    return ", ".join(reasons[:2]) + more
+    """The first reasons why some jobs have no grade; empty if all have one."""
+    return ", ".join(sorted({row["reason"] for row in rows if row["reason"]})[:2])
 
 
 def _questions(jobs: Sequence[tuple[Ungraded, Tensor]]) -> dict[int, dict[str, Tensor]]:
     """The questions by client; attacks first, then their baselines, as an owner may answer fewer."""
     questions: dict[int, dict[str, Tensor]] = defaultdict(dict)
-    for baselines in (False, True):
-        for job, x in jobs:
-            if (job.attack in BASELINES) == baselines:
-                questions[job.client][job.attack] = x
+    for job, x in sorted(jobs, key=lambda asked: asked[0].attack in BASELINES):
+        questions[job.client][job.attack] = x
     for job, x in jobs:
-        if (other := job.other) is not None:
-            questions[other][wrong_client(job.attack)] = x
+        if job.other is not None:
+            questions[job.other][wrong_client(job.attack)] = x
     return questions
 
 
@@ -244,17 +217,12 @@ def read(answer: Message, sizes: Mapping[str, int]) -> GradingReply:
     grades = records.metric_records["psnr"]
     said = records.config_records.get("refused", ConfigRecord())
     refused = {k: sanitised(v) or "it gave no reason" for k, v in said.items() if k in sizes}
-    psnr: dict[str, Sequence[float]] = {}
-    for name in sizes.keys() & grades.keys():
-        if (values := _decibels(grades[name], sizes[name])) is not None:
-            psnr[name] = values
-        else:
-            refused[name] = "its answer is malformed"
-    return GradingReply(precision, psnr, refused)
+    psnr = {k: list(map(float, v)) for k, v in grades.items() if k in sizes and _are_decibels(v, sizes[k])}
+    malformed = dict.fromkeys(sizes.keys() & grades.keys(), "its answer is malformed")
+    return GradingReply(precision, psnr, malformed | refused)
 
 
-def _decibels(value: object, size: int) -> list[float] | None:
-    if not isinstance(value, list) or len(value) != size:
-        return None
-    numbers = [float(v) for v in value if isinstance(v, int | float) and 0 <= v <= 100]
-    return numbers if len(numbers) == size else None
+def _are_decibels(values: object, size: int) -> TypeGuard[list[float]]:
+    if not isinstance(values, list) or len(values) != size:
+        return False
+    return all(isinstance(v, int | float) and 0 <= v <= 100 for v in values)

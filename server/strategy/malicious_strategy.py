@@ -17,7 +17,7 @@ from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params
 from fedgauge.server.store.ledger_types import sanitised
-from fedgauge.server.strategy.checked import AcceptedReply, RoundReplies
+from fedgauge.server.strategy.checked import RoundReplies
 from fedgauge.server.strategy.strategy_wrapper import Wrapper
 
 
@@ -83,7 +83,8 @@ class MaliciousStrategy(Wrapper):
         """Remember replies to altered weights, because the next round's attack may depend on them."""
         for reply in intake.accepted:
             if reply.client in intake.sent and self.is_stateful(intake.round, reply.client):
-                self.remember(_observed(intake, reply))
+                sent = intake.sent[reply.client]
+                self.remember(Observation(intake.round, reply.client, sent, reply.update, intake.buffers))
 
     def is_stateful(self, round: int, client: int) -> bool:
         """Whether a later attack needs a client's reply of this round."""
@@ -105,7 +106,3 @@ class MaliciousStrategy(Wrapper):
         """Whether a client's reply (under a secure sum, its group's) is averaged."""
         altered = [c for c in self.protocol.members(client, round) if c in self._altered]
         return all(attack.targeting.aggregate for c in altered if (attack := self.attack_on(round, c)) is not None)
-
-
-def _observed(intake: RoundReplies, reply: AcceptedReply) -> Observation:
-    return Observation(intake.round, reply.client, intake.sent[reply.client], reply.update, intake.buffers)

@@ -37,12 +37,11 @@ def discover_nodes(grid: Grid, clients: int, patience: float | None = None) -> d
             if patience is None or answers.keys() >= set(nodes) or time.monotonic() >= deadline:
                 break
         time.sleep(0.2)
-    numbers = _valid(answers)
+    numbers = {node: number for node, number in answers.items() if number is not None}
     if patience is not None:
         if not (numbers := _unique(numbers)):
             raise RuntimeError(f"none of {clients} clients introduced itself within {patience:g} s")
-        return numbers
-    if sorted(numbers.values()) != list(range(clients)):
+    elif sorted(numbers.values()) != list(range(clients)):
         raise RuntimeError(f"expected clients 0..{clients - 1} to introduce themselves, got {sorted(numbers.values())}")
     return numbers
 
@@ -66,22 +65,16 @@ class LateJoiners:
         if not strangers:
             return
         self._asked.update(strangers)
-        numbers = _unique(_valid(_answers(self.grid, strangers, self.clients, PATIENCE)))
+        answers = _answers(self.grid, strangers, self.clients, PATIENCE)
         taken = set(self.known.values())
-        self.known.update({node: client for node, client in numbers.items() if client not in taken})
+        self.known.update(_unique({node: n for node, n in answers.items() if n is not None and n not in taken}))
 
 
 def _answers(grid: Grid, nodes: Collection[int], clients: int, wait: float | None) -> dict[int, int | None]:
     """By each node that answered, within some seconds if they are limited, the client number it gave; None: no valid one."""
     questions = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
-    answers = [m for m in grid.send_and_receive(questions, timeout=wait) if not m.has_error()]
-    times = Counter(m.metadata.src_node_id for m in answers)  # of two under one id, neither counts
-    numbers = {m.metadata.src_node_id: _number(m, clients) for m in answers}
-    return {node: number if times[node] == 1 else None for node, number in numbers.items()}
-
-
-def _valid(answers: dict[int, int | None]) -> dict[int, int]:
-    return {node: number for node, number in answers.items() if number is not None}
+    answers = grid.send_and_receive(questions, timeout=wait)
+    return {m.metadata.src_node_id: _number(m, clients) for m in answers if not m.has_error()}
 
 
 def _unique(numbers: dict[int, int]) -> dict[int, int]:

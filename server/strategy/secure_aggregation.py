@@ -2,20 +2,19 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgauge.client.deployment.guard import WITHHELD
 from fedgauge.client.deployment.secure_sum_mod import WEIGHT, read, to_config_record
-from fedgauge.client.deployment.secure_sum_terms import Record
+from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum
 from fedgauge.client.inspection.policy import REASON
 from fedgauge.server.strategy.strategy_wrapper import Wrapper
 
@@ -23,37 +22,7 @@ SUMMED = 101  # our error codes: the client's update is part of another reply
 NO_SUM = 102  # its group has no sum
 
 
-class GroupSum(Protocol):
-    """What the server learns about a group."""
-
-    @property
-    def mean(self) -> NDArray[np.float64]:
-        """(size,) the mean update, weighted by examples."""
-
-    @property
-    def examples(self) -> int:
-        """How many examples all members have together."""
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The clients whose updates are in the sum."""
-
-
-class SecureSumServer(Protocol):
-    """The server's side of a secure-sum protocol, such as fedgauge.defenses.secure_sum.PairwiseMasking."""
-
-    @property
-    def group(self) -> int:
-        """The largest number of clients in one sum."""
-
-    @property
-    def least(self) -> int:
-        """The smallest number of clients in one sum."""
-
-    def rounds(self, members: Sequence[int], size: int) -> Generator[dict[int, Record], Mapping[int, Record], GroupSum]:
-        """Yields questions by member and is sent the answers; the third question trains. ValueError: there is no sum."""
-
-
+@dataclass(eq=False)
 class SecureSumStrategy(Wrapper):
     """A strategy that wraps another one: `SecureSumStrategy(FedAvg(), PairwiseMasking(group=5, clip=0.1))`.
 
@@ -69,19 +38,13 @@ class SecureSumStrategy(Wrapper):
             at least `least` in each; the others are left out. Default: the fewest groups that hold all, in the nodes' order.
     """
 
-    def __init__(
-        self,
-        inner: Strategy,
-        protocol: SecureSumServer,
-        replies: Literal["updates", "weights"] = "weights",
-        timeout: float = 600.0,
-        groups: Callable[[int, Sequence[int]], Sequence[Sequence[int]]] | None = None,
-    ) -> None:
-        self.inner = inner
-        self.groups = groups
-        self.protocol = protocol
-        self.replies = replies
-        self.timeout = timeout
+    inner: Strategy
+    protocol: SecureSum
+    replies: Literal["updates", "weights"] = "weights"
+    timeout: float = 600.0
+    groups: Callable[[int, Sequence[int]], Sequence[Sequence[int]]] | None = None
+
+    def __post_init__(self) -> None:
         self._groups: list[_Group] = []
         self._left_out: list[Message] = []
         self._grid: Grid | None = None
@@ -139,13 +102,13 @@ class SecureSumStrategy(Wrapper):
 class _Group:
     """One group in one round: what it was sent, the next question to each member, and finally its sum or why there is none."""
 
-    def __init__(self, protocol: SecureSumServer, sent: Sequence[Message]) -> None:
+    def __init__(self, protocol: SecureSum, sent: Sequence[Message]) -> None:
         self.sent = {message.metadata.dst_node_id: message for message in sent}
         self.weights = _tensors(sent[0])
         size = sum(t.numel() for t in self.weights.values() if t.is_floating_point())
         self._server = protocol.rounds(list(self.sent), size)
         self.questions: Mapping[int, Record] = next(self._server)
-        self.total: GroupSum | None = None
+        self.total: Any = None
         self.reason = ""
         self.withheld = set[int]()  # nodes whose guards let no update leave
 
@@ -175,7 +138,7 @@ class _Group:
 
     def outcome(self, replies: str) -> Iterator[Message]:
         """The replies that the wrapped strategy gets."""
-        members = () if self.total is None else self.total.members
+        members: tuple[int, ...] = () if self.total is None else self.total.members
         fate = f"in a secure sum of {len(members)} clients" if members else f"no secure sum: {self.reason}"
         lost = "dropped out of its secure sum"
         for node, message in self.sent.items():
@@ -188,7 +151,7 @@ class _Group:
             else:
                 yield Message(Error(NO_SUM, lost if members else fate), reply_to=message)
 
-    def _content(self, total: GroupSum, replies: str) -> RecordDict:
+    def _content(self, total: Any, replies: str) -> RecordDict:
         """The mean update, or theta plus the mean update; integer weights stay as they were sent."""
         floating = {k: t for k, t in self.weights.items() if t.is_floating_point()}
         parts = torch.from_numpy(total.mean).split([t.numel() for t in floating.values()])
@@ -201,7 +164,7 @@ class _Group:
         return RecordDict({"arrays": arrays, "metrics": MetricRecord({WEIGHT: total.examples})})
 
 
-def _parts(messages: Sequence[Message], protocol: SecureSumServer) -> Iterator[Sequence[Message]]:
+def _parts(messages: Sequence[Message], protocol: SecureSum) -> Iterator[Sequence[Message]]:
     """The fewest groups that hold all clients, in order and of nearly equal size; clients beyond full groups are left out."""
     count = min(math.ceil(len(messages) / protocol.group), len(messages) // protocol.least)
     left = list(messages[: count * protocol.group])

@@ -1,6 +1,7 @@
-"""The base class of strategies that wrap another one and change only its training."""
+"""Around a strategy, and around its grid: wrappers that change one thing and pass on the rest."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -25,3 +26,21 @@ class Wrapper(Strategy):
     def summary(self) -> None:
         """The wrapped strategy's."""
         self.inner.summary()
+
+
+class OrderedGrid:
+    """A grid that lists its nodes by client number, as node ids are random in every run, and does all else as the grid does.
+
+    Args:
+        only: if given, the only nodes that it lists.
+    """
+
+    def __init__(self, grid: Grid, client: Callable[[int], int], only: Container[int] | None = None) -> None:
+        self._grid, self._client, self._only = grid, client, only
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
+    def get_node_ids(self) -> Iterable[int]:
+        nodes = (n for n in self._grid.get_node_ids() if self._only is None or n in self._only)
+        return sorted(sorted(nodes), key=self._client)

@@ -168,7 +168,7 @@ class LedgerReading:
         self.meta, self.progress = self.ledger.meta(), self.ledger.progress()
         if self.meta.get(RETRIED) != retried:
             self.forget()
-        self.rounds |= {row["round"]: dict(row) for row in self.ledger.rounds_since(max(self.rounds, default=0))}
+        self.rounds |= {row["round"]: dict(row) for row in self.ledger.rounds(max(self.rounds, default=0))}
         self.devices, self.pace = self.ledger.devices(), self.ledger.pace()
         self.newest = max(self.ledger.last_observed(), max(self.rounds, default=0))
         return self.snapshot.read(self.ledger)
@@ -237,7 +237,7 @@ class Reading(LedgerReading):
             self.tables["rounds"] = int(self.meta["rounds"])
         self.attacks = [{**row, "parts": _parts(row)} for row in map(dict, self.ledger.attacks())]
         deployed = self.ledger.deployed
-        for o in self.ledger.observations_since(self._seen + 1):
+        for o in self.ledger.observations(self._seen + 1):
             self._seen = o["round"]
             self.sizes[o["round"], o["client"]] = min(o["examples"] or 1, most_examples(self.tables))
             self.participation[o["client"], o["status"]] += 1

@@ -231,7 +231,7 @@ def _assume(run: Run, ledger: Ledger, scenario: Scenario, known: dict[str, str],
             f"fedgauge audit {run.folder} --retry all, or restore the file"
         )
     if before != assumed:
-        ledger.set_cards(known)
+        ledger.describe("knowledge", known)
     ledger.set_meta(assumed=assumed)
 
 

@@ -132,7 +132,7 @@ class AbsenceReporter:
     def report(self) -> None:
         """Report the rounds that are new."""
         by_round: dict[int, list[ObservationRow]] = {}
-        for observation in self.ledger.observations_since(self.round + 1):
+        for observation in self.ledger.observations(self.round + 1):
             by_round.setdefault(observation["round"], []).append(observation)
         for round, observations in sorted(by_round.items()):
             if text := absences(round, observations):

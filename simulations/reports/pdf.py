@@ -38,7 +38,7 @@ def write_pdf(run: Run, patience: float = PATIENCE) -> Path:
     browser, path = find_browser(), run.folder / "report.pdf"
     page = run.folder / "report.html"
     # in the run's folder, for its access rights: a browser profile keeps what it has shown
-    with run_files.new_folder(run.folder) as scratch:
+    with run_files.scratch_folder(run.folder) as scratch:
         made, log, shown = (scratch / name for name in ("report.pdf", "log", page.name))
         shown.write_bytes(run_files.read(page))
         process = processes.start([browser, *_options(scratch / "profile", made), shown.as_uri()], log, os.environ)

@@ -3,10 +3,8 @@
 import ctypes
 import gc
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,9 +16,7 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.in_memory import InMemory, MemoryGrid, flower
-from fedgauge.simulations.run.launch import TrainingProcess
 
 MB = 2**20
 Result = TypeVar("Result")
@@ -82,25 +78,3 @@ def audit(run: Run) -> list[MemoryUse]:
         serve(run, LocalExecutor(), tick=look)
         look()
     return seen
-
-
-def train_through_flower(run: Run) -> list[MemoryUse]:
-    """Train through Flower; return the ServerApp's memory whenever the ledger has another round."""
-    seen: list[MemoryUse] = []
-    server = 0
-    with run.ledger() as ledger, closing(TrainingProcess(run)) as training:
-        while not training.finished():
-            done = max((row["round"] for row in ledger.rounds()), default=0)
-            if done > (seen[-1].rounds if seen else 0):
-                server = server or _server_process(training.mark)
-                seen.append(memory_of(server, done))
-            time.sleep(0.05)
-        training.verify()
-    return seen
-
-
-def _server_process(mark: str) -> int:
-    """The process of a training that runs the ServerApp."""
-    return next(
-        pid for pid in processes.marked(mark) if b"simulation_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )

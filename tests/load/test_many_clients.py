@@ -17,7 +17,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run.create import new_run
 from fedgauge.simulations.run.in_memory import MemoryGrid
-from tests.load.memory_use import MB, MemoryUse, in_a_process, train
+from tests.load.memory_use import MB, MemoryUse, audit, in_a_process, train
 
 CLIENTS, ROUNDS = 50, 10
 TABLES = {
@@ -71,3 +71,7 @@ def test_no_reply_is_lost_or_changed_and_memory_stays_flat(tmp_path: Path) -> No
         assert read.keys() == sent.keys() and all(torch.equal(read[k], t) for k, t in sent.items())
     a_round = sum(p.stat().st_size for p in (run.folder / "tape").glob("round-00001-*")) / MB
     assert seen[-1].resident - seen[1].resident < a_round
+    attacked = in_a_process(audit, run)
+    assert attacked[-1].resident - attacked[1].resident < a_round
+    with run.ledger() as ledger:
+        assert ledger.progress().done == ledger.progress().total

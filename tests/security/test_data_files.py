@@ -96,7 +96,6 @@ def theirs(attacked_run: Run, tmp_path: Path) -> Run:
         (".part-x", os.mkfifo, "a pipe"),
         ("tape/.part-x", lambda path: path.symlink_to("/etc"), "a link"),
         ("tape/.part-x", os.mkfifo, "a pipe"),
-        ("tape/.part-x", Path.mkdir, "a folder"),
     ],
 )
 def test_an_unfinished_name_excuses_no_link_and_no_pipe(

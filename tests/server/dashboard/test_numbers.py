@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import fedgauge.server.dashboard.web
 import fedgauge.server.views.gallery
-from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.client.inspection.policy import REASON
 from fedgauge.defenses.accounting import spent
 from fedgauge.server.dashboard.web import make_app
@@ -22,16 +20,11 @@ from fedgauge.server.store.expected_jobs import expected_jobs
 from fedgauge.server.store.ledger_types import DeviceUse, Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.clients import clients
-from fedgauge.server.views.compare import compare, differences
-from fedgauge.server.views.intervals import guessed_labels
+from fedgauge.server.views.compare import differences
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.notices import notices
-from fedgauge.server.views.overview import progress
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_baseline
 from fedgauge.server.views.verdict import verdict_of
-from fedgauge.simulations.live.progress import RunProgress
 from tests.server.dashboard.pages import Get, Http, pixels, score_all
 from tests.small_runs import scores_of
 
@@ -66,17 +59,6 @@ def test_the_overview_says_which_devices_attacked_and_which_do(get: Get, folder:
     assert (told["workers"], told["devices"]) == (2, "cuda:0 at work (93%), 12 waves; cuda:1 idle (90%), 9 waves")
 
 
-def test_the_worst_cases_are_the_best_reconstructions_of_different_images(get: Get) -> None:
-    worst = get("/api/runs/complete/overview")["worst"]
-    best: dict[int, float] = {}
-    for card in get("/api/runs/complete/gallery?round=all")["cards"]:
-        strength = max(t["value"] for t in card["tiles"] if t["value"] is not None)
-        best[card["image"]] = max(strength, best.get(card["image"], strength))
-    assert [card["tiles"][0]["value"] for card in worst] == sorted(best.values(), reverse=True)[:3]
-    assert len({card["image"] for card in worst}) == 3
-    assert all(len(card["tiles"]) == 1 and card["truth"] and card["tiles"][0]["image"] for card in worst)
-
-
 def test_the_list_has_each_runs_verdict_and_waits_for_none(
     get: Get, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,39 +75,6 @@ def test_the_list_has_each_runs_verdict_and_waits_for_none(
     assert get("/api/runs")["runs"][0]["verdict"] is None, "and no longer once the run has changed"
 
 
-def test_accuracy_is_of_the_last_round_that_was_tested(get: Get, folder: Path) -> None:
-    with Run(folder / "complete").ledger() as ledger:
-        ledger.record_round(3, None, None, 1.0, 0.01)
-    (line,) = get("/api/runs")["runs"]
-    page = get("/api/runs/complete/overview")["training"]
-    (compared,) = get("/api/compare")["runs"]
-    assert line["accuracy"] == page["accuracy"] == compared["accuracy"] == 0.3
-    assert line["round"] == page["round"] == 3
-
-
-def test_classes_are_called_by_their_names(
-    make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
-) -> None:
-    rng = np.random.default_rng(0)
-    for name in ("ant", "bee<b>"):
-        (tmp_path / "pictures" / name).mkdir(parents=True)
-        for i in range(12):
-            pixels_of_one = rng.integers(0, 256, (8, 8, 3), np.uint8)
-            Image.fromarray(pixels_of_one).save(tmp_path / "pictures" / name / f"{i}.png")
-    data = {"use": "image_folder", "path": str(tmp_path / "pictures"), "size": 8, "batch_size": 2, "auxiliary": 4}
-    run = make_taped(tmp_path / "named", make_scenario(data=data))
-    score_all(run)
-    names = ["ant", "bee<b>"]
-    with Http(make_app(run.folder), base_url="http://localhost") as http:
-        page = http.get("/api/runs/named/gallery?round=all").json()
-        assert (page["class_names"], page["labels"]) == (names, [0, 1])
-        assert all(card["label_name"] == names[card["label"]] for card in page["cards"]) and page["cards"]
-        assert http.get("/api/runs/named/clients/0").json()["class_names"] == names
-        card = page["cards"][0]
-        found = http.get(f"/api/runs/named/image/{card['image']}?client={card['client']}").json()
-        assert found["label_name"] == names[found["label"]]
-
-
 def test_the_list_counts_the_attacks_of_rounds_to_come(
     get: Get, folder: Path, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run]
 ) -> None:
@@ -135,28 +84,6 @@ def test_the_list_counts_the_attacks_of_rounds_to_come(
         expected = get("/api/runs/half/overview")["progress"]["expected"]
         assert lines["half"]["expected"] == expected > ledger.progress().total
     assert lines["complete"]["expected"] == lines["complete"]["progress"]["total"]
-
-
-def test_no_end_is_foretold_while_the_attacks_wait_for_rounds(attacked_run: Run, tmp_path: Path) -> None:
-    shutil.copytree(attacked_run.folder, tmp_path / "run")
-    run = Run.open(tmp_path / "run")
-    with run.lock("training"), closing(Reading(run)) as reading:
-        with reading.now():
-            found = progress(reading)
-            assert found["per_minute"] is not None and (found["queued"], found["leased"]) == (0, 0)
-            assert found["seconds_left"] is None
-        with run.ledger() as ledger:  # a round's jobs have come
-            plan = reading.scenario.plan
-            ledger.record_intake(3, [Participation(0, "accepted", "", 2, "digest")], plan)
-            terminal = RunProgress(ledger, reading.scenario)
-            terminal.refresh()
-            with reading.now():
-                page, sentence = progress(reading), verdict_of(reading).sentence
-            left = terminal.jobs.seconds_left
-            assert left is not None and page["seconds_left"] == round(left)
-            assert page["words"] == terminal.jobs.words
-            assert f"({page['words']})" in sentence and f"{page['done']} of {page['expected']} attacks done" in sentence
-            assert f"So far {page['words']}." in [words for words, _ in notices(reading)]
 
 
 def test_every_gallery_card_is_the_truth_beside_the_reconstruction(get: Get, attacked_run: Run) -> None:
@@ -250,13 +177,6 @@ def test_the_heat_map_holds_the_worst_case_of_each_cell(get: Get, attacked_run: 
         assert page["table"][-1]["client"] == 2, "of whom nothing is known, last"
 
 
-def test_the_map_of_labels_begins_at_what_a_guess_gets_right(get: Get, attacked_run: Run) -> None:
-    y = attacked_run.scenario().federation.shards.dataset.y
-    page = get("/api/runs/complete/clients?metric=label_accuracy")
-    guess = guessed_labels((torch.bincount(y) / len(y)).tolist(), 2)
-    assert page["figure"]["darkest"] == pytest.approx(guess, rel=1e-3)
-
-
 def fronts(page: Any) -> dict[str, list[tuple[float, float]]]:
     """The Pareto fronts of a comparison's figure: accuracy and leakage."""
     lines = [s for s in page["utility"]["series"] if s["name"].startswith("Pareto")]
@@ -327,41 +247,6 @@ def test_epsilon_stands_beside_every_point(
     assert get("/api/runs/private/overview")["privacy"]["epsilon"] == pytest.approx(silent.record, rel=1e-4)
 
 
-def test_runs_that_share_a_name_are_told_apart(attacked_run: Run, tmp_path: Path) -> None:
-    shutil.copytree(attacked_run.folder, tmp_path / "complete")
-    readings = [Reading(attacked_run), Reading(Run(tmp_path / "complete"))]
-    for reading in readings:
-        with reading.now():
-            pass
-    page = compare(readings, "psnr")
-    assert [run["id"] for run in page["runs"]] == page["matrix"]["rows"] == ["complete", "complete-2"]
-    assert sorted({row["run"] for row in page["points"]}) == ["complete", "complete-2"]
-
-
-def test_the_worst_of_all_attacks_counts_an_example_once(
-    make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
-) -> None:
-    run = make_taped(tmp_path / "two", make_scenario())
-    with run.ledger() as ledger:
-        while (lease := ledger.lease()) is not None:
-            psnr, hit = (30.0, 1.0) if lease.attack.name == "analytic" else (10.0, 0.0)
-            values = {"psnr": psnr, "identified": hit, "label_accuracy": hit}
-            ledger.finish(
-                lease,
-                {
-                    c: [ScoreRecord(lease.round, c, lease.attack.name, 0, m, v, "", 0.1) for m, v in values.items()]
-                    for c in lease.clients
-                },
-            )
-    with closing(Reading(run)) as reading, reading.now():
-        (row, *_) = clients(reading, "psnr", None)["table"]
-        assert (row["n"], row["mean"], row["identified"]) == (2, 30.0, {"count": 2, "n": 2}), (
-            "two rounds, an example each"
-        )
-        (row, *_) = clients(reading, "psnr", "inverting_gradients")["table"]
-        assert (row["n"], row["mean"], row["identified"]) == (2, 10.0, {"count": 0, "n": 2})
-
-
 def test_differences_name_each_setting_by_its_place() -> None:
     one = {"rounds": 3, "chain": [{"use": "clip", "max_norm": 1.0}, {"use": "sgd"}], "data": {"use": "mnist"}}
     other = {
@@ -372,17 +257,6 @@ def test_differences_name_each_setting_by_its_place() -> None:
     rows, same = differences([one, other])
     assert rows == [{"key": "chain.0.max_norm", "values": ["1.0", "2.0"]}, {"key": "data.alpha", "values": ["–", "1"]}]
     assert same == 4
-
-
-def test_a_reason_stays_one_part_of_a_card_whatever_its_words(
-    tmp_path: Path, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run]
-) -> None:
-    run = make_taped(tmp_path / "run", make_scenario(rounds=1))
-    with run.ledger() as ledger:
-        ledger.set_grading({"inverting_gradients": "not graded: no; not today"})
-    with closing(Reading(run)) as reading, reading.now():
-        (parts,) = [row["parts"] for row in reading.attacks if row["name"] == "inverting_gradients"]
-    assert len(parts) > 2 and parts[-1] == "not graded: no; not today"
 
 
 @pytest.mark.parametrize(

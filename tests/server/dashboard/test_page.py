@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
-from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.store.ledger_types import UNGRADED, Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.pictures import png
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
@@ -25,7 +24,7 @@ from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.result_commands import leading_to
-from fedgauge.simulations.reports.report import write_comparison, write_report
+from fedgauge.simulations.reports.report import write_report
 from tests.server.dashboard.pages import listening
 from tests.small_runs import scores_of
 
@@ -155,32 +154,6 @@ def test_a_finished_run_opens_with_its_numbers(watched: Watched, address: str, f
     assert page.url.endswith("?metric=ssim")
 
 
-@pytest.mark.parametrize(
-    ("examples", "head", "drawn"),
-    [
-        pytest.param(0, "with the spread measured", "all of a client's data", marks=pytest.mark.full, id="directions"),
-        pytest.param(20, "surest guesses right", "one record", id="examples"),
-    ],
-)
-def test_what_canaries_show_is_drawn_and_told(
-    watched: Watched, tmp_path: Path, make_scenario: Callable[..., Scenario], make_taped: MakeRun,
-    examples: int, head: str, drawn: str,
-) -> None:  # fmt: skip
-    chain = [{"use": "dp_sgd", "max_norm": 1.0, "noise_multiplier": 1.0}, {"use": "local_sgd", "rate": 0.1}]
-    planted = {"canaries": {"clients": 3, "examples": examples}, "model": {"use": "mlp", "hidden": [4]}}
-    data = {"use": "mnist5k", "batch_size": 2, "auxiliary": 400}
-    scenario = make_scenario(clients=4, chain=chain, attack=[], data=data, **planted)
-    run = make_taped(tmp_path / "runs" / "planted", scenario)
-    serve(run, LocalExecutor())
-    with serving(tmp_path / "runs", seen_by=watched) as address:
-        page = watched.open(f"{address}/run/planted")
-        expect(page.get_by_role("region", name="Canaries").locator("th", has_text=head)).to_be_visible()
-        expect(page.locator(".ytitle", has_text=f"epsilon, {drawn}")).to_be_attached()
-        assert column(page, "Canaries", 1) == ["1", "2"]
-    page = watched.open(write_report(run).resolve().as_uri())
-    expect(page.locator(".ytitle", has_text=f"epsilon, {drawn}")).to_be_attached()
-
-
 @pytest.mark.parametrize("watched", [390, 1280], indirect=True, ids=["narrow", "wide"])
 def test_no_view_is_wider_than_its_window(watched: Watched, address: str) -> None:
     for path in ("/", "/run/first", "/run/first/gallery", "/run/first/clients?client=0", "/compare"):
@@ -190,35 +163,6 @@ def test_no_view_is_wider_than_its_window(watched: Watched, address: str) -> Non
         assert over <= 0, path
         levels = [int(tag[1]) for tag in page.locator("h1, h2, h3").evaluate_all("all => all.map(h => h.tagName)")]
         assert levels[0] == 1 and all(b <= a + 1 for a, b in zip(levels, levels[1:], strict=False)), path
-
-
-@pytest.mark.parametrize("watched", [390], indirect=True, ids=["narrow"])
-def test_a_phone_shows_the_key_columns_first(watched: Watched, address: str) -> None:
-    page = watched.open(f"{address}/run/first")
-    heads = page.get_by_role("region", name="All rounds together").locator("th")
-    assert [words.split("\n")[0].split(" ")[0] for words in heads.all_inner_texts()][:4] == [
-        "attack",
-        "mean",
-        "worst",
-        "identified",
-    ]
-    assert heads.nth(3).bounding_box()["x"] < 330, "the fourth begins on the screen"
-
-
-def test_a_switch_hides_a_curve_and_keeps_its_place_in_the_legend(watched: Watched, address: str) -> None:
-    page = watched.open(f"{address}/run/first")
-    curves = page.locator(".plot").first.locator(".scatter .js-line")
-    expect(curves.first).to_be_visible()
-    before, entries = curves.count(), page.locator(".plot").first.locator(".legend .traces").count()
-    height = page.locator(".plot").first.bounding_box()["height"]
-    guesses = page.get_by_role("region", name="All rounds together").locator("tbody tr.baseline").count()
-    assert guesses >= 3, "the mean image, one of its class, one at random"
-    page.get_by_label("baselines").uncheck()
-    expect(curves).to_have_count(before - guesses)
-    expect(page.locator(".plot").first.locator(".legend .traces")).to_have_count(entries)
-    assert page.locator(".plot").first.bounding_box()["height"] == height
-    page.reload()
-    expect(page.get_by_label("baselines")).not_to_be_checked()
 
 
 # -------------------------------------------------------------------------------------------------------------- gallery
@@ -246,15 +190,6 @@ def test_the_slider_goes_through_the_rounds_by_keys(watched: Watched, address: s
     expect(page.locator(".gallery .card")).to_have_count(8)
     page.get_by_role("combobox", name="Client").select_option("1")
     expect(page.locator(".gallery .card")).to_have_count(4)
-
-
-def test_the_gallery_sorts_by_leak(watched: Watched, address: str) -> None:
-    page = watched.open(f"{address}/run/first/gallery?round=all")
-    worst_first = decibels(page)
-    assert len(worst_first) == 8 and worst_first == sorted(worst_first, reverse=True)
-    page.get_by_role("combobox", name="Sort").select_option("least leak first")
-    expect(page.locator(".gallery .card").first).to_contain_text(f"{worst_first[-1]} dB")
-    assert decibels(page) == worst_first[::-1]
 
 
 def test_a_card_opens_the_image_and_the_attacks_way_to_it(watched: Watched, address: str) -> None:
@@ -410,35 +345,6 @@ def test_rows_appear_without_reload(
         expect(page.get_by_text("Scenario", exact=True)).to_be_focused()
 
 
-def test_what_stands_on_the_page_keeps_its_place_while_rows_arrive(watched: Watched, training: Run) -> None:
-    with serving(training.folder.parent, seen_by=watched) as address:
-        attack_once(training, 20.5)
-        page = watched.open(f"{address}/run/working")
-        expect(page.locator(".points path").first).to_be_visible()
-        places = "() => ['.verdict', '.strip', '.plot', 'h2'].map(s => document.querySelector(s).getBoundingClientRect().top)"
-        page.evaluate("scrollTo(0, 250)")
-        before, scrolled = page.evaluate(places), page.evaluate("scrollY")
-        assert scrolled > 200
-        attack_once(training, 40.5)
-        expect(page.get_by_role("region", name="All rounds together")).to_contain_text("40.5")
-        assert page.evaluate(places) == before
-        assert page.evaluate("scrollY") == scrolled
-
-
-def test_new_rounds_and_runs_appear_everywhere(watched: Watched, training: Run, folder: Path) -> None:
-    with serving(training.folder.parent, seen_by=watched) as address:
-        page = watched.open(f"{address}/run/working/gallery")
-        expect(page.get_by_text("Nothing has been reconstructed yet")).to_be_visible()
-        attack_once(training, 20.5)
-        expect(page.locator(".gallery .card")).to_have_count(4)
-        page.get_by_role("link", name="fedgauge").click()
-        expect(page.locator(".run")).to_have_count(1)
-        shutil.copytree(folder / "first", training.folder.parent / "another")
-        expect(page.locator(".run")).to_have_count(2)
-        page.get_by_role("link", name="another").click()
-        expect(page.locator(".verdict")).to_be_visible()
-
-
 def test_a_lost_connection_is_told_and_taken_up_again(watched: Watched, training: Run) -> None:
     with serving(training.folder.parent) as address:
         page = watched.open(f"{address}/run/working")
@@ -496,28 +402,6 @@ def test_what_others_wrote_is_text_and_runs_nothing(watched: Watched, hostile: R
             assert page.locator("main b:text-is('bold'), main img[src='x']").count() == 0, path
 
 
-def test_tokens_are_marked_by_colour_line_and_word(watched: Watched, address: str) -> None:
-    tile = {"attack": "tag", "image": None, "psnr": None, "exact": False, "note": "2 of 3", "label": "", "trace": False}
-    tile["words"] = [["the", "right"], ["cat", "misplaced"], [HOSTILE, "wrong"]]
-    card = {"round": 1, "client": 0, "example": 0, "image": 5, "why": "", "truth": None, "label": None}
-    card |= {"headings": [], "truth_words": ["the", "black", "cat"], "tiles": [tile]}
-    answer = {"kind": "text", "rounds": [1], "clients": [0], "attacks": ["tag"], "labels": [], "round": 1, "total": 1}
-    answer |= {"offset": 0, "page": 24, "cards": [card], "state": "complete", "version": "1"}
-    watched.page.route("**/api/runs/first/gallery*", lambda route: route.fulfill(json=answer))
-    page = watched.open(f"{address}/run/first/gallery")
-    styles = {
-        kind: page.locator(f".texts .token.{kind}").evaluate(
-            "e => { const s = getComputedStyle(e); return [s.textDecorationStyle, s.color] }"
-        )
-        for kind in ("right", "misplaced", "wrong")
-    }
-    assert len({line for line, _ in styles.values()}) == len({colour for _, colour in styles.values()}) == 3
-    assert page.locator(".texts .token.misplaced").text_content() == "cat (misplaced)"
-    expect(page.locator(".texts .token.wrong")).to_contain_text(HOSTILE)
-    expect(page.locator(".legend")).to_contain_text("right, but misplaced")
-    expect(page.locator(".texts dd").first).to_have_text("theblackcat")
-
-
 # ---------------------------------------------------------------------------------------------------------------- report
 
 
@@ -539,40 +423,6 @@ def test_a_report_opened_from_its_file_draws(watched: Watched, folder: Path) -> 
     expect(page.locator(".gallery .card")).to_have_count(8)
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     expect(page.locator(".gallery .card")).to_have_count(4)
-
-
-def test_a_report_shows_what_nobody_graded_and_claims_no_rate(
-    watched: Watched, tmp_path: Path, make_scenario: Callable[..., Scenario], make_taped: MakeRun
-) -> None:
-    run = make_taped(tmp_path / "refused", make_scenario(rounds=1))
-    with run.ledger() as ledger:
-        ledger.set_meta(
-            mode="deployment", state="trained", grading="not graded", ungraded="the owner does not allow it"
-        )
-    serve(run, LocalExecutor())
-    with run.ledger() as ledger:
-        for job in ledger.ungraded():
-            rows = [ScoreRecord(job.round, job.client, job.attack, WHOLE_BATCH, "psnr", None, UNGRADED, 0.1)]
-            ledger.grade(job.id, rows, "the owner does not allow it")
-    page = watched.open(write_report(run).resolve().as_uri())
-    expect(page.locator(".verdict")).to_contain_text("nobody graded any (the owner does not allow it)")
-    cards = page.locator(".gallery .card")
-    expect(cards.first).to_contain_text("the truth stays with the client")
-    expect(cards.first).to_contain_text("not graded")
-    assert cards.count() > 0 and page.locator(".gallery .pair img").count() >= cards.count()
-    expect(page.locator("#success")).to_have_count(0)
-    expect(page.locator("main")).to_contain_text("Nothing is graded")
-    expect(page.locator("main")).not_to_contain_text("0 % of the attacked examples")
-
-
-def test_a_comparison_opened_from_its_file_draws(watched: Watched, folder: Path, tmp_path: Path) -> None:
-    runs = [Run(path) for path in sorted(folder.iterdir())]
-    page = watched.open(write_comparison(runs, tmp_path / "comparison.html").resolve().as_uri())
-    expect(page.locator(".js-plotly-plot").first).to_be_visible()
-    name = f"Every attack on every run, {MEASURED['psnr'].label}"
-    assert set(column(page, name, 2)) <= {"inverting_gradients", "analytic", "idlg", "dlg"}
-    page.get_by_role("combobox", name="Leakage as").select_option("ssim")
-    expect(page.get_by_role("region", name=f"Every attack on every run, {MEASURED['ssim'].label}")).to_be_visible()
 
 
 def test_a_reports_words_run_nothing(watched: Watched, hostile: Run) -> None:

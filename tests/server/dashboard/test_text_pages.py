@@ -1,16 +1,13 @@
 """Claims about the pages of a run on text: sentences stand where images would, marked, by their own measure, and nothing fails."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.modality.sentences import SentenceModality
@@ -24,9 +21,6 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gallery import Gallery, Query
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.strength import round_table
-from fedgauge.simulations.live.progress import RunProgress
-from fedgauge.simulations.live.terminal import LiveDisplay
-from fedgauge.simulations.live.view import progress_line
 from fedgauge.simulations.reports.figures.write import write_figures
 from fedgauge.simulations.reports.report import write_report
 from tests.server.dashboard.pages import Http
@@ -108,22 +102,6 @@ def test_a_word_is_right_misplaced_as_often_as_the_truth_has_it_or_wrong(run: Ru
     assert len(modality_of(data).words(truth)) == 4
 
 
-def test_a_failed_attack_on_text_leaves_it_text(run: Run, tmp_path: Path) -> None:
-    """A wave that came to nothing has a row of PSNR, which stands for both sentences of its batch."""
-    shutil.copytree(run.folder, tmp_path / "failed")
-    failed = Run(tmp_path / "failed")
-    with failed.ledger() as ledger:
-        (job,) = ledger._db.execute(
-            "SELECT id FROM jobs WHERE attack_id = (SELECT id FROM attacks WHERE name = 'copies') LIMIT 1"
-        )
-        ledger._db.execute("DELETE FROM scores WHERE job_id = ?", (job["id"],))
-        row = (job["id"], "copies", 0, -1, "psnr", 1, None, "failed", 0.0)
-        ledger._db.execute(f"INSERT INTO scores VALUES ({', '.join('?' * len(row))})", row)
-    with closing(Reading(failed)) as reading, reading.now():
-        assert reading.scores.measure == SentenceModality.main
-        assert sum(reading.pooled("rouge1")["copies"].failed.values()) == 2
-
-
 def test_the_verdict_compares_by_rouge_with_the_floor_of_text(run: Run) -> None:
     with run.ledger() as ledger:
         scores = scores_of(ledger)
@@ -155,14 +133,3 @@ def test_the_page_answers_every_question(run: Run) -> None:
         assert get(f"{api}/{question}").status_code == 200, question
     image = get(f"{api}/image/0?client=0")
     assert image.status_code == 404
-
-
-def test_the_terminal_shows_percent(run: Run) -> None:
-    console = Console(file=StringIO(), width=150, height=40, force_terminal=True, color_system="truecolor", record=True)
-    with run.ledger() as ledger:
-        run_progress = RunProgress(ledger, run.scenario(), training=True)
-        run_progress.refresh(force=True)
-        assert "ROUGE-1 best" in progress_line(run_progress) and "dB" not in progress_line(run_progress)
-        console.print(LiveDisplay(run_progress, console))
-    drawn = console.export_text()
-    assert "worst case" in drawn and "dB" not in drawn

@@ -100,7 +100,7 @@ class Murderous:
         self.slots = executor.slots
 
     def submit(self, ticket: int, task: Task) -> None:
-        doomed = self.client in task.clients and "inverting" in task.planned and self.left > 0
+        doomed = self.client in task.wave.clients and "inverting" in task.planned and self.left > 0
         if doomed:
             self.left -= 1
             self.kills.append(self.executor.pids()[0])
@@ -208,22 +208,6 @@ def test_an_update_that_always_kills_its_worker_fails_with_a_row_and_the_others_
         "class_mean_image",
         "random_image",
     }
-
-
-def test_an_attack_that_raises_in_a_worker_is_the_waves_failure_and_not_the_pools(
-    kit: Any, tmp_path: Path, ray_executor: RayExecutor
-) -> None:
-    """A plan that the worker cannot build: as a run of another version would bring."""
-    run = kit.make_run(tmp_path / "run", kit.scenario(attack=[IG], audit=AUDIT))
-    with run.ledger() as ledger:
-        spoiled = '{"name": "inverting_gradients", "table": {"use": "gone"}, "budget": {"iterations": 1}}'
-        ledger._db.execute("UPDATE attacks SET planned = ? WHERE name = 'inverting_gradients'", (spoiled,))
-    serve(run, ray_executor)
-    with run.ledger() as ledger:
-        assert ledger.progress() == Progress(done=12, failed=4)
-        (error,) = ledger.errors()
-    assert max(n for _, n in attempts(run).values()) == 2, "once as a wave and once alone: it would only raise again"
-    assert "nothing is called 'gone'" in error
 
 
 def test_workers_load_nothing_from_the_folder_in_which_they_were_started(

@@ -82,9 +82,6 @@ def test_of_many_clients_the_first_are_compared_and_none_twice(tmp_path: Path, m
         assert check.begin(coming=False)
         check.compare(2, [0, 1, 2, 3])
         assert len(compared) == 2 * MOST_CLIENTS
-        ledger.set_meta(training_by_round='[[1, 0, {"kind": 3}]]')
-        assert TrainingCheck(run, ledger, run.scenario()).begin(coming=False)
-    assert len(compared) == 2 * MOST_CLIENTS + 1, "what is damaged is compared again"
 
 
 def test_updates_that_the_tape_no_longer_has_are_compared_by_themselves(tmp_path: Path) -> None:

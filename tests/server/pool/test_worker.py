@@ -5,34 +5,28 @@ from typing import Any
 
 import torch
 
+from fedgauge.attacks.base import Wave
+from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.client.federation import Federation
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.pool.worker import Task
+from fedgauge.server.pool.worker import Task, attack_wave
 from tests.server.pool.score_rows import score_rows
 
 IG = {"use": "inverting_gradients", "iterations": 4}
 
 
 def test_a_worker_gives_what_the_auditor_gives(kit: Any, tmp_path: Path) -> None:
-    """Plain arrays and JSON lose nothing on the way."""
-    from fedgauge.attacks.base import Wave as AttackWave
-    from fedgauge.attacks.grading.audit import Auditor
-    from fedgauge.server.pool.worker import attack_wave
-    from fedgauge.server.store.tape import as_arrays
-
+    """Tensors and JSON lose nothing on the way."""
     scenario = kit.scenario(attack=[IG])
     run = kit.make_run(tmp_path / "run", scenario)
-    observations = [run.tape().read(1, c) for c in (0, 3)]
+    wave = Wave.stack([run.tape().read(1, c) for c in (0, 3)])
     planned = scenario.plan.attacks[0]
-    task = Task(
-        scenario.protocol.to_json(), planned.to_json(), 3, 1, (0, 3), {0: 3},
-        as_arrays(observations[0].params), {}, tuple(as_arrays(o.update) for o in observations),
-    )  # fmt: skip
+    task = Task(scenario.protocol.to_json(), planned.to_json(), 3, wave, {0: 3})
     outcome = attack_wave(task)
-    expected = Auditor(Federation(scenario.protocol), 3).audit(planned, AttackWave.stack(observations), {0: 3})
+    expected = Auditor(Federation(scenario.protocol), 3).audit(planned, wave, {0: 3})
     for audited in expected:
-        assert torch.equal(torch.tensor(outcome.images[audited.client]["x"]), audited.reconstruction.x)
+        assert torch.equal(outcome.images[audited.client]["x"], audited.reconstruction.x)
         assert [(r.client, r.attack, r.metric, r.example, r.value) for r in outcome.rows[audited.client]] == [
             (r.client, r.attack, r.metric, r.example, r.value) for r in audited.rows
         ]

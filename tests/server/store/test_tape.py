@@ -1,25 +1,20 @@
 """The tape: what comes off it is what went on, or an error that names the file."""
 
 import math
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fedgauge.server.store.tape import (
     Tape,
     TapeError,
-    as_arrays,
-    as_tensors,
-    digest_of,
     read_tensors,
-    write_bytes,
     write_tensors,
 )
 
@@ -64,15 +59,6 @@ def test_transposed_and_expanded_tensors_come_back(tmp_path: Path) -> None:
     assert all(torch.equal(back[k], tensors[k]) for k in tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
-def test_arrays_that_travel_to_workers_are_the_tensors(dtype: torch.dtype) -> None:
-    tensors = {"a": torch.arange(6).reshape(2, 3).to(dtype), "s": torch.tensor(3).to(dtype)}
-    arrays = as_arrays(tensors)
-    for a in arrays.values():
-        a.flags.writeable = False  # type: ignore[attr-defined]  # as Ray hands them over
-    assert bits(as_tensors(arrays)) == bits(tensors)
-
-
 def taped(folder: Path) -> tuple[Tape, str]:
     tape = Tape(folder)
     sent = tape.write_round(3, PARAMS, BUFFERS)
@@ -100,64 +86,28 @@ def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
         spoiled = bytearray(original)
         spoiled[position] ^= 1 << (position % 8)
         (tmp_path / name).write_bytes(spoiled)
-        with pytest.raises(
-            TapeError, match=f"{name} is damaged: its digest differs from the one that the ledger recorded"
-        ):
+        with pytest.raises(TapeError, match=name):
             tape.read(3, 7, digest)
 
 
 @pytest.mark.parametrize("name", [UPDATE_FILE, ROUND_FILE])
 @pytest.mark.parametrize("with_digest", [True, False])
-def test_a_truncated_file_is_an_error_that_names_it(tmp_path: Path, name: str, with_digest: bool) -> None:
+def test_a_truncated_or_missing_file_is_an_error_that_names_it(tmp_path: Path, name: str, with_digest: bool) -> None:
     tape, digest = taped(tmp_path)
     whole = (tmp_path / name).read_bytes()
-    for size in (0, 1, 7, 8, 20, len(whole) // 2, len(whole) - 1):
-        (tmp_path / name).write_bytes(whole[:size])
-        with pytest.raises(TapeError, match=f"{name} is damaged"):
+    for size in (0, 1, 7, 8, 20, len(whole) // 2, len(whole) - 1, None):
+        (tmp_path / name).unlink() if size is None else (tmp_path / name).write_bytes(whole[:size])
+        with pytest.raises(TapeError, match=name):
             tape.read(3, 7, digest if with_digest else None)
-
-
-@pytest.mark.parametrize("name", [UPDATE_FILE, ROUND_FILE])
-def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
-    tape, digest = taped(tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(TapeError, match=rf"{name} is missing: was it deleted by \[tape\] keep"):
-        tape.read(3, 7, digest)
-
-
-def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) -> None:
-    tape, digest = taped(tmp_path)
-    (tmp_path / UPDATE_FILE).unlink()
-    (tmp_path / UPDATE_FILE).mkdir()
-    with pytest.raises(TapeError, match=f"{UPDATE_FILE} cannot be read"):
-        tape.read(3, 7, digest)
-
-
-HEADER = b'{"a":{"dtype":"%s","shape":[1],"data_offsets":[0,4]}}'
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"PK\x03\x04 a zip",
-        b"\x80\x04\x95 a pickle",
-        (1 << 63).to_bytes(8, "little") + b"{}",
-        len(HEADER % b"F32").to_bytes(8, "little") + HEADER % b"F32",  # no data behind the header
-        len(HEADER % b"X99").to_bytes(8, "little") + HEADER % b"X99" + bytes(4),
-        len(HEADER % b"F8_E8M0").to_bytes(8, "little") + HEADER % b"F8_E8M0" + bytes(4),
-        (2).to_bytes(8, "little") + b"[]",
-    ],
-    ids=["zip", "pickle", "huge header", "no data", "unknown dtype", "wrong size", "list"],
-)
-def test_foreign_bytes_are_an_error_that_names_the_file(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "foreign.safetensors"
-    path.write_bytes(data)
-    with pytest.raises(TapeError, match="foreign.safetensors is damaged"):
-        read_tensors(path)
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=64), header=st.booleans())
+@example(data=b"PK\x03\x04 a zip", header=False)
+@example(data=b"\x80\x04\x95 a pickle", header=False)
+@example(data=(1 << 63).to_bytes(8, "little") + b"{}", header=False)
+@example(data=b'{"a":{"dtype":"F8_E8M0","shape":[1],"data_offsets":[0,4]}}    ', header=True)
+@example(data=b"[]", header=True)
 def test_any_bytes_are_tensors_or_a_tape_error(tmp_path: Path, data: bytes, header: bool) -> None:
     path = tmp_path / "any"
     path.write_bytes(len(data).to_bytes(8, "little") + data if header else data)
@@ -185,39 +135,6 @@ def test_forgetting_an_update_deletes_it_and_the_last_takes_the_weights_along(tm
         "round-00030.safetensors",
     ]
 
-
-def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
-    tape, _ = taped(tmp_path / "tape")
-    assert (tmp_path / "tape").stat().st_mode & 0o777 == 0o700
-    assert all(p.stat().st_mode & 0o077 == 0 for p in (tmp_path / "tape").iterdir())
-
-
-def test_writing_again_replaces_the_file_whole(tmp_path: Path) -> None:
-    write_bytes(tmp_path / "f", b"old and long")
-    write_bytes(tmp_path / "f", b"new")
-    assert (tmp_path / "f").read_bytes() == b"new"
-    assert [p.name for p in tmp_path.iterdir()] == ["f"]
-
-
-def test_a_failed_write_leaves_no_scrap(tmp_path: Path) -> None:
-    """What is written can be inverted to personal data: a scrap would outlive [tape] keep."""
-    (tmp_path / "f").mkdir()  # a file cannot replace a folder
-    with pytest.raises(OSError, match="directory"):
-        write_bytes(tmp_path / "f", b"private")
-    assert [p.name for p in tmp_path.iterdir()] == ["f"]
-
-
-WRITER = """
-import sys, torch
-from pathlib import Path
-from fedgauge.server.store.tape import Tape
-tape = Tape(Path(sys.argv[1]))
-n = 0
-while True:
-    n += 1
-    tape.write_update(1, n % 5, {"w": torch.full((200_000,), float(n))})
-    print(n, flush=True)
-"""
 
 # Each fork dies at one line of a write: the first fork at the first line, and so on until one fork completes its write.
 WRITER_KILLED_AT_EACH_LINE = """
@@ -265,21 +182,6 @@ def write_number(path: Path) -> float:
     return float(values[0])
 
 
-def test_a_writer_killed_at_any_moment_leaves_only_whole_files(tmp_path: Path) -> None:
-    for attempt in range(3):
-        child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
-        assert child.stdout is not None
-        for n in range(1, 6 + attempt):  # all five files exist; the kill arrives during a write that replaces one
-            assert child.stdout.readline() == b"%d\n" % n
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-    files = sorted(tmp_path.glob("round-*"))
-    assert len(files) == 5
-    for path in files:
-        write_number(path)
-
-
 def test_a_writer_killed_at_any_line_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     """The kill comes at every line of a write in turn, so the result does not depend on when a signal arrives."""
     command = [sys.executable, "-c", WRITER_KILLED_AT_EACH_LINE, str(tmp_path)]
@@ -295,12 +197,6 @@ def test_a_writer_killed_at_any_line_leaves_the_old_file_or_the_new_one(tmp_path
     assert write_number(path) == len(numbers)
     assert len(numbers) > 20, "lines of a write"
     assert numbers[1] == 0 and numbers[-1] == len(numbers) - 1, "the first kill left the old file, the last the new one"
-
-
-def test_the_digest_depends_on_every_byte() -> None:
-    data = bytes(range(256)) * 5
-    digests = {digest_of(data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :]) for i in range(len(data))}
-    assert len(digests | {digest_of(data)}) == len(data) + 1
 
 
 def test_tensors_come_back_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:

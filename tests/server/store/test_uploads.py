@@ -106,17 +106,17 @@ def test_frozen_layers_need_not_be_uploaded(make_federation: Make) -> None:
     initial = fed.initial()[0]
     assert list(seen.update) == names
     assert all((seen.update[k] == 0).all() and torch.equal(seen.params[k], initial[k]) for k in names if k not in kept)
-    with pytest.raises(UploadMismatch, match=r'does not upload .*use = "freeze".*before local_sgd'):
+    with pytest.raises(UploadMismatch, match="freeze"):
         as_the_model_has_it(uploaded(kept), plain)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda state: {**state, "head.weight": torch.zeros(2)}, r"uploads head.weight, which \[model\] does not have"),
-        (lambda state: {k: t.repeat(2, *[1] * (t.dim() - 1)) for k, t in state.items()}, r"has shape \(.*that of \[model\]"),
-        (lambda state: {k: t.to(torch.int16) for k, t in state.items()}, "holds whole numbers .int16.*bfloat16 as float32"),
-        (lambda state: {str(i): t for i, t in enumerate(list(state.values())[:-1])}, "arrays without names, and"),
+        (lambda state: {**state, "head.weight": torch.zeros(2)}, r"head.weight"),
+        (lambda state: {k: t.repeat(2, *[1] * (t.dim() - 1)) for k, t in state.items()}, "shape"),
+        (lambda state: {k: t.to(torch.int16) for k, t in state.items()}, "int16"),
+        (lambda state: {str(i): t for i, t in enumerate(list(state.values())[:-1])}, "names"),
     ],
 )  # fmt: skip
 def test_what_is_not_the_models_is_refused(

