@@ -30,7 +30,9 @@ def sampled_epsilon(part: float, noise: float, rounds: int, delta: float) -> flo
     one = _losses(part, noise)
     if one is None:
         return math.inf
-    with np.errstate(over="ignore"):  # it cuts where the least of several bounds is; one that overflows is not the least
+    with np.errstate(
+        over="ignore"
+    ):  # it cuts where the least of several bounds is; one that overflows is not the least
         return float(one.self_compose(rounds).get_epsilon_for_delta(delta))
 
 
@@ -46,7 +48,9 @@ def _losses(part: float, noise: float) -> Any:
         if most > GRID * COARSEST:
             return None
     deltas = sampled_delta(np.linspace(-most, most, 2 * GRID + 1), part, noise)
-    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(most / GRID, -GRID, GRID, np.minimum.accumulate(deltas))
+    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
+        most / GRID, -GRID, GRID, np.minimum.accumulate(deltas)
+    )
 
 
 def sampled_delta(epsilons: NDArray[np.float64], part: float, noise: float) -> NDArray[np.float64]:
