@@ -32,7 +32,7 @@ from fedgauge.defenses.ats import ats
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.discrete_draws import STEPS
 from fedgauge.defenses.dp_sgd import dp_sgd
-from fedgauge.defenses.noise import discrete_gaussian, discrete_laplace, gaussian, identity, laplace
+from fedgauge.defenses.noise import discrete, gaussian, identity, laplace
 
 DELTA = 1e-5
 FLOAT32 = 2.0**-10  # more than float32's sums and norms enlarge what a clipped example can move, as a part of it
@@ -123,7 +123,7 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
             kind: Literal["normal", "laplace"] = "normal" if _noise(link).sigma else "laplace"
             # a memory lets earlier examples change the release; SCAFFOLD's follows from what was sent
             remembers = any(isinstance(b, Link) and b.remembers and b is not local for b in before)
-            step = 1 / STEPS if isinstance(link, discrete_gaussian | discrete_laplace) else 0.0
+            step = 1 / STEPS if isinstance(link, discrete) else 0.0
             return Mechanism(kind, _over(width, record), _over(width, client), uses, releases, not remembers, step)
         elif width > 0 and each:
             lost = UnknownGuarantee(f"no epsilon is known: {_name(link)} acts on each example; add noise to their mean")

@@ -14,7 +14,6 @@ the clients confirm to each other which survivors and dropouts they were told of
 import hashlib
 import hmac
 import secrets
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -24,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgauge.client.collusion import Tolerance, check_threshold, tolerance
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum, Train, Value, Vector
 from fedgauge.defenses.shared_secrets import (
     SECRET,
@@ -43,7 +42,11 @@ SEALED = 2 * SHARE + 16  # bytes of two encrypted shares
 Parsed = TypeVar("Parsed")
 
 
-class TooFewSurvivors(ValueError):
+class Refused(ValueError):
+    """A client does not answer a question that breaks the protocol, or whose answer would reveal a secret."""
+
+
+class TooFewSurvivors(Refused):
     """Fewer clients are left than the threshold: there is no sum."""
 
 
@@ -71,7 +74,7 @@ class UnmaskRequest:
 
     def __post_init__(self) -> None:
         if both := sorted(set(self.survivors) & set(self.dropped)):
-            raise ValueError(f"both secrets of client {both[0]} are asked for: with them its update could be unmasked")
+            raise Refused(f"both secrets of client {both[0]} are asked for: with them its update could be unmasked")
 
 
 @dataclass(frozen=True)
@@ -130,14 +133,11 @@ class PairwiseMasking(SecureSum):
 
     def __post_init__(self) -> None:
         check_threshold(self.group, self.least, self.colluders)
-        if not 0 < self.clip < float("inf"):
-            raise ValueError(f"clip must be above 0 and finite, got {self.clip}")
-        if not 2 <= self.bits <= 32:
-            raise ValueError(f"bits must be in 2..32, got {self.bits}")
+        check_above_zero(self, "clip")
         check_at_least(self, 1, "most_examples")
-        if self._largest >= 2**64:
+        if not (2 <= self.bits <= 32 and self._largest < 2**64):
             raise ValueError(
-                f"{self.group} clients x {self.most_examples} examples x {self.bits} bits do not fit in 64 bits: lower one"
+                f"bits must be in 2..32, and group x most_examples x 2^bits below 2^64, got bits = {self.bits}"
             )
 
     @property
@@ -190,9 +190,9 @@ class PairwiseMasking(SecureSum):
     def check(self, question: Mapping[str, Value]) -> None:
         """ValueError unless the question is a step under these terms."""
         if (terms := question.get("terms")) != self.terms:
-            raise ValueError(f"the server's terms are {terms!r:.200}, this client's are {self.terms!r}")
+            raise Refused(f"the server's terms are {terms!r:.200}, this client's are {self.terms!r}")
         if (step := question.get("step")) not in STEPS:
-            raise ValueError(f"asked to {step!r:.60}, expected one of {', '.join(STEPS)}")
+            raise Refused(f"asked to {step!r:.60}, expected one of {', '.join(STEPS)}")
 
     def answer(self, state: Mapping[str, Value], question: Mapping[str, Value], train: Train) -> tuple[Record, Record]:
         """The client's side: its new state, and its answer.
@@ -210,9 +210,9 @@ class PairwiseMasking(SecureSum):
             return _advertise(session)
         member = ClientSession.kept(state)
         if member is None or member.session != session:
-            raise ValueError(f"asked to {step} in a session that this client is not in")
+            raise Refused(f"asked to {step} in a session that this client is not in")
         if (member.step, step) not in {*pairwise(STEPS)}:
-            raise ValueError(f"asked to {step} after {member.step}: each question is answered once, in its order")
+            raise Refused(f"asked to {step} after {member.step}: each question is answered once, in its order")
         if step == "share":
             return self._share(member, cast(list[bytes], question["keys"]))
         if step == "mask":
@@ -228,13 +228,13 @@ class PairwiseMasking(SecureSum):
         """Shares of both secrets for all clients, each encrypted for its receiver."""
         count = len(keys) // 2
         own = [public_key(member.cipher_key), public_key(member.mask_key)]
-        if len(keys) != 2 * count or not self.least <= count <= self.group:
-            raise ValueError(f"got the keys of {len(keys) / 2:g} clients, expected {self.least} to {self.group}")
-        if len(set(keys)) != len(keys):
-            raise ValueError("two clients have the same key")
+        if not 2 * self.least <= len(set(keys)) == len(keys) == 2 * count <= 2 * self.group:
+            raise Refused(
+                f"expected different keys, two each, of {self.least} to {self.group} clients, got {len(keys)} keys"
+            )
         numbers = [n for n in range(1, count + 1) if keys[2 * n - 2 : 2 * n] == own]
         if not numbers:
-            raise ValueError("this client's own keys are not among those that the server passes on")
+            raise Refused("this client's own keys are not among those that the server passes on")
         context = hashlib.sha256(repr((self.terms, member.session, keys)).encode()).digest()
         seed = secrets.token_bytes(SECRET)
         member = replace(member, step="share", seed=seed, number=numbers[0], keys=tuple(keys), context=context)
@@ -251,14 +251,14 @@ class PairwiseMasking(SecureSum):
         others = sorted(sealed)
         count = len(member.keys) // 2
         if member.number in sealed or not set(others) <= set(range(1, count + 1)):
-            raise ValueError(f"expected shares of others among clients 1..{count}, got them of {others}")
-        if len(others) + 1 < self.least:
-            raise TooFewSurvivors(f"{len(others) + 1} clients have sent shares, fewer than the threshold {self.least}")
+            raise Refused(f"expected shares of others among clients 1..{count}, got them of {others}")
+        self._check_enough(len(others) + 1)
         shares = [_opened(member, n, sealed[n]) for n in others]
         masked = self.quantise(*train())
-        masked += self._expand(member.seed, len(masked))
+        masked += expand_seed(member.seed, len(masked), self.dtype)
         for n in others:
-            mask = self._expand(pair_seed(member.mask_key, member.keys[2 * n - 1], member.session), len(masked))
+            seed = pair_seed(member.mask_key, member.keys[2 * n - 1], member.session)
+            mask = expand_seed(seed, len(masked), self.dtype)
             masked = masked + mask if member.number < n else masked - mask
         senders, kept = (*member.senders, *others), (*member.shares, *shares)
         return replace(member, step="mask", senders=senders, shares=kept).to_record(), {"masked": masked}
@@ -267,11 +267,10 @@ class PairwiseMasking(SecureSum):
         """A tag for each other survivor: this client was told of the same survivors and dropouts."""
         asked = [*request.survivors, *request.dropped]
         if sorted(asked) != sorted(member.senders):
-            raise ValueError(f"asked to confirm clients {sorted(asked)}; those who share are {sorted(member.senders)}")
+            raise Refused(f"asked to confirm clients {sorted(asked)}; those who share are {sorted(member.senders)}")
         if member.number not in request.survivors:
-            raise ValueError("the server says that this client dropped out, but still asks it")
-        if len(request.survivors) < self.least:
-            raise TooFewSurvivors(f"{len(request.survivors)} clients are left, fewer than the threshold {self.least}")
+            raise Refused("the server says that this client dropped out, but still asks it")
+        self._check_enough(len(request.survivors))
         member = replace(member, step="confirm", survivors=request.survivors, dropped=request.dropped)
         tags = {n: _tag(member, n, sends=True) for n in request.survivors if n != member.number}
         return member.to_record(), {"receivers": list(tags), "tags": list(tags.values())}
@@ -281,11 +280,7 @@ class PairwiseMasking(SecureSum):
         others = tags.keys() & {*member.survivors} - {member.number}
         # a wrong tag counts as none: a single client that lies stops nobody
         agreeing = 1 + sum(hmac.compare_digest(tags[n], _tag(member, n, sends=False)) for n in others)
-        if agreeing < self.least:
-            raise TooFewSurvivors(
-                f"{agreeing} clients confirm what the server told this one about who is left, fewer than the threshold "
-                f"{self.least}: clients dropped out, or the server told others something else"
-            )
+        self._check_enough(agreeing)
         held = dict(zip(member.senders, member.shares, strict=True))
         shares = {n: held[n][:SHARE] for n in member.survivors} | {n: held[n][SHARE:] for n in member.dropped}
         over = ClientSession(member.session, "unmask", b"", b"")
@@ -312,9 +307,7 @@ class PairwiseMasking(SecureSum):
         session = secrets.token_bytes(16)
         base: Record = {"session": session, "terms": self.terms}
         answers = yield {m: {**base, "step": "advertise"} for m in members}
-        advertised = self._usable(answers, members, lambda m, answer: _public_keys(answer))
-        uses = Counter(key for pair in advertised.values() for key in pair)  # clients refuse keys that are not distinct
-        advertised = {m: pair for m, pair in advertised.items() if uses[pair[0]] == uses[pair[1]] == 1}
+        advertised = self._usable(answers, members, lambda m, answer: _byte_strings(answer.get("keys"), 2, SECRET))
         number = {m: i for i, m in enumerate(advertised, 1)}
         keys = [key for pair in advertised.values() for key in pair]
         answers = yield {m: {**base, "step": "share", "keys": keys} for m in number}
@@ -350,46 +343,39 @@ class PairwiseMasking(SecureSum):
             }
             for m in confirmed
         }
-        disclosed = self._usable(answers, confirmed, lambda m, answer: _disclosed_shares(answer, request))
+        owners = [*request.survivors, *request.dropped]
+        disclosed = self._usable(answers, confirmed, lambda m, a: _addressed(a, "shares", "owners", owners, SHARE))
         vectors = {number[m]: vector for m, vector in masked.items()}
-        total = self.unmask(vectors, request, keys, session, {number[m]: shares for m, shares in disclosed.items()})
+        total = self._unmasked(vectors, request, keys, session, {number[m]: held for m, held in disclosed.items()})
         examples, most = int(total[-1]), len(masked) * self.most_examples
         if not len(masked) <= examples <= most or int(total[:-1].max(initial=0)) > examples * self._levels:
             raise ValueError(f"{len(masked)} clients cannot have this sum, of {examples} examples: one of them lied")
         return SecureSumResult(*self.mean(total), tuple(masked))
 
-    def unmask(
+    def _unmasked(
         self,
         masked: Mapping[int, NDArray[Any]],
         request: UnmaskRequest,
         keys: Sequence[bytes],
         session: bytes,
-        disclosed: Mapping[int, Mapping[int, int]],
+        disclosed: Mapping[int, Mapping[int, bytes]],
     ) -> NDArray[Any]:
-        """The sum of the survivors' integers.
-
-        Args:
-            masked: the survivors' vectors.
-            keys: all clients', by number, two each.
-            disclosed: by survivor, its share of each client's secret.
-        """
+        """The sum of the survivors' integers, from what each survivor disclosed of each client's secret."""
         total: NDArray[Any] = np.sum(list(masked.values()), axis=0, dtype=self.dtype)
         helpers = sorted(disclosed)[: self.least]
 
         def secret(n: int) -> bytes:
-            found = shamir_combine({helper: disclosed[helper][n] for helper in helpers})
+            found = shamir_combine({helper: int.from_bytes(disclosed[helper][n]) for helper in helpers})
             if found >= 2 ** (8 * SECRET):
                 raise ValueError(f"the shares of client {n}'s secret do not fit together: a client sent wrong ones")
             return found.to_bytes(SECRET)
 
         for n in request.survivors:
-            total -= self._expand(secret(n), len(total))
+            total -= expand_seed(secret(n), len(total), self.dtype)
         for n in request.dropped:
             key = secret(n)
-            if public_key(key) != keys[2 * n - 1]:
-                raise ValueError(f"the shares of client {n}'s key do not fit its public key: a client sent wrong ones")
             for s in request.survivors:
-                mask = self._expand(pair_seed(key, keys[2 * s - 1], session), len(total))
+                mask = expand_seed(pair_seed(key, keys[2 * s - 1], session), len(total), self.dtype)
                 total = total - mask if s < n else total + mask
         return total
 
@@ -402,17 +388,17 @@ class PairwiseMasking(SecureSum):
         """The members' readable answers, in their order; TooFewSurvivors if they are fewer than the threshold."""
         read_of = {m: read(m, answers[m]) for m in members if m in answers}
         found = {m: value for m, value in read_of.items() if value is not None}
-        if len(found) < self.least:
-            raise TooFewSurvivors(f"{len(found)} clients are left, fewer than the threshold {self.least}")
+        self._check_enough(len(found))
         return found
+
+    def _check_enough(self, clients: int) -> None:
+        if clients < self.least:
+            raise TooFewSurvivors(f"{clients} clients are left, fewer than the threshold {self.least}")
 
     def _vector(self, answer: Record, size: int) -> NDArray[Any] | None:
         found = answer.get("masked")
         fits = isinstance(found, np.ndarray) and found.dtype == self.dtype and found.shape == (size + 1,)
         return cast(NDArray[Any], found) if fits else None
-
-    def _expand(self, seed: bytes, size: int) -> NDArray[Any]:
-        return expand_seed(seed, size, self.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------- keys of a session
@@ -457,28 +443,15 @@ def _opened(member: ClientSession, other: int, sealed: bytes) -> bytes:
         share: bytes = _cipher(member, other, sends=False).decrypt(NONCE, sealed, None)
         return share
     except InvalidTag:
-        raise ValueError(
-            f"client {other}'s share was not encrypted for this session, or was changed on its way"
-        ) from None
+        raise Refused(f"client {other}'s share was not encrypted for this session, or was changed on its way") from None
 
 
-def _byte_strings(value: Value | None, sizes: Sequence[int]) -> list[bytes] | None:
-    """A list of byte strings of these lengths, or None."""
-    if not isinstance(value, list) or len(value) != len(sizes):
-        return None
-    found = [v for v, size in zip(value, sizes, strict=True) if isinstance(v, bytes) and len(v) == size]
-    return found if len(found) == len(sizes) else None
-
-
-def _public_keys(answer: Mapping[str, Value]) -> list[bytes] | None:
-    """A client's two keys, or None: with a key of low order nobody could agree on anything, and all others would fail."""
-    keys = _byte_strings(answer.get("keys"), [SECRET] * 2)
-    try:
-        for key in keys or ():
-            agreed(secrets.token_bytes(SECRET), key, b"")
-    except ValueError:
-        return None
-    return keys
+def _byte_strings(value: Value | None, count: int, size: int) -> list[bytes] | None:
+    """A list of so many byte strings of this length, or None."""
+    fits = (
+        isinstance(value, list) and len(value) == count and all(isinstance(v, bytes) and len(v) == size for v in value)
+    )
+    return cast(list[bytes], value) if fits else None
 
 
 def _without(numbers: Iterable[int], own: int) -> list[int]:
@@ -489,11 +462,5 @@ def _addressed(
     answer: Mapping[str, Value], values: str, numbers: str, expected: list[int], size: int
 ) -> dict[int, bytes] | None:
     """A byte string for each of the expected numbers, or None."""
-    found, of = _byte_strings(answer.get(values), [size] * len(expected)), answer.get(numbers)
+    found, of = _byte_strings(answer.get(values), len(expected), size), answer.get(numbers)
     return dict(zip(expected, found, strict=True)) if found and isinstance(of, list) and of == expected else None
-
-
-def _disclosed_shares(answer: Mapping[str, Value], request: UnmaskRequest) -> dict[int, int] | None:
-    """A client's share of each client's secret."""
-    found = _addressed(answer, "shares", "owners", [*request.survivors, *request.dropped], SHARE)
-    return {n: int.from_bytes(share) for n, share in found.items()} if found else None

@@ -301,7 +301,6 @@ def test_an_answer_that_cannot_be_decoded_is_none(kit: Any) -> None:
 @pytest.mark.parametrize(
     ("step", "name", "value"),
     [
-        ("advertise", "keys", [bytes(32), bytes(31) + b"\1"]),
         ("share", "receivers", np.array([1, 2, 4, 5])),
         ("confirm", "receivers", np.array([1, 2, 4, 5])),
         ("unmask", "owners", np.array([1, 2, 3, 4, 5])),
