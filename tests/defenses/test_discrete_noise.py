@@ -57,14 +57,6 @@ def test_exponentials_are_exact_in_their_parts() -> None:
     assert bits(4).one_in(3, n).mean() == pytest.approx(1 / 3, abs=6 * 0.5 / math.sqrt(n))
 
 
-def test_the_same_bits_give_the_same_noise_again() -> None:
-    update = {"w": torch.randn(100, generator=Generator().manual_seed(5)), "none": torch.zeros(0)}
-    noise = discrete(gaussian(0.1))
-    first, again = (noise.with_bits(update, bits(1)) for _ in range(2))
-    assert torch.equal(first["w"], again["w"]) and first["none"].shape == (0,)
-    assert torch.equal(discrete(laplace(0.0)).apply(update, None)["w"], update["w"])
-
-
 @pytest.mark.parametrize("noise", [discrete(gaussian(0.1)), discrete(laplace(0.1))], ids=repr)
 def test_who_knows_the_generator_does_not_know_the_noise(noise: UpdateTransform) -> None:
     """The zeros of a mask behind the noise gave the generator's state, and that gave the noise."""
