@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgauge.client.collusion import Tolerance, check_threshold, tolerance
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import check_above_zero
 from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum, Train, Value, Vector
 from fedgauge.defenses.shared_secrets import (
     SECRET,
@@ -38,8 +38,11 @@ from fedgauge.defenses.shared_secrets import (
 STEPS = ("advertise", "share", "mask", "confirm", "unmask")  # of a session, in their order
 SHARE = 66  # bytes of a number below the prime
 SEALED = 2 * SHARE + 16  # bytes of two encrypted shares
+LEVELS = 2**24 - 2  # the highest level of fixed point, counted from 0
+MOST_EXAMPLES = 2**20  # of one client; a client with more drops out
 
 Parsed = TypeVar("Parsed")
+Integers = NDArray[np.uint64]
 
 
 class Refused(ValueError):
@@ -63,18 +66,6 @@ class SecureSumResult:
     mean: Vector
     examples: int
     members: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class UnmaskRequest:
-    """The secrets that the server asks for: the seeds of survivors and the keys of dropped clients, by number from 1."""
-
-    survivors: tuple[int, ...]
-    dropped: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if both := sorted(set(self.survivors) & set(self.dropped)):
-            raise Refused(f"both secrets of client {both[0]} are asked for: with them its update could be unmasked")
 
 
 @dataclass(frozen=True)
@@ -109,9 +100,8 @@ class ClientSession:
 class PairwiseMasking(SecureSum):
     """The protocol, with the terms that all parties agree on beforehand: a client accepts no other terms from a server.
 
-    An update's entries are clipped to [-clip, clip] and rounded to 2^bits - 1 levels, evenly spaced over that range with zero
-    among them, which moves an entry inside it by at most clip / (2^bits - 2); a level times the client's number of examples is
-    what is summed, modulo 2^32 or, where a whole group's sum would not fit there, 2^64.
+    An update's entries are clipped to [-clip, clip] and rounded to evenly spaced levels with zero among them, which moves an
+    entry inside that range by at most clip / LEVELS; a level times the client's number of examples is summed modulo 2^64.
 
     Args:
         group: the most clients in one sum, >= 2.
@@ -120,25 +110,19 @@ class PairwiseMasking(SecureSum):
             learns one sum all the same, of t clients or more, if at most 2t - n - 1 clients help it. Default: more than two
             thirds, which fewer than a third of the group cannot break. No threshold helps against a server that hands on keys of
             its own as the other clients': it reads the update of whoever gets them.
-        most_examples: of one client; a client with more drops out.
         colluders: how many helpers of a lying server the threshold must resist; default: all that are fewer than a third.
     """
 
     group: int
     clip: float
     threshold: int | None = None
-    bits: int = 24
-    most_examples: int = 2**20
     colluders: int | None = field(default=None, repr=False)  # a party's own demand: the other need not share it
 
     def __post_init__(self) -> None:
         check_threshold(self.group, self.least, self.colluders)
         check_above_zero(self, "clip")
-        check_at_least(self, 1, "most_examples")
-        if not (2 <= self.bits <= 32 and self._largest < 2**64):
-            raise ValueError(
-                f"bits must be in 2..32, and group x most_examples x 2^bits below 2^64, got bits = {self.bits}"
-            )
+        if self.group * MOST_EXAMPLES * LEVELS >= 2**64:
+            raise ValueError(f"group must be smaller for a sum in 64 bits, got {self.group}")
 
     @property
     def least(self) -> int:
@@ -155,35 +139,21 @@ class PairwiseMasking(SecureSum):
         """How many clients may side with the server, or drop out."""
         return tolerance(self.group, self.least)
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The integer type of the sum."""
-        return np.dtype("<u4" if self._largest < 2**32 else "<u8")
-
-    @property
-    def _largest(self) -> int:
-        return self.group * self.most_examples * self._levels
-
-    @property
-    def _levels(self) -> int:
-        """The highest level, counted from 0."""
-        return int(2**self.bits) - 2
-
     # ------------------------------------------------------------------------------------------------- fixed point
 
-    def quantise(self, update: Vector, examples: int) -> NDArray[Any]:
+    def quantise(self, update: Vector, examples: int) -> Integers:
         """An update (size,) as integers (size + 1,), times its number of examples, which is the last entry."""
-        if not 1 <= examples <= self.most_examples:
-            raise ValueError(f"the number of examples must be in 1..{self.most_examples}, got {examples}")
+        if not 1 <= examples <= MOST_EXAMPLES:
+            raise ValueError(f"the number of examples must be in 1..{MOST_EXAMPLES}, got {examples}")
         if not np.isfinite(update).all():
             raise ValueError("the update has entries that are not finite")
-        levels = np.rint((np.clip(update, -self.clip, self.clip) / self.clip + 1) * (self._levels / 2))
-        return np.append(levels.astype(self.dtype) * self.dtype.type(examples), self.dtype.type(examples))
+        levels = np.rint((np.clip(update, -self.clip, self.clip) / self.clip + 1) * (LEVELS / 2))
+        return np.append(levels, 1).astype(np.uint64) * np.uint64(examples)
 
-    def mean(self, total: NDArray[Any]) -> tuple[Vector, int]:
+    def mean(self, total: Integers) -> tuple[Vector, int]:
         """The mean update (size,) and the number of examples, from a sum of such integers."""
         examples = int(total[-1])
-        return self.clip * (total[:-1] / examples * (2 / self._levels) - 1), examples
+        return self.clip * (total[:-1] / examples * (2 / LEVELS) - 1), examples
 
     # --------------------------------------------------------------------------------------------------- the client
 
@@ -220,7 +190,7 @@ class PairwiseMasking(SecureSum):
             return self._mask(member, dict(zip(senders, sealed, strict=True)), train)
         if step == "confirm":
             survivors, dropped = (tuple(cast(list[int], question[k])) for k in ("survivors", "dropped"))
-            return self._confirm(member, UnmaskRequest(survivors, dropped))
+            return self._confirm(replace(member, step="confirm", survivors=survivors, dropped=dropped))
         confirmed, tags = cast(list[int], question["confirmed"]), cast(list[bytes], question["tags"])
         return self._unmask(member, dict(zip(confirmed, tags, strict=True)))
 
@@ -255,24 +225,25 @@ class PairwiseMasking(SecureSum):
         self._check_enough(len(others) + 1)
         shares = [_opened(member, n, sealed[n]) for n in others]
         masked = self.quantise(*train())
-        masked += expand_seed(member.seed, len(masked), self.dtype)
+        masked += expand_seed(member.seed, len(masked))
         for n in others:
             seed = pair_seed(member.mask_key, member.keys[2 * n - 1], member.session)
-            mask = expand_seed(seed, len(masked), self.dtype)
+            mask = expand_seed(seed, len(masked))
             masked = masked + mask if member.number < n else masked - mask
         senders, kept = (*member.senders, *others), (*member.shares, *shares)
         return replace(member, step="mask", senders=senders, shares=kept).to_record(), {"masked": masked}
 
-    def _confirm(self, member: ClientSession, request: UnmaskRequest) -> tuple[Record, Record]:
+    def _confirm(self, member: ClientSession) -> tuple[Record, Record]:
         """A tag for each other survivor: this client was told of the same survivors and dropouts."""
-        asked = [*request.survivors, *request.dropped]
-        if sorted(asked) != sorted(member.senders):
-            raise Refused(f"asked to confirm clients {sorted(asked)}; those who share are {sorted(member.senders)}")
-        if member.number not in request.survivors:
+        asked = sorted([*member.survivors, *member.dropped])
+        if asked != sorted(
+            member.senders
+        ):  # nor is one client both, whose two secrets together would unmask its update
+            raise Refused(f"asked to confirm clients {asked}; those who share are {sorted(member.senders)}")
+        if member.number not in member.survivors:
             raise Refused("the server says that this client dropped out, but still asks it")
-        self._check_enough(len(request.survivors))
-        member = replace(member, step="confirm", survivors=request.survivors, dropped=request.dropped)
-        tags = {n: _tag(member, n, sends=True) for n in request.survivors if n != member.number}
+        self._check_enough(len(member.survivors))
+        tags = {n: _tag(member, n, sends=True) for n in member.survivors if n != member.number}
         return member.to_record(), {"receivers": list(tags), "tags": list(tags.values())}
 
     def _unmask(self, member: ClientSession, tags: Mapping[int, bytes]) -> tuple[Record, Record]:
@@ -315,68 +286,54 @@ class PairwiseMasking(SecureSum):
         sealed = self._usable(
             answers, number, lambda m, a: _addressed(a, "sealed", "receivers", _without(everybody, number[m]), SEALED)
         )
-        answers = yield {
-            m: {
-                **base,
-                "step": "mask",
-                "senders": [number[s] for s in sealed if s != m],
-                "sealed": [sealed[s][number[m]] for s in sealed if s != m],
-            }
-            for m in sealed
-        }
+        answers = yield _passed_on({**base, "step": "mask"}, "senders", "sealed", sealed, number)
         masked = self._usable(answers, sealed, lambda m, answer: self._vector(answer, size))
         # made once: later vectors are ignored, or the server might learn both secrets of a sender
-        request = UnmaskRequest(tuple(number[m] for m in masked), tuple(number[m] for m in sealed if m not in masked))
-        asked: Record = {"survivors": list(request.survivors), "dropped": list(request.dropped)}
+        survivors, dropped = [number[m] for m in masked], [number[m] for m in sealed if m not in masked]
+        asked: Record = {"survivors": survivors, "dropped": dropped}
         answers = yield {m: {**base, "step": "confirm", **asked} for m in masked}
         confirmed = self._usable(
             answers,
             masked,
-            lambda m, a: _addressed(a, "tags", "receivers", _without(request.survivors, number[m]), SECRET),
+            lambda m, a: _addressed(a, "tags", "receivers", _without(survivors, number[m]), SECRET),
         )
-        answers = yield {
-            m: {
-                **base,
-                "step": "unmask",
-                "confirmed": [number[s] for s in confirmed if s != m],
-                "tags": [confirmed[s][number[m]] for s in confirmed if s != m],
-            }
-            for m in confirmed
-        }
-        owners = [*request.survivors, *request.dropped]
+        answers = yield _passed_on({**base, "step": "unmask"}, "confirmed", "tags", confirmed, number)
+        owners = [*survivors, *dropped]
         disclosed = self._usable(answers, confirmed, lambda m, a: _addressed(a, "shares", "owners", owners, SHARE))
-        vectors = {number[m]: vector for m, vector in masked.items()}
-        total = self._unmasked(vectors, request, keys, session, {number[m]: held for m, held in disclosed.items()})
-        examples, most = int(total[-1]), len(masked) * self.most_examples
-        if not len(masked) <= examples <= most or int(total[:-1].max(initial=0)) > examples * self._levels:
+        shares = {number[m]: held for m, held in disclosed.items()}
+        total: Integers = np.sum(list(masked.values()), axis=0, dtype=np.uint64)
+        total = total - self._masks(survivors, dropped, keys, session, shares, len(total))
+        examples, most = int(total[-1]), len(masked) * MOST_EXAMPLES
+        if not len(masked) <= examples <= most or int(total[:-1].max(initial=0)) > examples * LEVELS:
             raise ValueError(f"{len(masked)} clients cannot have this sum, of {examples} examples: one of them lied")
         return SecureSumResult(*self.mean(total), tuple(masked))
 
-    def _unmasked(
+    def _masks(
         self,
-        masked: Mapping[int, NDArray[Any]],
-        request: UnmaskRequest,
+        survivors: Sequence[int],
+        dropped: Sequence[int],
         keys: Sequence[bytes],
         session: bytes,
-        disclosed: Mapping[int, Mapping[int, bytes]],
-    ) -> NDArray[Any]:
-        """The sum of the survivors' integers, from what each survivor disclosed of each client's secret."""
-        total: NDArray[Any] = np.sum(list(masked.values()), axis=0, dtype=self.dtype)
-        helpers = sorted(disclosed)[: self.least]
+        shares: Mapping[int, Mapping[int, bytes]],
+        size: int,
+    ) -> Integers:
+        """All masks in the sum of the survivors' vectors, from each survivor's share of each client's secret."""
+        helpers = sorted(shares)[: self.least]
+        total = np.zeros(size, np.uint64)
 
         def secret(n: int) -> bytes:
-            found = shamir_combine({helper: int.from_bytes(disclosed[helper][n]) for helper in helpers})
+            found = shamir_combine({helper: int.from_bytes(shares[helper][n]) for helper in helpers})
             if found >= 2 ** (8 * SECRET):
                 raise ValueError(f"the shares of client {n}'s secret do not fit together: a client sent wrong ones")
             return found.to_bytes(SECRET)
 
-        for n in request.survivors:
-            total -= expand_seed(secret(n), len(total), self.dtype)
-        for n in request.dropped:
+        for n in survivors:
+            total += expand_seed(secret(n), size)
+        for n in dropped:
             key = secret(n)
-            for s in request.survivors:
-                mask = expand_seed(pair_seed(key, keys[2 * s - 1], session), len(total), self.dtype)
-                total = total - mask if s < n else total + mask
+            for s in survivors:
+                mask = expand_seed(pair_seed(key, keys[2 * s - 1], session), size)
+                total = total + mask if s < n else total - mask
         return total
 
     def _usable(
@@ -395,10 +352,10 @@ class PairwiseMasking(SecureSum):
         if clients < self.least:
             raise TooFewSurvivors(f"{clients} clients are left, fewer than the threshold {self.least}")
 
-    def _vector(self, answer: Record, size: int) -> NDArray[Any] | None:
+    def _vector(self, answer: Record, size: int) -> Integers | None:
         found = answer.get("masked")
-        fits = isinstance(found, np.ndarray) and found.dtype == self.dtype and found.shape == (size + 1,)
-        return cast(NDArray[Any], found) if fits else None
+        fits = isinstance(found, np.ndarray) and found.dtype == np.uint64 and found.shape == (size + 1,)
+        return cast(Integers, found) if fits else None
 
 
 # ------------------------------------------------------------------------------------------------------- keys of a session
@@ -452,6 +409,16 @@ def _byte_strings(value: Value | None, count: int, size: int) -> list[bytes] | N
         isinstance(value, list) and len(value) == count and all(isinstance(v, bytes) and len(v) == size for v in value)
     )
     return cast(list[bytes], value) if fits else None
+
+
+def _passed_on(
+    base: Record, numbers: str, values: str, sent: Mapping[int, Mapping[int, bytes]], number: Mapping[int, int]
+) -> dict[int, Record]:
+    """A question to each member with what all others sent to it."""
+    return {
+        m: {**base, numbers: [number[s] for s in sent if s != m], values: [sent[s][number[m]] for s in sent if s != m]}
+        for m in sent
+    }
 
 
 def _without(numbers: Iterable[int], own: int) -> list[int]:

@@ -150,7 +150,7 @@ def test_any_one_of_five_may_drop_out(kit: Any, step: str, gone: int) -> None:
     flat = [torch.cat([update_of(c, 1)[k].flatten() for k in ("w", "b")]) for c in members]
     theta = torch.cat([THETA[k].flatten() for k in ("w", "b")])
     moved = [((theta + u).double() - theta.double()).numpy() for u in flat]  # weights travel in float32
-    total = np.sum([FIVE.quantise(u, c + 1) for u, c in zip(moved, members, strict=True)], axis=0, dtype=FIVE.dtype)
+    total = np.sum([FIVE.quantise(u, c + 1) for u, c in zip(moved, members, strict=True)], axis=0, dtype=np.uint64)
     mean, examples = FIVE.mean(total)
     (reply,) = (m for m in recorder.handed[0] if not m.has_error())
     arrays = reply.content.array_records["arrays"].to_torch_state_dict()
