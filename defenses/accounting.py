@@ -118,8 +118,8 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
                 raise UnknownGuarantee(
                     f"no epsilon is known: {_name(again[0])}, after the noise, may read the examples again"
                 )
-            if _mixed(links):
-                record, uses = client, releases
+            if any(isinstance(b, BatchTransform) and not isinstance(b, ats) and not one for b, one in links):
+                record, uses = client, releases  # blended before the clip, an example is in several clipped gradients
             kind: Literal["normal", "laplace"] = "normal" if _noise(link).sigma else "laplace"
             # a memory lets earlier examples change the release; SCAFFOLD's follows from what was sent
             remembers = any(isinstance(b, Link) and b.remembers and b is not local for b in before)
@@ -192,11 +192,6 @@ def _refuse_undeclared(links: Iterable[Transform]) -> None:
             )
 
 
-def _mixed(links: Sequence[tuple[Transform, bool]]) -> bool:
-    """Whether examples may be combined before clipping: then one example is in several clipped gradients."""
-    return any(isinstance(link, BatchTransform) and not isinstance(link, ats) and not each for link, each in links)
-
-
 def _name(link: Transform) -> str:
     return type(link).__name__
 
@@ -243,54 +238,39 @@ class Accountant:
         # who does not know the draws is a deployment's server, whose clients run the chain's deployed form
         found = mechanism(federation.chain if secret else federation.chain.deployed, batch_size, model)
         if fitted := federation.shards.dataset.fitted:
-            raise NoGuarantee(
-                f"no epsilon: {', '.join(fitted)} of [data] are computed from the examples, so that one of these changes all "
-                "others; give them, chosen without a look at the examples"
-            )
+            raise NoGuarantee(f"no epsilon: {', '.join(fitted)} of [data] are computed from the examples; give them")
         if (guard := federation.inspection_policy).inspect != "off" and guard.examples is not False:
             raise NoGuarantee(
-                "no epsilon: with examples = true in [guard] the examples decide what a client answers beside its update; leave it "
-                "out"
+                "no epsilon: with examples = true in [guard] the examples decide whether a client answers"
             )
         return cls(replace(found, sampled=found.sampled and secret), batch_size, delta, entries)
 
     def spent(self, rounds: int, shard: int) -> PrivacySpent:
         """The budget of a client that took part in this many rounds and holds this many records."""
-        if rounds == 0:
-            return PrivacySpent(0.0, 0.0)
-        m, client = self.mechanism, self.spent_of_client(rounds)
-        record = self._rounded(m.record)
-        if m.noise == "laplace":
-            return PrivacySpent(self._laplace(record, rounds * m.uses), client)
-        apart, delta = self._discrete(rounds)
-        of_record = _normal(record, rounds * m.uses, delta)
-        if m.sampled and shard > self.batch_size:
-            # all releases of a round use one batch
-            noise = record / 2 / math.sqrt(m.uses)
-            of_record = min(of_record, sampled_epsilon(self.batch_size / shard, noise, rounds, delta))
-        return PrivacySpent(of_record + 2 * apart, client)
+        m = self.mechanism
+        part = self.batch_size / shard if m.sampled and shard > self.batch_size else 1.0
+        return PrivacySpent(self._epsilon(rounds, m.record, m.uses, part), self.spent_of_client(rounds))
 
     def spent_of_client(self, rounds: int) -> float:
         """The epsilon of all of a client's data alone, which costs much less to compute than a record's."""
+        return self._epsilon(rounds, self.mechanism.client, self.mechanism.releases)
+
+    def _epsilon(self, rounds: int, multiplier: float, uses: int, part: float = 1.0) -> float:
+        """Of rounds with so many releases each; all releases of a round use one batch, this part of the records."""
         if rounds == 0:
             return 0.0
-        releases, multiplier = rounds * self.mechanism.releases, self._rounded(self.mechanism.client)
-        if self.mechanism.noise == "laplace":
-            return self._laplace(multiplier, releases)
-        apart, delta = self._discrete(rounds)
-        return _normal(multiplier, releases, delta) + 2 * apart
-
-    def _discrete(self, rounds: int) -> tuple[float, float]:
-        """Densities within a factor of e^apart give epsilon + 2 apart, at a delta smaller by that factor: apart, and that delta."""
-        m = self.mechanism
-        apart = DISCRETE * self.entries * rounds * m.releases if m.step else 0.0
-        return apart, self.delta * math.exp(-apart)
-
-    def _rounded(self, multiplier: float) -> float:
-        """A multiplier of discrete noise, whose grid moves each of two updates by half a step an entry at most."""
-        if not self.mechanism.step:
-            return multiplier
-        return 1 / ((1 + FLOAT32) / multiplier + self.mechanism.step * math.sqrt(self.entries) / 2)
+        m, apart = self.mechanism, 0.0
+        if m.step:  # the grid moves each of two updates by half a step an entry at most
+            multiplier = 1 / ((1 + FLOAT32) / multiplier + m.step * math.sqrt(self.entries) / 2)
+            apart = DISCRETE * self.entries * rounds * m.releases
+        if m.noise == "laplace":
+            return self._laplace(multiplier, rounds * uses)
+        # densities within a factor of e^apart give epsilon + 2 apart, at a delta smaller by that factor
+        delta = self.delta * math.exp(-apart)
+        epsilon = _normal(multiplier, rounds * uses, delta)
+        if part < 1:
+            epsilon = min(epsilon, sampled_epsilon(part, multiplier / 2 / math.sqrt(uses), rounds, delta))
+        return epsilon + 2 * apart
 
     def _laplace(self, multiplier: float, releases: int) -> float:
         """The lesser of pure epsilon and zero-concentrated privacy; no amplification is claimed.

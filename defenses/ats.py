@@ -180,9 +180,9 @@ def _with_sign(number: int, x: Tensor, plus: bool) -> Tensor:
     signed = size if plus else -size
     match name:
         case "translate_x":
-            return _translated(x, 0, _pixels(signed * x.shape[-1]))
+            return _translated(x, 0, math.floor(signed * x.shape[-1] + 0.5))  # the nearest pixel, as PIL takes it
         case "translate_y":
-            return _translated(x, _pixels(signed * x.shape[-2]), 0)
+            return _translated(x, math.floor(signed * x.shape[-2] + 0.5), 0)
         case "shear_y":
             return _sheared(x, signed)
         case "brightness" | "contrast" | "color" | "sharpness":
@@ -218,10 +218,6 @@ def _without(name: str, x: Tensor) -> Tensor:
     smooth = F.conv2d(x, kernel.expand(x.shape[-3], 1, 3, 3), groups=x.shape[-3])
     inside = F.pad(torch.ones_like(smooth[..., :1, :, :], dtype=torch.bool), (1,) * 4)
     return torch.where(inside, F.pad(smooth, (1,) * 4), x)  # the border stays as it is
-
-
-def _pixels(distance: float) -> int:
-    return math.floor(distance + 0.5)  # the nearest pixel, as PIL takes it
 
 
 def _translated(x: Tensor, rows: int, columns: int) -> Tensor:

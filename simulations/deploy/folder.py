@@ -80,17 +80,6 @@ class Deployment:
         deployment = cls(folder)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
-        deployment._fill(clients, hosts, checked, grading, sampling)
-        if os.getuid() == 0:  # the containers do not run as root
-            for path in (*folder.rglob("*"), folder):  # whose new owner enters it last
-                os.chown(path, CONTAINER_USER, CONTAINER_USER, follow_symlinks=False)
-        return deployment
-
-    def _fill(
-        self, clients: int, hosts: Sequence[str], checked: Scenario, grading: Grading, sampling: Sampling
-    ) -> None:
-        """Write all files into the empty folder."""
-        folder = self.folder
         for part in ("tls", "keys", "public", "secrets", "clients", "link", "runs", "logs"):
             (folder / part).mkdir(mode=0o700)
         (folder / "scenario.toml").write_text(checked.to_toml())
@@ -100,10 +89,14 @@ class Deployment:
         for client in range(clients):
             write_node_key(folder / "keys" / f"client-{client}")
             # a copy for the server's containers, which must not see the private keys
-            shutil.copyfile(self.public_key(client), folder / "public" / self.public_key(client).name)
-            self._write_client(client, checked, grading, sampling)
-        write_secret(folder / ".env", self._settings(clients).encode())
+            shutil.copyfile(deployment.public_key(client), folder / "public" / deployment.public_key(client).name)
+            deployment._write_client(client, checked, grading, sampling)
+        write_secret(folder / ".env", _settings(clients).encode())
         (folder / "compose.override.yaml").write_text(override(clients))
+        if os.getuid() == 0:  # the containers do not run as root
+            for path in (*folder.rglob("*"), folder):  # whose new owner enters it last
+                os.chown(path, CONTAINER_USER, CONTAINER_USER, follow_symlinks=False)
+        return deployment
 
     @classmethod
     def open(cls, folder: Path) -> "Deployment":
@@ -203,13 +196,14 @@ class Deployment:
         }
         write_secret(folder / "client.toml", (_OWNER + tomli_w.dumps(tables)).encode())
 
-    def _settings(self, clients: int) -> str:
-        user = os.getuid() or CONTAINER_USER
-        group = os.getgid() or CONTAINER_USER
-        return (
-            f"FEDGAUGE_VERSION={VERSION}\nFEDGAUGE_UID={user}\nFEDGAUGE_GID={group}\nFEDGAUGE_RUN={FIRST_RUN}\n"
-            f"FEDGAUGE_CLIENTS={clients}\nFEDGAUGE_MEMORY={MEMORY}\nFEDGAUGE_GPUS=1\nCOMPOSE_PROFILES=cpu\n"
-        )
+
+def _settings(clients: int) -> str:
+    """The settings of docker-compose.yml."""
+    user, group = os.getuid() or CONTAINER_USER, os.getgid() or CONTAINER_USER
+    return (
+        f"FEDGAUGE_VERSION={VERSION}\nFEDGAUGE_UID={user}\nFEDGAUGE_GID={group}\nFEDGAUGE_RUN={FIRST_RUN}\n"
+        f"FEDGAUGE_CLIENTS={clients}\nFEDGAUGE_MEMORY={MEMORY}\nFEDGAUGE_GPUS=1\nCOMPOSE_PROFILES=cpu\n"
+    )
 
 
 def override(clients: int) -> str:
