@@ -258,8 +258,7 @@ def _objection(
     audit, policy = None, UpdatePolicy(limits.max_norm)
     if inversion is not None:
         audit = partial(inversion.leak, own, params, buffers, update, moved, own.owner.batch(rows))
-        scale = inversion.scale(own)
-        policy = UpdatePolicy(limits.max_norm, scale.threshold(limits.threshold), scale.unit, scale.higher_leaks)
+        policy = inversion.policy(own, limits)
     return UpdatePolicy().objection(moved) or policy.objection(update, audit)
 
 

@@ -1,23 +1,16 @@
 """The (epsilon, delta)-differential privacy of a chain's clipping and noise, by Google's dp-accounting.
 
-The server is the adversary: it sees every single update (a secure sum, which shows it less, is not counted) and knows who took
-part in which round, so sampling of clients gives no amplification. It does not know which of a client's examples are in a
-round's batch: a fixed number, drawn anew each round without replacement. Sizes are public, so data sets are neighbours if one
-record is replaced by another, or a client's whole data by any other (with the same labels, where these divide the data): what
-is clipped to C moves by 2 C. Everything after the noise is post-processing (sign, prune, aggregation, the next rounds'
-weights). Of gaussian and laplace the guarantee holds in real numbers, and with secret draws; a simulation's noise, in floating
-point and from a known seed, is weaker. A deployment's client runs their discrete forms: the accounting then adds what rounding
-to their grid, float32 before it, and the difference between discrete and rounded normal noise can cost. Updates of half
-precision are float32 from the clip until the noise is in. In a deployment the server cannot verify that a client draws in
-secret: amplification then counts only in the client's own computation, and there only if all of its data are its own, as the
-server decides how shared data are divided. An epsilon covers the updates of the chain, and so
-refusals that follow from them; not the time that an answer takes, gradings, or metrics that an app of one's own sends beside
-them. There is none for data of which a part was fitted on the private examples (`Dataset.fitted`); of a published dataset mean,
-std, classes and vocabulary count as published, too.
+The server is the adversary: it sees every update and knows who took part in which round, but not which of a client's examples
+are in a round's batch: a fixed number, drawn anew each round without replacement. Data sets are neighbours if one record is
+replaced by another, or a client's whole data by any other: what is clipped to C moves by 2 C. Everything after the noise is
+post-processing. Of gaussian and laplace the guarantee holds in real numbers, and with secret draws. A deployment's client runs
+their discrete forms: the accounting then adds what rounding to their grid and float32 before it cost, and the difference between
+discrete and rounded normal noise. A server cannot verify that a client draws in secret: amplification then counts only in the
+client's own computation, and there only if all of its data are its own. docs/defenses.md says what an epsilon does not cover.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,7 +18,6 @@ from torch import nn
 
 from fedgauge.client.chain import Chain, may_read_examples
 from fedgauge.client.federation import Federation
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import (
     BatchTransform,
     Link,
@@ -40,22 +32,13 @@ from fedgauge.defenses.ats import ats
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.discrete_draws import STEPS
 from fedgauge.defenses.dp_sgd import dp_sgd
-from fedgauge.defenses.mask import mask
-from fedgauge.defenses.noise import discrete_gaussian, discrete_laplace, gaussian, identity, laplace
-from fedgauge.defenses.prune import prune
-from fedgauge.defenses.sign import sign
+from fedgauge.defenses.noise import discrete, gaussian, identity, laplace
 
 DELTA = 1e-5
 FLOAT32 = 2.0**-10  # more than float32's sums and norms enlarge what a clipped example can move, as a part of it
 # more than |log| of discrete over rounded normal probability up to 12 sigma, (12^2 + 1) / (24 STEPS^2); beyond lie 4e-33
 DISCRETE = 2.0**-45
 LITTLE = 1e-6  # noise over what can move, below which an epsilon, then above 1e11, counts as none
-_WHY_NOT: Mapping[type, str] = {
-    clip: "clipping alone gives no epsilon: it adds no noise",
-    mask: "masking gives no epsilon: the kept entries are sent without noise",
-    prune: "pruning gives no epsilon: the kept entries are sent without noise",
-    sign: "sign compression gives no epsilon: it is deterministic",
-}
 
 
 class NoGuarantee(ValueError):
@@ -107,16 +90,22 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
     Raises:
         NoGuarantee: the chain lacks clipping or noise, or another link makes their guarantee unknown.
     """
-    _check_buffers(model)
+    for name, layer in model.named_modules() if model is not None else ():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+            raise NoGuarantee(
+                f"no epsilon: layer {name!r} (BatchNorm in train mode) mixes examples, and its statistics are sent without noise"
+            )
     local, links = chain.local, list(_acting(chain))
     if not any(_width(link) > 0 for link, _ in links):
-        raise _no_noise(links)
+        _refuse_undeclared([link for link, _ in links])
+        raise NoGuarantee("the chain adds no noise, so it has no epsilon")
     largest = min(local.batch_size or batch_size, batch_size)
     size = batch_size % largest or largest  # an epoch's last batch may be smaller, and an example counts for more in it
     record = client = math.inf
     trained = False
-    why: NoGuarantee | None = None
+    lost: NoGuarantee | None = None
     for i, (link, each) in enumerate(links):
+        before = [earlier for earlier, _ in links[:i]]
         if isinstance(link, clip):
             record = min(record, link.max_norm / (size if each else 1))
             client = min(client, link.max_norm)
@@ -125,21 +114,32 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
         elif (width := _width(link)) > 0 and client < math.inf and not each:
             releases = 1 if trained else local.gradients(batch_size)
             uses = 1 if trained else math.ceil(releases / math.ceil(batch_size / largest))
-            _check_around(links[i + 1 :])
-            if _mixed(links):
-                record, uses = client, releases
+            if again := [after for after, _ in links[i + 1 :] if may_read_examples(after)]:
+                raise UnknownGuarantee(
+                    f"no epsilon is known: {_name(again[0])}, after the noise, may read the examples again"
+                )
+            if any(isinstance(b, BatchTransform) and not isinstance(b, ats) and not one for b, one in links):
+                record, uses = client, releases  # blended before the clip, an example is in several clipped gradients
             kind: Literal["normal", "laplace"] = "normal" if _noise(link).sigma else "laplace"
-            sampled = not any(_remembers(before, local) for before, _ in links[:i])
-            step = 1 / STEPS if isinstance(link, discrete_gaussian | discrete_laplace) else 0.0
-            return Mechanism(kind, _over(width, record), _over(width, client), uses, releases, sampled, step)
-        elif not (isinstance(link, identity | BatchTransform) or _width(link) == 0):
-            # the link that lost the bound says more than later noise without a bound
-            if client < math.inf or why is None:
-                why = _obstacle(link, each, client < math.inf, [before for before, _ in links[:i]])
+            # a memory lets earlier examples change the release; SCAFFOLD's follows from what was sent
+            remembers = any(isinstance(b, Link) and b.remembers and b is not local for b in before)
+            step = 1 / STEPS if isinstance(link, discrete) else 0.0
+            return Mechanism(kind, _over(width, record), _over(width, client), uses, releases, not remembers, step)
+        elif width > 0 and each:
+            lost = UnknownGuarantee(f"no epsilon is known: {_name(link)} acts on each example; add noise to their mean")
+            record = client = math.inf
+        elif not (isinstance(link, identity | BatchTransform) or width == 0):
+            if client < math.inf:
+                lost = UnknownGuarantee(
+                    f"no epsilon is known: {_name(link)}, between the clip and the noise, may enlarge the effect of an example"
+                )
+            elif width > 0 and lost is None:
+                _refuse_undeclared(before)
+                lost = NoGuarantee(f"noise ({_name(link)}) without a clip before it bounds nothing")
             record = client = math.inf
             trained = trained or link is local
-    assert why is not None
-    raise why
+    assert lost is not None
+    raise lost
 
 
 def _over(width: float, moved: float) -> float:
@@ -177,86 +177,23 @@ def _noise(link: Transform) -> UpdateDistribution:
     return declared or UpdateDistribution()
 
 
-def _left_open(link: Transform) -> str:
-    """What somebody else's link leaves open of how it changes an update's distribution; empty if nothing."""
-    if type(link).__module__.startswith("fedgauge."):
-        return ""
-    if getattr(type(link), "update_distribution", Link.update_distribution) is Link.update_distribution:
-        return "does not declare whether it bounds the update or adds noise"
-    if _noise(link).noisy and not is_identity(noise_free(link)):
-        return "adds noise and does something else as well, by its declaration"
-    assert isinstance(link, Link)
-    return "" if link.update_distribution(UpdateDistribution()) else "declares that its distribution has no closed form"
-
-
-def _mixed(links: Sequence[tuple[Transform, bool]]) -> bool:
-    """Whether examples may be combined before clipping: then one example is in several clipped gradients."""
-    return any(isinstance(link, BatchTransform) and not isinstance(link, ats) and not each for link, each in links)
-
-
-def _check_around(after: Sequence[tuple[Transform, bool]]) -> None:
-    for link, _ in after:
-        if may_read_examples(link):
-            raise UnknownGuarantee(f"no epsilon is known: {_name(link)}, after the noise, may read the examples again")
-
-
-def _obstacle(link: Transform, each: bool, clipped: bool, before: Sequence[Transform]) -> NoGuarantee | None:
-    """Why no guarantee is known for noise of, or after, this link; None if the link is no obstacle."""
-    if _width(link) > 0 and each:
-        return UnknownGuarantee(
-            f"no epsilon is known: {_name(link)} acts on each example; put it after the links that do, on their mean"
-        )
-    if _width(link) > 0 and (silent := next(filter(_left_open, before), None)) is not None:
-        return UnknownGuarantee(
-            f"no epsilon is known: {_name(silent)} {_left_open(silent)}; put clip between it and the noise ({_name(link)})"
-        )
-    if _width(link) > 0:
-        return NoGuarantee(
-            f"noise ({_name(link)}) without a clip before it bounds nothing: one example may move the update by any amount"
-        )
-    if clipped and isinstance(link, local_sgd):
-        return UnknownGuarantee(
-            f"no epsilon is known for clipping before {_of_steps(link)} and noise after: put both on the same side of it"
-        )
-    if clipped:
-        return UnknownGuarantee(
-            f"no epsilon is known: {_name(link)}, between the clip and the noise, may enlarge the effect of an example"
-        )
-    return None
-
-
-def _of_steps(local: local_sgd) -> str:
-    if local.steps > 1:
-        return "several local steps (one example changes the later steps' gradients of all others)"
-    return f"{local.words} (which is no bounded multiple of the gradient)"
-
-
-def _remembers(link: Transform, local: Link) -> bool:
-    """Whether a link's state lets earlier examples change the release; SCAFFOLD's follows from what was sent."""
-    return isinstance(link, Link) and link.remembers and link is not local
-
-
-def _no_noise(links: Sequence[tuple[Transform, bool]]) -> NoGuarantee:
-    defenses = [link for link, _ in links if not isinstance(link, local_sgd | identity | gaussian | laplace)]
-    if (silent := next(filter(_left_open, defenses), None)) is not None:
-        return UnknownGuarantee(
-            f"no epsilon is known: {_name(silent)} {_left_open(silent)}; bound the update by clip, and add noise by gaussian or "
-            "laplace, or by a link that declares it (`update_distribution`, with the identity as its `mean`)"
-        )
-    reasons = [_WHY_NOT.get(type(link), f"{_name(link)} gives no epsilon: it adds no noise") for link in defenses]
-    return NoGuarantee("; ".join(dict.fromkeys(reasons)) or "the chain adds no noise, so it has no epsilon")
+def _refuse_undeclared(links: Iterable[Transform]) -> None:
+    """UnknownGuarantee if a link from outside fedgauge may clip or add noise without a declaration that suffices."""
+    for link in links:
+        if type(link).__module__.startswith("fedgauge."):
+            continue
+        declared = link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
+        default = getattr(type(link), "update_distribution", None) is Link.update_distribution
+        if default or declared is None or (declared.noisy and not is_identity(noise_free(link))):
+            raise UnknownGuarantee(
+                f"no epsilon is known: {_name(link)} does not declare whether it bounds the update or adds noise and nothing else; "
+                "bound the update by clip, then add noise by gaussian or laplace, or by a link that declares it "
+                "(`update_distribution`, with the identity as its `mean`)"
+            )
 
 
 def _name(link: Transform) -> str:
     return type(link).__name__
-
-
-def _check_buffers(model: nn.Module | None) -> None:
-    for name, layer in model.named_modules() if model is not None else ():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
-            raise NoGuarantee(
-                f"no epsilon: layer {name!r} (BatchNorm in train mode) mixes examples, and its statistics are sent without noise"
-            )
 
 
 # ---------------------------------------------------------------------------------------------------------- accounting
@@ -286,10 +223,6 @@ class Accountant:
     delta: float
     entries: int
 
-    def __post_init__(self) -> None:
-        if not 0 < self.delta < 1:
-            raise ValueError(f"delta must be above 0 and below 1, got {self.delta}")
-
     @classmethod
     def of(
         cls, federation: Federation, delta: float = DELTA, secret: bool = True, entries: int | None = None
@@ -305,54 +238,39 @@ class Accountant:
         # who does not know the draws is a deployment's server, whose clients run the chain's deployed form
         found = mechanism(federation.chain if secret else federation.chain.deployed, batch_size, model)
         if fitted := federation.shards.dataset.fitted:
-            raise NoGuarantee(
-                f"no epsilon: {', '.join(fitted)} of [data] are computed from the examples, so that one of these changes all "
-                "others; give them, chosen without a look at the examples"
-            )
+            raise NoGuarantee(f"no epsilon: {', '.join(fitted)} of [data] are computed from the examples; give them")
         if (guard := federation.inspection_policy).inspect != "off" and guard.examples is not False:
             raise NoGuarantee(
-                "no epsilon: with examples = true in [guard] the examples decide what a client answers beside its update; leave it "
-                "out"
+                "no epsilon: with examples = true in [guard] the examples decide whether a client answers"
             )
         return cls(replace(found, sampled=found.sampled and secret), batch_size, delta, entries)
 
     def spent(self, rounds: int, shard: int) -> PrivacySpent:
         """The budget of a client that took part in this many rounds and holds this many records."""
-        if rounds == 0:
-            return PrivacySpent(0.0, 0.0)
-        m, client = self.mechanism, self.spent_of_client(rounds)
-        record = self._rounded(m.record)
-        if m.noise == "laplace":
-            return PrivacySpent(self._laplace(record, rounds * m.uses), client)
-        apart, delta = self._discrete(rounds)
-        of_record = _normal(record, rounds * m.uses, delta)
-        if m.sampled and shard > self.batch_size:
-            # all releases of a round use one batch
-            noise = record / 2 / math.sqrt(m.uses)
-            of_record = min(of_record, sampled_epsilon(self.batch_size / shard, noise, rounds, delta))
-        return PrivacySpent(of_record + 2 * apart, client)
+        m = self.mechanism
+        part = self.batch_size / shard if m.sampled and shard > self.batch_size else 1.0
+        return PrivacySpent(self._epsilon(rounds, m.record, m.uses, part), self.spent_of_client(rounds))
 
     def spent_of_client(self, rounds: int) -> float:
         """The epsilon of all of a client's data alone, which costs much less to compute than a record's."""
+        return self._epsilon(rounds, self.mechanism.client, self.mechanism.releases)
+
+    def _epsilon(self, rounds: int, multiplier: float, uses: int, part: float = 1.0) -> float:
+        """Of rounds with so many releases each; all releases of a round use one batch, this part of the records."""
         if rounds == 0:
             return 0.0
-        releases, multiplier = rounds * self.mechanism.releases, self._rounded(self.mechanism.client)
-        if self.mechanism.noise == "laplace":
-            return self._laplace(multiplier, releases)
-        apart, delta = self._discrete(rounds)
-        return _normal(multiplier, releases, delta) + 2 * apart
-
-    def _discrete(self, rounds: int) -> tuple[float, float]:
-        """Densities within a factor of e^apart give epsilon + 2 apart, at a delta smaller by that factor: apart, and that delta."""
-        m = self.mechanism
-        apart = DISCRETE * self.entries * rounds * m.releases if m.step else 0.0
-        return apart, self.delta * math.exp(-apart)
-
-    def _rounded(self, multiplier: float) -> float:
-        """A multiplier of discrete noise, whose grid moves each of two updates by half a step an entry at most."""
-        if not self.mechanism.step:
-            return multiplier
-        return 1 / ((1 + FLOAT32) / multiplier + self.mechanism.step * math.sqrt(self.entries) / 2)
+        m, apart = self.mechanism, 0.0
+        if m.step:  # the grid moves each of two updates by half a step an entry at most
+            multiplier = 1 / ((1 + FLOAT32) / multiplier + m.step * math.sqrt(self.entries) / 2)
+            apart = DISCRETE * self.entries * rounds * m.releases
+        if m.noise == "laplace":
+            return self._laplace(multiplier, rounds * uses)
+        # densities within a factor of e^apart give epsilon + 2 apart, at a delta smaller by that factor
+        delta = self.delta * math.exp(-apart)
+        epsilon = _normal(multiplier, rounds * uses, delta)
+        if part < 1:
+            epsilon = min(epsilon, sampled_epsilon(part, multiplier / 2 / math.sqrt(uses), rounds, delta))
+        return epsilon + 2 * apart
 
     def _laplace(self, multiplier: float, releases: int) -> float:
         """The lesser of pure epsilon and zero-concentrated privacy; no amplification is claimed.

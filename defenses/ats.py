@@ -4,7 +4,6 @@ The list of operations is that of the published code, which always applies each 
 probabilities in its list [code].
 """
 
-import importlib.util
 import itertools
 import math
 from collections.abc import Sequence
@@ -48,10 +47,6 @@ RANGES = {
 }
 SIGNED = {"brightness", "color", "contrast", "sharpness", "shear_y", "translate_x", "translate_y"}  # + or - at random
 FLAT = {"equalize", "posterize"}  # no useful derivative
-FOREIGN = {
-    "equalize",
-    "rotate",
-}  # torchvision's; the others are written here, since torchvision's overwrite tensors that the derivative needs
 GREY = (0.299, 0.587, 0.114)
 
 
@@ -84,9 +79,6 @@ class ats(BatchTransform):
             )
         if len(self.shape) != 3 or self.shape[0] not in (1, 3):
             raise ValueError(f"ATS augments images of 1 or 3 channels, (C, H, W); these have the shape {self.shape}")
-        foreign = [f"{n} ({OPERATIONS[n][0]})" for n in numbers if OPERATIONS[n][0] in FOREIGN]
-        if foreign and importlib.util.find_spec("torchvision") is None:
-            raise ValueError(f"policy {self} needs torchvision, which is not installed, for {', '.join(foreign)}")
         if self.invert_through is not None and not 0 <= self.invert_through < len(self.draws):
             raise ValueError(
                 f"policy {self} has the draws 0 to {len(self.draws) - 1}; invert_through is {self.invert_through}"
@@ -188,9 +180,9 @@ def _with_sign(number: int, x: Tensor, plus: bool) -> Tensor:
     signed = size if plus else -size
     match name:
         case "translate_x":
-            return _translated(x, 0, _pixels(signed * x.shape[-1]))
+            return _translated(x, 0, math.floor(signed * x.shape[-1] + 0.5))  # the nearest pixel, as PIL takes it
         case "translate_y":
-            return _translated(x, _pixels(signed * x.shape[-2]), 0)
+            return _translated(x, math.floor(signed * x.shape[-2] + 0.5), 0)
         case "shear_y":
             return _sheared(x, signed)
         case "brightness" | "contrast" | "color" | "sharpness":
@@ -226,10 +218,6 @@ def _without(name: str, x: Tensor) -> Tensor:
     smooth = F.conv2d(x, kernel.expand(x.shape[-3], 1, 3, 3), groups=x.shape[-3])
     inside = F.pad(torch.ones_like(smooth[..., :1, :, :], dtype=torch.bool), (1,) * 4)
     return torch.where(inside, F.pad(smooth, (1,) * 4), x)  # the border stays as it is
-
-
-def _pixels(distance: float) -> int:
-    return math.floor(distance + 0.5)  # the nearest pixel, as PIL takes it
 
 
 def _translated(x: Tensor, rows: int, columns: int) -> Tensor:

@@ -58,13 +58,7 @@ class RandomBits:
 
     def exp_minus_one(self, count: int) -> Flags:
         """True with probability exp(-1), (count,)."""
-        found = np.zeros(count, np.bool_)
-        left, k = np.arange(count), 2  # 1 in 1 goes on from k = 1 every time
-        while len(left):
-            goes_on = self.one_in(k, len(left))
-            found[left[~goes_on]] = k % 2 == 1
-            left, k = left[goes_on], k + 1
-        return found
+        return self.exp_minus(np.ones(count, np.int64), 0)
 
 
 def laplace_draws(bits: RandomBits, count: int) -> Whole:

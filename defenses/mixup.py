@@ -7,6 +7,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from fedgauge.client.components import check_above_zero
 from fedgauge.client.transforms import BatchTransform, Link, UpdateDistribution
 from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import identity
@@ -28,8 +29,7 @@ class mixup(BatchTransform):
     batch_size: int
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha < float("inf"):
-            raise ValueError(f"alpha must be above 0 and finite, got {self.alpha}")
+        check_above_zero(self, "alpha")
         _check(self.batch_size)
 
     @property

@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 from fedgauge.client.components import check_at_least
 from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform, transformed
 from fedgauge.client.update import Update, UpdateFn
-from fedgauge.defenses.discrete_draws import STEPS, RandomBits, Whole, laplace_draws, normal_draws
+from fedgauge.defenses.discrete_draws import STEPS, RandomBits, laplace_draws, normal_draws
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class gaussian(_Noise):
 
     @property
     def deployed(self) -> Link:
-        return discrete_gaussian(self.sigma)
+        return discrete(self)
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {
@@ -95,7 +95,7 @@ class laplace(_Noise):
 
     @property
     def deployed(self) -> Link:
-        return discrete_laplace(self.scale)
+        return discrete(self)
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         noisy = {}
@@ -108,78 +108,36 @@ class laplace(_Noise):
         return noisy
 
 
-class _DiscreteNoise(_Noise):
-    """Rounding to a grid, then noise of whole steps, whose bits are a cipher's."""
+@dataclass(frozen=True)
+class discrete(_Noise):
+    """Round to multiples of a 2^24th of the noise's deviation or scale, then add discrete noise of the same law.
+
+    Its key is fresh for each update: other links draw from rng, and a server that sees their draws (a mask's zeros) computes
+    its state.
+    """
+
+    law: gaussian | laplace
 
     one_at_a_time = True
 
     @property
-    @abstractmethod
-    def width(self) -> float:
-        """The noise's standard deviation or scale; it is STEPS steps of the grid."""
-
-    @staticmethod
-    @abstractmethod
-    def draws(bits: RandomBits, count: int) -> Whole:
-        """Independent numbers of steps, (count,)."""
+    def alone(self) -> UpdateDistribution:
+        return self.law.alone
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         if transformed():  # vmap would give every example the same noise
             raise RuntimeError("discrete noise is drawn outside of torch.func's transforms, for one example at a time")
-        # a key of its own: other links draw from rng, and a server that sees their draws (a mask's zeros) computes its state
         return self.with_bits(update, RandomBits.secret())
 
     def with_bits(self, update: Update, bits: RandomBits) -> Update:
         """The update with noise of these bits."""
-        return {k: self._noisy(t, bits) for k, t in update.items()} if self.width else dict(update)
+        step = (self.alone.sigma or self.alone.scale) / STEPS
+        draws = normal_draws if isinstance(self.law, gaussian) else laplace_draws
 
-    def _noisy(self, t: Tensor, bits: RandomBits) -> Tensor:
-        step = self.width / STEPS
-        drawn = torch.from_numpy(self.draws(bits, t.numel())).reshape(t.shape).to(t.device)
-        # in double precision sums of whole numbers are exact; rounding such a sum to t's precision tells no more than the sum
-        noisy: Tensor = (((t.double() / step).round() + drawn) * step).to(t.dtype)
-        return noisy
+        def noisy(t: Tensor) -> Tensor:
+            drawn = torch.from_numpy(draws(bits, t.numel())).reshape(t.shape).to(t.device)
+            # in double precision sums of whole numbers are exact; rounding such a sum to t's precision reveals no more than it
+            found: Tensor = (((t.double() / step).round() + drawn) * step).to(t.dtype)
+            return found
 
-
-@dataclass(frozen=True)
-class discrete_gaussian(_DiscreteNoise):
-    """Round to multiples of sigma / 2^24, then add discrete normal noise of standard deviation sigma (>= 0)."""
-
-    sigma: float
-
-    def __post_init__(self) -> None:
-        gaussian(self.sigma)  # checks it
-
-    @property
-    def alone(self) -> UpdateDistribution:
-        return UpdateDistribution(sigma=self.sigma)
-
-    @property
-    def width(self) -> float:
-        return self.sigma
-
-    @staticmethod
-    def draws(bits: RandomBits, count: int) -> Whole:
-        return normal_draws(bits, count)
-
-
-@dataclass(frozen=True)
-class discrete_laplace(_DiscreteNoise):
-    """Round to multiples of scale / 2^24, then add discrete Laplace noise of this scale (>= 0)."""
-
-    scale: float
-
-    def __post_init__(self) -> None:
-        laplace(self.scale)  # checks it
-
-    @property
-    def alone(self) -> UpdateDistribution:
-        return UpdateDistribution(scale=self.scale)
-
-    @property
-    def width(self) -> float:
-        return self.scale
-
-    @staticmethod
-    def draws(bits: RandomBits, count: int) -> Whole:
-        return laplace_draws(bits, count)
+        return {k: noisy(t) for k, t in update.items()} if step else dict(update)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.components import check_part
+from fedgauge.client.components import check_above_zero, check_at_least, check_part
 from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
 from fedgauge.defenses.noise import gaussian
@@ -36,7 +36,8 @@ class percentile_privacy(UpdateTransform):
     def __post_init__(self) -> None:
         if not 0 <= self.percentile <= 100:
             raise ValueError(f"percentile must lie in 0..100, got {self.percentile}")
-        _check_filter(self.gamma, self.steps)
+        check_above_zero(self, "gamma")
+        check_at_least(self, 1, "steps")
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         magnitudes = _flat(update).detach().abs() / self.steps
@@ -80,9 +81,8 @@ class svt_privacy(UpdateTransform):
 
     def __post_init__(self) -> None:
         check_part(self, "fraction")
-        if not (self.epsilon > 0 and self.noise_var > 0):
-            raise ValueError(f"epsilon and noise_var must be above 0, got {self.epsilon} and {self.noise_var}")
-        _check_filter(self.gamma, self.steps)
+        check_above_zero(self, "epsilon", "noise_var", "gamma")
+        check_at_least(self, 1, "steps")
 
     @property
     def mean(self) -> Link:
@@ -119,18 +119,8 @@ def local_dp(epsilon: float, sensitivity: float = 1.0, delta: float = 1e-5) -> g
         delta: above 0 and below 1.
     """
     if not epsilon > 0 or not sensitivity >= 0 or not 0 < delta < 1:
-        raise ValueError(
-            f"expected an epsilon above 0, a sensitivity of at least 0 and a delta between 0 and 1, got {epsilon}, {sensitivity} "
-            f"and {delta}"
-        )
+        raise ValueError(f"epsilon = {epsilon}, sensitivity = {sensitivity}, delta = {delta}: one is out of its range")
     return gaussian(sensitivity * math.sqrt(2 * math.log(1.25 / delta)) / epsilon)
-
-
-def _check_filter(gamma: float, steps: int) -> None:
-    if not gamma > 0:
-        raise ValueError(f"gamma must be above 0, got {gamma}")
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
 
 
 def _within(bound: float, update: Update) -> float:

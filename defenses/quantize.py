@@ -29,8 +29,6 @@ class quantize(UpdateTransform):
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 16:
             raise ValueError(f"bits must be from 2 (a sign and zero or not) to 16, got {self.bits}")
-        if self.kind not in ("qsgd", "uniform"):
-            raise ValueError(f'kind must be "qsgd" or "uniform", got {self.kind!r}')
 
     @property
     def levels(self) -> int:

@@ -14,7 +14,6 @@ the clients confirm to each other which survivors and dropouts they were told of
 import hashlib
 import hmac
 import secrets
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -24,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgauge.client.collusion import Tolerance, check_threshold, tolerance
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import check_above_zero
 from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum, Train, Value, Vector
 from fedgauge.defenses.shared_secrets import (
     SECRET,
@@ -39,11 +38,18 @@ from fedgauge.defenses.shared_secrets import (
 STEPS = ("advertise", "share", "mask", "confirm", "unmask")  # of a session, in their order
 SHARE = 66  # bytes of a number below the prime
 SEALED = 2 * SHARE + 16  # bytes of two encrypted shares
+LEVELS = 2**24 - 2  # the highest level of fixed point, counted from 0
+MOST_EXAMPLES = 2**20  # of one client; a client with more drops out
 
 Parsed = TypeVar("Parsed")
+Integers = NDArray[np.uint64]
 
 
-class TooFewSurvivors(ValueError):
+class Refused(ValueError):
+    """A client does not answer a question that breaks the protocol, or whose answer would reveal a secret."""
+
+
+class TooFewSurvivors(Refused):
     """Fewer clients are left than the threshold: there is no sum."""
 
 
@@ -60,18 +66,6 @@ class SecureSumResult:
     mean: Vector
     examples: int
     members: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class UnmaskRequest:
-    """The secrets that the server asks for: the seeds of survivors and the keys of dropped clients, by number from 1."""
-
-    survivors: tuple[int, ...]
-    dropped: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if both := sorted(set(self.survivors) & set(self.dropped)):
-            raise ValueError(f"both secrets of client {both[0]} are asked for: with them its update could be unmasked")
 
 
 @dataclass(frozen=True)
@@ -106,9 +100,8 @@ class ClientSession:
 class PairwiseMasking(SecureSum):
     """The protocol, with the terms that all parties agree on beforehand: a client accepts no other terms from a server.
 
-    An update's entries are clipped to [-clip, clip] and rounded to 2^bits - 1 levels, evenly spaced over that range with zero
-    among them, which moves an entry inside it by at most clip / (2^bits - 2); a level times the client's number of examples is
-    what is summed, modulo 2^32 or, where a whole group's sum would not fit there, 2^64.
+    An update's entries are clipped to [-clip, clip] and rounded to evenly spaced levels with zero among them, which moves an
+    entry inside that range by at most clip / LEVELS; a level times the client's number of examples is summed modulo 2^64.
 
     Args:
         group: the most clients in one sum, >= 2.
@@ -117,28 +110,19 @@ class PairwiseMasking(SecureSum):
             learns one sum all the same, of t clients or more, if at most 2t - n - 1 clients help it. Default: more than two
             thirds, which fewer than a third of the group cannot break. No threshold helps against a server that hands on keys of
             its own as the other clients': it reads the update of whoever gets them.
-        most_examples: of one client; a client with more drops out.
         colluders: how many helpers of a lying server the threshold must resist; default: all that are fewer than a third.
     """
 
     group: int
     clip: float
     threshold: int | None = None
-    bits: int = 24
-    most_examples: int = 2**20
     colluders: int | None = field(default=None, repr=False)  # a party's own demand: the other need not share it
 
     def __post_init__(self) -> None:
         check_threshold(self.group, self.least, self.colluders)
-        if not 0 < self.clip < float("inf"):
-            raise ValueError(f"clip must be above 0 and finite, got {self.clip}")
-        if not 2 <= self.bits <= 32:
-            raise ValueError(f"bits must be in 2..32, got {self.bits}")
-        check_at_least(self, 1, "most_examples")
-        if self._largest >= 2**64:
-            raise ValueError(
-                f"{self.group} clients x {self.most_examples} examples x {self.bits} bits do not fit in 64 bits: lower one"
-            )
+        check_above_zero(self, "clip")
+        if self.group * MOST_EXAMPLES * LEVELS >= 2**64:
+            raise ValueError(f"group must be smaller for a sum in 64 bits, got {self.group}")
 
     @property
     def least(self) -> int:
@@ -155,44 +139,30 @@ class PairwiseMasking(SecureSum):
         """How many clients may side with the server, or drop out."""
         return tolerance(self.group, self.least)
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The integer type of the sum."""
-        return np.dtype("<u4" if self._largest < 2**32 else "<u8")
-
-    @property
-    def _largest(self) -> int:
-        return self.group * self.most_examples * self._levels
-
-    @property
-    def _levels(self) -> int:
-        """The highest level, counted from 0."""
-        return int(2**self.bits) - 2
-
     # ------------------------------------------------------------------------------------------------- fixed point
 
-    def quantise(self, update: Vector, examples: int) -> NDArray[Any]:
+    def quantise(self, update: Vector, examples: int) -> Integers:
         """An update (size,) as integers (size + 1,), times its number of examples, which is the last entry."""
-        if not 1 <= examples <= self.most_examples:
-            raise ValueError(f"the number of examples must be in 1..{self.most_examples}, got {examples}")
+        if not 1 <= examples <= MOST_EXAMPLES:
+            raise ValueError(f"the number of examples must be in 1..{MOST_EXAMPLES}, got {examples}")
         if not np.isfinite(update).all():
             raise ValueError("the update has entries that are not finite")
-        levels = np.rint((np.clip(update, -self.clip, self.clip) / self.clip + 1) * (self._levels / 2))
-        return np.append(levels.astype(self.dtype) * self.dtype.type(examples), self.dtype.type(examples))
+        levels = np.rint((np.clip(update, -self.clip, self.clip) / self.clip + 1) * (LEVELS / 2))
+        return np.append(levels, 1).astype(np.uint64) * np.uint64(examples)
 
-    def mean(self, total: NDArray[Any]) -> tuple[Vector, int]:
+    def mean(self, total: Integers) -> tuple[Vector, int]:
         """The mean update (size,) and the number of examples, from a sum of such integers."""
         examples = int(total[-1])
-        return self.clip * (total[:-1] / examples * (2 / self._levels) - 1), examples
+        return self.clip * (total[:-1] / examples * (2 / LEVELS) - 1), examples
 
     # --------------------------------------------------------------------------------------------------- the client
 
     def check(self, question: Mapping[str, Value]) -> None:
         """ValueError unless the question is a step under these terms."""
         if (terms := question.get("terms")) != self.terms:
-            raise ValueError(f"the server's terms are {terms!r:.200}, this client's are {self.terms!r}")
+            raise Refused(f"the server's terms are {terms!r:.200}, this client's are {self.terms!r}")
         if (step := question.get("step")) not in STEPS:
-            raise ValueError(f"asked to {step!r:.60}, expected one of {', '.join(STEPS)}")
+            raise Refused(f"asked to {step!r:.60}, expected one of {', '.join(STEPS)}")
 
     def answer(self, state: Mapping[str, Value], question: Mapping[str, Value], train: Train) -> tuple[Record, Record]:
         """The client's side: its new state, and its answer.
@@ -210,9 +180,9 @@ class PairwiseMasking(SecureSum):
             return _advertise(session)
         member = ClientSession.kept(state)
         if member is None or member.session != session:
-            raise ValueError(f"asked to {step} in a session that this client is not in")
+            raise Refused(f"asked to {step} in a session that this client is not in")
         if (member.step, step) not in {*pairwise(STEPS)}:
-            raise ValueError(f"asked to {step} after {member.step}: each question is answered once, in its order")
+            raise Refused(f"asked to {step} after {member.step}: each question is answered once, in its order")
         if step == "share":
             return self._share(member, cast(list[bytes], question["keys"]))
         if step == "mask":
@@ -220,7 +190,7 @@ class PairwiseMasking(SecureSum):
             return self._mask(member, dict(zip(senders, sealed, strict=True)), train)
         if step == "confirm":
             survivors, dropped = (tuple(cast(list[int], question[k])) for k in ("survivors", "dropped"))
-            return self._confirm(member, UnmaskRequest(survivors, dropped))
+            return self._confirm(replace(member, step="confirm", survivors=survivors, dropped=dropped))
         confirmed, tags = cast(list[int], question["confirmed"]), cast(list[bytes], question["tags"])
         return self._unmask(member, dict(zip(confirmed, tags, strict=True)))
 
@@ -228,13 +198,13 @@ class PairwiseMasking(SecureSum):
         """Shares of both secrets for all clients, each encrypted for its receiver."""
         count = len(keys) // 2
         own = [public_key(member.cipher_key), public_key(member.mask_key)]
-        if len(keys) != 2 * count or not self.least <= count <= self.group:
-            raise ValueError(f"got the keys of {len(keys) / 2:g} clients, expected {self.least} to {self.group}")
-        if len(set(keys)) != len(keys):
-            raise ValueError("two clients have the same key")
+        if not 2 * self.least <= len(set(keys)) == len(keys) == 2 * count <= 2 * self.group:
+            raise Refused(
+                f"expected different keys, two each, of {self.least} to {self.group} clients, got {len(keys)} keys"
+            )
         numbers = [n for n in range(1, count + 1) if keys[2 * n - 2 : 2 * n] == own]
         if not numbers:
-            raise ValueError("this client's own keys are not among those that the server passes on")
+            raise Refused("this client's own keys are not among those that the server passes on")
         context = hashlib.sha256(repr((self.terms, member.session, keys)).encode()).digest()
         seed = secrets.token_bytes(SECRET)
         member = replace(member, step="share", seed=seed, number=numbers[0], keys=tuple(keys), context=context)
@@ -251,29 +221,29 @@ class PairwiseMasking(SecureSum):
         others = sorted(sealed)
         count = len(member.keys) // 2
         if member.number in sealed or not set(others) <= set(range(1, count + 1)):
-            raise ValueError(f"expected shares of others among clients 1..{count}, got them of {others}")
-        if len(others) + 1 < self.least:
-            raise TooFewSurvivors(f"{len(others) + 1} clients have sent shares, fewer than the threshold {self.least}")
+            raise Refused(f"expected shares of others among clients 1..{count}, got them of {others}")
+        self._check_enough(len(others) + 1)
         shares = [_opened(member, n, sealed[n]) for n in others]
         masked = self.quantise(*train())
-        masked += self._expand(member.seed, len(masked))
+        masked += expand_seed(member.seed, len(masked))
         for n in others:
-            mask = self._expand(pair_seed(member.mask_key, member.keys[2 * n - 1], member.session), len(masked))
+            seed = pair_seed(member.mask_key, member.keys[2 * n - 1], member.session)
+            mask = expand_seed(seed, len(masked))
             masked = masked + mask if member.number < n else masked - mask
         senders, kept = (*member.senders, *others), (*member.shares, *shares)
         return replace(member, step="mask", senders=senders, shares=kept).to_record(), {"masked": masked}
 
-    def _confirm(self, member: ClientSession, request: UnmaskRequest) -> tuple[Record, Record]:
+    def _confirm(self, member: ClientSession) -> tuple[Record, Record]:
         """A tag for each other survivor: this client was told of the same survivors and dropouts."""
-        asked = [*request.survivors, *request.dropped]
-        if sorted(asked) != sorted(member.senders):
-            raise ValueError(f"asked to confirm clients {sorted(asked)}; those who share are {sorted(member.senders)}")
-        if member.number not in request.survivors:
-            raise ValueError("the server says that this client dropped out, but still asks it")
-        if len(request.survivors) < self.least:
-            raise TooFewSurvivors(f"{len(request.survivors)} clients are left, fewer than the threshold {self.least}")
-        member = replace(member, step="confirm", survivors=request.survivors, dropped=request.dropped)
-        tags = {n: _tag(member, n, sends=True) for n in request.survivors if n != member.number}
+        asked = sorted([*member.survivors, *member.dropped])
+        if asked != sorted(
+            member.senders
+        ):  # nor is one client both, whose two secrets together would unmask its update
+            raise Refused(f"asked to confirm clients {asked}; those who share are {sorted(member.senders)}")
+        if member.number not in member.survivors:
+            raise Refused("the server says that this client dropped out, but still asks it")
+        self._check_enough(len(member.survivors))
+        tags = {n: _tag(member, n, sends=True) for n in member.survivors if n != member.number}
         return member.to_record(), {"receivers": list(tags), "tags": list(tags.values())}
 
     def _unmask(self, member: ClientSession, tags: Mapping[int, bytes]) -> tuple[Record, Record]:
@@ -281,11 +251,7 @@ class PairwiseMasking(SecureSum):
         others = tags.keys() & {*member.survivors} - {member.number}
         # a wrong tag counts as none: a single client that lies stops nobody
         agreeing = 1 + sum(hmac.compare_digest(tags[n], _tag(member, n, sends=False)) for n in others)
-        if agreeing < self.least:
-            raise TooFewSurvivors(
-                f"{agreeing} clients confirm what the server told this one about who is left, fewer than the threshold "
-                f"{self.least}: clients dropped out, or the server told others something else"
-            )
+        self._check_enough(agreeing)
         held = dict(zip(member.senders, member.shares, strict=True))
         shares = {n: held[n][:SHARE] for n in member.survivors} | {n: held[n][SHARE:] for n in member.dropped}
         over = ClientSession(member.session, "unmask", b"", b"")
@@ -312,9 +278,7 @@ class PairwiseMasking(SecureSum):
         session = secrets.token_bytes(16)
         base: Record = {"session": session, "terms": self.terms}
         answers = yield {m: {**base, "step": "advertise"} for m in members}
-        advertised = self._usable(answers, members, lambda m, answer: _public_keys(answer))
-        uses = Counter(key for pair in advertised.values() for key in pair)  # clients refuse keys that are not distinct
-        advertised = {m: pair for m, pair in advertised.items() if uses[pair[0]] == uses[pair[1]] == 1}
+        advertised = self._usable(answers, members, lambda m, answer: _byte_strings(answer.get("keys"), 2, SECRET))
         number = {m: i for i, m in enumerate(advertised, 1)}
         keys = [key for pair in advertised.values() for key in pair]
         answers = yield {m: {**base, "step": "share", "keys": keys} for m in number}
@@ -322,75 +286,54 @@ class PairwiseMasking(SecureSum):
         sealed = self._usable(
             answers, number, lambda m, a: _addressed(a, "sealed", "receivers", _without(everybody, number[m]), SEALED)
         )
-        answers = yield {
-            m: {
-                **base,
-                "step": "mask",
-                "senders": [number[s] for s in sealed if s != m],
-                "sealed": [sealed[s][number[m]] for s in sealed if s != m],
-            }
-            for m in sealed
-        }
+        answers = yield _passed_on({**base, "step": "mask"}, "senders", "sealed", sealed, number)
         masked = self._usable(answers, sealed, lambda m, answer: self._vector(answer, size))
         # made once: later vectors are ignored, or the server might learn both secrets of a sender
-        request = UnmaskRequest(tuple(number[m] for m in masked), tuple(number[m] for m in sealed if m not in masked))
-        asked: Record = {"survivors": list(request.survivors), "dropped": list(request.dropped)}
+        survivors, dropped = [number[m] for m in masked], [number[m] for m in sealed if m not in masked]
+        asked: Record = {"survivors": survivors, "dropped": dropped}
         answers = yield {m: {**base, "step": "confirm", **asked} for m in masked}
         confirmed = self._usable(
             answers,
             masked,
-            lambda m, a: _addressed(a, "tags", "receivers", _without(request.survivors, number[m]), SECRET),
+            lambda m, a: _addressed(a, "tags", "receivers", _without(survivors, number[m]), SECRET),
         )
-        answers = yield {
-            m: {
-                **base,
-                "step": "unmask",
-                "confirmed": [number[s] for s in confirmed if s != m],
-                "tags": [confirmed[s][number[m]] for s in confirmed if s != m],
-            }
-            for m in confirmed
-        }
-        disclosed = self._usable(answers, confirmed, lambda m, answer: _disclosed_shares(answer, request))
-        vectors = {number[m]: vector for m, vector in masked.items()}
-        total = self.unmask(vectors, request, keys, session, {number[m]: shares for m, shares in disclosed.items()})
-        examples, most = int(total[-1]), len(masked) * self.most_examples
-        if not len(masked) <= examples <= most or int(total[:-1].max(initial=0)) > examples * self._levels:
+        answers = yield _passed_on({**base, "step": "unmask"}, "confirmed", "tags", confirmed, number)
+        owners = [*survivors, *dropped]
+        disclosed = self._usable(answers, confirmed, lambda m, a: _addressed(a, "shares", "owners", owners, SHARE))
+        shares = {number[m]: held for m, held in disclosed.items()}
+        total: Integers = np.sum(list(masked.values()), axis=0, dtype=np.uint64)
+        total = total - self._masks(survivors, dropped, keys, session, shares, len(total))
+        examples, most = int(total[-1]), len(masked) * MOST_EXAMPLES
+        if not len(masked) <= examples <= most or int(total[:-1].max(initial=0)) > examples * LEVELS:
             raise ValueError(f"{len(masked)} clients cannot have this sum, of {examples} examples: one of them lied")
         return SecureSumResult(*self.mean(total), tuple(masked))
 
-    def unmask(
+    def _masks(
         self,
-        masked: Mapping[int, NDArray[Any]],
-        request: UnmaskRequest,
+        survivors: Sequence[int],
+        dropped: Sequence[int],
         keys: Sequence[bytes],
         session: bytes,
-        disclosed: Mapping[int, Mapping[int, int]],
-    ) -> NDArray[Any]:
-        """The sum of the survivors' integers.
-
-        Args:
-            masked: the survivors' vectors.
-            keys: all clients', by number, two each.
-            disclosed: by survivor, its share of each client's secret.
-        """
-        total: NDArray[Any] = np.sum(list(masked.values()), axis=0, dtype=self.dtype)
-        helpers = sorted(disclosed)[: self.least]
+        shares: Mapping[int, Mapping[int, bytes]],
+        size: int,
+    ) -> Integers:
+        """All masks in the sum of the survivors' vectors, from each survivor's share of each client's secret."""
+        helpers = sorted(shares)[: self.least]
+        total = np.zeros(size, np.uint64)
 
         def secret(n: int) -> bytes:
-            found = shamir_combine({helper: disclosed[helper][n] for helper in helpers})
+            found = shamir_combine({helper: int.from_bytes(shares[helper][n]) for helper in helpers})
             if found >= 2 ** (8 * SECRET):
                 raise ValueError(f"the shares of client {n}'s secret do not fit together: a client sent wrong ones")
             return found.to_bytes(SECRET)
 
-        for n in request.survivors:
-            total -= self._expand(secret(n), len(total))
-        for n in request.dropped:
+        for n in survivors:
+            total += expand_seed(secret(n), size)
+        for n in dropped:
             key = secret(n)
-            if public_key(key) != keys[2 * n - 1]:
-                raise ValueError(f"the shares of client {n}'s key do not fit its public key: a client sent wrong ones")
-            for s in request.survivors:
-                mask = self._expand(pair_seed(key, keys[2 * s - 1], session), len(total))
-                total = total - mask if s < n else total + mask
+            for s in survivors:
+                mask = expand_seed(pair_seed(key, keys[2 * s - 1], session), size)
+                total = total + mask if s < n else total - mask
         return total
 
     def _usable(
@@ -402,17 +345,17 @@ class PairwiseMasking(SecureSum):
         """The members' readable answers, in their order; TooFewSurvivors if they are fewer than the threshold."""
         read_of = {m: read(m, answers[m]) for m in members if m in answers}
         found = {m: value for m, value in read_of.items() if value is not None}
-        if len(found) < self.least:
-            raise TooFewSurvivors(f"{len(found)} clients are left, fewer than the threshold {self.least}")
+        self._check_enough(len(found))
         return found
 
-    def _vector(self, answer: Record, size: int) -> NDArray[Any] | None:
-        found = answer.get("masked")
-        fits = isinstance(found, np.ndarray) and found.dtype == self.dtype and found.shape == (size + 1,)
-        return cast(NDArray[Any], found) if fits else None
+    def _check_enough(self, clients: int) -> None:
+        if clients < self.least:
+            raise TooFewSurvivors(f"{clients} clients are left, fewer than the threshold {self.least}")
 
-    def _expand(self, seed: bytes, size: int) -> NDArray[Any]:
-        return expand_seed(seed, size, self.dtype)
+    def _vector(self, answer: Record, size: int) -> Integers | None:
+        found = answer.get("masked")
+        fits = isinstance(found, np.ndarray) and found.dtype == np.uint64 and found.shape == (size + 1,)
+        return cast(Integers, found) if fits else None
 
 
 # ------------------------------------------------------------------------------------------------------- keys of a session
@@ -457,28 +400,25 @@ def _opened(member: ClientSession, other: int, sealed: bytes) -> bytes:
         share: bytes = _cipher(member, other, sends=False).decrypt(NONCE, sealed, None)
         return share
     except InvalidTag:
-        raise ValueError(
-            f"client {other}'s share was not encrypted for this session, or was changed on its way"
-        ) from None
+        raise Refused(f"client {other}'s share was not encrypted for this session, or was changed on its way") from None
 
 
-def _byte_strings(value: Value | None, sizes: Sequence[int]) -> list[bytes] | None:
-    """A list of byte strings of these lengths, or None."""
-    if not isinstance(value, list) or len(value) != len(sizes):
-        return None
-    found = [v for v, size in zip(value, sizes, strict=True) if isinstance(v, bytes) and len(v) == size]
-    return found if len(found) == len(sizes) else None
+def _byte_strings(value: Value | None, count: int, size: int) -> list[bytes] | None:
+    """A list of so many byte strings of this length, or None."""
+    fits = (
+        isinstance(value, list) and len(value) == count and all(isinstance(v, bytes) and len(v) == size for v in value)
+    )
+    return cast(list[bytes], value) if fits else None
 
 
-def _public_keys(answer: Mapping[str, Value]) -> list[bytes] | None:
-    """A client's two keys, or None: with a key of low order nobody could agree on anything, and all others would fail."""
-    keys = _byte_strings(answer.get("keys"), [SECRET] * 2)
-    try:
-        for key in keys or ():
-            agreed(secrets.token_bytes(SECRET), key, b"")
-    except ValueError:
-        return None
-    return keys
+def _passed_on(
+    base: Record, numbers: str, values: str, sent: Mapping[int, Mapping[int, bytes]], number: Mapping[int, int]
+) -> dict[int, Record]:
+    """A question to each member with what all others sent to it."""
+    return {
+        m: {**base, numbers: [number[s] for s in sent if s != m], values: [sent[s][number[m]] for s in sent if s != m]}
+        for m in sent
+    }
 
 
 def _without(numbers: Iterable[int], own: int) -> list[int]:
@@ -489,11 +429,5 @@ def _addressed(
     answer: Mapping[str, Value], values: str, numbers: str, expected: list[int], size: int
 ) -> dict[int, bytes] | None:
     """A byte string for each of the expected numbers, or None."""
-    found, of = _byte_strings(answer.get(values), [size] * len(expected)), answer.get(numbers)
+    found, of = _byte_strings(answer.get(values), len(expected), size), answer.get(numbers)
     return dict(zip(expected, found, strict=True)) if found and isinstance(of, list) and of == expected else None
-
-
-def _disclosed_shares(answer: Mapping[str, Value], request: UnmaskRequest) -> dict[int, int] | None:
-    """A client's share of each client's secret."""
-    found = _addressed(answer, "shares", "owners", [*request.survivors, *request.dropped], SHARE)
-    return {n: int.from_bytes(share) for n, share in found.items()} if found else None

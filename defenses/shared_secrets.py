@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,13 +40,12 @@ def shamir_combine(shares: Mapping[int, int], prime: int = PRIME) -> int:
     return total % prime
 
 
-def expand_seed(seed: bytes, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+def expand_seed(seed: bytes, size: int) -> NDArray[np.uint64]:
     """Uniform integers (size,) from a 32-byte seed: ChaCha20's key stream (RFC 8439)."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
     stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), mode=None).encryptor()
-    drawn: NDArray[Any] = np.frombuffer(stream.update(bytes(size * dtype.itemsize)), dtype)
-    return drawn
+    return np.frombuffer(stream.update(bytes(8 * size)), "<u8").astype(np.uint64)
 
 
 def public_key(key: bytes) -> bytes:

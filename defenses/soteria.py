@@ -104,7 +104,6 @@ class soteria(Link):
             functional_call(self.model, params, (x,))
         if len(seen) != 1 or seen[0].dim() != 2:
             raise ValueError(
-                f"soteria needs a layer that gets one vector for each example, once; {self.layer!r} gets "
-                + (f"its input {len(seen)} times" if len(seen) != 1 else f"a tensor of shape {tuple(seen[0].shape)}")
+                f"soteria needs a layer that gets one vector for each example, once; {self.layer!r} does not"
             )
         return seen[0]

@@ -6,7 +6,7 @@ This error feedback makes compressed training converge (Karimireddy et al., 2019
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 
 from fedgauge.client.components import check_part
 from fedgauge.client.transforms import Link, StatefulTransform, UpdateDistribution, UpdateTransform
@@ -59,10 +59,6 @@ class _largest(UpdateTransform):
 
 def largest(update: Update, keep: float) -> Update:
     """The largest round(keep * entries) entries of an update, at least one, with all ties; zeros elsewhere."""
-    threshold = _threshold([t.detach().abs().flatten() for t in update.values()], keep)
+    magnitudes = torch.cat([t.detach().abs().flatten() for t in update.values()])
+    threshold = magnitudes.topk(max(1, round(keep * magnitudes.numel()))).values[-1]
     return {k: torch.where(t.abs() >= threshold.to(t), t, torch.zeros_like(t)) for k, t in update.items()}
-
-
-def _threshold(magnitudes: list[Tensor], keep: float) -> Tensor:
-    together = torch.cat(magnitudes)
-    return together.topk(max(1, round(keep * together.numel()))).values[-1]

@@ -9,7 +9,9 @@ from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.client.deployment.deployed_client import LeakScale, SelfAudit
+from fedgauge.client.deployment.deployed_client import SelfAudit
+from fedgauge.client.deployment.guard import UpdatePolicy
+from fedgauge.client.deployment.owner import GuardPolicy
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch, Params, Update
 
@@ -58,6 +60,9 @@ class invert_own(SelfAudit):
             raise ValueError(f"the attack left no {main.private}s")
         return worst
 
-    def scale(self, own: Federation) -> LeakScale:
+    def policy(self, own: Federation, guard: GuardPolicy) -> UpdatePolicy:
         main = modality_of(own.shards.dataset).main
-        return LeakScale(main.leaked, main.unit, main.higher_is_better, main.complete)
+        threshold = main.leaked
+        if guard.threshold is not None:  # one beyond the best value would withhold nothing
+            threshold = (min if main.higher_is_better else max)(guard.threshold, main.complete)
+        return UpdatePolicy(guard.max_norm, threshold, main.unit, main.higher_is_better)

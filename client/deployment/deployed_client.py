@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -18,14 +18,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedgauge.client.chain import Chain, may_read_examples
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments
 from fedgauge.client.data.images import Dataset, Shards, split
-from fedgauge.client.data.own_images import SHARED_NAMES
+from fedgauge.client.deployment.guard import UpdatePolicy
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.secure_sum_terms import SecureSum, build_secure_sum
 from fedgauge.client.deployment.server_model import build_servers_model
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
 from fedgauge.client.federation import Federation
-from fedgauge.client.models.vision import detached_params
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import secret_generator
 from fedgauge.client.transforms import TransformState, transformed
@@ -36,14 +35,6 @@ STATISTICS = (
 )
 UNWILLING = "[canaries]: the protocol takes this client for a canary, to which its owner has not agreed"
 NO_CANARY = "[canaries]: this client is a canary, and the protocol takes it for one that trains"
-FAILS = "[model]: it fails on an empty example; the client's own log says how"
-_GIVEN = {
-    "mean": "mean (such as 0.5 for each channel)",
-    "std": "std (such as 0.25 for each channel)",
-    "classes": "classes (all that there may be)",
-    "tokenizer": "tokenizer (the name of a published one) or tokenizer_folder",
-    SHARED_NAMES: "each picture a file name of its own",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,29 +65,34 @@ class DeployedClient(Federation):
                     raise SpecError(
                         "canary = true measures noise behind a clip, and [[chain]] has none: add clip and gaussian"
                     )
-                _refuse_second_reading(own.chain)
+                if named := [type(link).__name__ for link in own.chain.behind_noise or () if may_read_examples(link)]:
+                    raise SpecError(
+                        f"[[chain]]: {named[0]} may use the examples again behind the noise: move it before the clip"
+                    )
                 if own.chain.private:
                     refuse_fitted(owner.dataset, owner.split)
         except SpecError as error:
             raise SpecError(f"{owner.path}: {error}") from error
-        if own.chain.private:
-            own._refuse_unprotected()
+        if own.chain.private and any(isinstance(m, _BatchNorm) and m.training for m in own.model.modules()):
+            raise RequestRefused(STATISTICS)
         return own
 
     @cached_property
     def shards(self) -> Shards:
         """The owner's images: all of them, or the part that the protocol's seed gives this client."""
         owner, clients, data = self.owner, self.protocol.clients, self.owner.dataset
-        if not owner.whole:
-            fixed = {"dataset": data, "clients": clients, "seed": self.protocol.seed}
-            table = {**owner.split, "batch_size": owner.batch_size}
-            dealt: Shards = call(split, check_arguments(split, table, "[data]", fixed), "[data]")
+        size, seed = owner.draw.batch_size, self.protocol.seed
+        if not owner.draw.whole:
+            fixed = {"dataset": data, "clients": clients, "seed": seed}
+            dealt: Shards = call(
+                split, check_arguments(split, {**owner.split, "batch_size": size}, "[data]", fixed), "[data]"
+            )
             return dealt
-        if len(data.y) < owner.batch_size:
-            raise SpecError(f"[data]: {data.name} has {len(data.y)} images, fewer than batch_size {owner.batch_size}")
+        if len(data.y) < size:
+            raise SpecError(f"[data]: {data.name} has {len(data.y)} images, fewer than batch_size {size}")
         none = torch.zeros(0, dtype=torch.int64)
         indices = tuple(torch.arange(len(data.y)) if c == owner.client else none for c in range(clients))
-        return Shards(data, indices, none, owner.batch_size, self.protocol.seed)
+        return Shards(data, indices, none, size, seed)
 
     @cached_property
     def model(self) -> nn.Module:
@@ -109,18 +105,6 @@ class DeployedClient(Federation):
     def chain(self) -> Chain:
         """The owner's, with noise that also protects."""
         return super().chain.deployed
-
-    def _refuse_unprotected(self) -> None:
-        """Refuse a network whose statistics would leave without noise, or that fails whatever the examples are."""
-        if any(isinstance(m, _BatchNorm) and m.training for m in self.model.modules()):
-            raise RequestRefused(STATISTICS)
-        x, y = self.owner.batch([0] * self.owner.batch_size)
-        empty = Batch(torch.zeros_like(x), torch.zeros_like(y))
-        try:
-            with _buffers_put_back(self.model):
-                self.chain.before_noise(self.gradient)(detached_params(self.model), empty, secret_generator())
-        except Exception as error:  # whatever a network raises
-            raise RequestRefused(FAILS) from error
 
     @cached_property
     def secure_sum(self) -> SecureSum | None:
@@ -135,11 +119,11 @@ class DeployedClient(Federation):
 
     def draw(self, round: int) -> list[int]:
         """The rows of the training images that a round trains on."""
-        if self.owner.sampling == "agreed":
+        if self.owner.draw.sampling == "agreed":
             return self.shards.rows_at(self.owner.client, round).tolist()
         mine = self.shards.indices[self.owner.client]
         drawn = mine[torch.randperm(len(mine), generator=secret_generator())]
-        return drawn[: self.owner.batch_size].tolist()
+        return drawn[: self.owner.draw.batch_size].tolist()
 
     def compute(self, params: Params, buffers: Mapping[str, Tensor], batch: Batch, memory: TransformState) -> Update:
         """The update that leaves the client, with noise that nobody else can reproduce; of a canary its direction.
@@ -149,8 +133,7 @@ class DeployedClient(Federation):
         self.load_buffers(buffers)
         private = self.chain.private
         sent = self.chain.planted(self.direction(self.owner.client)) if self.owner.canary else self.chain
-        bound = sent.with_state(memory, self._without_failures if private else None)
-        chain = Chain(tuple(part for link in bound.links for part in (_draws_of_its_own, link)))
+        chain = sent.with_state(memory, self._without_failures if private else None)
         with _buffers_put_back(self.model) if private else nullcontext():
             update = chain(self.own_gradient)(params, batch, secret_generator())
         return {k: t.to(params[k].dtype) for k, t in update.items()}
@@ -160,10 +143,7 @@ class DeployedClient(Federation):
         return self.model.training and not self.chain.private
 
     def _without_failures(self, compute: UpdateFn) -> UpdateFn:
-        """A failure in whatever link, or an update that is not finite, counts as zeros: that examples cause it must not be seen.
-
-        Nor does a buffer that the network moves on one example reach the next one's gradient, where a clip is of each.
-        """
+        """A failure, or an update that is not finite, counts as zeros; each example's gradient starts from the buffers as sent."""
 
         def tried(params: Params, batch: Batch, rng: Generator | None) -> Update:
             try:
@@ -179,15 +159,6 @@ class DeployedClient(Federation):
                 return {k: torch.zeros_like(p) for k, p in params.items()}
 
         return tried
-
-
-def _draws_of_its_own(compute: UpdateFn) -> UpdateFn:
-    """Draws from a generator that the link outside does not share: a mask's zeros give a generator's whole state away."""
-
-    def apart(params: Params, batch: Batch, rng: Generator | None) -> Update:
-        return compute(params, batch, secret_generator())
-
-    return apart
 
 
 @contextmanager
@@ -213,23 +184,13 @@ def refuse_fitted(dataset: Dataset, data: Table) -> None:
     """
     if dataset.fitted:
         raise SpecError(
-            f"[data]: {', '.join(dataset.fitted)} would be computed from the private examples, so that one of these changes all "
-            "others, which the epsilon of a chain of clip and noise does not cover: give "
-            f"{', '.join(_GIVEN.get(key, key) for key in dataset.fitted)}, chosen without a look at the examples"
+            f"[data]: {', '.join(dataset.fitted)} would be computed from the private examples, which no epsilon of clip and noise "
+            "covers: give them, chosen without a look at the examples (such as mean = 0.5, std = 0.25, a published tokenizer)"
         )
-    if (partition := data.get("partition", "iid")) != "iid":
+    if data.get("partition", "iid") != "iid":
         raise SpecError(
-            f"[data]: partition = {partition!r} divides by the labels, so that one example's label moves others between clients, "
-            'which the epsilon of a chain of clip and noise does not cover: set partition = "iid", or whole = true'
-        )
-
-
-def _refuse_second_reading(chain: Chain) -> None:
-    """SpecError if a link behind the noise may use the examples again, which no noise would then hide."""
-    if named := [type(link).__name__ for link in chain.behind_noise or () if may_read_examples(link)]:
-        raise SpecError(
-            f"[[chain]]: {named[0]} stands behind the noise and may use the examples again, which that noise does not hide: "
-            "move it before the clip, or remove it"
+            "[data]: partition divides by the private labels, which the epsilon of a chain of clip and noise does not cover: set "
+            'partition = "iid", or whole = true'
         )
 
 
@@ -256,29 +217,8 @@ class SelfAudit(ABC):
         """
 
     @abstractmethod
-    def scale(self, own: Federation) -> "LeakScale":
-        """The scale of what `leak` returns."""
-
-
-class LeakScale(NamedTuple):
-    """The scale of a metric.
-
-    Args:
-        leaked: from this value on an example has leaked, where the owner names none.
-        higher_leaks: whether higher values leak more.
-        best: the value that counts as the worst leak.
-    """
-
-    leaked: float
-    unit: str
-    higher_leaks: bool
-    best: float
-
-    def threshold(self, named: float | None) -> float:
-        """From which value on an update is withheld; one that is named beyond the best would withhold nothing."""
-        if named is None:
-            return self.leaked
-        return (min if self.higher_leaks else max)(named, self.best)
+    def policy(self, own: Federation, guard: GuardPolicy) -> UpdatePolicy:
+        """What an update must pass, by the owner's limits on what `leak` returns."""
 
 
 SELF_AUDIT = ComponentKind("an audit of one's own update", ("fedgauge.audits",), SelfAudit)

@@ -4,7 +4,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,6 @@ from fedgauge.client.components import (
     build,
     check_above_zero,
     check_at_least,
-    coerce,
     settings_of,
     with_absolute_paths,
 )
@@ -33,20 +32,7 @@ from fedgauge.client.protocol import MOST_CLIENTS
 from fedgauge.client.update import Batch
 
 MOST_PARAMETERS = 2**28  # of a network that a server may name, unless the owner says otherwise: 1 GiB
-_TOP = (
-    "client",
-    "state",
-    "allow",
-    "data",
-    "loss",
-    "chain",
-    "canary",
-    "updates",
-    "max_parameters",
-    "secure_sum",
-    "grading",
-    "guard",
-)
+_DRAW = ("batch_size", "whole", "sampling")
 _SPLIT = ("partition", "alpha", "shards_per_client", "auxiliary")  # of a data set that several clients share
 
 
@@ -65,10 +51,9 @@ class GradingPolicy:
     queries: int = 8
 
     def __post_init__(self) -> None:
-        if not 0 < self.precision <= PSNR_CAP:  # a coarser one would tell every reconstruction as exact
+        check_at_least(self, 1, "queries")
+        if not 0 < self.precision <= PSNR_CAP:  # a coarser one would report every reconstruction as exact
             raise ValueError(f"precision must be above 0 and at most {PSNR_CAP:g} dB, got {self.precision}")
-        if self.queries < 1:
-            raise ValueError(f'queries must be at least 1, got {self.queries}; mode = "off" answers none')
 
 
 @dataclass(frozen=True)
@@ -108,12 +93,56 @@ class GuardPolicy:
 
     def check(self, private: bool) -> None:
         """SpecError if the examples would decide on a refusal although the chain promises differential privacy."""
-        deciding = {"audit": self.audit is not None, "examples = true": self.examples is True}
-        if private and (named := [key for key, decides in deciding.items() if decides]):
+        if private and (self.audit is not None or self.examples):
             raise SpecError(
-                f"[guard]: with {named[0]} the examples decide whether the client answers, which the epsilon of a chain of clip "
-                "and noise does not cover: remove it, or the chain's noise"
+                "[guard]: with audit or examples = true the examples decide whether the client answers, which the epsilon of a "
+                "chain of clip and noise does not cover: remove it, or the chain's noise"
             )
+
+
+@dataclass(frozen=True)
+class OwnerFile:
+    """An owner's file as it is written."""
+
+    client: int
+    data: Table
+    chain: tuple[Table, ...]
+    state: str = "state"
+    allow: Sequence[str] = ()
+    loss: Table = field(default_factory=lambda: CROSS_ENTROPY)
+    canary: bool = False
+    updates: int | None = None
+    max_parameters: int = MOST_PARAMETERS
+    secure_sum: Table | None = None
+    grading: Table = field(default_factory=dict)
+    guard: Table | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "updates", "max_parameters")
+        if not 0 <= self.client < MOST_CLIENTS:
+            raise ValueError(f"client must lie in 0..{MOST_CLIENTS - 1}, got {self.client}")
+        if self.canary and self.secure_sum is not None:
+            raise ValueError(
+                "canary = true sends an update that is read by itself, and [secure_sum] hides it: remove one"
+            )
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a round's examples are drawn.
+
+    Args:
+        batch_size: examples a round.
+        whole: whether all training images are this client's own.
+        sampling: secret: the operating system's entropy draws a round's examples; agreed: the protocol's seed does.
+    """
+
+    batch_size: int = 1
+    whole: bool = False
+    sampling: Literal["secret", "agreed"] = "secret"
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "batch_size")
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,9 +155,7 @@ class OwnerConfig:
         allow: packages outside fedgauge that may provide components.
         data: the dataset's table.
         split: how a dataset that several clients share is divided.
-        batch_size: examples a round.
-        whole: whether all training images are this client's own.
-        sampling: secret: the operating system's entropy draws a round's examples; agreed: the protocol's seed does.
+        draw: of a round's examples.
         loss: what is minimised.
         chain: what is applied.
         canary: it sends a fixed random direction in place of an update of its data, which measures how much the noise protects.
@@ -144,9 +171,7 @@ class OwnerConfig:
     allow: frozenset[str]
     data: Table
     split: Table
-    batch_size: int
-    whole: bool
-    sampling: Literal["secret", "agreed"]
+    draw: Draw
     loss: Table
     chain: tuple[Table, ...]
     canary: bool
@@ -161,75 +186,46 @@ class OwnerConfig:
         """Read and check a file; SpecError names it, the table, the value and what is allowed."""
         try:
             return cls.parse(read_file(path, toml_text.MOST).decode(), path)
-        except (FileNotFoundError, NotADirectoryError) as error:
+        except FileNotFoundError as error:
             raise SpecError(f"{path}: there is no such file") from error
-        except IsADirectoryError as error:
-            raise SpecError(f"{path} is a folder: name the file in it, such as {path / 'client.toml'}") from error
         except (OSError, UnicodeDecodeError) as error:
-            raise SpecError(f"{path}: not a readable TOML file: {error}") from error
+            raise SpecError(f"{path}: not a readable file: {error}") from error
 
     @classmethod
     def parse(cls, text: str, path: Path) -> "OwnerConfig":
         """From the text of the file at path."""
         try:
-            return cls._checked(toml_text.parse(text.encode()), path)
+            return cls._checked(settings_of(OwnerFile, toml_text.parse(text.encode()), "the owner's file"), path)
         except tomllib.TOMLDecodeError as error:
             raise SpecError(f"{path}: not a readable TOML file: {error}") from error
         except SpecError as error:
             raise SpecError(f"{path}: {error}") from error
 
     @classmethod
-    def _checked(cls, tables: Table, path: Path) -> "OwnerConfig":
-        if unknown := sorted(tables.keys() - set(_TOP)):
-            raise SpecError(f"unknown key {unknown[0]!r} (an owner's file has: {', '.join(_TOP)})")
-        for key in ("client", "data", "chain"):
-            if key not in tables:
-                raise SpecError(f"the owner's file needs {key!r}")
-        client = coerce(tables["client"], int, "client")
-        if not 0 <= client < MOST_CLIENTS:
-            raise SpecError(f"client must lie in 0..{MOST_CLIENTS - 1}, got {client}")
-        data = dict(coerce(tables["data"], dict, "[data]"))
-        batch_size = coerce(data.pop("batch_size", 1), int, "[data]: batch_size")
-        whole = coerce(data.pop("whole", False), bool, "[data]: whole")
-        sampling = coerce(data.pop("sampling", "secret"), Literal["secret", "agreed"], "[data]: sampling")
-        shared = {key: data.pop(key) for key in _SPLIT if key in data}
-        if batch_size < 1:
-            raise SpecError(f"[data]: batch_size must be at least 1, got {batch_size}")
-        if whole and shared:
+    def _checked(cls, file: OwnerFile, path: Path) -> "OwnerConfig":
+        drawn = {key: value for key, value in file.data.items() if key in _DRAW}
+        draw = settings_of(Draw, drawn, "[data]")
+        split = {key: value for key, value in file.data.items() if key in _SPLIT}
+        if draw.whole and split:
             raise SpecError(
-                f"[data]: {next(iter(shared))} divides data that clients share; whole = true means that all are this client's"
+                f"[data]: {', '.join(split)} divides shared data; whole = true means that all are this client's"
             )
-        updates = coerce(tables["updates"], int, "updates") if "updates" in tables else None
-        if updates is not None and updates < 1:
-            raise SpecError(f"updates must be at least 1, got {updates}")
-        max_parameters = coerce(tables.get("max_parameters", MOST_PARAMETERS), int, "max_parameters")
-        if max_parameters < 1:
-            raise SpecError(f"max_parameters must be at least 1, got {max_parameters}")
-        chain = coerce(tables["chain"], list, "[[chain]]")
-        canary = coerce(tables.get("canary", False), bool, "canary")
-        if canary and "secure_sum" in tables:
-            raise SpecError(
-                "canary = true sends an update that is looked at by itself, and [secure_sum] hides it: remove one of them"
-            )
-        folder = path.absolute().parent
         return cls(
             path=path,
-            client=client,
-            state=folder / coerce(tables.get("state", "state"), str, "state"),
-            allow=frozenset(coerce(tables.get("allow", []), Sequence[str], "allow")),
-            data=data,
-            split=shared,
-            batch_size=batch_size,
-            whole=whole,
-            sampling=sampling,
-            loss=coerce(tables.get("loss", CROSS_ENTROPY), dict, "[loss]"),
-            chain=tuple(coerce(t, dict, f"[[chain]] #{i}") for i, t in enumerate(chain, 1)),
-            canary=canary,
-            updates=updates,
-            max_parameters=max_parameters,
-            secure_sum=coerce(tables["secure_sum"], dict, "[secure_sum]") if "secure_sum" in tables else None,
-            grading=settings_of(GradingPolicy, tables.get("grading", {}), "[grading]"),
-            guard=settings_of(GuardPolicy, tables["guard"], "[guard]") if "guard" in tables else None,
+            client=file.client,
+            state=path.absolute().parent / file.state,
+            allow=frozenset(file.allow),
+            data={key: value for key, value in file.data.items() if key not in (*_DRAW, *_SPLIT)},
+            split=split,
+            draw=draw,
+            loss=file.loss,
+            chain=file.chain,
+            canary=file.canary,
+            updates=file.updates,
+            max_parameters=file.max_parameters,
+            secure_sum=file.secure_sum,
+            grading=settings_of(GradingPolicy, file.grading, "[grading]"),
+            guard=None if file.guard is None else settings_of(GuardPolicy, file.guard, "[guard]"),
         )
 
     @property
@@ -237,16 +233,15 @@ class OwnerConfig:
         """What the epsilon of an update depends on in this file, as JSON; secret: whether the draw of its examples amplifies it."""
         chain = json.loads(json.dumps(self.chain, default=str))
         # of shared data the server chooses how much is this client's, which in another run may have been one batch
-        return {"chain": chain, "batch_size": self.batch_size, "secret": self.sampling == "secret" and self.whole}
+        secret = self.draw.sampling == "secret" and self.draw.whole
+        return {"chain": chain, "batch_size": self.draw.batch_size, "secret": secret}
 
     @cached_property
     def dataset(self) -> Dataset:
         """The images."""
-        beside = ("batch_size", "whole", "sampling", *_SPLIT)
         with self.allowing():  # paths start from the owner's file
-            found: Dataset = build(
-                with_absolute_paths(self.data, DATASET, self.path.parent), "[data]", DATASET, beside=beside
-            )
+            table = with_absolute_paths(self.data, DATASET, self.path.parent)
+            found: Dataset = build(table, "[data]", DATASET, beside=(*_DRAW, *_SPLIT))
         return found
 
     def allowing(self) -> AbstractContextManager[None]:

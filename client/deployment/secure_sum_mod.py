@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from torch import Tensor
 
 from fedgauge.client.arrays import npy_array
-from fedgauge.client.deployment.secure_sum_terms import Record, Train, Value, Vector
+from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum, Value, Vector
 from fedgauge.client.files import claimed
 from fedgauge.client.local_data import state_folder
 from fedgauge.client.mods import Mod
@@ -22,18 +22,8 @@ ARRAYS = "secure-sum-arrays"  # of an answer's vector
 WEIGHT = "num-examples"
 
 
-class SecureSumClient(Protocol):
-    """A client's side of a secure sum. Each question names its session (bytes) and step (text)."""
-
-    def check(self, question: Mapping[str, Value]) -> None:
-        """ValueError if it is no step under the client's terms."""
-
-    def answer(self, state: Mapping[str, Value], question: Mapping[str, Value], train: Train) -> tuple[Record, Record]:
-        """What the client keeps from now on, and its answer."""
-
-
 def secure_sum(
-    protocol: SecureSumClient, replies: Literal["updates", "weights"] = "weights", claims: Path | None = None
+    protocol: SecureSum, replies: Literal["updates", "weights"] = "weights", claims: Path | None = None
 ) -> Mod:
     """A mod that lets a client's update leave only as a part of its group's sum.
 
@@ -84,7 +74,7 @@ def secure_sum(
     return mod
 
 
-def _claim(protocol: SecureSumClient, question: Mapping[str, Value], claims: Path) -> None:
+def _claim(protocol: SecureSum, question: Mapping[str, Value], claims: Path) -> None:
     """Claim a session's step; ValueError if it is claimed already, whatever came of that."""
     session, step = question.get("session"), question.get("step")
     if not isinstance(session, bytes) or not isinstance(step, str):  # 1 and True are equal, and would be two claims
@@ -116,8 +106,9 @@ def _update(message: Message, reply: Message, replies: str) -> Vector:
     sent, returned = _tensors(message), _tensors(reply)
     moving = {k: t for k, t in sent.items() if t.is_floating_point()}
     expected = sent if replies == "weights" else moving
-    if wrong := [k for k in sorted(expected.keys() | returned.keys()) if _form(expected, k) != _form(returned, k)]:
-        raise ValueError(f"the reply's arrays do not match the message's: {', '.join(wrong)} differ")
+    forms = [{k: (t.shape, t.is_floating_point()) for k, t in tensors.items()} for tensors in (expected, returned)]
+    if forms[0] != forms[1]:
+        raise ValueError("the reply's arrays do not have the names, shapes and kinds of the message's")
     origin = moving if replies == "weights" else {k: torch.zeros_like(t) for k, t in moving.items()}
     parts = [(returned[k].double() - t.double()).flatten() for k, t in origin.items()]
     flat: Vector = torch.cat(parts).numpy()
@@ -129,11 +120,6 @@ def _tensors(message: Message) -> dict[str, Tensor]:
     if len(records) != 1:
         raise ValueError(f"secure_sum expects exactly one ArrayRecord in a message, got {sorted(records) or 'none'}")
     return dict(next(iter(records.values())).to_torch_state_dict())
-
-
-def _form(tensors: Mapping[str, Tensor], name: str) -> tuple[torch.Size, bool] | None:
-    found = tensors.get(name)
-    return None if found is None else (found.shape, found.is_floating_point())
 
 
 def _examples(reply: Message) -> int:

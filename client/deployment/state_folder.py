@@ -19,10 +19,6 @@ from fedgauge.client.transforms import TransformState
 from fedgauge.client.update import Batch
 
 
-class DamagedState(Exception):
-    """A file of the client's own folder cannot be read; the message names it, and is for the owner only."""
-
-
 @dataclass(frozen=True)
 class DrawnBatch:
     """What a client trained on in a round.
@@ -56,14 +52,7 @@ class ClientFolder:
     def drawn(self, run: int, round: int) -> DrawnBatch | None:
         """What the client trained on in a round of a run; None if that round never came."""
         table = _read(self._round(run, round))
-        if table is None:
-            return None
-        try:
-            return DrawnBatch(
-                int(table["run"]), tuple(map(int, table["rows"])), str(table["digest"]), table["sent"] is True
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedState(f"{self._round(run, round)} is damaged: {error!r}") from error
+        return None if table is None else DrawnBatch(**table | {"rows": tuple(table["rows"])})
 
     def draws(self) -> int:
         """How often a round's examples were drawn, in all runs."""
@@ -100,16 +89,10 @@ class ClientFolder:
         The first network counts for all runs: an owner who agrees to another one deletes the file, or names the network.
         Weights are not compared between runs.
         """
-        from safetensors import SafetensorError
         from safetensors.torch import load, save
 
         path, mine = self.folder / "inspected.safetensors", torch.tensor(list(str(run).encode()), dtype=torch.uint8)
-        try:
-            memory: TransformState = load(path.read_bytes())
-        except FileNotFoundError:
-            memory = {}
-        except (OSError, SafetensorError) as error:
-            raise DamagedState(f"{path} is damaged: {error}") from error
+        memory: TransformState = load(path.read_bytes()) if path.exists() else {}
         if not torch.equal(memory.pop("run", mine), mine):
             memory = {k: t for k, t in memory.items() if k == FIRST_NETWORK}
         yield memory
@@ -157,19 +140,16 @@ def _private(path: Path) -> Iterator[int]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
+    """A table that the client wrote itself; ValueError if it is damaged: no count begins anew."""
+    if not path.exists():
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedState(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise DamagedState(f"{path} is damaged: expected a JSON object")
-    return found
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def _write(path: Path, table: Mapping[str, Any]) -> None:
-    with replacing(
-        path, durable=True
-    ) as file:  # durable: a count that a power cut loses would give the server new questions
+    with replacing(path, durable=True) as file:  # a count that a power cut loses would give the server new questions
         file.write(json.dumps(table).encode())

@@ -147,17 +147,18 @@ def status(options: argparse.Namespace) -> int:
 
 def down(options: argparse.Namespace) -> int:
     """End a local start."""
+    from fedgauge.server.store.run import Run
     from fedgauge.simulations.deploy.folder import Deployment
     from fedgauge.simulations.deploy.local_start import down as end
 
     deployment = Deployment.open(options.folder)
-    if (holder := deployment.holder()) is not None:
+    if (holder := Run(deployment.folder).holder("up")) is not None:
         print(
             f"fedgauge: asking process {holder} to end: it parks its attacks first, then ends every process it started",
             file=sys.stderr,
         )
     left = end(deployment)
-    if deployment.holder() is not None:
+    if Run(deployment.folder).holder("up") is not None:
         print(f"fedgauge: {deployment.folder} is still finishing its attacks in flight", file=sys.stderr)
         return FAILED
     print(f"{deployment.folder}: down" + (f"; {len(left)} processes had been left behind" if left else ""))

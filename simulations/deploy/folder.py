@@ -5,7 +5,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
@@ -23,7 +22,6 @@ from fedgauge.client.models.losses import LOSS
 from fedgauge.client.registry import OWN
 from fedgauge.server.pki import alternative_names, write_authority, write_node_key, write_secret
 from fedgauge.server.pool.service import attack_devices
-from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.before_training import try_first
@@ -63,14 +61,10 @@ class Deployment:
             grading, sampling: written into each client's file, where its owner may change them.
 
         Raises:
-            SpecError: the folder is not empty, or another user's, or the scenario is wrong.
+            SpecError: the folder is not empty, or the scenario is wrong.
         """
-        if folder.exists():
-            _check_usable(folder)
-        if any(c in str(folder.absolute()) for c in "\"'\\\n"):
-            raise SpecError(
-                f"{folder}: Flower cannot read a path with quotes or backslashes in it; name another folder"
-            )
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise SpecError(f"{folder} is a file, or is not empty: name a folder that does not exist yet")
         checked = Scenario.load(scenario, [f"clients={clients}"])
         check_deployable(checked)
         if checked.federation.chain.private:  # each client would refuse
@@ -86,17 +80,6 @@ class Deployment:
         deployment = cls(folder)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
-        deployment._fill(clients, hosts, checked, grading, sampling)
-        if os.getuid() == 0:  # the containers do not run as root
-            for path in (*folder.rglob("*"), folder):  # whose new owner enters it last
-                os.chown(path, CONTAINER_USER, CONTAINER_USER, follow_symlinks=False)
-        return deployment
-
-    def _fill(
-        self, clients: int, hosts: Sequence[str], checked: Scenario, grading: Grading, sampling: Sampling
-    ) -> None:
-        """Write all files into the empty folder."""
-        folder = self.folder
         for part in ("tls", "keys", "public", "secrets", "clients", "link", "runs", "logs"):
             (folder / part).mkdir(mode=0o700)
         (folder / "scenario.toml").write_text(checked.to_toml())
@@ -106,10 +89,14 @@ class Deployment:
         for client in range(clients):
             write_node_key(folder / "keys" / f"client-{client}")
             # a copy for the server's containers, which must not see the private keys
-            shutil.copyfile(self.public_key(client), folder / "public" / self.public_key(client).name)
-            self._write_client(client, checked, grading, sampling)
-        write_secret(folder / ".env", self._settings(clients).encode())
+            shutil.copyfile(deployment.public_key(client), folder / "public" / deployment.public_key(client).name)
+            deployment._write_client(client, checked, grading, sampling)
+        write_secret(folder / ".env", _settings(clients).encode())
         (folder / "compose.override.yaml").write_text(override(clients))
+        if os.getuid() == 0:  # the containers do not run as root
+            for path in (*folder.rglob("*"), folder):  # whose new owner enters it last
+                os.chown(path, CONTAINER_USER, CONTAINER_USER, follow_symlinks=False)
+        return deployment
 
     @classmethod
     def open(cls, folder: Path) -> "Deployment":
@@ -180,7 +167,8 @@ class Deployment:
         run = Run.open(folder)
         if run.model.exists():
             raise SpecError(f"{folder} is complete; give the next run another name (FEDGAUGE_RUN)")
-        return run, state_of_training(run) != ""
+        with run.ledger(readonly=True) as ledger:
+            return run, bool(ledger.meta().get("state"))
 
     def foreign_packages(self) -> list[str]:
         """Packages outside fedgauge that the scenario names: each owner must install and allow them."""
@@ -189,18 +177,6 @@ class Deployment:
         kinds = (DATASET, MODEL, LOSS, *[TRANSFORM] * len(protocol.chain))
         packages = {package_of(table, kind) for table, kind in zip(tables, kinds, strict=True)}
         return sorted(packages - {OWN, ""})
-
-    def lock(self) -> AbstractContextManager[None]:
-        """The lock of this deployment's local start; RunBusy names the process that holds it."""
-        return Run(self.folder).lock("up")  # the same kind of lock as a run's
-
-    def holder(self) -> int | None:
-        """The process that holds the lock of the local start, if it is alive."""
-        return Run(self.folder).holder("up")
-
-    def ask_to_end(self, pid: int) -> None:
-        """Signal the local start that holds the lock; LedgerError if it is another user's."""
-        Run(self.folder).ask_to_end("up", pid)
 
     def _write_client(self, client: int, scenario: Scenario, grading: Grading, sampling: Sampling) -> None:
         folder = self.folder / "clients" / str(client)
@@ -220,39 +196,14 @@ class Deployment:
         }
         write_secret(folder / "client.toml", (_OWNER + tomli_w.dumps(tables)).encode())
 
-    def _settings(self, clients: int) -> str:
-        user = os.getuid() or CONTAINER_USER
-        group = os.getgid() or CONTAINER_USER
-        lines = {
-            "FEDGAUGE_VERSION": VERSION,
-            "FEDGAUGE_UID": user,
-            "FEDGAUGE_GID": group,
-            "FEDGAUGE_RUN": FIRST_RUN,
-            "FEDGAUGE_CLIENTS": clients,
-            "FEDGAUGE_MEMORY": MEMORY,
-            "FEDGAUGE_GPUS": 1,
-            "COMPOSE_PROFILES": "cpu",
-        }
-        return "".join(f"{key}={value}\n" for key, value in lines.items())
 
-
-def _check_usable(folder: Path) -> None:
-    """Raise SpecError for a file, a folder of another user, or one that is not empty."""
-    if not folder.is_dir():
-        raise SpecError(f"{folder} is a file: name a folder that does not exist yet, or an empty one")
-    if folder.stat().st_uid != os.geteuid():
-        raise SpecError(f"{folder} belongs to another user: name a folder that does not exist yet, or one of yours")
-    if any(folder.iterdir()):
-        raise SpecError(f"{folder} is not empty: a new deployment must not overwrite keys; name another folder")
-
-
-def state_of_training(run: Run) -> str:
-    """Empty before the training starts; then training, trained, failed or interrupted."""
-    try:
-        with run.ledger(readonly=True) as ledger:
-            return ledger.meta().get("state", "")
-    except LedgerError as error:
-        raise SpecError(str(error)) from error
+def _settings(clients: int) -> str:
+    """The settings of docker-compose.yml."""
+    user, group = os.getuid() or CONTAINER_USER, os.getgid() or CONTAINER_USER
+    return (
+        f"FEDGAUGE_VERSION={VERSION}\nFEDGAUGE_UID={user}\nFEDGAUGE_GID={group}\nFEDGAUGE_RUN={FIRST_RUN}\n"
+        f"FEDGAUGE_CLIENTS={clients}\nFEDGAUGE_MEMORY={MEMORY}\nFEDGAUGE_GPUS=1\nCOMPOSE_PROFILES=cpu\n"
+    )
 
 
 def override(clients: int) -> str:

@@ -1,21 +1,19 @@
 """Starts a deployment on this machine without containers, follows its run, and ends it."""
 
 import json
-import re
 import shlex
 import signal
 import time
 from contextlib import closing
+from typing import Any
 
 from rich.console import Console
 
-from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.views.participation import ObservationRow
-from fedgauge.simulations.deploy.folder import Deployment, state_of_training
+from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.deploy.supervisor import FACTS, LocalDeployment
 from fedgauge.simulations.live.choose_view import view_of
 from fedgauge.simulations.live.log import Log
@@ -26,8 +24,6 @@ from fedgauge.simulations.run.create import resume
 from fedgauge.simulations.run.exit_status import INTERRUPTED
 from fedgauge.simulations.run.launch import TrainingFailed
 from fedgauge.simulations.run.simulate import POLL, Interrupt
-
-_MOST_FACTS = 1 << 20  # bytes of up.json
 
 
 def up(
@@ -43,7 +39,7 @@ def up(
         RunBusy: the deployment is already up.
         SpecError, LedgerError: the last run cannot be continued.
     """
-    with deployment.lock():
+    with Run(deployment.folder).lock("up"):  # the same kind of lock as a run's
         run, resumed = deployment.begin(deployment.next_run(new), here=True)
         scenario = run.scenario()
         if resumed:
@@ -165,16 +161,14 @@ def _park(local: LocalDeployment, view: View, interrupt: Interrupt) -> None:
 def status(deployment: Deployment) -> tuple[dict[str, bool], list[str]]:
     """Which services of a local start are alive, and lines on the state of its last run."""
     facts = _facts(deployment)
-    living = processes.marked(str(facts.get("mark", "-")))
-    alive = {name: pid in living for name, pid in pids.items()} if isinstance(pids := facts.get("pids"), dict) else {}
+    living = processes.marked(facts["mark"]) if facts else []
+    alive = {name: pid in living for name, pid in facts.get("pids", {}).items()}
     lines = []
     for run in deployment.runs()[-1:]:
         with run.ledger(readonly=True) as ledger:
             rounds, progress, meta = ledger.last_round(), ledger.progress(), ledger.meta()
             rows = sum(1 for _ in ledger.scores())
-        lines.append(
-            f"{run.name}: {state_of_training(run) or 'not started'}, round {rounds} of {meta.get('rounds', '?')}"
-        )
+        lines.append(f"{run.name}: {meta.get('state') or 'not started'}, round {rounds} of {meta.get('rounds', '?')}")
         lines.append(
             f"attacks: {progress.done} done, {progress.waiting} to come, {progress.failed} failed; {rows} score rows"
         )
@@ -190,24 +184,18 @@ def down(deployment: Deployment, patience: float = 60.0) -> list[int]:
     Raises:
         LedgerError: the process that the lock names does not hold it.
     """
-    holder = deployment.holder()
-    if holder is not None:
-        deployment.ask_to_end(holder)
-    deadline = time.monotonic() + patience
-    while deployment.holder() is not None and time.monotonic() < deadline:
+    lock, deadline = Run(deployment.folder), time.monotonic() + patience
+    if (holder := lock.holder("up")) is not None:
+        lock.ask_to_end("up", holder)
+    while lock.holder("up") is not None:
+        if time.monotonic() > deadline:
+            return []
         time.sleep(0.2)
-    if deployment.holder() is not None:
-        return []
-    mark = str(_facts(deployment).get("mark", ""))
-    return processes.sweep(mark) if re.fullmatch(r"[0-9a-f]{32}", mark) else []
+    facts = _facts(deployment)
+    return processes.sweep(facts["mark"]) if facts else []
 
 
-def _facts(deployment: Deployment) -> dict[str, object]:
-    path = Run(deployment.folder).folder / FACTS
-    if run_files.look(path) is None:
-        return {}
-    try:
-        facts = json.loads(run_files.read(path, _MOST_FACTS))
-    except (ValueError, RecursionError) as error:  # also bytes that are no text
-        raise LedgerError(f"{path} is damaged ({error}): delete it") from error
-    return facts if isinstance(facts, dict) else {}
+def _facts(deployment: Deployment) -> dict[str, Any]:
+    """The file of the last local start; {} before the first."""
+    path = deployment.folder / FACTS
+    return json.loads(path.read_text()) if path.exists() else {}

@@ -45,11 +45,6 @@ class Addresses:
         """The URL of the page on this machine."""
         return f"http://{self.bind}:{self.dashboard}/"
 
-    @property
-    def run_folder(self) -> str:
-        """The run's folder."""
-        return f"{self.folder}/runs/{self.run}"
-
 
 @dataclass(frozen=True)
 class Service:
@@ -68,55 +63,36 @@ class Service:
 
 def services(addresses: Addresses, clients: int) -> dict[str, Service]:
     """Every service of a deployment by name; each comes after the services that it needs."""
+    folder, link, ray = addresses.folder, _at(addresses.superlink), ray_access(addresses)
+    register = ("fedgauge", "deploy", "register", folder, "--superlink", link)
+    start = ("fedgauge", "deploy", "start", folder, "--superlink", link, "--name", addresses.run)
+    attack = ("fedgauge", "audit", f"{folder}/runs/{addresses.run}", "--follow")
     return {
         "superlink": Service(superlink(addresses)),
         "serverapp": Service(serverapp(addresses)),
-        "register": Service(
-            ("fedgauge", "deploy", "register", addresses.folder, "--superlink", _at(addresses.superlink)), "no"
-        ),
+        "register": Service(register, "no"),
         **{f"supernode-{k}": Service(supernode(addresses, k), answers=addresses.port(k)) for k in range(clients)},
-        "ray-head": Service(ray_head(addresses), environment=ray_access(addresses)),
-        "ray-worker": Service(ray_worker(addresses), environment=ray_access(addresses)),
-        "start": Service(
-            (
-                "fedgauge",
-                "deploy",
-                "start",
-                addresses.folder,
-                "--superlink",
-                _at(addresses.superlink),
-                "--name",
-                addresses.run,
-            ),
-            "no",
-        ),
-        "attack": Service(
-            ("fedgauge", "audit", addresses.run_folder, "--follow"),
-            "on-failure",
-            {"RAY_ADDRESS": _at(addresses.ray), **ray_access(addresses)},
-        ),
+        "ray-head": Service(ray_head(addresses), environment=ray),
+        "ray-worker": Service(ray_worker(addresses), environment=ray),
+        "start": Service(start, "no"),
+        "attack": Service(attack, "on-failure", {"RAY_ADDRESS": _at(addresses.ray), **ray}),
         "dashboard": Service(dashboard(addresses)),
     }
 
 
 def superlink(addresses: Addresses) -> tuple[str, ...]:
-    """The SuperLink: TLS, node authentication, and a secret without which nobody can run server apps.
+    """The SuperLink: TLS, node authentication, and a secret without which no process can run server apps.
 
     Its database is a file, so that it still knows the registered nodes after a restart.
     """
-    certificates = (
-        "--ssl-ca-certfile",
-        f"{addresses.folder}/tls/ca.crt",
-        "--ssl-certfile",
-        f"{addresses.folder}/tls/server.crt",
-    )
+    folder = addresses.folder
     return (
         "flower-superlink",
         *("--host", addresses.bind, "--port", str(addresses.superlink[1])),
-        *(*certificates, "--ssl-keyfile", f"{addresses.folder}/tls/server.key"),
-        "--enable-supernode-auth",
-        *("--isolation", "process", "--superexec-auth-secret-file", f"{addresses.folder}/secrets/superexec"),
-        *("--database", f"{addresses.folder}/link/superlink.db"),
+        *("--ssl-ca-certfile", f"{folder}/tls/ca.crt", "--ssl-certfile", f"{folder}/tls/server.crt"),
+        *("--ssl-keyfile", f"{folder}/tls/server.key", "--enable-supernode-auth"),
+        *("--isolation", "process", "--superexec-auth-secret-file", f"{folder}/secrets/superexec"),
+        *("--database", f"{folder}/link/superlink.db"),
     )
 
 
@@ -145,19 +121,8 @@ def ray_head(addresses: Addresses) -> tuple[str, ...]:
 
     On one machine it and the worker see the same GPUs, which Ray would count twice.
     """
-    return (
-        "ray",
-        "start",
-        "--head",
-        "--port",
-        str(addresses.ray[1]),
-        "--num-cpus",
-        "0",
-        "--num-gpus",
-        "0",
-        *_RAY,
-        "--include-dashboard=false",
-    )
+    none = ("--num-cpus", "0", "--num-gpus", "0")
+    return ("ray", "start", "--head", "--port", str(addresses.ray[1]), *none, *_RAY, "--include-dashboard=false")
 
 
 def ray_worker(addresses: Addresses, gpus: str = "") -> tuple[str, ...]:

@@ -14,24 +14,18 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.launch import TrainingFailed
 
-_APP = {
-    "project": {
-        "name": "fedgauge-app",
-        "version": "0.1.0",
-        "description": "fedgauge",
-        "license": "MIT",
-        "dependencies": [],
-    },
-    "tool": {
-        "flwr": {
-            "app": {
-                "publisher": "fedgauge",
-                "components": {"serverapp": "fedgauge.server.app:app", "clientapp": "fedgauge.client.app:app"},
-                "config": {"protocol": "", "run-dir": ""},
-            }
-        }
-    },
-}
+_APP = """
+[project]
+name = "fedgauge-app"
+version = "0.1.0"
+description = "fedgauge"
+license = "MIT"
+dependencies = []
+[tool.flwr.app]
+publisher = "fedgauge"
+components = { serverapp = "fedgauge.server.app:app", clientapp = "fedgauge.client.app:app" }
+config = { protocol = "", run-dir = "" }
+"""
 PATIENCE = 120.0  # seconds for the SuperLink to start, and to answer
 
 
@@ -42,7 +36,7 @@ def write_app(scratch: Path, run: Run, scenario: Scenario) -> None:
     the fedgauge that is installed on their own machine.
     """
     (scratch / "app").mkdir()
-    (scratch / "app" / "pyproject.toml").write_text(tomli_w.dumps(_APP))
+    (scratch / "app" / "pyproject.toml").write_text(_APP)
     settings = {"protocol": scenario.protocol.to_json(), "run-dir": str(run.folder.absolute())}
     (scratch / "run-config.toml").write_text(tomli_w.dumps(settings))
 
@@ -68,14 +62,11 @@ class Submission:
         if run := self._run():
             try:
                 done = self._ask("stop", run, "fedgauge")
+                output = done.stderr.strip() or done.stdout.strip() if done.returncode else ""
             except subprocess.TimeoutExpired:
-                print(
-                    f"fedgauge: Flower's run {run} could not be stopped: the SuperLink does not answer", file=sys.stderr
-                )
-                return
-            if done.returncode:
-                output = (done.stderr.strip() or done.stdout.strip())[-500:]
-                print(f"fedgauge: Flower's run {run} could not be stopped: {output}", file=sys.stderr)
+                output = "the SuperLink does not answer"
+            if output:
+                print(f"fedgauge: Flower's run {run} could not be stopped: {output[-500:]}", file=sys.stderr)
 
     def status(self, blame: Callable[[str], str]) -> str:
         """The run's status at the SuperLink; TrainingFailed if there is none.

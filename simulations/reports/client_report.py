@@ -17,7 +17,7 @@ from fedgauge.attacks.plan import describe
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
-from fedgauge.client.deployment.state_folder import ClientFolder, DamagedState
+from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
 from fedgauge.client.files import read_file
 from fedgauge.defenses.accounting import (
@@ -176,7 +176,7 @@ def _privacy(owner: OwnerConfig, made: Mapping[str, Sequence[int]]) -> PrivacySt
         # what was spent does not depend on who is a canary, of which the owner may think otherwise by now
         asked = replace(ServerTerms.parse(protocol), canaries=0)
         own = DeployedClient.of(replace(owner, canary=False), asked)
-    except (RequestRefused, DamagedState) as error:
+    except RequestRefused as error:
         raise SpecError(f"{owner.state}: the last protocol cannot be used: {error}") from error
     today, by_terms = json.dumps(own.terms, sort_keys=True), defaultdict[str, list[int]](list)
     for terms, sizes in made.items():
@@ -198,9 +198,9 @@ def _added(
     part, every, record, client = DELTA / len(by_terms), sum(map(len, by_terms.values())), 0.0, 0.0
     for text, sizes in by_terms.items():
         terms = json.loads(text)
-        then = replace(
-            owner, canary=False, guard=None, chain=tuple(terms["chain"]), batch_size=terms["batch_size"]
-        )  # a guard of today says nothing of it
+        draw = replace(owner.draw, batch_size=terms["batch_size"])
+        # a guard of today says nothing of it
+        then = replace(owner, canary=False, guard=None, chain=tuple(terms["chain"]), draw=draw)
         where = f"of {len(sizes)} of {every} updates, which were made under another version of this file"
         try:
             own = DeployedClient.of(then, asked)
@@ -233,7 +233,7 @@ def show(report: ClientReport, console: Console) -> None:
     owner, grading = report.owner, report.owner.grading
     say(f"client {owner.client}, as {owner.path} says")
     say(
-        f"chain: {' > '.join(map(describe, owner.chain))}; {owner.batch_size} examples a round, sampling {owner.sampling}"
+        f"chain: {' > '.join(map(describe, owner.chain))}; {owner.draw.batch_size} examples a round, sampling {owner.draw.sampling}"
     )
     if grading.mode == "off":
         say("grading: off, no reconstruction is scored")

@@ -169,7 +169,7 @@ def test_no_epsilon_is_claimed_where_none_holds() -> None:
     accumulated = local_training(0.1, 10, "adam", epochs=2, batch_size=3, accumulate=2)
     assert mechanism(chain(*noisy, accumulated), 10).releases == 8, "every batch's gradient is noised by itself"
     assert mechanism(chain(*noisy, accumulated), 10).uses == 2
-    with pytest.raises(NoGuarantee, match="Adam"):
+    with pytest.raises(NoGuarantee, match="LocalTraining"):
         mechanism(chain(clip(1.0), adam, gaussian(1.0)), 10)
     with pytest.raises(NoGuarantee, match="clip"):
         mechanism(chain(local_training(0.1, 10, max_norm=1.0), gaussian(1.0)), 10)

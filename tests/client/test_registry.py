@@ -33,7 +33,7 @@ HELPERS = {
     "perceptron",
     "secured",
 }
-HELPERS |= {"discrete_gaussian", "discrete_laplace"}  # a link that is named changes itself into them in a deployment
+HELPERS |= {"discrete"}  # a link that is named changes itself into it in a deployment
 PACKAGES = ("client", "defenses", "attacks", "server", "simulations.experiments")
 
 

@@ -12,7 +12,7 @@ from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import BatchTransform, StatefulTransform, TransformState, noise_free, per_example
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 from fedgauge.defenses.clip import clip
-from fedgauge.defenses.noise import discrete_gaussian, discrete_laplace, gaussian, identity, laplace
+from fedgauge.defenses.noise import discrete, gaussian, identity, laplace
 from tests.client.networks import autograd, examples, largest_difference, network, params_of
 
 
@@ -60,6 +60,12 @@ def test_each_example_gets_its_own_noise(noise: per_example) -> None:
     sixteen = noise(zeros)({}, examples(16), Generator().manual_seed(1))["w"]
     # a mean of 16 independent draws has deviation 1/4; the sample deviation of n draws errs by 1/sqrt(2n)
     assert abs(float(sixteen.std()) * 4 - 1) < 5 / (2 * 10_000) ** 0.5
+
+
+def test_a_deployment_draws_discrete_noise_wherever_it_stands() -> None:
+    links = chain(per_example(clip(1.0)), per_example(gaussian(1.0)), per_example(laplace(1.0)), gaussian(1.0))
+    expected = [per_example(discrete(gaussian(1.0))), per_example(discrete(laplace(1.0))), discrete(gaussian(1.0))]
+    assert links.deployed == chain(per_example(clip(1.0)), *expected)
 
 
 @dataclass(frozen=True)

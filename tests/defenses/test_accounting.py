@@ -1,7 +1,7 @@
 """Epsilon against published values, closed forms and what an attained worst case really loses; and where none is claimed."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import dp_accounting
 import numpy as np
 import pytest
 import torch
-from dp_accounting import pld, rdp
+from dp_accounting import rdp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
@@ -38,7 +38,6 @@ from fedgauge.defenses.amplification import sampled_delta, sampled_epsilon
 from fedgauge.defenses.ats import ats
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.dp_sgd import dp_sgd
-from fedgauge.defenses.mask import mask
 from fedgauge.defenses.mixup import mixup
 from fedgauge.defenses.noise import gaussian, identity, laplace
 from fedgauge.defenses.prune import prune
@@ -72,69 +71,7 @@ def test_many_rounds_are_the_gaussian_curve_of_their_sum(noise: float, rounds: i
     assert delta == pytest.approx(DELTA, rel=1e-6)
 
 
-@pytest.mark.parametrize(("noise", "epochs", "published"), [(1.3, 15, 1.19), (1.1, 60, 3.01), (0.7, 45, 7.10)])
-def test_the_accountant_is_the_one_of_the_published_mnist_table(noise: float, epochs: int, published: float) -> None:
-    """TensorFlow Privacy's tutorial: batches of 256 of 60,000, delta 1e-5, by the conversion of Mironov (2017)."""
-    found = rdp.RdpAccountant()
-    sampled = dp_accounting.PoissonSampledDpEvent(256 / 60000, dp_accounting.GaussianDpEvent(noise))
-    found.compose(sampled, epochs * 60000 // 256)
-    by_order = found.rdp[found.orders > 1.01] - math.log(DELTA) / (found.orders[found.orders > 1.01] - 1)
-    assert by_order.min() == pytest.approx(published, abs=0.01)
-    assert found.get_epsilon(DELTA) < published, "today's conversion is tighter"
-
-
 # ------------------------------------------------------------------------------------------------------ amplification
-
-SIZES = pytest.mark.parametrize("sizes", [(8, 750), (1, 100), (64, 256)])
-NOISES = pytest.mark.parametrize("noise", [0.6, 1.0, 4.0])
-ROUNDS = pytest.mark.parametrize("rounds", [1, 30, 300])
-
-
-def of_dp_sgd(sizes: tuple[int, int], noise: float, rounds: int) -> float:
-    batch_size, shard = sizes
-    return accountant(chain(dp_sgd(1.0, noise, batch_size), SGD), batch_size).spent(rounds, shard).record
-
-
-@pytest.mark.product
-@SIZES
-@NOISES
-@ROUNDS
-def test_no_less_is_told_than_a_worst_case_really_loses(sizes: tuple[int, int], noise: float, rounds: int) -> None:
-    """All other records give -C, the one +C or -C: its round is a mixture, whose privacy loss is computed exactly (PLD)."""
-    batch_size, shard = sizes
-    exact = pld.PLDAccountant(value_discretization_interval=1e-3)
-    attained = dp_accounting.PoissonSampledDpEvent(batch_size / shard, dp_accounting.GaussianDpEvent(noise / 2))
-    exact.compose(attained, rounds)
-    assert of_dp_sgd(sizes, noise, rounds) >= exact.get_epsilon(DELTA) - 0.01
-
-
-def wang(q: float, noise: float, rounds: int) -> float:
-    """The theorem itself (Wang, Balle & Kasiviswanathan, 2019, theorem 9), with its weaker terms, at whole orders."""
-
-    def rdp_of(order: int) -> float:
-        return order / (2 * noise**2)
-
-    found = []
-    for order in range(2, 64):
-        first = min(4 * math.expm1(rdp_of(2)), 2 * math.exp(rdp_of(2)))
-        terms = [0.0, 2 * math.log(q) + math.log(math.comb(order, 2)) + math.log(first)]
-        terms += [
-            j * math.log(q) + math.log(math.comb(order, j)) + math.log(2) + (j - 1) * rdp_of(j)
-            for j in range(3, order + 1)
-        ]
-        divergence = np.logaddexp.reduce(terms) / (order - 1)
-        found.append(rounds * divergence - math.log(DELTA) / (order - 1))
-    return float(min(found))
-
-
-@pytest.mark.product
-@SIZES
-@NOISES
-@ROUNDS
-def test_no_more_is_told_than_the_theorem_allows(sizes: tuple[int, int], noise: float, rounds: int) -> None:
-    batch_size, shard = sizes
-    plain = accountant(chain(dp_sgd(1.0, noise, batch_size), SGD), batch_size).spent(rounds, batch_size).record
-    assert of_dp_sgd(sizes, noise, rounds) <= min(wang(batch_size / shard, noise / 2, rounds), plain) * (1 + 1e-9)
 
 
 def attained(part: float, noise: float, rounds: int, others: float, side: float) -> float:
@@ -356,33 +293,6 @@ class stretch(UpdateTransform):
         return {k: 3 * t for k, t in update.items()}
 
 
-@pytest.mark.parametrize(("links", "why"), [
-    (chain(SGD), "the chain adds no noise, so it has no epsilon"),
-    (chain(identity(), SGD), "the chain adds no noise, so it has no epsilon"),
-    (chain(EACH, gaussian(0.0), SGD), "clipping alone gives no epsilon: it adds no noise"),
-    (chain(dp_sgd(1.0, 0.0, 8), SGD), "clipping alone gives no epsilon: it adds no noise"),
-    (chain(SGD, sign()), "sign compression gives no epsilon: it is deterministic"),
-    (chain(SGD, prune(0.1), sign()), "pruning gives no epsilon: the kept entries are sent without noise; sign compression gives"),
-    (chain(SGD, mask(0.1)), "masking gives no epsilon: the kept entries are sent without noise"),
-    (chain(SGD, top_k(0.5)), "top_k gives no epsilon: it adds no noise"),
-    (chain(gaussian(0.5), SGD), "noise (gaussian) without a clip before it bounds nothing"),
-    (chain(SGD, laplace(0.5)), "noise (laplace) without a clip before it bounds nothing"),
-    (chain(gaussian(0.5), EACH, SGD), "gaussian acts on each example; put it after the links that do"),
-    (chain(SGD, gaussian(0.5), clip(1.0)), "noise (gaussian) without a clip before it bounds nothing"),
-    (chain(EACH, per_example(gaussian(0.5)), SGD), "gaussian acts on each example; put it after the links that do"),
-    (chain(EACH, gaussian(0.5), per_example(prune(0.5)), SGD), "gaussian acts on each example; put it after the links"),
-    (chain(EACH, prune(0.5), gaussian(0.5), SGD), "prune, between the clip and the noise, may enlarge"),
-    (chain(SGD, clip(1.0), stretch(), gaussian(0.5)), "stretch, between the clip and the noise, may enlarge"),
-    (chain(EACH, local_sgd(0.1, 2), gaussian(0.5)), "clipping before several local steps (one example changes the later"),
-    (chain(EACH, LocalTraining(0.1, optimizer="adam"), gaussian(0.5)), "clipping before 1 local step of Adam"),
-    (chain(SGD, clip(1.0), gaussian(0.5), again()), "again, after the noise, may read the examples again"),
-])  # fmt: skip
-def test_no_epsilon_is_claimed(links: Chain, why: str) -> None:
-    with pytest.raises(NoGuarantee) as told:
-        mechanism(links, 8)
-    assert why in str(told.value)
-
-
 @dataclass(frozen=True)
 class quiet_noise(UpdateTransform):
     """Somebody's noise, of which the link says nothing."""
@@ -419,26 +329,37 @@ class closed(quiet_noise):
         return before
 
 
-@pytest.mark.parametrize(("links", "why"), [
-    (chain(SGD, quiet_noise()), "quiet_noise does not declare whether it bounds the update or adds noise"),
-    (chain(SGD, feedback()), "feedback does not declare"),
-    (chain(SGD, clip(1.0), quiet_noise()), "quiet_noise does not declare"),
-    (chain(SGD, both_at_once()), "both_at_once adds noise and does something else as well"),
-    (chain(SGD, stretch(), gaussian(1.0)), "stretch does not declare whether it bounds the update or adds noise; put clip"),
-    (chain(SGD, clip(1.0), stretch(), gaussian(0.5)), "stretch, between the clip and the noise, may enlarge"),
+@pytest.mark.parametrize(("links", "error"), [
+    (chain(SGD), NoGuarantee),
+    (chain(EACH, gaussian(0.0), SGD), NoGuarantee),
+    (chain(dp_sgd(1.0, 0.0, 8), SGD), NoGuarantee),
+    (chain(SGD, prune(0.1), sign(), top_k(0.5)), NoGuarantee),
+    (chain(gaussian(0.5), SGD), NoGuarantee),
+    (chain(SGD, gaussian(0.5), clip(1.0)), NoGuarantee),
+    (chain(SGD, closed()), NoGuarantee),
+    (chain(gaussian(0.5), EACH, SGD), UnknownGuarantee),
+    (chain(EACH, per_example(gaussian(0.5)), SGD), UnknownGuarantee),
+    (chain(EACH, gaussian(0.5), per_example(prune(0.5)), SGD), UnknownGuarantee),
+    (chain(EACH, prune(0.5), gaussian(0.5), SGD), UnknownGuarantee),
+    (chain(SGD, clip(1.0), stretch(), gaussian(0.5)), UnknownGuarantee),
+    (chain(EACH, local_sgd(0.1, 2), gaussian(0.5)), UnknownGuarantee),
+    (chain(EACH, LocalTraining(0.1, optimizer="adam"), gaussian(0.5)), UnknownGuarantee),
+    (chain(SGD, clip(1.0), gaussian(0.5), again()), UnknownGuarantee),
+    (chain(SGD, quiet_noise()), UnknownGuarantee),
+    (chain(SGD, clip(1.0), quiet_noise()), UnknownGuarantee),
+    (chain(SGD, both_at_once()), UnknownGuarantee),
+    (chain(SGD, stretch(), gaussian(1.0)), UnknownGuarantee),
 ])  # fmt: skip
-def test_what_a_link_does_not_declare_is_unknown_and_not_absent(links: Chain, why: str) -> None:
-    with pytest.raises(UnknownGuarantee) as told:
+def test_no_epsilon_is_claimed(links: Chain, error: type[NoGuarantee]) -> None:
+    """None where it is known that none holds; unknown where a link says too little, or no theorem is used."""
+    with pytest.raises(NoGuarantee) as raised:
         mechanism(links, 8)
-    assert why in str(told.value) and "adds no noise" not in str(told.value)
+    assert type(raised.value) is error
 
 
 def test_what_is_declared_counts() -> None:
     links = chain(SGD, clip(1.0), declared_noise(0.5))
     assert mechanism(links, 8) == mechanism(chain(SGD, clip(1.0), gaussian(0.5)), 8)
-    with pytest.raises(NoGuarantee, match="closed gives no epsilon: it adds no noise") as told:
-        mechanism(chain(SGD, closed()), 8)
-    assert not isinstance(told.value, UnknownGuarantee)
 
 
 def test_a_smaller_last_batch_and_accumulated_batches_count() -> None:
@@ -506,8 +427,6 @@ def test_the_client_that_took_part_most_is_told(make_federation: Make) -> None:
     assert spent(fed, {0: 3, 1: 11}) == each[1]
     assert spent(fed, {0: 0, 1: 0}) == spent(fed, {}) == PrivacySpent(0.0, 0.0)
     assert spent(fed, {0: 3}, delta=1e-3).record < each[0].record
-    with pytest.raises(ValueError, match="delta must be above 0 and below 1, got 0"):
-        spent(fed, {0: 3}, delta=0)
 
 
 def test_batches_are_what_is_accounted_for(make_federation: Make) -> None:
@@ -532,7 +451,7 @@ def test_statistics_that_travel_without_noise_leave_no_epsilon(make_federation: 
     assert spent(make_federation(model=model, chain=links), {0: 1}).client > 0
     training = make_federation(model={**model, "mode": "train"}, chain=links)
     assert training.sends_buffers
-    with pytest.raises(NoGuarantee, match=r"\(BatchNorm in train mode\) mixes examples, and its statistics are sent"):
+    with pytest.raises(NoGuarantee, match="BatchNorm"):
         spent(training, {0: 1})
 
 
@@ -562,9 +481,8 @@ def test_data_that_was_prepared_by_its_own_examples_has_no_epsilon(make_federati
         return privacy_statement(make_federation(data=data | more, model=MLP, chain=[DP, LOCAL]), {0: 1})
 
     bare, half, whole = of(), of(mean=[0.5], classes=4), of(**given)
-    assert bare.words.startswith("no epsilon: mean, std, classes of [data] are computed from the examples")
-    assert half.words.startswith("no epsilon: std of [data]")
-    assert (bare.record, bare.client, bare.state) == (None, None, "none")
+    for found in (bare, half):
+        assert (found.record, found.client, found.state) == (None, None, "none")
     assert whole.state == "holds" and whole.record
     assert privacy_statement(make_federation(model=MLP, chain=[DP, LOCAL]), {0: 1}).state == "holds"
 
@@ -578,25 +496,11 @@ def test_a_guard_by_which_examples_decide_leaves_no_epsilon(
 ) -> None:
     found = privacy_statement(make_federation(model=MLP, chain=[DP, LOCAL], guard=guard), {0: 1})
     assert found.state == state
-    assert found.words.startswith("no epsilon: with examples = true in [guard]") == (state == "none")
 
 
 def test_labels_that_divide_the_data_are_a_condition(make_federation: Make) -> None:
     """Another label of one record moves others between clients."""
-    condition = "; 1 round; where no label changes, as labels divide the data among clients)"
     for partition in ("iid", "dirichlet", "shards"):
         fed = make_federation(data={"batch_size": 8, "partition": partition}, model=MLP, chain=[DP, LOCAL])
         found = privacy_statement(fed, {0: 1})
-        assert found.record and found.words.endswith(condition) == (partition != "iid")
-
-
-@pytest.mark.parametrize(("links", "words"), [
-    ([DP, LOCAL], "epsilon {record:.3g} for one record replaced, {client:.3g} for all of a client's data (delta 1e-05; 2 rou"),
-    ([LOCAL], "the chain adds no noise, so it has no epsilon"),
-])  # fmt: skip
-def test_it_is_told_in_words(make_federation: Make, links: Sequence[dict[str, Any]], words: str) -> None:
-    fed = make_federation(data={"batch_size": 8}, model=MLP, chain=list(links))
-    found = privacy_statement(fed, {0: 2, 1: 1})
-    assert (found.record is None) == (found.client is None) == (len(links) == 1)
-    assert found.state == ("none" if len(links) == 1 else "holds")
-    assert found.words.startswith(words.format(record=found.record, client=found.client) if found.record else words)
+        assert found.record and ("where no label changes" in found.words) == (partition != "iid")

@@ -1,6 +1,5 @@
 """ATS: each operation against the PIL call of the published code, and what clients and attackers see of a policy."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,10 +15,9 @@ from fedgauge.attacks.base import Budget, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import chain
-from fedgauge.client.components import SpecError, build
+from fedgauge.client.components import build
 from fedgauge.client.federation import TRANSFORM, Federation
 from fedgauge.client.training import local_sgd
-from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch
 from fedgauge.defenses.ats import OPERATIONS, apply_operation, ats, crop_and_flip, magnitude
 
@@ -102,17 +100,6 @@ def test_each_operation_is_pils_to_the_rounding_of_a_grey_value(number: int, cha
             assert int((difference > 1.2).any(-1).sum()) <= allowed, (OPERATIONS[number], plus, difference.max())
 
 
-def test_a_move_is_of_whole_pixels_and_black_comes_in() -> None:
-    x = pictures()
-    # 150 / 331 of 32 pixels, times 2 / 9: 3.2, so 3; times 5 / 9: 8.06, so 8; times 1: 14.5016, so 15
-    for number, pixels, dim in ((7, 3, -2), (21, 8, -1), (3, 15, -1)):
-        up = apply_operation(number, x, torch.tensor([True, False]))
-        assert torch.equal(up[0].narrow(dim, 0, 32 - pixels), x[0].narrow(dim, pixels, 32 - pixels))
-        assert up[0].narrow(dim, 32 - pixels, pixels).count_nonzero() == 0
-        assert torch.equal(up[1].narrow(dim, pixels, 32 - pixels), x[1].narrow(dim, 0, 32 - pixels))
-        assert up[1].narrow(dim, 0, pixels).count_nonzero() == 0
-
-
 # -------------------------------------------------------------------------------------------------------------- policies
 
 
@@ -132,41 +119,10 @@ def test_a_policy_is_written_as_in_the_paper_or_as_numbers(policy: Any, policies
     assert str(link) == "+".join("-".join(map(str, p)) for p in policies)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"policy": "7-50"}, "policy 7-50 names operation 50: the published list numbers them 0 to 49"),
-        ({"policy": [-1]}, "policy -1 names operation -1: the published list numbers them 0 to 49"),
-        ({"policy": "7-4-"}, "a policy is written as numbers with hyphens, \"7-4-15\", several with \\+; got '7-4-'"),
-        ({"policy": ""}, "a policy is written as numbers with hyphens"),
-        ({"policy": "translate"}, "a policy is written as numbers with hyphens"),
-        ({"policy": "7", "shape": (2, 32, 32)}, r"ATS augments images of 1 or 3 channels, .* shape \(2, 32, 32\)"),
-        ({"policy": "7", "shape": (16,)}, r"ATS augments images .* shape \(16,\)"),
-        ({"policy": "7-4-15", "invert_through": 8}, "policy 7-4-15 has the draws 0 to 7; invert_through is 8"),
-        ({"policy": "7-4-15", "invert_through": -1}, "invert_through is -1"),
-    ],
-)
-def test_a_policy_without_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ats(**{"shape": SHAPE, **arguments})
-
-
-def test_a_scenario_is_refused_with_its_table(make_federation: Make) -> None:
-    with pytest.raises(SpecError, match=r"\[\[chain\]\] #1: policy 7-99 names operation 99"):
-        make_federation(chain=[{**ATS, "policy": "7-99"}, SGD]).check()
-    with pytest.raises(
-        SpecError, match=r"\[\[chain\]\] #1: policy must be a text or a list, each a whole number, got 7"
-    ):
-        make_federation(chain=[{**ATS, "policy": 7}, SGD]).check()
-
-
-def test_operations_that_torchvision_must_do_are_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"policy 7-9-2 needs torchvision, which is not installed, for 2 \(rotate\), 9 \(equalize\)"
-    ):
-        ats("7-9-2", SHAPE)
-    assert str(ats("7-4-15+21-13-3", SHAPE)) == "7-4-15+21-13-3", "the published ones need none"
+@pytest.mark.parametrize("shape", [(2, 32, 32), (16,)])
+def test_what_is_no_image_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="shape"):
+        ats("7", shape)
 
 
 def transformed(link: ats, x: Tensor, seed: int = 0) -> Tensor:
@@ -198,14 +154,6 @@ def test_a_hybrid_draws_one_of_its_policies_for_each_image() -> None:
     inverted, kept = ((found == t).flatten(1).all(1) for t in (1 - x, x))
     assert (inverted ^ kept).all()
     assert 70 < int(inverted.sum()) < 130
-
-
-def test_no_operations_leave_the_images_as_they_are_in_tensors_of_their_own() -> None:
-    x = pictures()
-    for policy in ([], [28], [39]):
-        found = transformed(ats(policy, SHAPE), x)
-        assert torch.allclose(found, x)
-        assert found.data_ptr() != x.data_ptr()
 
 
 @pytest.mark.parametrize("number", range(50))
@@ -272,12 +220,6 @@ def test_after_local_training_images_are_made_once_a_round_and_before_it_in_ever
     assert torch.equal(made[2], made[3])
 
 
-def test_the_update_s_distribution_is_left_as_it_is() -> None:
-    noisy = UpdateDistribution(sigma=0.5, sparse=True)
-    assert ats("7", SHAPE).update_distribution(noisy) == noisy
-    assert ats("7", SHAPE, invert_through=0).mean.update_distribution(noisy) == noisy
-
-
 def test_the_attackers_form_leaves_the_images_or_inverts_through_one_draw() -> None:
     link = ats("7-4-15+0", SHAPE)
     assert link.draws[-1] == ((0,), (True,))
@@ -334,10 +276,3 @@ def test_an_early_attack_finds_what_was_trained_on_and_through_the_right_draw_th
         assert found.x is not None
         right.append(int(((found.x - truth).square().mean((0, 1, 3)) < 1e-3).sum()))  # rows
     assert max(right) >= 25 > min(right)
-
-
-def test_the_update_does_not_depend_on_the_attackers_form(make_federation: Make) -> None:
-    plain, inverted = (make_federation(chain=[{**ATS, **more}, SGD]) for more in ({}, {"invert_through": 3}))
-    params, buffers = plain.initial()
-    a, b = (fed.client_update(params, buffers, 1, 2) for fed in (plain, inverted))
-    assert all(torch.equal(a[k], b[k]) for k in a)

@@ -10,9 +10,8 @@ from torch import Generator, Tensor, nn
 from torch.func import vmap
 
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.components import build
+from fedgauge.client.components import SpecError, build
 from fedgauge.client.federation import TRANSFORM
-from fedgauge.client.local_training import local_training
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.training import LOCAL_TRAININGS, gradient, local_sgd
 from fedgauge.client.transforms import (
@@ -202,31 +201,6 @@ def test_what_is_finite_stays_finite(name: str, dtype: torch.dtype) -> None:
             assert all(torch.isfinite(t).all() for t in (*defended.values(), *memory.values())), (a, b)
 
 
-TRAININGS = {
-    "local_sgd": local_sgd(0.5, 2),
-    "sgd": local_training(0.1, 4, steps=3, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adam": local_training(0.1, 4, "adam", steps=3, weight_decay=0.01),
-    "adam without eps": local_training(0.1, 4, "adam", steps=2, eps=0.0),
-    "adamw": local_training(0.1, 4, "adamw", steps=3, weight_decay=0.01),
-    "accumulating": local_training(0.1, 4, "adam", batch_size=1, accumulate=2),
-    "clipping": local_training(0.1, 4, steps=2, max_norm=1.0),
-}
-
-
-@pytest.mark.parametrize("name", TRAININGS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_local_training_keeps_finite_what_is(name: str, dtype: torch.dtype) -> None:
-    """Of gradients and weights up to an eighth of the largest number, as steps and momentum add up a few of them."""
-    for a, b in itertools.combinations_with_replacement(sizes(dtype), 2):
-        most = torch.finfo(dtype).max / 8
-        update = {k: t.fill_(min(a, most)) for k, t in an_update(dtype).items()}
-        for t in update.values():
-            t.view(-1)[::2] = -min(b, most)
-        for params in ({k: p.to(dtype) for k, p in PARAMS.items()}, update):
-            trained = TRAININGS[name](lambda *_, update=update: update)(params, BATCH, seeded())
-            assert all(torch.isfinite(t).all() for t in trained.values()), (a, b)
-
-
 @every
 def test_all_randomness_comes_from_the_generator(name: str) -> None:
     torch.manual_seed(0)
@@ -364,3 +338,29 @@ def test_the_attackers_form_is_the_average_of_the_clients(name: str) -> None:
         # an entry that is a level, or the only one of its tensor, is rounded to itself each time
         error = (stacked.mean(0) - mean).abs() / (stacked.std(0) / n**0.5 + 1e-12)
         assert error.max() < 5, "an average off by five standard errors"
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(("use", "arguments", "name"), [
+    ("clip", {"max_norm": 0.0}, "max_norm"), ("clip", {"max_norm": NAN}, "max_norm"),
+    ("mask", {"keep": 0.0}, "keep"), ("mask", {"keep": 1.1}, "keep"), ("mask", {"keep": NAN}, "keep"),
+    ("prune", {"keep": 0.0}, "keep"), ("prune", {"keep": 1.1}, "keep"), ("top_k", {"keep": NAN}, "keep"),
+    ("gaussian", {"sigma": -1.0}, "sigma"), ("gaussian", {"sigma": NAN}, "sigma"), ("laplace", {"scale": -1.0}, "scale"),
+    ("sign", {"scale": 0.0}, "scale"), ("quantize", {"bits": 1}, "bits"), ("quantize", {"bits": 17}, "bits"),
+    ("quantize", {"bits": 8, "kind": "int8"}, "kind"), ("mixup", {"alpha": 0.0}, "alpha"), ("mixup", {"alpha": NAN}, "alpha"),
+    ("dp_sgd", {"max_norm": 0.0, "noise_multiplier": 1.0}, "max_norm"),
+    ("dp_sgd", {"max_norm": 1.0, "noise_multiplier": NAN}, "noise_multiplier"),
+    ("soteria", {"rate": 1.0}, "rate"), ("soteria", {"rate": NAN}, "rate"), ("soteria", {"layer": "fc"}, "fc"),
+    ("freeze", {"layers": []}, "layers"), ("freeze", {"layers": ["fc"]}, "fc"),
+    ("freeze", {"layers": ["conv", "hidden", "last", "scale"]}, "layers"), ("private_layers", {"layers": ["hid"]}, "hid"),
+    ("ats", {"policy": "7-50"}, "50"), ("ats", {"policy": [-1]}, "-1"), ("ats", {"policy": "7-4-"}, "policy"),
+    ("ats", {"policy": "7-4-15", "invert_through": 8}, "invert_through"),
+    ("percentile_privacy", {"percentile": 101.0}, "percentile"), ("percentile_privacy", {"gamma": 0.0}, "gamma"),
+    ("svt_privacy", {"fraction": 0.0}, "fraction"), ("svt_privacy", {"noise_var": 0.0}, "noise_var"),
+    ("svt_privacy", {"steps": 0}, "steps"), ("local_dp", {"epsilon": 0.0}, "epsilon"),
+])  # fmt: skip
+def test_a_value_without_sense_is_refused(use: str, arguments: dict[str, Any], name: str) -> None:
+    with pytest.raises(SpecError, match=name):
+        build({"use": use, **arguments}, "here", TRANSFORM, OFFERED)

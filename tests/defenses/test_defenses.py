@@ -15,7 +15,7 @@ from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Update, norm
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.mask import mask
-from fedgauge.defenses.noise import gaussian, identity, laplace
+from fedgauge.defenses.noise import gaussian, laplace
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
 
@@ -28,39 +28,7 @@ def vector(*entries: float) -> Update:
     return {"w": torch.tensor(entries, dtype=torch.float64)}
 
 
-@pytest.mark.parametrize(
-    ("defense", "arguments", "message"),
-    [
-        (clip, {"max_norm": 0.0}, "max_norm must be above 0, got 0.0"),
-        (clip, {"max_norm": float("nan")}, "max_norm must be above 0, got nan"),
-        (mask, {"keep": 0.0}, "keep must be above 0 and at most 1, got 0.0"),
-        (mask, {"keep": 1.1}, "keep must be above 0 and at most 1, got 1.1"),
-        (mask, {"keep": float("nan")}, "keep must be above 0 and at most 1, got nan"),
-        (prune, {"keep": 0.0}, "keep must be above 0 and at most 1, got 0.0"),
-        (prune, {"keep": 1.1}, "keep must be above 0 and at most 1, got 1.1"),
-        (gaussian, {"sigma": -1.0}, "sigma must not be negative, got -1.0"),
-        (gaussian, {"sigma": float("nan")}, "sigma must not be negative, got nan"),
-        (laplace, {"scale": -1.0}, "scale must not be negative, got -1.0"),
-        (sign, {"scale": 0.0}, "scale must be above 0, got 0.0"),
-    ],
-)
-def test_a_value_without_sense_is_refused(defense: Any, arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        defense(**arguments)
-
-
 # --------------------------------------------------------------------------------------------------------------- clip
-
-
-def test_clip_three_four_five() -> None:
-    assert clip(1.0).apply(vector(3.0, 4.0), None)["w"].tolist() == pytest.approx([0.6, 0.8], abs=1e-15)
-
-
-def test_clip_counts_every_tensor_into_one_norm() -> None:
-    update = {"w": torch.tensor([[3.0, 0.0]]), "b": torch.tensor([4.0])}
-    clipped = clip(2.5).apply(update, None)
-    assert clipped["w"].tolist() == [[1.5, 0.0]]
-    assert clipped["b"].tolist() == [2.0]
 
 
 @pytest.mark.parametrize("max_norm", [5.0, 5.1, 1e30])
@@ -146,11 +114,6 @@ def test_mask_keeps_each_entry_with_its_probability(keep: float, seed: int | Non
     assert agreement == pytest.approx(keep**2 + (1 - keep) ** 2, abs=0.01), "tensors have masks of their own"
 
 
-def test_mask_with_keep_one_keeps_all() -> None:
-    assert torch.equal(mask(1.0).apply(ones(), seeded())["w"], ones()["w"])
-    assert torch.equal(mask(1.0, seed=1).apply(ones(), None)["w"], ones()["w"])
-
-
 def test_a_known_mask_is_one_for_all_rounds_and_clients() -> None:
     drawn = [mask(0.5, seed=3).apply(ones(), seeded(client))["w"] for client in range(3)]
     assert torch.equal(drawn[0], drawn[1])
@@ -189,16 +152,6 @@ def test_noise_follows_its_law(noise: Any, law: Any, dtype: torch.dtype) -> None
         assert abs(draws.var() / law.var() - 1) < 5 * spread
         assert stats.kstest(draws, law.cdf).pvalue > 1e-4
     assert abs(np.corrcoef(drawn["w"], drawn["b"])[0, 1]) < 5 / N**0.5
-
-
-@pytest.mark.parametrize("noise", [gaussian(0.0), laplace(0.0), identity()])
-def test_no_noise_changes_nothing(noise: Any) -> None:
-    assert torch.equal(noise.apply(vector(1.0, -2.0), seeded())["w"], vector(1.0, -2.0)["w"])
-
-
-def test_noise_is_added_in_the_units_of_its_place() -> None:
-    big = {"w": 1e3 * torch.ones(N, dtype=torch.float64)}
-    assert float((gaussian(0.1).apply(big, seeded())["w"] - 1e3).std()) == pytest.approx(0.1, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

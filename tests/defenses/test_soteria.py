@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +15,8 @@ from torch.nn import functional as F
 from fedgauge.attacks.engine.distances import likelihood
 from fedgauge.attacks.limits import known_noise
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
-from fedgauge.client.models.vision import convbig, detached_params, lenet
+from fedgauge.client.models.vision import convbig, detached_params
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import UpdateDistribution, noise_free, per_example
 from fedgauge.client.update import Batch, Params, Update
@@ -143,15 +141,6 @@ def test_before_local_steps_each_steps_own_features_fall_after_them_the_rounds()
     assert not torch.equal(before["5.weight"] == 0, after["5.weight"] == 0)
 
 
-def test_the_same_bits_again_and_nothing_written_to() -> None:
-    kept = {k: t.clone() for k, t in PARAMS.items()}
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
-    assert same(LAST(BARE)(PARAMS, BATCH, seeded(1)), LAST(BARE)(PARAMS, BATCH, seeded(2)))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert same(PARAMS, kept)
-
-
 def test_per_example_is_the_loop_over_examples() -> None:
     found = per_example(LAST)(BARE)(PARAMS, BATCH, None)
     looped = [LAST(BARE)(PARAMS, Batch(x[None], y[None]), None) for x, y in zip(*BATCH, strict=True)]
@@ -194,11 +183,6 @@ def test_what_is_hidden_stays_hidden_through_the_chain(name: str) -> None:
     assert replace(known, hidden=frozenset()) == bare, "all else is as without it"
 
 
-def test_a_chain_without_a_known_density_still_says_what_is_hidden() -> None:
-    assert chain(per_example(chain(clip(1.0), LAST)), local_sgd(0.1)).hidden == HIDDEN
-    assert chain(local_sgd(0.1)).hidden == frozenset()
-
-
 @in_double
 @pytest.mark.parametrize("name", LINKS)
 def test_the_chains_likelihood_does_not_read_what_is_hidden(name: str) -> None:
@@ -226,31 +210,12 @@ def test_no_limit_is_claimed_where_what_falls_is_chosen_by_the_data() -> None:
 # ------------------------------------------------------------------------------------------------------- in a scenario
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rate": 1.0}, "rate must be at least 0 and below 1, got 1.0"),
-        ({"rate": float("nan")}, "rate must be at least 0 and below 1, got nan"),
-        ({"layer": "fc"}, r"the model has no fully connected layer 'fc' \(it has: '3', '5'\)"),
-    ],
-)
-def test_a_value_without_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        soteria(MODEL, normalise, **arguments)
-
-
-def test_a_network_without_the_layer_is_refused() -> None:
-    with pytest.raises(ValueError, match="the model has none"):
+def test_a_network_without_such_a_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match="fully connected"):
         soteria(nn.Sequential(nn.Conv2d(1, 2, 3)), normalise)
-
-
-def test_a_layer_fed_many_vectors_is_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.Flatten(), nn.Linear(24, 3)).double()  # the first sees each row of pixels
-    link = soteria(model, lambda x: x.flatten(1, 2), layer="0")
-    with pytest.raises(
-        ValueError, match=r"gets one vector for each example, once; '0' gets a tensor of shape \(3, 6, 6\)"
-    ):
-        link.scores(detached_params(model), BATCH.x)
+    with pytest.raises(ValueError, match="one vector"):
+        soteria(model, lambda x: x.flatten(1, 2), layer="0").scores(detached_params(model), BATCH.x)
 
 
 def test_it_stands_in_a_federation(make_federation: Callable[..., Federation]) -> None:
@@ -268,6 +233,3 @@ def test_it_stands_in_a_federation(make_federation: Callable[..., Federation]) -
     hook.remove()
     zeros = (update["linear.weight"] == 0).all(0)
     assert int(zeros.sum()) == features[0].shape[1] // 2
-    with pytest.raises(SpecError, match=r"\[\[chain\]\] #1: the model has no fully connected layer 'fc'"):
-        make_federation(chain=[{**link, "layer": "fc"}, sgd]).check()
-    assert isinstance(fed.model, type(lenet((1, 28, 28), 10)))

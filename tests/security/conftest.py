@@ -21,7 +21,7 @@ from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower
 
 assert flwr.serverapp  # the import is the point
-EXAMPLES = int(os.environ.get("FEDGAUGE_FUZZ", "300"))  # at each place
+EXAMPLES = int(os.environ.get("FEDGAUGE_FUZZ", "100"))  # at each place
 settings.register_profile(
     "fuzz",
     max_examples=EXAMPLES,

@@ -8,6 +8,7 @@ import torch
 
 from fedgauge.attacks.grading.self_audit import invert_own
 from fedgauge.client.deployment.guard import UpdatePolicy
+from fedgauge.client.deployment.owner import GuardPolicy
 
 Make = Callable[..., Any]
 MLP = {"use": "mlp", "hidden": [16]}
@@ -35,10 +36,9 @@ def test_a_client_audits_its_own_text_by_the_words_that_come_back(make_federatio
     params, buffers = fed.initial()
     batch, own = fed.batch_at(0, 1), invert_own("tag", iterations=2)
     update = fed.client_update(params, buffers, 0, 1)
-    leak, scale = own.leak(fed, params, buffers, update, {}, batch), own.scale(fed)
-    assert 0 <= leak <= 100 and scale == (50.0, "%", True, 100.0)
+    leak, policy = own.leak(fed, params, buffers, update, {}, batch), own.policy(fed, GuardPolicy())
+    assert 0 <= leak <= 100 and policy == UpdatePolicy(None, 50.0, "%", True)
+    assert own.policy(fed, GuardPolicy(threshold=120.0)).threshold == 100.0
     read_off = invert_own("dager").leak(fed, params, buffers, update, {}, batch)
-    objection = UpdatePolicy(None, scale.threshold(None), scale.unit, scale.higher_leaks).objection(
-        update, lambda: read_off
-    )
+    objection = policy.objection(update, lambda: read_off)
     assert objection == "its audit reconstructs an example at 100.0 %"

@@ -25,9 +25,7 @@ from torch import Tensor
 from fedgauge.attacks.grading.self_audit import invert_own
 from fedgauge.client import app as module
 from fedgauge.client.app import FAILED, NOT_GRADED, REFUSED, app
-from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.guard import WITHHELD
-from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.federation import Federation
 from fedgauge.client.inspection.policy import REASON
@@ -108,11 +106,6 @@ def log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_a_client_is_who_its_file_says(write: Write) -> None:
-    reply = travel(app(Message(RecordDict(), dst_node_id=NODE, message_type="query"), context(write(0))))
-    assert dict(reply.content.metric_records["who"]) == {"client": 0}
-
-
 def test_without_noise_and_with_agreed_sampling_the_update_is_the_simulations(write: Write) -> None:
     where = context(write())
     for round in (1, 2):
@@ -129,12 +122,6 @@ def test_a_server_that_asks_for_a_weaker_chain_gets_the_owners(write: Write) -> 
     update = tensors(app(ask(1, weak), context(write(chain=strict), weak)))
     defended = Federation(protocol(chain=strict))
     assert identical(update, defended.own_update(*defended.initial(), 1, 1))
-
-
-def test_what_a_scenario_says_of_stragglers_is_no_reason_to_be_late(write: Write) -> None:
-    late = protocol(stragglers={"probability": 0.99})
-    assert Federation(late).protocol.misses(1, 1)
-    assert not app(ask(1, late), context(write(), late)).has_error()
 
 
 def test_noise_is_each_clients_and_each_runs_own(write: Write) -> None:
@@ -191,8 +178,6 @@ def test_an_owner_bounds_what_all_runs_together_get(write: Write) -> None:
     for run, round in ((3, 1), (1, 2)):
         told = error(app(ask(round), context(path, run=run)))
         assert told == (REFUSED, "this client has sent as many updates as its owner allows")
-    with pytest.raises(SpecError, match="updates must be at least 1, got 0"):
-        OwnerConfig.parse(path.read_text().replace("updates = 2", "updates = 0"), path)
 
 
 @pytest.mark.parametrize("round", [0, -1, 6, 2**40])
@@ -223,16 +208,8 @@ HOSTILE = {
     "a name more": lambda r: r.update({"extra": raw((1,), "<f4", bytes(4))}),
     "another shape": lambda r: r.update({"1.bias": raw((1,), "<f4", bytes(4))}),
     "a thousand million": lambda r: r.update({"1.bias": raw((10**9,), "<f4", b"")}),
-    "their bytes too": lambda r: r.update({"1.bias": raw((10**6,), "<f4", bytes(4 * 10**6))}),
     "doubles": lambda r: r.update({"1.bias": raw((8,), "<f8", bytes(64))}),
-    "other byte order": lambda r: r.update({"1.bias": raw((8,), ">f4", bytes(32))}),
-    "integers": lambda r: r.update({"1.bias": raw((8,), "<i4", bytes(32))}),
-    "too few bytes": lambda r: r.update({"1.bias": raw((8,), "<f4", bytes(31))}),
-    "too many bytes": lambda r: r.update({"1.bias": raw((8,), "<f4", bytes(33))}),
     "a pickle": lambda r: r.update({"1.bias": pickled()}),
-    "no array": lambda r: r.update({"1.bias": Array("<f4", (8,), "numpy.ndarray", b"PK\x03\x04" + bytes(60))}),
-    "nothing": lambda r: r.update({"1.bias": Array("<f4", (8,), "numpy.ndarray", b"")}),
-    "another form": lambda r: r.update({"1.bias": Array("<f4", (8,), "torch", bytes(160))}),
     "not finite": lambda r: r.update({"1.bias": raw((8,), "<f4", np.full(8, np.nan, "<f4").tobytes())}),
 }
 
@@ -252,21 +229,6 @@ def test_weights_that_are_not_the_models_are_refused_before_memory_is_taken(
     assert peak < 20_000_000
     assert log(path)[-1]["event"] == "refused"
     assert ClientFolder(path.parent / "state").drawn(1, 1) is None, "nothing was drawn for it"
-
-
-def test_weights_stored_by_columns_are_read_as_they_are(write: Write) -> None:
-    params, _ = Federation(protocol()).initial()
-    message = ask(1)
-    turned = np.asfortranarray(params["1.weight"].numpy())
-    message.content.array_records["arrays"]["1.weight"] = Array(turned)
-    plain, by_columns = (tensors(app(m, context(write(), run=r))) for r, m in enumerate((ask(1), message), 1))
-    assert identical(plain, by_columns)
-
-
-def test_an_unknown_buffer_is_refused(write: Write) -> None:
-    message = ask(1)
-    message.content["buffers"] = ArrayRecord({"unknown": torch.zeros(1)})
-    assert error(app(message, context(write())))[0] == REFUSED
 
 
 def test_batchnorm_statistics_travel_as_in_a_simulation(write: Write) -> None:
@@ -318,25 +280,11 @@ def test_scores_come_back_and_nothing_else(write: Write) -> None:
     assert dict(reply.content.config_records["refused"]) == {}
 
 
-def test_another_round_is_not_graded(write: Write) -> None:
-    path = write()
-    x = trained(path, 1)
-    for round in (2, 3):
-        reply = app(question({"dlg": x}, round), context(path))
-        assert error(reply) == (NOT_GRADED, f"this client did not train in round {round}")
-    other = trained(path, 2)
-    told = app(question({"dlg": x}, 2), context(path)).content.metric_records["psnr"]["dlg"]
-    exact = psnr_of(x, other[match(x, other)])
-    assert torch.tensor(told).sub(exact).abs().max() <= 0.25 + 1e-6, "each round by its own batch"
-
-
 def test_an_owner_who_says_nothing_answers_nothing(write: Write) -> None:
     path = write(grading={})
     x = trained(path)
     assert error(app(question({"dlg": x}), context(path))) == (NOT_GRADED, "the owner does not allow it")
-    assert log(path)[-1] | {"time": 0} == {
-        "time": 0, "event": "refused", "run": 1, "what": "grade", "reason": "the owner does not allow it",
-    }  # fmt: skip
+    assert (log(path)[-1]["event"], log(path)[-1]["what"]) == ("refused", "grade")
 
 
 def test_neither_a_restart_nor_a_new_run_gives_more_answers(write: Write) -> None:
@@ -359,11 +307,10 @@ def test_neither_a_restart_nor_a_new_run_gives_more_answers(write: Write) -> Non
     "array",
     [
         raw((10**9, 1, 28, 28), "<f4", b""),
-        raw((4, 1, 28, 28), "<f8", bytes(8 * 4 * 784)),
         raw((5, 1, 28, 28), "<f4", bytes(4 * 5 * 784)),
         pickled(),
     ],
-    ids=["huge", "double", "five", "pickle"],
+    ids=["huge", "five", "pickle"],
 )
 def test_images_that_are_none_are_refused_before_memory_is_taken(write: Write, array: Array) -> None:
     path = write()
@@ -394,17 +341,6 @@ def test_an_update_above_the_owners_norm_stays(write: Write) -> None:
     assert not app(ask(1), context(free)).has_error()
 
 
-def test_what_was_withheld_is_not_remembered_as_sent(write: Write) -> None:
-    """Error feedback keeps what it did not send; of an update that stayed it keeps everything: as before the round."""
-    chain = [SGD, {"use": "top_k", "keep": 0.1, "error_feedback": True}]
-    where = context(write(chain=chain, guard={"max_norm": 1e-6}))
-    assert error(app(ask(1), where))[0] == WITHHELD
-    assert "memory" not in where.state.array_records
-    free = context(write(0, chain=chain))
-    assert not app(ask(1), free).has_error()
-    assert free.state.array_records["memory"]
-
-
 ONE = {**AGREED, "batch_size": 1}
 OWN = {"audit": "analytic", "iterations": 1, "threshold": 20.0}
 
@@ -415,12 +351,6 @@ def test_its_own_audit_keeps_an_update_from_which_it_reads_its_image(write: Writ
     assert error(app(ask(1), context(path))) == (WITHHELD, REASON)
     cause = log(path)[-1]["cause"]
     assert cause.startswith("its audit reconstructs an example at ") and float(cause.split()[-2]) == 60  # the cap
-
-
-def test_a_threshold_beyond_the_cap_withholds_what_reaches_the_cap(write: Write) -> None:
-    """An exact image counts as 60 dB, which no threshold of 70 would meet."""
-    path = write(data=ONE, guard={**OWN, "threshold": 70.0})
-    assert error(app(ask(1), context(path))) == (WITHHELD, REASON)
 
 
 def test_its_own_audit_lets_an_update_go_that_hides_its_image(write: Write) -> None:
@@ -434,22 +364,6 @@ def test_an_audit_that_does_not_apply_lets_nothing_out(write: Write) -> None:
     path = write(guard=OWN)  # four examples: the analytic attack says that it is not for them
     assert error(app(ask(1), context(path))) == (WITHHELD, REASON)
     assert log(path)[-1]["cause"].startswith("its audit failed: ")
-
-
-def test_an_audit_that_is_none_is_the_owners_mistake_and_lets_nothing_out(write: Write) -> None:
-    path = write(guard={"audit": "os:system"})
-    assert error(app(ask(1), context(path)))[0] == FAILED
-    assert "is not allowed here" in log(path)[-1]["reason"]
-
-
-def test_the_audit_leaves_the_reply_as_it_was(write: Write) -> None:
-    """It inverts on the same model, whose BatchNorm statistics are part of the reply."""
-    agreed = protocol(model=BATCHNORM)
-    plain = app(ask(1, agreed), context(write(), agreed))
-    own = {"audit": "inverting_gradients", "iterations": 2, "threshold": 59.0}
-    audited = app(ask(1, agreed), context(write(0) and write(1, guard=own), agreed, run=2))
-    for name in ("update", "buffers"):
-        assert identical(tensors(plain, name), tensors(audited, name))
 
 
 def test_its_own_audit_knows_what_leaves_beside_the_update(write: Write) -> None:

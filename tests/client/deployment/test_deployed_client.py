@@ -1,21 +1,16 @@
 """A deployed client: the server's word and its limits, and what is drawn in secret."""
 
 import json
-import re
-import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from fedgauge.client.deployment import deployed_client
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.server_model import NOT_BUILT
 from fedgauge.client.deployment.terms import MOST_TEXT, RequestRefused, ServerTerms
 from fedgauge.client.federation import Federation
-from fedgauge.client.local_data import may_download
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import secret_generator
 from fedgauge.defenses.clip import clip
@@ -43,61 +38,30 @@ def test_a_protocol_cannot_weaken_the_chain_or_name_the_data(write: Write) -> No
     assert torch.stack([t.square().sum() for t in update.values()]).sum().sqrt() <= 0.1 * 0.5 * 1.0001
 
 
-REFUSED = [
-    ("no json", "the protocol cannot be read"),
-    ("[]", "the protocol cannot be read: the protocol must be a table"),
-    ("[" * 5000, "the protocol cannot be read"),
-    ("{" + " " * MOST_TEXT + "}", "the protocol has 65538 characters, more than 65536"),
-    (json.dumps(SERVERS | {"rounds": 0}), "rounds must lie in 1.."),
-    (json.dumps(SERVERS | {"clients": 10**9}), "clients must lie in 1..100000"),
-    (json.dumps(SERVERS | {"seed": -1}), "seed must lie in 0.."),
-    (json.dumps(SERVERS | {"seed": "0"}), "seed must be a whole number"),
-    (json.dumps(SERVERS | {"model": {**MLP, "hidden": [1] * 2000}}), "[model] has more than 4096 characters"),
-    (json.dumps(SERVERS | {"model": {**MLP, "weights": "secret.safetensors"}}), "must not make a client read a file"),
-]
-
-
-@pytest.mark.parametrize(("text", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_a_protocol_that_is_none_is_refused(text: str, words: str) -> None:
-    with pytest.raises(RequestRefused) as told:
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("no json", "protocol"),
+        ("[" * 5000, "protocol"),
+        ("{" + " " * MOST_TEXT + "}", "65536"),
+        (json.dumps(SERVERS | {"rounds": 0}), "rounds"),
+        (json.dumps(SERVERS | {"clients": 10**9}), "clients"),
+        (json.dumps(SERVERS | {"seed": "0"}), "seed"),
+        (json.dumps(SERVERS | {"model": {**MLP, "hidden": [1] * 2000}}), "4096"),
+        (json.dumps(SERVERS | {"model": {**MLP, "weights": "secret.safetensors"}}), "file"),
+    ],
+)
+def test_a_protocol_that_is_none_is_refused(text: str, name: str) -> None:
+    with pytest.raises(RequestRefused, match=name):
         ServerTerms.parse(text)
-    assert words in str(told.value)
-
-
-FOREIGN = [
-    "os:system",
-    "subprocess:run",
-    "builtins:exec",
-    "mnist5k",
-    "dlg",
-    "mine.nets:small",
-]
-
-
-@pytest.mark.parametrize("use", FOREIGN)
-def test_a_server_names_no_code_outside_the_models(write: Write, use: str) -> None:
-    with pytest.raises(RequestRefused) as refused:
-        DeployedClient.of(OwnerConfig.load(write()), terms(model={"use": use}))
-    assert re.search("is not allowed here|nothing is called", refused.value.for_owner)
 
 
 NETS = """
-from pathlib import Path
 from torch import nn
 
 def small(shape, classes: int, width: int = 3) -> nn.Module:
     channels, height, wide = shape
     return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * wide, width), nn.Linear(width, classes))
-
-def stored(shape, classes: int, source: Path) -> nn.Module:
-    raise AssertionError(f"read {source}")
-
-def beside(model: nn.Module, source: Path | list[list[Path]]) -> nn.Module:
-    raise AssertionError(f"read {source}")
-
-def fetched(shape, classes: int) -> nn.Module:
-    from fedgauge.client.local_data import may_download
-    raise ValueError(f"may download: {may_download.get()}")
 """
 
 
@@ -111,56 +75,8 @@ def test_a_model_of_a_package_is_built_where_the_owner_allows_that_package(write
     assert [tuple(p.shape) for p in own.model.parameters()] == [(5, 784), (5,), (10, 5), (10,)]
 
 
-def test_a_server_makes_a_client_fetch_nothing(write: Write, tmp_path: Path) -> None:
-    (tmp_path / "ownersfetch.py").write_text(NETS)
-    with pytest.raises(RequestRefused) as refused:
-        DeployedClient.of(OwnerConfig.load(write(allow=["ownersfetch"])), terms(model={"use": "ownersfetch:fetched"}))
-    assert "may download: False" in refused.value.for_owner
-    assert may_download.get(), "the owner's own data may"
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        {"use": "ownersfiles:stored", "source": "passwords"},
-        {"use": "ownersfiles:stored", "source": "/etc/hostname"},
-        {"use": "encoder", "folder": "/etc"},
-        {"use": "mlp", "defense": [{"use": "ownersfiles:beside", "source": "/etc/hostname"}]},
-        {"use": "mlp", "defense": [{"use": "ownersfiles:beside", "source": [["/etc/hostname"]]}]},
-    ],
-    ids=["relative", "absolute", "own", "nested", "in lists"],
-)
-def test_a_server_gives_no_path_even_to_a_package_that_the_owner_allows(
-    write: Write, tmp_path: Path, model: dict[str, object]
-) -> None:
-    (tmp_path / "ownersfiles.py").write_text(NETS)
-    with pytest.raises(RequestRefused, match="must not make a client read a file"):
-        DeployedClient.of(OwnerConfig.load(write(allow=["ownersfiles"])), terms(model=model))
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        {"use": "mlp", "hidden": [10**9]},
-        {"use": "mlp", "hidden": [10**5, 10**5]},
-        {"use": "mlp", "hidden": [2**62, 2**62]},
-        {"use": "convnet", "width": 10**6},
-    ],
-    ids=str,
-)
-def test_a_model_of_a_thousand_million_entries_is_refused_before_memory_is_taken(write: Write, model: Any) -> None:
-    own = DeployedClient(Protocol(3, 5, 3, DATA, model, (SGD,)), OwnerConfig.load(write()))
-    _ = own.shards
-    tracemalloc.start()
-    with pytest.raises(RequestRefused, match=r"\[model\]"):
-        _ = own.model
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 10_000_000, "bytes of Python's; torch's own would have failed or been killed"
-
-
 def test_a_client_beyond_the_protocols_is_none_of_it(write: Write) -> None:
-    with pytest.raises(RequestRefused, match="the protocol has 3 clients, too few for this one's number"):
+    with pytest.raises(RequestRefused, match="clients"):
         DeployedClient.of(OwnerConfig.load(write(client=7)), terms())
 
 
@@ -217,26 +133,6 @@ def test_noise_is_drawn_anew_whatever_the_seed(write: Write) -> None:
         assert abs(float(difference.std()) - 2**0.5) < 0.05, "independent, each of standard deviation 1"
 
 
-def test_draws_of_a_link_that_are_seen_lead_to_no_others(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a mask's zeros a server computed a generator's state, and from it the noise before the mask."""
-    bounded = [SGD, {"use": "clip", "max_norm": 1.0}, {"use": "quantize", "bits": 4}]
-    links = [*bounded, {"use": "gaussian", "sigma": 20.0}, {"use": "mask", "keep": 0.5}]
-    own = DeployedClient.of(OwnerConfig.load(write(chain=links)), terms())
-    batch, made = own.owner.batch(own.draw(1)), []
-
-    def known() -> torch.Generator:
-        made.append(torch.Generator().manual_seed(0))
-        return made[-1]
-
-    monkeypatch.setattr(deployed_client, "secret_generator", known)
-    first, again = (own.compute(*own.initial(), batch, {}) for _ in range(2))
-    for k, t in first.items():
-        assert torch.equal(t == 0, again[k] == 0), "the masks are equal, as their generators are"
-        assert not torch.equal(t, again[k]), "and the noise is not"
-    used = [rng for rng in made if not torch.equal(rng.get_state(), torch.Generator().manual_seed(0).get_state())]
-    assert len(used) == 2 * 2, "quantize and mask each draw from one of their own"
-
-
 def test_a_secret_generator_has_more_than_the_32_bits_of_a_seed() -> None:
     """Torch's own manual_seed throws the upper half of a seed away: a server could try the rest."""
     seeded = [torch.Generator().manual_seed(s) for s in (5, 5 + 2**32)]
@@ -250,11 +146,3 @@ def test_a_secret_generator_has_more_than_the_32_bits_of_a_seed() -> None:
     seeded_words = seeded[0].manual_seed(9).get_state()[24 : 24 + 8 * 624].view(torch.int64)
     made = (1812433253 * (seeded_words[:-1] ^ (seeded_words[:-1] >> 30)) + torch.arange(1, 624)) & 0xFFFFFFFF
     assert bool((made == seeded_words[1:]).all()), "the test knows the initialisation"
-
-
-def test_a_secret_generator_draws_normal_and_uniform_numbers() -> None:
-    generator = secret_generator()
-    normal, uniform = torch.randn(200_000, generator=generator), torch.rand(200_000, generator=generator)
-    assert abs(float(normal.mean())) < 0.015 and abs(float(normal.std()) - 1) < 0.01  # six standard errors
-    assert abs(float(uniform.mean()) - 0.5) < 0.004 and float(uniform.min()) >= 0 and float(uniform.max()) < 1
-    assert torch.randperm(1000, generator=generator).unique().numel() == 1000

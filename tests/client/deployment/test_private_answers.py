@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 from fedgauge.client.app import app
 from fedgauge.client.components import SpecError
-from fedgauge.client.deployment.deployed_client import DeployedClient
+from fedgauge.client.deployment.deployed_client import STATISTICS, DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.deployment.terms import ServerTerms
-from fedgauge.client.federation import TRANSFORM, Federation
+from fedgauge.client.federation import Federation
 from fedgauge.client.models.vision import floating_buffers
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.transforms import per_example
@@ -95,33 +95,13 @@ def lit(path: Path, round: int, pixel: int) -> bool:
     return bool((x.flatten(1)[:, pixel] > 0.2).any())
 
 
-GUARDS: dict[str, dict[str, Any]] = {"none": {}, "max_norm": {"guard": {"max_norm": 1e6}}}
-CASES = [("dp_sgd", "none"), *[(chain, "max_norm") for chain in CHAINS]]
-
-
-@pytest.mark.parametrize(("rounds", "cases"), [
-    pytest.param(60, CASES[:2], marks=pytest.mark.full), (6, CASES),
-], ids=["60 rounds", "6 rounds"])  # fmt: skip
-def test_a_pixel_that_decides_on_overflow_is_not_read(
-    path: Callable[..., Path], rounds: int, cases: list[tuple[str, str]]
-) -> None:
-    """The server read it from the answer's kind, NaN or none, in 60 of 60 rounds."""
-    pixels = torch.randint(28 * 10, 28 * 18, (rounds,), generator=torch.Generator().manual_seed(0)).tolist()
-    told, truth = [], []
-    for number, (chain, guard) in enumerate(cases):
-        own = path(chain=CHAINS[chain], **GUARDS[guard], state=f"state-{number}")
-        for round, pixel in enumerate(pixels, 1):
-            told.append(answer(own, one_pixel(pixel), round)[0])
-            truth.append(lit(own, round, pixel))
-    assert len(truth) / 6 < sum(truth) < len(truth) * 5 / 6, "the pixel is lit in some rounds and dark in others"
-    assert set(told) == {"finite"}
-
-
-def test_without_a_promise_such_an_update_is_held_back(path: Callable[..., Path]) -> None:
-    """Noise without a clip bounds nothing: what is not finite stays, and the server sees that."""
-    own = path(chain=[SGD, {"use": "gaussian", "sigma": 1.0}], guard={}, data={**DATA, "sampling": "agreed"})
-    kinds = {answer(own, one_pixel(28 * 14 + 14), round)[0] for round in range(1, 13)}
-    assert kinds == {"finite", "111 withheld by the client's guard"}
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_pixel_that_decides_on_overflow_is_not_read(path: Callable[..., Path], chain: str) -> None:
+    pixels = torch.randint(28 * 10, 28 * 18, (8,), generator=torch.Generator().manual_seed(0)).tolist()
+    own = path(chain=CHAINS[chain], guard={"max_norm": 1e6})
+    assert {answer(own, one_pixel(pixel), round)[0] for round, pixel in enumerate(pixels, 1)} == {"finite"}
+    lit_rounds = [lit(own, round, pixel) for round, pixel in enumerate(pixels, 1)]
+    assert 0 < sum(lit_rounds) < 8, "the pixel is lit in some rounds and dark in others"
 
 
 @settings(max_examples=12, deadline=None)
@@ -177,15 +157,6 @@ def test_a_network_that_fails_on_some_examples_is_not_seen_to(path: Callable[...
     assert "113 the client failed; its own log says why" in {answer(bare, weights, n, named)[0] for n in range(1, 7)}
 
 
-def test_a_network_that_fails_on_nothing_too_is_refused(path: Callable[..., Path]) -> None:
-    """Otherwise the client would send noise alone, for ever."""
-    own = path(chain=CHAINS["dp_sgd"], allow=["fussy_network_2"])
-    (own.parent / "fussy_network_2.py").write_text(FUSSY.replace("> 0", "> -1"))
-    named = protocol(model={"use": "fussy_network_2:net"})
-    weights = {"weight": torch.zeros(10, 784), "bias": torch.zeros(10)}
-    assert answer(own, weights, 1, named)[0].startswith("110 [model]: it fails on an empty example")
-
-
 def test_one_example_fails_for_itself_alone() -> None:
     """Replacing it moves the mean by no more than its share, also where vmap refuses all of them together."""
 
@@ -200,98 +171,49 @@ def test_one_example_fails_for_itself_alone() -> None:
     assert found.tolist() == [1.0, 1.0], "(1 + 2 + 0 + 1) / 4"
 
 
+def test_statistics_are_not_sent_beside_noise(path: Callable[..., Path]) -> None:
+    asked = protocol(model={"use": "convnet", "width": 1, "norm": "batch", "mode": "train"})
+    own = path(chain=CHAINS["clip of the update"])
+    assert answer(own, Federation(asked).initial()[0], 1, asked)[0] == f"110 {STATISTICS}"
+
+
 @pytest.mark.parametrize("guard", [{"audit": "analytic"}, {"inspect": "refuse", "examples": True}])
 def test_a_guard_by_which_examples_decide_does_not_go_with_a_promise(
     path: Callable[..., Path], guard: dict[str, Any]
 ) -> None:
     own = path(chain=CHAINS["dp_sgd"], guard=guard)
     text = protocol().to_json()
-    with pytest.raises(SpecError, match="the examples decide whether the client answers"):
+    with pytest.raises(SpecError, match="the examples decide"):
         DeployedClient.of(OwnerConfig.load(own), ServerTerms.parse(text))
     DeployedClient.of(OwnerConfig.load(path(chain=[SGD], guard=guard)), ServerTerms.parse(text))
 
 
-STATISTICS = {"mean": [0.5], "std": [0.25]}
+GIVEN = {"mean": [0.5], "std": [0.25], "classes": 4}
 
 
-@pytest.fixture
-def arrays(tmp_path: Path) -> Callable[..., Path]:
-    """An archive of 40 images of 8 x 8 in four classes, some of which may be changed."""
-
-    def write(name: str = "own.npz", first: int = 0, label: int = 0) -> Path:
-        rng = np.random.default_rng(0)
-        x, y = rng.integers(0, 256, (40, 8, 8), dtype=np.uint8), np.arange(40) % 4
-        x[0], y[0] = first, label
-        np.savez(tmp_path / name, x=x, y=y)
-        return tmp_path / name
-
-    return write
-
-
-@pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("keys", "name"),
     [
-        ({}, "mean, std, classes would be computed from the private examples"),
-        ({"classes": 4}, "mean, std would be computed"),
-        (STATISTICS, r"classes would be computed .*: give classes \(all that there may be\)"),
-        ({**STATISTICS, "classes": 4, "whole": False, "partition": "dirichlet"}, "partition = 'dirichlet' divides by the labels"),
-        ({**STATISTICS, "classes": 4, "whole": False, "partition": "shards"}, "partition = 'shards' divides by the labels"),
+        ({}, "mean, std, classes"),
+        ({"mean": [0.5], "std": [0.25]}, "classes"),
+        ({**GIVEN, "whole": False, "partition": "dirichlet", "auxiliary": 1}, "partition"),
     ],
-)  # fmt: skip
+)
 def test_what_is_computed_from_all_examples_does_not_go_with_a_promise(
-    path: Callable[..., Path], arrays: Callable[..., Path], chain: str, keys: dict[str, Any], words: str
+    path: Callable[..., Path], tmp_path: Path, keys: dict[str, Any], name: str
 ) -> None:
-    data = {"use": "npz", "path": str(arrays()), "batch_size": 2, "whole": True}
-    shared = {} if keys.get("whole", True) else {"auxiliary": 1}
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "own.npz", x=rng.integers(0, 256, (40, 8, 8), dtype=np.uint8), y=np.arange(40) % 4)
+    data = {"use": "npz", "path": str(tmp_path / "own.npz"), "batch_size": 2, "whole": True}
     text = protocol(clients=2).to_json()
 
-    def built(**data: Any) -> DeployedClient:
-        return DeployedClient.of(OwnerConfig.load(path(chain=data.pop("chain"), data=data)), ServerTerms.parse(text))
+    def built(chain: list[dict[str, Any]], **more: Any) -> DeployedClient:
+        return DeployedClient.of(OwnerConfig.load(path(chain=chain, data=data | more)), ServerTerms.parse(text))
 
-    with pytest.raises(SpecError, match=rf"client.toml: \[data\]: {words}"):
-        built(chain=CHAINS[chain], **{**data, **shared, **keys})
-    own = built(chain=[SGD], **{**data, **shared, **keys})
-    assert privacy_statement(own, {1: 1}).record is None, "without a promise anything may be computed"
-    kept = built(chain=CHAINS[chain], **{**data, **STATISTICS, "classes": 4})
-    assert kept.owner.dataset.fitted == ()
-
-
-def test_sentences_with_a_vocabulary_of_their_own_do_not_go_with_a_promise(
-    path: Callable[..., Path], tmp_path: Path
-) -> None:
-    (tmp_path / "own.csv").write_text("text,label\n" + "".join(f"word {i},{i % 2}\n" for i in range(20)))
-    data = {"use": "csv", "path": "own.csv", "length": 8, "classes": ["0", "1"], "batch_size": 2, "whole": True}
-    with pytest.raises(
-        SpecError, match=r"\[data\]: tokenizer would be computed .*: give tokenizer \(the name of a published one\) or"
-    ):
-        DeployedClient.of(
-            OwnerConfig.load(path(chain=CHAINS["dp_sgd"], data=data)),
-            ServerTerms.parse(protocol(model={"use": "tiny_bert"}).to_json()),
-        )
-
-
-def test_an_example_moves_no_other_ones_gradient_nor_whether_there_is_an_answer(
-    path: Callable[..., Path], arrays: Callable[..., Path]
-) -> None:
-    """Two data sets that differ in one example: what the chain gets of all others is the same, bit for bit."""
-    found = []
-    for change in ({}, {"first": 255, "label": 3}, {"label": 1}):
-        data = {"use": "npz", "path": str(arrays(**change)), "batch_size": 2, "whole": True, **STATISTICS, "classes": 4}
-        own = DeployedClient.of(
-            OwnerConfig.load(path(chain=CHAINS["dp_sgd"], data=data)), ServerTerms.parse(protocol().to_json())
-        )
-        found.append((own, own.owner.dataset))
-    (first, before), *others = found
-    params = {
-        k: torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) for k, p in first.initial()[0].items()
-    }
-    for own, after in others:
-        same = [i for i in range(len(before.x)) if torch.equal(before.x[i], after.x[i]) and before.y[i] == after.y[i]]
-        assert len(before.x) == len(after.x) and len(same) >= len(before.x) - 1
-        for i in same:
-            a, b = (c.gradient(params, c.owner.batch([i, i]), None) for c in (first, own))
-            assert all(torch.equal(a[k], b[k]) for k in a)
+    with pytest.raises(SpecError, match=name):
+        built(CHAINS["dp_sgd"], **keys)
+    assert privacy_statement(built([SGD], **keys), {1: 1}).record is None, "without a promise anything may be computed"
+    assert built(CHAINS["dp_sgd"], **GIVEN).owner.dataset.fitted == ()
 
 
 IN_ANY_LINK = """
@@ -339,15 +261,6 @@ LINKS: dict[str, dict[str, Any]] = {
     "svt_privacy": {"use": "svt_privacy"},
     "top_k": {"use": "top_k", "keep": 0.5},
 }
-VARIANTS = {
-    **LINKS,
-    "gaussian of each": {**LINKS["gaussian"], "each": True},
-    "quantize uniform": {"use": "quantize", "bits": 8, "kind": "uniform"},
-    "adam without eps": {**LINKS["local_training"], "eps": 0.0},
-    "adam with decay": {**LINKS["local_training"], "weight_decay": 0.01},
-    "adamw with decay": {**LINKS["local_training"], "optimizer": "adamw", "weight_decay": 0.01},
-    "sgd with decay": {**LINKS["local_training"], "optimizer": "sgd", "weight_decay": 0.01, "momentum": 0.9},
-}
 PLACES = ("before", "between", "behind")
 
 
@@ -362,7 +275,7 @@ def placed(link: dict[str, Any], place: str) -> list[dict[str, Any]]:
 
 
 ORDERS = {
-    **{f"{name} {place}": placed(link, place) for name, link in VARIANTS.items() for place in PLACES},
+    **{f"{name} {place}": placed(link, place) for name, link in LINKS.items() for place in PLACES},
     "soteria after training": [SGD, {"use": "soteria"}, CLIP, NOISE],
     "soteria of each": [{"use": "soteria"}, *CHAINS["dp_sgd"]],
 }
@@ -373,56 +286,34 @@ REREADING = {
 }
 
 
-def test_every_link_is_tried_around_a_clip_and_its_noise() -> None:
-    assert set(LINKS) == set(TRANSFORM.names())
-
-
 @pytest.mark.parametrize("links", REREADING.values(), ids=list(REREADING))
 def test_no_link_reads_the_examples_behind_the_noise(path: Callable[..., Path], links: list[dict[str, Any]]) -> None:
     """The columns that soteria prunes followed from the examples, and the client failed where the network did on one."""
     text = protocol().to_json()
-    with pytest.raises(SpecError, match="soteria stands behind the noise and may use the examples again"):
+    with pytest.raises(SpecError, match="soteria"):
         DeployedClient.of(OwnerConfig.load(path(chain=links)), ServerTerms.parse(text))
     without = [link for link in links if link["use"] not in ("gaussian", "dp_sgd")]
     DeployedClient.of(OwnerConfig.load(path(chain=without)), ServerTerms.parse(text))
 
 
 @pytest.mark.parametrize("links", ORDERS.values(), ids=list(ORDERS))
-def test_no_size_of_a_gradient_makes_an_answer_other_than_finite(
+def test_no_link_shows_a_failure_or_a_size_of_a_gradient(
     path: Callable[..., Path], links: list[dict[str, Any]]
 ) -> None:
-    """Between a clip and noise, quantize made NaN of a gradient of 1e-44, which a pixel made from weights of 1e-43."""
-    own_path = path(chain=links, allow=["any_size"])
-    (own_path.parent / "any_size.py").write_text(IN_ANY_LINK.replace("> 0", "> 1e9"))
-    named = protocol(model={"use": "any_size:net"})
-    own = DeployedClient.of(OwnerConfig.load(own_path), ServerTerms.parse(named.to_json()))
-    assert own.chain.private
-    initial, rng = own.initial()[0], torch.Generator().manual_seed(0)
-    memory: Params = {}
-    for size in (3e-44, 1e19, 3e38):
-        weights = {k: (size * torch.randn(p.shape, generator=rng)).clamp(-3e38, 3e38) for k, p in initial.items()}
-        weights["last.weight"][:, ::2] = 0.0  # so that some entries of the gradient are zero
-        for x in (torch.zeros(2, 1, 28, 28), torch.ones(2, 1, 28, 28)):
-            update = own.compute(weights, {}, Batch(x, torch.tensor([0, 9])), memory)
-            assert all(bool(torch.isfinite(t).all()) for t in update.values()), size
-
-
-@pytest.mark.parametrize("links", ORDERS.values(), ids=list(ORDERS))
-def test_no_link_shows_that_the_network_fails_on_an_example(
-    path: Callable[..., Path], links: list[dict[str, Any]]
-) -> None:
-    """soteria runs the network itself: the client answered if, and only if, a pixel was dark in all examples."""
     own_path = path(chain=links, allow=["fussy_in_links"])
     (own_path.parent / "fussy_in_links.py").write_text(IN_ANY_LINK)
     named = protocol(model={"use": "fussy_in_links:net"})
     own = DeployedClient.of(OwnerConfig.load(own_path), ServerTerms.parse(named.to_json()))
-    params, y = own.initial()[0], torch.tensor([0, 9])
     assert own.chain.private
-    for value in (0.0, 1.0):
-        assert not ClientFolder(own.owner.state).log.is_file(), "nothing has failed so far"
-        update = own.compute(params, {}, Batch(torch.full((2, 1, 28, 28), value), y), {})
-        assert {k: t.shape for k, t in update.items()} == {k: p.shape for k, p in params.items()}
-        assert all(bool(torch.isfinite(t).all()) for t in update.values())
+    initial, rng = own.initial()[0], torch.Generator().manual_seed(0)
+    for size in (3e-44, 1.0, 3e38):
+        weights = {k: (size * torch.randn(p.shape, generator=rng)).clamp(-3e38, 3e38) for k, p in initial.items()}
+        weights["last.weight"][:, ::2] = 0.0  # so that some entries of the gradient are zero
+        for value in (0.0, 1.0):  # the network fails on the second
+            batch = Batch(torch.full((2, 1, 28, 28), value), torch.tensor([0, 9]))
+            update = own.compute(weights, {}, batch, {})
+            assert {k: t.shape for k, t in update.items()} == {k: p.shape for k, p in weights.items()}
+            assert all(bool(torch.isfinite(t).all()) for t in update.values()), size
     assert "the middle is lit" in ClientFolder(own.owner.state).log.read_text()
 
 
@@ -452,28 +343,6 @@ def net(shape: tuple[int, ...], classes: int, kind: str) -> nn.Module:
 """
 
 
-@pytest.mark.parametrize("chain", ["dp_sgd", "clip of the update"])
-@pytest.mark.parametrize("kind", ["moved", "replaced"])
-def test_a_buffer_that_moves_in_eval_mode_is_put_back(path: Callable[..., Path], kind: str, chain: str) -> None:
-    """It was the mean image of the batch, and the next round's update followed from it; under vmap it was no tensor."""
-    package = f"restless_{kind}"
-    own_path = path(chain=CHAINS[chain], allow=[package])
-    added = 'self.register_buffer("added", x.detach().mean((0, 1)))\n        return'
-    (own_path.parent / f"{package}.py").write_text(
-        MOVING.replace("self.training and ", "").replace("return self", f"{added} self")
-    )
-    asked = protocol(model={"use": f"{package}:net", "kind": kind})
-    own = DeployedClient.of(OwnerConfig.load(own_path), ServerTerms.parse(asked.to_json()))
-    params, buffers = own.initial()
-    assert not bool(buffers["mean"].any()), "nor does the trial on an empty example move it"
-    sent = {**buffers, "mean": torch.full((28, 28), 0.5)}
-    update = own.compute(params, sent, own.owner.batch([0, 1]), {})
-    assert bool(update["last.weight"].any()), "it trains"
-    held = floating_buffers(own.model)
-    assert held.keys() == sent.keys()
-    assert all(torch.equal(held[k], t) for k, t in sent.items())
-
-
 def test_a_buffer_that_moves_on_one_example_reaches_no_other_ones_gradient(path: Callable[..., Path]) -> None:
     """vmap refuses to move it, and examples taken one by one got the buffer as the one before had left it."""
     links = [{"use": "dp_sgd", "max_norm": 1.0, "noise_multiplier": 1e-9}, {"use": "local_sgd", "rate": 1.0}]
@@ -488,7 +357,7 @@ def test_a_buffer_that_moves_on_one_example_reaches_no_other_ones_gradient(path:
     assert 0 < moved <= 2 * 1.0 / 4, "one example of four moves the mean by twice the clip's norm, over four"
 
 
-@pytest.mark.parametrize("kind", ["instance", "moved", "replaced"])
+@pytest.mark.parametrize("kind", ["instance", "replaced"])
 @pytest.mark.parametrize("chain", ["dp_sgd", "clip of the update"])
 def test_no_buffer_leaves_beside_noise(path: Callable[..., Path], kind: str, chain: str) -> None:
     """The mean image of the batch, or the last example's mean, left the client as it was."""
@@ -508,40 +377,3 @@ def test_no_buffer_leaves_beside_noise(path: Callable[..., Path], kind: str, cha
         where = Context(1, 7, {"client": str(own_path), "partition-id": 1}, RecordDict(), {"protocol": asked.to_json()})
         reply = app(Message(content, dst_node_id=7, message_type="train"), where)
         assert set(reply.content.array_records) == {"update"} | ({"buffers"} if sent else set())
-
-
-HALF = """
-import torch
-from torch import nn
-
-
-class Half(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.last = nn.Linear(784, 10, dtype=torch.float16)
-
-    def forward(self, x):
-        return self.last(x.flatten(1).half()).float()
-
-
-def net(shape: tuple[int, ...], classes: int) -> nn.Module:
-    return Half()
-"""
-
-
-@pytest.mark.parametrize("chain", ["dp_sgd", "clip of the update"])
-def test_an_update_of_half_precision_leaves_in_it(path: Callable[..., Path], chain: str) -> None:
-    own_path = path(chain=CHAINS[chain], allow=["half_network"])
-    (own_path.parent / "half_network.py").write_text(HALF)
-    asked = protocol(model={"use": "half_network:net"})
-    own = DeployedClient.of(OwnerConfig.load(own_path), ServerTerms.parse(asked.to_json()))
-    update = own.compute(*own.initial(), own.owner.batch([0, 1]), {})
-    assert {t.dtype for t in update.values()} == {torch.float16}
-    assert not ClientFolder(own.owner.state).log.is_file(), "no gradient failed"
-
-
-def test_statistics_are_not_sent_beside_noise(path: Callable[..., Path]) -> None:
-    """A server asks for BatchNorm in train mode, whose statistics would leave without noise."""
-    asked = protocol(model={"use": "convnet", "width": 1, "norm": "batch", "mode": "train"})
-    own = path(chain=CHAINS["clip of the update"])
-    assert answer(own, Federation(asked).initial()[0], 1, asked)[0].startswith("110 [model]: BatchNorm with mode =")

@@ -5,7 +5,6 @@ import inspect
 import io
 import json
 import os
-import subprocess
 import sys
 import typing
 from collections.abc import Iterator
@@ -16,20 +15,17 @@ import pytest
 import tomli_w
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from torch import nn
 
 from fedgauge.client.app import REFUSED, app
 from fedgauge.client.components import resolve
-from fedgauge.client.data.tables import census
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.server_model import BIG_NUMBER, NOT_BUILT, TOO_LARGE, build_servers_model
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.deployment.terms import NO_FILE, RequestRefused
 from fedgauge.client.local_data import may_download
-from fedgauge.client.models.bounds import SizeBound, TooLarge
-from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE, build_model
-from fedgauge.client.models.tokenizer import model_place, wordpiece
+from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE
+from fedgauge.client.models.tokenizer import wordpiece
 from tests.client.deployment.conftest import SERVERS, SGD, Write, terms
 
 SENTENCES = ("the cat sat on the mat", "a dog barks", "rain falls on the quiet town", "we sing")
@@ -74,12 +70,6 @@ def outcome(table: dict[str, Any], offered: dict[str, Any], most: int = 2**20) -
 
 
 # ---------------------------------------------------------------------------------------------------------------- paths
-
-
-def test_the_arguments_are_all_that_a_server_can_set() -> None:
-    found = {(use, name) for use, _, name, _ in arguments()}
-    assert {("encoder", "folder"), ("decoder", "name"), ("precode", "before"), ("separate", "count")} <= found
-    assert len(found) > 25
 
 
 @pytest.fixture
@@ -135,20 +125,12 @@ def test_no_path_in_any_argument_of_any_component_is_looked_at(
     tables += [{"use": "mlp", "mode": form} for form in forms(folder)]
     answers = [outcome(table, IMAGES if "use" not in table or i % 2 else words) for i, table in enumerate(tables)]
     assert not seen, seen[:3]
-    assert "canary" not in sys.modules
+    assert "canary" not in sys.modules and len(tables) > 400
     assert set(answers) <= SENTENCES_OF_REFUSALS | {""}
     assert not any(str(folder.parent) in answer or "secret" in answer for answer in answers)
     folder.rename(folder.parent / "elsewhere")
     again = [outcome(table, IMAGES if "use" not in table or i % 2 else words) for i, table in enumerate(tables)]
     assert again == answers
-
-
-def test_an_argument_that_is_a_path_is_refused_in_every_form(canary: tuple[Path, list[str]]) -> None:
-    folder, _ = canary
-    for use in ("encoder", "decoder"):
-        assert {outcome({"use": use, "folder": form}, IMAGES) for form in forms(folder)} == {NO_FILE}
-        written = [form for form in forms(folder) if form not in ("canary", "canary/config.json")]
-        assert {outcome({"use": use, "name": form}, IMAGES) for form in written} == {NO_FILE}
 
 
 def test_a_name_on_the_hub_is_no_folder_of_the_current_one(
@@ -161,9 +143,7 @@ def test_a_name_on_the_hub_is_no_folder_of_the_current_one(
         assert str(refused.value) == NOT_BUILT
         assert f"{name} is not in the cache" in refused.value.for_owner
     assert not seen
-    assert may_download.get()
-    with pytest.raises(ValueError, match="for files, set folder"):
-        model_place("canary")  # an operator's own word still gets the hint
+    assert may_download.get(), "the owner's own data may be fetched"
 
 
 NETS = """
@@ -178,15 +158,7 @@ def net(shape, classes: int, source: str = "", more: Any = None, file: "PathLike
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        {"source": "a/b"},
-        {"source": "/etc/hostname"},
-        {"more": [{"deep": ["~/x"]}]},
-        {"more": {"/etc": 1}},
-        {"file": "x"},
-    ],
-    ids=str,
+    "given", [{"source": "a/b"}, {"more": [{"deep": ["~/x"]}]}, {"more": {"/etc": 1}}, {"file": "x"}]
 )
 def test_a_package_that_the_owner_allows_gets_no_path_either(write: Write, tmp_path: Path, given: Any) -> None:
     (tmp_path / "ownerstexts.py").write_text(NETS)
@@ -213,12 +185,11 @@ def ask(path: Path, model: dict[str, Any]) -> Message:
     [
         {"use": "encoder"},
         {"use": "nothing_of_this_name"},
-        {"use": "ownersown:net"},
+        {"use": "os:system"},
+        {"use": "mnist5k"},
         {"use": "mlp", "hidden": "x"},
         {"use": "mlp", "mode": "fast"},
-        {"use": "lenet", "stride": 0},
         {"use": "lenet", "defense": [{"use": "precode", "before": "conv1"}]},
-        {"use": "resnet", "defense": 3},
         {"use": ["mlp"]},
         {},
     ],
@@ -231,12 +202,6 @@ def test_the_server_gets_a_fixed_sentence_and_the_owner_what_went_wrong(write: W
     (line,) = ClientFolder(path.parent / "state").log.read_text().splitlines()
     logged = json.loads(line)["reason"]
     assert logged.startswith(NOT_BUILT) and len(logged) > len(NOT_BUILT) + 15
-
-
-def test_a_refusal_says_nothing_of_the_owners_words(words: dict[str, Any]) -> None:
-    """A vocabulary's size and the length of sentences are the owner's."""
-    for table in ({"use": "tiny_bert", "positions": 4}, {"use": "tiny_gpt2"}, {"use": "lenet"}):
-        assert outcome(table, words) == NOT_BUILT
 
 
 # ---------------------------------------------------------------------------------------------------- pre-trained models
@@ -366,54 +331,3 @@ def test_a_package_that_the_owner_allows_is_bounded_too(write: Write, tmp_path: 
         with pytest.raises(RequestRefused, match="more entries or layers"):
             DeployedClient.of(own, terms(model=model))
     assert DeployedClient.of(own, terms(model={"use": "ownersbig:looking"})).model is not None
-
-
-def test_copies_and_shared_layers_count_once_each() -> None:
-    bound = SizeBound(entries=100, modules=10)
-    layer = nn.Linear(9, 9)  # 90 entries, made before
-    with bound.watching():
-        twice = nn.Sequential(layer, layer)
-    bound.check(twice)
-    with pytest.raises(TooLarge), bound.watching():
-        nn.ModuleList(nn.Linear(9, 9) for _ in range(1000))
-    with pytest.raises(TooLarge), bound.watching():
-        nn.ModuleList(nn.ReLU() for _ in range(1000))
-    nn.ModuleList(nn.ReLU() for _ in range(1000))  # outside, nothing is counted
-
-
-IN_A_PROCESS = """
-import resource, sys, torch
-torch.set_num_threads(1)
-import transformers
-transformers.BertConfig, transformers.GPT2Config, transformers.AutoModelForCausalLM
-from tests.client.deployment import test_server_model as t
-words = {"shape": (8,), "classes": 2, "tokenizer": t.wordpiece(t.SENTENCES, 100), "task": "classification"}
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 2**30,) * 2)
-said = set()
-for value in (0, -1, 2**12, 2**16, 2**20, 2**24 - 8, 2**24, 10**9):
-    for table in t.huge(value):
-        for offered in t.data_of(table, words):
-            said.add(t.outcome(table, offered, 2**24))
-assert said <= t.SENTENCES_OF_REFUSALS | {""}, said
-"""
-
-
-@pytest.mark.full
-@pytest.mark.skipif(sys.platform != "linux", reason="bounds the address space: Linux")
-def test_within_a_gibibyte_every_size_is_answered() -> None:
-    """With a bound of 2^24 entries (64 MiB of weights)."""
-    done = subprocess.run(
-        [sys.executable, "-c", IN_A_PROCESS], capture_output=True, text=True, timeout=900, cwd=Path(__file__).parents[3]
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.parametrize("use", ["embedding_mlp", "ft_transformer"])
-def test_a_network_of_tables_is_built_as_in_a_simulation(use: str) -> None:
-    """Its size was asked without values first, in which the places of the columns could not be computed."""
-    built = build_servers_model({"use": use}, dict(census().offered), 3, 2**20)
-    usual = build_model({"use": use}, "[model]", dict(census().offered), 3)
-    own, theirs = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (built, usual))
-    assert own.keys() == theirs.keys()
-    assert all(torch.equal(own[name], t) for name, t in theirs.items())

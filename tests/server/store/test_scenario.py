@@ -79,6 +79,19 @@ def test_epsilons_are_told_at_the_delta_that_is_asked_for(kit: Any) -> None:
     assert "privacy" not in scenario.protocol.to_json()
 
 
+@pytest.mark.parametrize(("chain", "privacy", "message"), [
+    (NOISY[:1], {}, r"\[privacy\]: the chain adds no noise, so it has no epsilon"),
+    ([NOISY[0], {"use": "sign"}], {"delta": 1e-6}, r"\[privacy\]: the chain adds no noise"),
+    ([NOISY[0], NOISY[2]], {}, r"\[privacy\]: noise \(gaussian\) without a clip before it bounds nothing"),
+    (NOISY, {"delta": 0}, r"\[privacy\]: delta must be above 0 and below 1, got 0"),
+    (NOISY, {"epsilon": 3}, r"\[privacy\]: unknown key 'epsilon' \(it has: delta\)"),
+])  # fmt: skip
+def test_an_epsilon_that_does_not_hold_is_refused_to_who_asks(kit: Any, chain: Any, privacy: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        kit.scenario(chain=chain, privacy=privacy)
+    assert kit.scenario(chain=chain), "who does not ask may run it"
+
+
 def test_options_of_the_plan_and_of_its_execution_share_a_table(kit: Any) -> None:
     scenario = kit.scenario(
         audit={"rounds": [1, 3], "clients": [0, 2], "wave": 3, "executor": "ray", "workers": 5, "curious": False}

@@ -1,6 +1,5 @@
 """What a deployment survives where the network is not the point: on an in-memory grid, with the owners' own files."""
 
-import errno
 import tomllib
 from collections import Counter
 from collections.abc import Iterable
@@ -15,14 +14,12 @@ from fedgauge.server.app import federate
 from fedgauge.server.pool.executors import LocalExecutor, Result
 from fedgauge.server.pool.service import serve
 from fedgauge.server.recorder import UpdateRecorder
-from fedgauge.server.store.checkpoint import Checkpoint
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.privacy import Spending, privacy
 from fedgauge.server.views.reading import Reading
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.reports.client_report import read
 from fedgauge.simulations.run import in_memory
-from fedgauge.simulations.run.create import resume
 from tests.small_runs import DEPLOYED
 
 SCENARIO = (
@@ -181,30 +178,6 @@ def test_epsilon_counts_what_came_too_late_and_what_was_answered_to_a_server_tha
     train_until(run, owners, dies=2)
     train_until(run, owners, None, number=2)
     tells_what_clients_tell(run, owners, run.scenario().protocol.rounds + 1)
-
-
-def test_epsilon_counts_the_rounds_that_a_full_disk_lets_clients_answer_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are in the ledger without a checkpoint, and the next start deletes them before the server sees them."""
-    monkeypatch.setattr("fedgauge.server.strategy.client_grading.GRACE", 0.0)
-    run, owners = private_deployment(tmp_path)
-    write = Checkpoint.write
-
-    def full(self: Checkpoint, folder: Path) -> None:
-        if self.round > 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, folder)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Checkpoint, "write", full)
-        train_until(run, owners, dies=4)
-    with run.ledger() as ledger:
-        assert ledger.last_round() == 3
-    resume(run, "deployment")
-    resume(run, "deployment")  # as `deploy up --local` tries it before it starts the services
-    train_until(run, owners, None, number=2)
-    tells_what_clients_tell(run, owners, run.scenario().protocol.rounds + 3)
 
 
 @pytest.mark.parametrize("dies", [1, 3])

@@ -1,7 +1,6 @@
 """A local start trains, reports its state, and ends in order."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -15,17 +14,15 @@ import pytest
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.simulations.cli import main as cli
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.deploy.local_start import _start_all, _why, down, status
+from fedgauge.simulations.deploy.local_start import _why, down, status
 from fedgauge.simulations.deploy.supervisor import LocalDeployment
 from fedgauge.simulations.run import in_memory, processes
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.launch import TrainingFailed
-from fedgauge.simulations.run.simulate import Interrupt
 from tests.simulations.deploy.conftest import SLEEP, linux, program, wait_for
 
 
@@ -54,18 +51,6 @@ def test_a_run_that_cannot_go_on_is_told_before_anything_is_started(
     assert began == [fresh.runs()[-1].name] != ["one"]
     assert "every user of this machine can run code in it" in told, "however quiet it is"
     assert f"continue the training with: fedgauge deploy up {fresh.folder} --local" in told
-
-
-def test_an_interrupt_while_services_start_ends_in_order(
-    local: LocalDeployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupt = Interrupt()
-    interrupt.asked = True
-    monkeypatch.setattr(local, "listen", lambda: None)
-    monkeypatch.setattr(local, "finish", lambda name: None)
-    run, _ = local.deployment.begin("a-run")
-    _start_all(local, run, interrupt)
-    assert local.children == {}, "nothing more is started"
 
 
 @linux
@@ -106,34 +91,11 @@ def test_status_tells_who_lives_and_how_the_run_stands(fresh: Deployment, attack
     assert status(fresh)[0] == {"living": False, "ended": False}
 
 
-def test_what_is_a_link_in_a_deployment_is_not_read(fresh: Deployment, attacked_run: Run, tmp_path: Path) -> None:
-    """A run that is one leads anywhere, and so does the file of a local start."""
-    shutil.copytree(attacked_run.folder, fresh.folder / "runs" / "one")
-    (fresh.folder / "runs" / "two").symlink_to(attacked_run.folder)
-    assert [run.name for run in fresh.runs()] == ["one"]
-    (tmp_path / "elsewhere").write_text("{}")
-    facts = fresh.folder / "up.json"
-    facts.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(LedgerError, match=r"up\.json is a link where a run has a file"):
-        status(fresh)
-    facts.unlink()
-    for damaged in ("{", "[" * 100_000, '{"pids": ' + "7" * 10_000 + "}"):
-        facts.write_text(damaged)
-        with pytest.raises(LedgerError, match=r"up\.json is damaged"):
-            down(fresh)
-    facts.write_text('{"pids": {"living": [1]}}')
-    assert status(fresh)[0] == {"living": False}
-    with facts.open("wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(OSError, match="and no such file has more than"):
-        status(fresh)
-
-
 HOLD = """
 import sys, time
 from pathlib import Path
-from fedgauge.simulations.deploy.folder import Deployment
-with Deployment.open(Path(sys.argv[1])).lock():
+from fedgauge.server.store.run import Run
+with Run(Path(sys.argv[1])).lock("up"):
     print("held", flush=True)
     time.sleep(120)
 """
@@ -146,18 +108,12 @@ def test_a_deployment_is_up_once_and_down_asks_whoever_holds_it(fresh: Deploymen
         closing(LocalDeployment(fresh, "one")) as left,
     ):
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(RunBusy, match=f"process {holder.pid} holds its up"), fresh.lock():
+        with pytest.raises(RunBusy, match=str(holder.pid)), Run(fresh.folder).lock("up"):
             pass
         program(left, "stray", SLEEP)
         assert down(fresh) == [left.children["stray"].pid]
         assert holder.wait() == -signal.SIGTERM and left.children["stray"].wait() != 0
         assert down(fresh) == [], "nothing is left to end"
-
-
-def test_down_endswhy_empty_whom_it_does_not_know(fresh: Deployment) -> None:
-    for mark in ("", "x", "../..", str(os.getpid())):
-        (fresh.folder / "up.json").write_text(json.dumps({"mark": mark, "pids": {"me": os.getpid()}}))
-        assert down(fresh) == []
 
 
 def by_example(ledger: Ledger) -> dict[tuple[object, ...], float]:

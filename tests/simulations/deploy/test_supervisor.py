@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from fedgauge.server.pool.private_ray import SETTINGS
 from fedgauge.simulations.deploy import supervisor
 from fedgauge.simulations.deploy.supervisor import LocalDeployment
 from fedgauge.simulations.run import processes
@@ -77,13 +76,3 @@ def test_one_that_no_longer_answers_is_started_again(local: LocalDeployment, mon
         before = dict(local.children)
         wait_for(lambda: local.poll() or local.children["mute"] is not before["mute"])
     assert before["mute"].poll() is not None and local.children["answering"] is before["answering"]
-
-
-def test_a_local_start_joins_no_ray_cluster_whose_nodes_would_listen_on_every_interface(
-    local: LocalDeployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RAY_ADDRESS", *SETTINGS):
-        monkeypatch.setenv(name, "elsewhere")
-    assert not {name for name in local.services if "ray" in name}
-    known = local._environment("attack", local.services["attack"])
-    assert not {"RAY_ADDRESS", *SETTINGS} & known.keys(), "so the service starts a Ray of its own"
