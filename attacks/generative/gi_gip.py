@@ -88,11 +88,32 @@ class GeneratorSearch(Attack):
         size = (known.batch_size, generator.numbers)
         z = [torch.randn(size, generator=stream("latent", r)) for stream in streams for r in range(budget.restarts)]
         images, objectives, spent = self._search(problems, generator, torch.stack(z).to(like), budget, started)
-        seconds = (time.perf_counter() - started) / len(wave)
-        return [
-            _best_restart(images[own], objectives[own], spent[own], labels[k], budget, seconds)
-            for k, own in enumerate(torch.arange(problems.count).view(-1, budget.restarts))
-        ]
+        seconds, found = (time.perf_counter() - started) / len(wave), []
+        for k, own in enumerate(torch.arange(problems.count).view(-1, budget.restarts)):
+            best, done = own[objectives[own].argmin()], int(spent[own].max())
+            status: Status = "converged"
+            reason = ""
+            if done and not torch.isfinite(objectives[best]):
+                status, reason = "diverged", "the objective is not finite"
+            elif done < budget.iterations:
+                status, reason = "out_of_budget", f"{done} of {budget.iterations} iterations in {budget.seconds} s"
+            x = images[best].clamp(0, 1).float()
+            found.append(Reconstruction(x, labels[k], float(objectives[best]), done, seconds, status, reason))
+        return found
+
+    def pull(self, problems: Problems, rows: Tensor, x: Tensor, z: Tensor | None, leaves: Sequence[Tensor]) -> Tensor:
+        """The objectives (n,) of images x (n, B, C, H, W); their slopes, with those of the latents' density, are left in leaves.
+
+        Args:
+            z: latents (n, B, numbers); None: they are not moved.
+        """
+        value, slopes = problems.value_and_slopes({"x": problems.known.normalise(x).detach()}, rows)
+        total = (problems.known.normalise(x) * slopes["x"].nan_to_num(0.0, 0.0, 0.0)).sum()
+        if z is not None:
+            total = total + 0.5 * self.prior * z.square().mean((1, 2)).sum()
+        for leaf, slope in zip(leaves, torch.autograd.grad(total, leaves), strict=True):
+            leaf.grad = slope
+        return value
 
     @abstractmethod
     def _search(
@@ -138,7 +159,7 @@ class gi_gip(GeneratorSearch):
         parts, found = torch.arange(problems.count).split(TOGETHER), []
         for place, rows in enumerate(parts):
             clock = _share(started, budget.seconds, len(parts) - place)
-            found.append(self._search_some(problems, generator, rows, z[rows], budget.iterations, clock))
+            found.append(self._search_some(problems, generator, rows, z[rows].clone(), budget.iterations, clock))
         images, objectives, spent = (torch.cat(part) for part in zip(*found, strict=True))
         return images, objectives, spent
 
@@ -146,26 +167,17 @@ class gi_gip(GeneratorSearch):
         self, problems: Problems, generator: ImageGenerator, rows: Tensor, z: Tensor, iterations: int, clock: Deadline
     ) -> tuple[Tensor, Tensor, Tensor]:
         """For some problems, from latents z: the images in [0, 1] of lowest objective, that objective, and iterations."""
-        best, lowest = _made(generator, z, None), z.new_full((len(rows),), torch.inf)
-        spent = 0
+        best, lowest, spent = _made(generator, z, None), z.new_full((len(rows),), torch.inf), 0
         for moving, weights, adam in self._phases(generator, z, iterations):
             if clock.over():
                 break
-            leaves = [t.requires_grad_() for t in moving]
             with torch.enable_grad():
                 x = _made(generator, z, weights)
-                value, slopes = problems.value_and_slopes({"x": problems.known.normalise(x).detach()}, rows)
-                pull = (problems.known.normalise(x) * slopes["x"].nan_to_num(0.0, 0.0, 0.0)).sum()
-                total = pull + 0.5 * self.prior * z.square().mean((1, 2)).sum()
-                steps = torch.autograd.grad(total, leaves)
+                value = self.pull(problems, rows, x, None if weights else z, moving)
             better = value < lowest
             lowest = torch.where(better, value, lowest)
             best = torch.where(better.view(-1, 1, 1, 1, 1), x.detach(), best)
-            for leaf, step in zip(leaves, steps, strict=True):
-                leaf.grad = step
             adam.step()
-            for t in moving:
-                t.requires_grad_(False)
             spent += 1
         return best, lowest, torch.full((len(rows),), spent)
 
@@ -177,10 +189,11 @@ class gi_gip(GeneratorSearch):
         Adam is elementwise, so one instance serves all problems.
         """
         first = round(self.share * iterations)
-        adam = torch.optim.Adam([z], lr=self.rate)
+        adam = torch.optim.Adam([z.requires_grad_()], lr=self.rate)
         for _ in range(first):
             yield [z], None, adam
-        weights = {name: t.expand(len(z), *t.shape).clone() for name, t in generator.weights.items()}
+        z.requires_grad_(False)
+        weights = {name: t.expand(len(z), *t.shape).clone().requires_grad_() for name, t in generator.weights.items()}
         moving = list(weights.values())
         adam = torch.optim.Adam(moving, lr=self.weight_rate, fused=True)  # unfused, it takes half of an iteration
         for _ in range(iterations - first):
@@ -199,18 +212,3 @@ def _share(started: float, seconds: float | None, parts: int) -> Deadline:
     """The deadline of the next of this many parts: an equal share of the remaining seconds."""
     now = time.perf_counter()
     return Deadline(now, None if seconds is None else max(0.0, started + seconds - now) / parts)
-
-
-def _best_restart(
-    x: Tensor, objectives: Tensor, spent: Tensor, labels: Tensor, budget: Budget, seconds: float
-) -> Reconstruction:
-    """The restart with the lowest objective, from images (R, B, C, H, W)."""
-    best, done = int(objectives.argmin()), int(spent.max())
-    status: Status = "converged"
-    reason = ""
-    if done and not torch.isfinite(objectives[best]):
-        status, reason = "diverged", "the objective is not finite"
-    elif done < budget.iterations:
-        status, reason = "out_of_budget", f"{done} of {budget.iterations} iterations in {budget.seconds} s"
-    image = x[best].clamp(0, 1).float()
-    return Reconstruction(image, labels, float(objectives[best]), done, seconds, status, reason)

@@ -54,11 +54,7 @@ class gifd(GeneratorSearch):
                     break
                 with torch.enable_grad():
                     x = decoder.image(moving, layer).unflatten(0, many)
-                    value, slopes = problems.value_and_slopes({"x": problems.known.normalise(x).detach()}, rows)
-                    pull = (problems.known.normalise(x) * slopes["x"].nan_to_num(0.0, 0.0, 0.0)).sum()
-                    if not layer:
-                        pull = pull + 0.5 * self.prior * moving.unflatten(0, many).square().mean((1, 2)).sum()
-                    (moving.grad,) = torch.autograd.grad(pull, [moving])
+                    value = self.pull(problems, rows, x, None if layer else moving.unflatten(0, many), [moving])
                 better, nearer = value < lowest, value < least
                 lowest, least = torch.where(better, value, lowest), torch.where(nearer, value, least)
                 best = torch.where(better.view(-1, 1, 1, 1, 1), x.detach(), best)

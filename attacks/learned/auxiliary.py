@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
+from fedgauge.attacks.base import Knowledge
 from fedgauge.client.components import check_at_least
 from fedgauge.client.data.images import Shards
 from fedgauge.client.update import Batch
@@ -101,9 +102,19 @@ def pseudo_images(x: Tensor, count: int, transform: Literal["dct", "pixel"], rng
 
 def cosine_matrix(n: int) -> Tensor:
     """The orthonormal DCT-II (n, n): row k is sqrt(2 / n) cos(pi (i + 1/2) k / n), the first sqrt(1 / n)."""
-    k, i = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)
-    found = math.sqrt(2 / n) * torch.cos(math.pi * (i + 0.5) * k / n)
-    found[0] /= math.sqrt(2)
+    from scipy.fft import dct
+
+    return torch.from_numpy(dct(torch.eye(n, dtype=torch.float64).numpy(), axis=0, norm="ortho"))
+
+
+def auxiliary_of(known: Knowledge, least: int = 1) -> Batch:
+    """The attacker's auxiliary examples; ValueError if there are none, too few, or of another shape than the clients'."""
+    found = known.auxiliary
+    if found is None or tuple(found.x.shape[1:]) != tuple(known.shape) or len(found.x) < least:
+        got = "none" if found is None else f"{len(found.x)} of shape {tuple(found.x.shape[1:])}"
+        raise ValueError(
+            f"it needs at least {least} auxiliary examples of the clients' shape {tuple(known.shape)}, got {got}"
+        )
     return found
 
 

@@ -5,22 +5,23 @@ The one trained here is the decoder of a small variational autoencoder (Kingma &
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.cache import TensorCache, digest
-from fedgauge.attacks.learned.trainer import perceptron
-from fedgauge.client.components import ComponentKind, SpecError, Table, build, check_arguments, coerce, resolve
+from fedgauge.attacks.learned.auxiliary import auxiliary_of
+from fedgauge.attacks.learned.trainer import perceptron, seeded
+from fedgauge.client.components import ComponentKind, SpecError, Table, build, check_arguments, check_at_least, resolve
 from fedgauge.client.models.vision import Shape, load_weights
-from fedgauge.client.rng import generator, seed_of
+from fedgauge.client.rng import generator
 from fedgauge.client.update import Params
 
 GENERATOR = ComponentKind("a generator", ("fedgauge.generators",), nn.Module, annotated=False)
@@ -148,13 +149,7 @@ class GeneratorTraining:
 
     def decoder(self, known: Knowledge, cache: TensorCache) -> Decoder:
         """The decoder, trained now or cached; ValueError if there are no images of the right shape."""
-        if known.auxiliary is None:
-            raise ValueError("a generator is trained on auxiliary images, and the attacker has none")
-        x = known.auxiliary.x
-        if tuple(x.shape[1:]) != tuple(known.shape):
-            raise ValueError(
-                f"expected auxiliary images of the clients' shape {tuple(known.shape)}, got {tuple(x.shape[1:])}"
-            )
+        x = auxiliary_of(known).x
         if min(known.shape[1:]) < 4:
             raise ValueError(f"a generator needs images of at least 4 x 4 pixels, got {known.shape[1:]}")
         name = digest("generator", VERSION, self, x)
@@ -164,9 +159,10 @@ class GeneratorTraining:
         return decoder.requires_grad_(False)
 
     def _networks(self, shape: Shape, name: str) -> tuple[Decoder, Encoder]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of("generator", name))
-            return Decoder(shape, self.latent, self.width), Encoder(shape, self.latent, self.width)
+        made = seeded(
+            lambda: nn.ModuleList(k(shape, self.latent, self.width) for k in (Decoder, Encoder)), "generator", name
+        )
+        return made[0], made[1]  # type: ignore[return-value]
 
     def _train(self, x: Tensor, name: str) -> dict[str, Tensor]:
         c, h, w = x.shape[1:]
@@ -180,9 +176,8 @@ class GeneratorTraining:
                 z = mean + (logarithm / 2).exp() * torch.randn(mean.shape, generator=rng).to(mean)
                 misfit = (decoder(z) - images).square().sum() / (2 * self.noise**2)
                 divergence = 0.5 * (mean.square() + logarithm.exp() - 1 - logarithm).sum()
-                slopes = torch.autograd.grad((misfit + divergence) / self.batch, weights)
-            for p, slope in zip(weights, slopes, strict=True):
-                p.grad = slope
+                adam.zero_grad()
+                ((misfit + divergence) / self.batch).backward()
             adam.step()
         return {k: t.detach() for k, t in decoder.state_dict().items()}
 
@@ -199,42 +194,64 @@ def fully_connected(
     shape: Shape, latent: int, hidden: Sequence[int] = (256, 256), end: Literal["sigmoid", "tanh"] = "sigmoid"
 ) -> nn.Module:
     """Linear layers with ReLUs between, a sigmoid or tanh at the end; hidden: their widths."""
-    widths, ends = [latent, *hidden, math.prod(shape)], {"sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
-    if min(widths) < 1:
-        raise ValueError(f"latent and hidden widths must be at least 1, got {widths[:-1]}")
-    return perceptron(widths, ends[end]())
+    return perceptron([latent, *hidden, math.prod(shape)], nn.Sigmoid() if end == "sigmoid" else nn.Tanh())
 
 
-def check(table: Table, where: str = "generator") -> None:
-    """Check a generator's table before any file is read; SpecError if generator or weights are missing, or a value is wrong."""
-    component = {k: v for k, v in table.items() if k not in _OWN}
-    target = resolve(component, where, GENERATOR)
-    arguments = {k: v for k, v in _arguments(table, target).items() if k != "use"}
+@dataclass(frozen=True)
+class GeneratorFile:
+    """The part of a generator's table beside its component's arguments.
+
+    Args:
+        weights: a file for `fedgauge.client.models.vision.load_weights`.
+        latent: latents of an image; default: what the layers take.
+        range: the generator's values for black and white.
+    """
+
+    weights: Path
+    latent: int | None = None
+    range: tuple[float, ...] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "latent")
+        if len(self.range) != 2 or not self.range[0] < self.range[1]:
+            raise SpecError(f"range must be black and white, such as [0, 1] or [-1, 1], got {list(self.range)}")
+
+
+def check(table: Table, where: str = "generator") -> tuple[Table, GeneratorFile]:
+    """A generator's component and file, checked before the file is read; SpecError if something is missing or wrong."""
+    target = resolve(table, where, GENERATOR)
+    shared = {"latent"} & inspect.signature(target).parameters.keys()
+    component = {k: v for k, v in table.items() if k not in _OWN or k in shared}
+    arguments = {k: v for k, v in component.items() if k != "use"}
     check_arguments(target, arguments, where, {"shape": (1, 1, 1)}, _OWN)
-    _settings(table, where)
+    file = {k: v for k, v in table.items() if k in _OWN}
+    return component, GeneratorFile(**check_arguments(GeneratorFile, file, where))
 
 
 def own(table: Table, shape: Shape, where: str = "generator") -> ImageGenerator:
-    """A user's generator, from its name and its file of weights.
-
-    Args:
-        table: use, with its arguments, and
-            weights = "a.safetensors": a file for `fedgauge.client.models.vision.load_weights`;
-            latent: latents of an image; default: what the layers take;
-            range = [-1, 1]: the generator's values for black and white; default: [0, 1].
+    """A user's generator, from its name with its arguments and its file of weights (see GeneratorFile).
 
     Raises:
         ValueError: it is not allowed, its weights do not fit, or its images have another shape or range.
     """
-    path, latent, low, high = _settings(table, where)
-    component = {"use": table.get("use"), **_arguments(table, resolve(table, where, GENERATOR))}
+    component, file = check(table, where)
     with torch.random.fork_rng(devices=[]):  # the constructor draws weights, which the file replaces
         network: nn.Module = build(component, where, GENERATOR, {"shape": shape}, _OWN)
     network = network.eval().requires_grad_(False)
-    load_weights(network, path)
-    latents = _latents(network, latent, where)
-    found = ImageGenerator(network, latents, shape, low, high)
-    _check_images(found, where)
+    load_weights(network, file.weights)
+    found = ImageGenerator(network, _latents(network, file.latent, where), shape, *file.range)
+    made = network(torch.randn(_PROBES, *found.latent, generator=generator("probe")))
+    if not isinstance(made, Tensor) or tuple(made.shape[1:]) not in (tuple(shape), (math.prod(shape),)):
+        got = tuple(made.shape[1:]) if isinstance(made, Tensor) else type(made).__name__
+        raise ValueError(
+            f"{where}: expected images of the clients' shape {tuple(shape)}, or as many numbers, got {got}"
+        )
+    low, high, slack = float(made.min()), float(made.max()), _SLACK * (found.high - found.low)
+    if not (found.low - slack <= low and high <= found.high + slack):
+        raise ValueError(
+            f"{where}: expected values in [{found.low:g}, {found.high:g}], got {low:.3g} to {high:.3g}; set "
+            "range = [black, white], which is [-1, 1] after a tanh"
+        )
     return found
 
 
@@ -249,67 +266,17 @@ def with_absolute_paths(table: Table, base: Path) -> dict[str, Any]:
     return {key: place(key, value) for key, value in table.items()}
 
 
-def _arguments(table: Table, target: Any) -> dict[str, Any]:
-    """The component's arguments; `latent` is passed on if the component has that parameter too."""
-    shared = {"latent"} & inspect.signature(target).parameters.keys()
-    return {k: v for k, v in table.items() if k != "use" and (k not in _OWN or k in shared)}
-
-
-def _settings(table: Table, where: str) -> tuple[Path, int | None, float, float]:
-    path = coerce(table.get("weights"), Path | None, f"{where}: weights")
-    if path is None:
-        raise SpecError(f'{where}: needs weights = "a file.safetensors": a network with random weights is no prior')
-    latent = coerce(table.get("latent"), int | None, f"{where}: latent")
-    if latent is not None and latent < 1:
-        raise SpecError(f"{where}: latent must be at least 1, got {latent}")
-    ends = coerce(table.get("range", (0.0, 1.0)), tuple[float, ...], f"{where}: range")
-    if len(ends) != 2 or not ends[0] < ends[1]:
-        raise SpecError(f"{where}: range must be black and white, such as [0, 1] or [-1, 1], got {list(ends)}")
-    return path, latent, *ends
-
-
 def _latents(network: nn.Module, latent: int | None, where: str) -> tuple[int, ...]:
     """The shape of one image's latents, of the given size or else of the first size that the network takes."""
-    said = "no layer shows their size"
-    for numbers in [latent] if latent is not None else _widths(network):
+    layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.ConvTranspose2d | nn.Conv2d)]
+    widths = [m.in_features if isinstance(m, nn.Linear) else m.in_channels for m in layers]
+    for numbers in [latent] if latent is not None else widths:
         for shape in ((numbers,), (numbers, 1, 1)):
             try:
                 network(torch.zeros(2, *shape))
-            except Exception as error:  # a user's code may raise anything; trying it shows which latents it takes
-                said = f"{type(error).__name__}: {error}".splitlines()[0]
-            else:
-                return shape
-    what = f"of {latent} numbers" if latent is not None else "of a size that its layers show"
-    raise ValueError(f"{where}: it takes no latents {what} (N, n) or (N, n, 1, 1); {said}: set latent = n")
-
-
-def _widths(network: nn.Module) -> Iterator[int]:
-    for module in network.modules():
-        if isinstance(module, nn.Linear):
-            yield module.in_features
-        elif isinstance(module, nn.ConvTranspose2d | nn.Conv2d):
-            yield module.in_channels
-
-
-def _check_images(found: ImageGenerator, where: str) -> None:
-    """Refuse a generator that cannot be searched, or whose images have another shape or range."""
-    z = torch.randn(_PROBES, *found.latent, generator=generator("probe"))
-    made = found.network(z)
-    if not isinstance(made, Tensor) or len(made) != _PROBES:
-        raise ValueError(f"{where}: expected a tensor of images, one a latent, got {type(made).__name__}")
-    if tuple(made.shape[1:]) not in (tuple(found.shape), (math.prod(found.shape),)):
-        raise ValueError(
-            f"{where}: expected images of the clients' shape {tuple(found.shape)}, or as many numbers in a row, "
-            f"got {tuple(made.shape[1:])}"
-        )
-    low, high, slack = float(made.min()), float(made.max()), _SLACK * (found.high - found.low)
-    if not (found.low - slack <= low and high <= found.high + slack):
-        raise ValueError(
-            f"{where}: expected values in [{found.low:g}, {found.high:g}], got {low:.3g} to {high:.3g}; set "
-            "range = [black, white], which is [-1, 1] after a tanh"
-        )
-    weights = {name: p[None] for name, p in found.weights.items()}
-    try:
-        vmap(lambda own, latents: found(latents, own))(weights, z.flatten(1)[None])
-    except Exception as error:  # a user's code, as above
-        raise ValueError(f"{where}: torch.func.vmap over several sets of weights fails: {error}") from error
+            except Exception:  # a user's code may raise anything; trying it shows which latents it takes
+                continue
+            return shape
+    raise ValueError(
+        f"{where}: it takes no latents (N, n) or (N, n, 1, 1) of {latent or 'the size of a layer'}: set latent = n"
+    )

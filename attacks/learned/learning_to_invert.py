@@ -4,9 +4,11 @@ It is trained on simulated updates of auxiliary images through the clients' own 
 network serves all clients of a round; the next round's starts from its weights, since the model has changed only a little.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import permutations
 from typing import Literal
 
@@ -29,11 +31,10 @@ from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned.refinement import refine
 from fedgauge.attacks.learned.ridge import ridge_inversion
-from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, flat
-from fedgauge.attacks.learned.trainer import TrainingRecord, load, perceptron, train_inverter
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
+from fedgauge.attacks.learned.trainer import TrainingRecord, load, perceptron, seeded, train_inverter
 from fedgauge.client.components import check_above_zero, check_at_least, check_part
 from fedgauge.client.pairing import assigned
-from fedgauge.client.rng import seed_of
 
 NOTHING = torch.zeros(16, dtype=torch.uint8)
 ENUMERATED = 5  # images up to which all pairings (120) are tried at once
@@ -76,8 +77,6 @@ class learning_to_invert(StatefulAttack):
         check_at_least(self, 1, "hidden", "layers", "batch", "patience", "passes")
         check_at_least(self, 0, "buckets")
         check_above_zero(self, "rate")
-        if self.architecture not in (kinds := ("published", "refined")):
-            raise ValueError(f"architecture must be one of {', '.join(kinds)}, got {self.architecture!r}")
         check_part(self, "again")
 
     trains_first = True
@@ -98,21 +97,18 @@ class learning_to_invert(StatefulAttack):
                 known, wave.params, UpdateFeatures(self.by_label, self.buckets, self.signed), self.passes
             )
             parents = [_name(memory["inverter"]) for memory in memories]
-            made = {
-                parent: ImageInverterTraining(self, shadow, budget, parent).inverter(clock)
-                for parent in sorted(set(parents))
-            }
-            rows = (
-                shadow.view.rows(known, wave.update, labels) if self.by_label else shadow.view.hashed(flat(wave.update))
-            )
+            trainings = {parent: ImageInverterTraining(self, shadow, budget, parent) for parent in sorted(set(parents))}
+            made = {parent: training.trained(clock) for parent, training in trainings.items()}
+            rows = shadow.view.rows(known, wave.update, labels)
         except ValueError as error:
             return not_applicable(wave, str(error)), list(memories)
         found = []
         for k, part in enumerate(rows.view(len(wave), -1, rows.shape[1])):
+            network, record = made[parents[k]]
             with torch.no_grad():
-                x = made[parents[k]].network(part).view(known.batch_size, *known.shape)
-            found.append(made[parents[k]].record.answer(x, labels[k] if labels.numel() else None))
-        return found, [{"inverter": _stored(made[parent].name)} for parent in parents]
+                x = network(part).view(known.batch_size, *known.shape)
+            found.append(record.answer(x, labels[k] if labels.numel() else None))
+        return found, [{"inverter": _stored(trainings[parent].name)} for parent in parents]
 
     def _labels(self, wave: Wave, known: Knowledge) -> Tensor:
         """Restored labels (K, B), ascending; (K, 0) if they cannot be restored and the network does not need them."""
@@ -122,21 +118,6 @@ class learning_to_invert(StatefulAttack):
             if self.by_label:
                 raise
             return torch.zeros(len(wave), 0, dtype=torch.int64)
-
-    def network(self, columns: int, outputs: int, seed: int) -> nn.Sequential:
-        """An untrained network with torch's initial weights."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return perceptron([columns, *[self.hidden] * (self.layers - 1), outputs], nn.Sigmoid())
-
-
-@dataclass(frozen=True, eq=False)
-class ImageInverter:
-    """A trained network, with its name in the tensor cache."""
-
-    name: str
-    network: nn.Sequential
-    record: TrainingRecord
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,49 +133,43 @@ class ImageInverterTraining:
     budget: Budget
     parent: str
 
-    @property
+    @cached_property
     def name(self) -> str:
+        """In the tensor cache."""
         return digest(self.shadow.key, self.attack, self.budget, self.parent)
 
-    def inverter(self, clock: Deadline) -> ImageInverter:
-        """The trained inverter, from the cache or trained now."""
-        kept = self.shadow.cache.get(f"image-inverter-{self.name}", lambda: self._train(clock))
-        return ImageInverter(self.name, self._network(kept), TrainingRecord.kept(kept["numbers"]))
+    def trained(self, clock: Deadline) -> tuple[nn.Sequential, TrainingRecord]:
+        """The inverter, from the cache or trained now."""
+        network = self._network()
+        return network, load(network, self.shadow.cache.get(f"image-inverter-{self.name}", lambda: self._train(clock)))
 
-    def _network(self, kept: dict[str, Tensor] | None) -> nn.Sequential:
-        view, known = self.shadow.view, self.shadow.known
-        outputs = known.shape[0] * known.shape[1] * known.shape[2] * (1 if view.by_label else known.batch_size)
-        network = self.attack.network(view.columns(self.shadow.entries), outputs, seed_of("inverter", self.name))
-        network = network.to(next(iter(self.shadow.params.values())))
-        if kept is not None:
-            load(network, kept)
-        return network
-
-    def _begun(self) -> tuple[nn.Sequential, bool]:
-        """The network at the start of training, and whether it is the parent's; ValueError if that has another batch size."""
-        fresh = self._network(None)
-        kept = self.shadow.cache.read(f"image-inverter-{self.parent}") if self.parent else None
-        size = self.shadow.known.batch_size
-        if kept is not None and (trained := int(kept["images"])) != size:
-            raise ValueError(
-                f"the inverter of the previous round was trained on batches of {trained}, and these updates are of "
-                f"batches of {size}: an inverter serves one batch size, so attack them as a new client"
-            )
-        fits = kept is not None and all(
-            f"w {k}" in kept and kept[f"w {k}"].shape == t.shape for k, t in fresh.state_dict().items()
-        )
-        return (self._network(kept), True) if fits else (fresh, False)
+    def _network(self) -> nn.Sequential:
+        view, known, attack = self.shadow.view, self.shadow.known, self.attack
+        outputs = math.prod(known.shape) * (1 if view.by_label else known.batch_size)
+        widths = [view.columns(self.shadow.entries), *[attack.hidden] * (attack.layers - 1), outputs]
+        network = seeded(lambda: perceptron(widths, nn.Sigmoid()), "inverter", self.name)
+        return network.to(next(iter(self.shadow.params.values())))
 
     def _train(self, clock: Deadline) -> dict[str, Tensor]:
-        network, warm = self._begun()
-        planned = max(1, round(self.budget.iterations * (self.attack.again if warm else 1.0)))
-        auxiliary = self.shadow.auxiliary.x
+        attack, planned, size = self.attack, self.budget.iterations, self.shadow.known.batch_size
+        network, auxiliary = self._network(), self.shadow.auxiliary.x
+        before = self.shadow.cache.read(f"image-inverter-{self.parent}") if self.parent else None
+        if before is not None:
+            if (trained := int(before["images"])) != size:
+                raise ValueError(
+                    f"the inverter of the previous round was trained on batches of {trained}, and these updates are of "
+                    f"batches of {size}: an inverter serves one batch size, so attack them as a new client"
+                )
+            load(network, before)
+            planned = max(1, round(planned * attack.again))
 
         def loss(outputs: Tensor, images: Tensor) -> Tensor:
             return matched_error(outputs, auxiliary[images].flatten(2))
 
-        kept = train_inverter(self.shadow, self.attack, self.name, planned, lambda *_: network, loss, clock)
-        return {**kept, "images": torch.tensor(self.shadow.known.batch_size)}
+        kept = train_inverter(
+            self.shadow, self.name, attack.batch, attack.rate, attack.patience, planned, lambda *_: network, loss, clock
+        )
+        return {**kept, "images": torch.tensor(size)}
 
 
 def matched_error(found: Tensor, truth: Tensor) -> Tensor:
@@ -202,13 +177,8 @@ def matched_error(found: Tensor, truth: Tensor) -> Tensor:
     found = found.view(truth.shape)
     if truth.shape[1] == 1:
         return F.mse_loss(found, truth)
-    order = pairing(found.detach(), truth)
+    order = hungarian(torch.cdist(truth, found.detach()).square())
     return F.mse_loss(found.gather(1, order[:, :, None].expand_as(found)), truth)
-
-
-def pairing(found: Tensor, truth: Tensor) -> Tensor:
-    """For each row, the output (n, images) that belongs to each image, with the least total squared error."""
-    return hungarian(torch.cdist(truth, found).square())
 
 
 def hungarian(costs: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.ridge import FittedRidge, ridge_inversion
-from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, aligned_orders
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, aligned_orders
 from fedgauge.attacks.learned.trainer import TrainingRecord
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, Update
@@ -49,14 +49,13 @@ class WhitenedPrior:
     def of(cls, x: Tensor) -> "WhitenedPrior":
         """The density of images (n, C, H, W)."""
         flat = x.flatten(1).double()
-        mean = flat.mean(0)
-        covariance = (flat - mean).T @ (flat - mean) / len(flat)
+        covariance = torch.cov(flat.T, correction=0).reshape(flat.shape[1], -1)
         size = float(covariance.diagonal().mean())
         covariance = (1 - SHRINK) * covariance
         covariance.diagonal().add_(SHRINK * size + 1e-9)
         values, vectors = torch.linalg.eigh(covariance)
         factor, back = vectors * values.sqrt(), (vectors / values.sqrt()).T
-        return cls(*(t.to(x) for t in (mean, factor, back)))
+        return cls(*(t.to(x) for t in (flat.mean(0), factor, back)))
 
     def images(self, z: Tensor) -> Tensor:
         """Images (..., d) from white coordinates (..., d)."""
@@ -94,13 +93,12 @@ class UpdateLikelihood:
 
     def squares(self, x: Tensor, y: Tensor, seen: Update) -> Update:
         """Squared distances (n, entries) to each observed tensor (n, ...), for batches x (n, B, C, H, W) in [0, 1], labels y."""
-        expected = self.simulator.differentiable(x, y)
-        hidden = self.known.chain.hidden
-        return {k: self._distances(seen[k], t).flatten(1) for k, t in expected.items() if k not in hidden}
-
-    def _distances(self, seen: Tensor, expected: Tensor) -> Tensor:
-        found = (seen - expected).square()
-        return torch.where(seen != 0, found, 0.0) if self.sparse else found
+        squares = {}
+        for k, t in self.simulator.differentiable(x, y).items():
+            if k not in self.known.chain.hidden:
+                found = (seen[k] - t).square()
+                squares[k] = (torch.where(seen[k] != 0, found, 0.0) if self.sparse else found).flatten(1)
+        return squares
 
     def mean(self, seen: Tensor, squares: Tensor) -> Tensor:
         """Means (n,) of squares (n, entries) over the entries that were not dropped."""
@@ -111,15 +109,13 @@ class UpdateLikelihood:
         """Mean squares (n,) of observed tensors (n, ...)."""
         return self.mean(seen, seen.flatten(1).square())
 
-    def _variance(self, name: str, seen: Tensor) -> Tensor:
-        a, b = self.variances[name]
-        return a + b * self.size(seen) + TINY
-
     def slopes(self, x: Tensor, y: Tensor, seen: Update) -> Tensor:
         """Its gradients by batches x (n, B, C, H, W)."""
         with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            parts = [t.sum(1) / (2 * self._variance(k, seen[k])) for k, t in self.squares(leaf, y, seen).items()]
+            leaf, parts = x.detach().requires_grad_(), []
+            for k, t in self.squares(leaf, y, seen).items():
+                a, b = self.variances[k]
+                parts.append(t.sum(1) / (2 * (a + b * self.size(seen[k]) + TINY)))
             (found,) = torch.autograd.grad(torch.stack(parts).sum(), leaf)
         return found.nan_to_num(0.0, 0.0, 0.0)
 
@@ -141,11 +137,7 @@ class Refinement:
 
     @cached_property
     def prior(self) -> WhitenedPrior:
-        shadow = self.shadow
-        kept = shadow.cache.get(
-            f"white-{digest(shadow.auxiliary.x, SHRINK)}", lambda: vars(WhitenedPrior.of(shadow.auxiliary.x)).copy()
-        )
-        return WhitenedPrior(**{k: t.to(shadow.auxiliary.x) for k, t in kept.items()})
+        return WhitenedPrior.of(self.shadow.auxiliary.x)
 
     @cached_property
     def variances(self) -> dict[str, tuple[float, float]]:
@@ -158,21 +150,16 @@ class Refinement:
     @cached_property
     def trust(self) -> tuple[float, float]:
         """The best of TRUST on held-out auxiliary images, or 0 for the plain linear answer; and its error."""
-        kept = self.shadow.cache.get(
-            f"trust-{digest(self.shadow.key, self.linear.attack, self.steps)}",
-            lambda: dict(zip(("trust", "error"), torch.tensor(self._choice(), dtype=torch.float64), strict=True)),
-        )
-        return float(kept["trust"]), float(kept["error"])
+        name = f"refinement-{digest(self.shadow.key, self.linear.attack, self.steps)}"
+        kept = self.shadow.cache.get(name, lambda: {"trust": torch.tensor(self._choice(), dtype=torch.float64)})
+        error, trust = kept["trust"].tolist()
+        return trust, error
 
     def _choice(self) -> tuple[float, float]:
         updates, batches, start = self.held
         truth = batches.x.view_as(start)
-        found = [(float((start - truth).square().mean()), 0.0)]
-        for trust in TRUST:
-            x, _ = self.descend(updates, batches.y, start, trust, Deadline(0.0, None))
-            found.append((float((x - truth).square().mean()), trust))
-        error, trust = min(found)
-        return trust, error
+        tried = {0.0: start} | {t: self.descend(updates, batches.y, start, t, Deadline(0.0, None))[0] for t in TRUST}
+        return min((float((x - truth).square().mean()), trust) for trust, x in tried.items())
 
     @cached_property
     def held(self) -> tuple[Update, Batch, Tensor]:
@@ -186,23 +173,15 @@ class Refinement:
         parts = list(Simulator(shadow.known, shadow.params).updates(x, y, rng))
         updates = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
         labels = shadow.labels_as_restored(updates, y)
-        return (
-            updates,
-            Batch(shadow.auxiliary.x[aligned_orders(groups, y, labels)], labels),
-            self.start(updates, labels),
-        )
+        batches = Batch(shadow.auxiliary.x[aligned_orders(groups, y, labels)], labels)
+        return updates, batches, self.start(updates, labels)
 
     def start(self, updates: Update, labels: Tensor) -> Tensor:
         """Linear answers (n, B, d) to updates (n, ...) with labels (n, B)."""
-        shadow = self.shadow
-        inverter, basis = self.linear.inverter
-        with torch.no_grad():
-            found = inverter(self.linear.read(shadow.view.rows(shadow.known, updates, labels), labels.flatten(), basis))
-        return found.to(shadow.auxiliary.x).view(*labels.shape, -1)
+        return self.linear.images(updates, labels).flatten(2)
 
     def _misfit(self, variances: dict[str, tuple[float, float]]) -> UpdateLikelihood:
-        shadow = self.shadow
-        return UpdateLikelihood(shadow.known, shadow.params, variances)
+        return UpdateLikelihood(self.shadow.known, self.shadow.params, variances)
 
     def descend(
         self, updates: Update, labels: Tensor, start: Tensor, trust: float, clock: Deadline
@@ -211,11 +190,10 @@ class Refinement:
         misfit = self._misfit({k: (a / trust, b / trust) for k, (a, b) in self.variances.items()})
         each = max(1, TOGETHER // labels.shape[1])
         found = []
-        for i in range(0, len(labels), each):
-            part = slice(i, i + each)
-            found.append(
-                self._descended({k: t[part] for k, t in updates.items()}, labels[part], start[part], misfit, clock)
-            )
+        for first in range(0, len(labels), each):
+            part = slice(first, first + each)
+            seen = {k: t[part] for k, t in updates.items()}
+            found.append(self._descended(seen, labels[part], start[part], misfit, clock))
         images, spent = zip(*found, strict=True)
         return torch.cat(images), min(spent)
 
@@ -223,18 +201,17 @@ class Refinement:
         self, seen: Update, labels: Tensor, start: Tensor, misfit: UpdateLikelihood, clock: Deadline
     ) -> tuple[Tensor, int]:
         z = self.prior.coordinates(start)
-        first, second = torch.zeros_like(z), torch.zeros_like(z)
-        shape = (*labels.shape, *self.shadow.known.shape)
-        for step in range(1, self.steps + 1):
+        adam = torch.optim.Adam([z], lr=RATE, betas=MOMENTS)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            adam, lambda done: 0.5 + 0.5 * math.cos(math.pi * done / self.steps)
+        )
+        for done in range(self.steps):
             if clock.over():
-                return start if step == 1 else self.prior.images(z).clamp(0, 1), step - 1
-            slopes = misfit.slopes(self.prior.images(z).view(shape), labels, seen)
-            slope = slopes.flatten(2) @ self.prior.factor + z
-            first = torch.lerp(slope, first, MOMENTS[0])
-            second = torch.lerp(slope.square(), second, MOMENTS[1])
-            corrected = (second / (1 - MOMENTS[1] ** step)).sqrt()
-            rate = RATE * (0.5 + 0.5 * math.cos(math.pi * (step - 1) / self.steps)) / (1 - MOMENTS[0] ** step)
-            z = z - rate * first / (corrected + 1e-8)
+                return self.prior.images(z).clamp(0, 1) if done else start, done
+            slopes = misfit.slopes(self.prior.images(z).view(*labels.shape, *self.shadow.known.shape), labels, seen)
+            z.grad = slopes.flatten(2) @ self.prior.factor + z
+            adam.step()
+            schedule.step()
         return self.prior.images(z).clamp(0, 1), self.steps
 
 
@@ -253,7 +230,7 @@ def refine(wave: Wave, known: Knowledge, budget: Budget, linear: ridge_inversion
     clock = Deadline(time.perf_counter(), budget.seconds)
     try:
         labels = labelling.restore(wave, known).sort(1).values
-        shadow = ShadowTrainer(known, wave.params, UpdateFeatures(True, linear.buckets), linear.passes)
+        shadow = ShadowTrainer(known, wave.params, linear.view, linear.passes)
         refined = Refinement(FittedRidge(linear, shadow), budget.iterations)
         start = refined.start(wave.update, labels)
         trust, error = refined.trust

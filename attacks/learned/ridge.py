@@ -4,9 +4,11 @@ The baseline for learned attacks, and often close to them. For additive noise of
 updates is the linear inverter of least expected error, and its regulariser stands for the noise.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer
 from fedgauge.attacks.learned.trainer import TrainingRecord
 from fedgauge.client.components import check_at_least
 from fedgauge.client.rng import generator
+from fedgauge.client.update import Update
 
 BONDS = (0.0, 1.0, 10.0)
 PILOT = 2048  # rows on which bond and kind of training data are chosen
@@ -26,15 +29,14 @@ LOWEST, HIGHEST = 1e-12, 1e9  # limits of that search
 PIXELS = 128  # evenly spaced pixels on which a regulariser is tried
 
 
-@dataclass(frozen=True, eq=False)
-class RidgeInputs:
-    """The inputs of a linear map: numbers (n, k), and labels (n,) if the map depends on them, else None."""
+class RidgeInputs(NamedTuple):
+    """The inputs of a linear map: numbers (n, k), and labels (n,) on which the map depends where there is a bond."""
 
     x: Tensor
-    labels: Tensor | None = None
+    labels: Tensor
 
-    def of(self, part: slice) -> "RidgeInputs":
-        return RidgeInputs(self.x[part], None if self.labels is None else self.labels[part])
+    def centred(self, centre: Tensor) -> "RidgeInputs":
+        return RidgeInputs(self.x.double() - centre, self.labels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +48,9 @@ class Ridge:
     Args:
         weights: (entries of phi, d), or (n, d) over the rows.
         centre: (k,) mean row; base: (d,) mean target.
-        error: mean squared error on held-out rows, values clamped to [0, 1].
         regulariser: as a multiple of the mean squared length of phi; for noise of variance s^2 in n rows about n s^2.
+        error: mean squared error on held-out rows, values clamped to [0, 1].
+        basis: directions of its inputs that are used; None: all.
     """
 
     weights: Tensor
@@ -57,11 +60,12 @@ class Ridge:
     bond: float
     classes: int
     regulariser: float
-    error: float
+    error: float = math.nan
+    basis: Tensor | None = None
 
     def __call__(self, new: RidgeInputs) -> Tensor:
         """Targets (m, d) in [0, 1]."""
-        centred = RidgeInputs(new.x.double() - self.centre, new.labels)
+        centred = (new if self.basis is None else RidgeInputs(new.x @ self.basis, new.labels)).centred(self.centre)
         if self.rows is None:
             found = label_features(centred, self.bond, self.classes) @ self.weights
         else:
@@ -88,7 +92,8 @@ def fit(
 
     best = minimise_on_grid(error, start)
     weights = system.solve(best, targets.double() - base)
-    found = Ridge(weights, system.kept, centre, base, bond, classes, best, float("nan"))
+    assert weights is not None  # the search has solved the same system
+    found = Ridge(weights, system.kept, centre, base, bond, classes, best)
     return replace(found, error=float((found(held) - truth).square().mean()))
 
 
@@ -105,7 +110,7 @@ def minimise_on_grid(error: Callable[[float], float], start: float) -> float:
 
 def label_features(rows: RidgeInputs, bond: float, classes: int) -> Tensor:
     """phi: (n, k), or (n, k * (1 + classes))."""
-    if not bond or rows.labels is None:
+    if not bond:
         return rows.x
     own = torch.nn.functional.one_hot(rows.labels, classes).to(rows.x)
     return torch.cat([rows.x, bond**0.5 * (own[:, :, None] * rows.x[:, None]).flatten(1)], 1)
@@ -117,7 +122,7 @@ def kernel(new: RidgeInputs, rows: RidgeInputs, centre: Tensor, bond: float) -> 
     for first in range(0, rows.x.shape[1], 2048):  # a float64 copy of all rows would double their size
         part = slice(first, first + 2048)
         found.addmm_(new.x[:, part], (rows.x[:, part].double() - centre[part]).T)
-    if bond and new.labels is not None and rows.labels is not None:
+    if bond:
         found *= 1 + bond * (new.labels[:, None] == rows.labels[None])
     return found
 
@@ -130,43 +135,34 @@ class _System:
     """
 
     def __init__(self, rows: RidgeInputs, held: RidgeInputs, centre: Tensor, bond: float, classes: int) -> None:
-        beside = RidgeInputs(held.x.double() - centre, held.labels)
-        self.kept: RidgeInputs | None = None
+        primal = rows.x.shape[1] * (1 + (classes if bond else 0)) < len(rows.x)
+        self.kept = None if primal else rows
         self.phi: Tensor | None = None
-        if rows.x.shape[1] * (1 + (classes if bond else 0)) < len(rows.x):
-            self.phi = label_features(RidgeInputs(rows.x.double() - centre, rows.labels), bond, classes)
-            self.beside = label_features(beside, bond, classes)
+        if primal:
+            self.phi = label_features(rows.centred(centre), bond, classes)
+            self.beside = label_features(held.centred(centre), bond, classes)
             self.gram = self.phi.T @ self.phi
-            self.size = float(self.gram.diagonal().sum() / len(rows.x))
         else:
-            self.kept = rows
-            blocks = [rows.of(slice(i, i + 1024)) for i in range(0, len(rows.x), 1024)]
-            own = [kernel(RidgeInputs(b.x.double() - centre, b.labels), rows, centre, bond) for b in blocks]
-            self.gram = torch.cat(own)
-            self.beside = kernel(beside, rows, centre, bond)
-            self.size = float(self.gram.diagonal().mean())
+            blocks = map(RidgeInputs, rows.x.split(1024), rows.labels.split(1024))
+            self.gram = torch.cat([kernel(block.centred(centre), rows, centre, bond) for block in blocks])
+            self.beside = kernel(held.centred(centre), rows, centre, bond)
+        self.size = float(self.gram.diagonal().sum() / len(rows.x))
 
-    def _right(self, targets: Tensor) -> Tensor:
-        return targets if self.phi is None else self.phi.T @ targets
-
-    def solve(self, regulariser: float, targets: Tensor) -> Tensor:
-        factor = torch.linalg.cholesky(_ridged(self.gram, regulariser * self.size))
-        return torch.cholesky_solve(self._right(targets), factor)
+    def solve(self, regulariser: float, targets: Tensor) -> Tensor | None:
+        """The weights; None if rounding leaves no positive definite matrix."""
+        ridged = self.gram.clone()
+        ridged.diagonal().add_(regulariser * self.size)
+        factor, wrong = torch.linalg.cholesky_ex(ridged)
+        right = targets if self.phi is None else self.phi.T @ targets
+        return None if int(wrong) else torch.cholesky_solve(right, factor)
 
     def error(self, regulariser: float, targets: Tensor, base: Tensor, truth: Tensor) -> float:
-        """The error on held-out rows; infinite if rounding leaves no positive definite matrix."""
-        factor, wrong = torch.linalg.cholesky_ex(_ridged(self.gram, regulariser * self.size))
-        if int(wrong):
+        """The error on held-out rows; infinite if there are no weights."""
+        weights = self.solve(regulariser, targets)
+        if weights is None:
             return float("inf")
-        found = (self.beside @ torch.cholesky_solve(self._right(targets), factor) + base).clamp(0, 1)
-        value = float((found - truth).square().mean())
-        return value if value == value else float("inf")
-
-
-def _ridged(gram: Tensor, ridge: float) -> Tensor:
-    found = gram.clone()
-    found.diagonal().add_(ridge)
-    return found
+        value = ((self.beside @ weights + base).clamp(0, 1) - truth).square().mean()
+        return float(value.nan_to_num(torch.inf))
 
 
 def principal(rows: Tensor, count: int, rng: torch.Generator) -> Tensor:
@@ -210,16 +206,16 @@ class ridge_inversion(Attack):
     ) -> list[Reconstruction]:
         try:
             labels = labelling.restore(wave, known).sort(1).values
-            fitted = FittedRidge(
-                self, ShadowTrainer(known, wave.params, UpdateFeatures(True, self.buckets), self.passes)
-            )
-            inverter, basis = fitted.inverter
+            fitted = FittedRidge(self, ShadowTrainer(known, wave.params, self.view, self.passes))
+            x, record = fitted.images(wave.update, labels), TrainingRecord(fitted.inverter.error)
         except ValueError as error:
             return not_applicable(wave, str(error))
-        with torch.no_grad():
-            x = inverter(fitted.read(fitted.shadow.view.rows(known, wave.update, labels), labels.flatten(), basis))
-        x = x.to(known.auxiliary.x if known.auxiliary is not None else x).view(*labels.shape, *known.shape)
-        return [TrainingRecord(inverter.error).answer(x[k], labels[k]) for k in range(len(wave))]
+        return [record.answer(x[k], labels[k]) for k in range(len(wave))]
+
+    @property
+    def view(self) -> UpdateFeatures:
+        """The features of updates that it reads."""
+        return UpdateFeatures(True, self.buckets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,58 +226,49 @@ class FittedRidge:
     shadow: ShadowTrainer
 
     @cached_property
-    def inverter(self) -> tuple[Ridge, Tensor | None]:
-        """The ridge, and the principal directions that it uses."""
-        shadow, name = self.shadow, f"ridge-{digest(self.shadow.key, self.attack)}"
-        made = shadow.cache.get(name, self._fit)
-        basis = made.get("basis")
-        rows = None
-        if int(made["dual"]):
-            shadow_data = shadow.shadow_data(False, quiet=bool(made["quiet"]))
-            rows = self._rows(shadow_data, basis)
-        numbers = {k: float(made[k]) for k in ("bond", "regulariser", "error")}
-        classes = shadow.known.classes
-        return Ridge(made["weights"], rows, made["centre"], made["base"], classes=classes, **numbers), basis
+    def inverter(self) -> Ridge:
+        """The ridge, from the cache or fitted now."""
+        kept = self.shadow.cache.get(f"ridge-{digest(self.shadow.key, self.attack)}", self._fit)
+        basis, rows = kept.get("basis"), None
+        if int(kept["dual"]):
+            rows = self._inputs(self.shadow.shadow_data(False, quiet=bool(kept["quiet"])), basis)
+        numbers = (float(kept["bond"]), self.shadow.known.classes, float(kept["regulariser"]), float(kept["error"]))
+        return Ridge(kept["weights"], rows, kept["centre"], kept["base"], *numbers, basis)
 
-    def read(self, rows: Tensor, labels: Tensor, basis: Tensor | None) -> RidgeInputs:
-        return RidgeInputs(rows if basis is None else rows @ basis, labels)
+    def images(self, updates: Update, labels: Tensor) -> Tensor:
+        """The most likely images (n, B, C, H, W) of updates (n, ...) with labels (n, B)."""
+        inverter, known = self.inverter, self.shadow.known
+        with torch.no_grad():
+            found = inverter(RidgeInputs(self.shadow.view.rows(known, updates, labels), labels.flatten()))
+        return found.to(self.shadow.auxiliary.x).view(*labels.shape, *known.shape)
 
-    def _rows(self, shadow_data: ShadowDataset, basis: Tensor | None) -> RidgeInputs:
-        return self.read(shadow_data.rows, shadow_data.labels.flatten(), basis)
-
-    def _targets(self, shadow_data: ShadowDataset) -> Tensor:
-        return self.shadow.auxiliary.x[shadow_data.groups.flatten()].flatten(1)
+    def _inputs(self, data: ShadowDataset, basis: Tensor | None) -> RidgeInputs:
+        return RidgeInputs(data.rows if basis is None else data.rows @ basis, data.labels.flatten())
 
     def _fit(self) -> dict[str, Tensor]:
         quiet, bond, start = self._choice()
-        shadow_data, held = self.shadow.shadow_data(False, quiet=quiet), self.shadow.shadow_data(True)
-        found, basis = self._ridge(shadow_data, held, bond, start)
+        found = self._ridge(self.shadow.shadow_data(False, quiet=quiet), bond, start)
         numbers = {"bond": bond, "regulariser": found.regulariser, "error": found.error}
+        numbers |= {"dual": float(found.rows is not None), "quiet": float(quiet)}
         kept = {k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}
-        flags = {"dual": torch.tensor(int(found.rows is not None)), "quiet": torch.tensor(int(quiet))}
-        tensors = {"weights": found.weights, "centre": found.centre, "base": found.base}
-        return {**kept, **flags, **tensors, **({} if basis is None else {"basis": basis})}
+        kept |= {"weights": found.weights, "centre": found.centre, "base": found.base}
+        return kept if found.basis is None else {**kept, "basis": found.basis}
 
     def _choice(self) -> tuple[bool, float, float]:
         """Whether to train on noise-free updates, bond and regulariser, as a small sample finds them best."""
-        shadow, size = self.shadow, self.shadow.known.batch_size
-        held = shadow.shadow_data(True)
-        noisy = shadow.known.chain.mean != shadow.known.chain
-        found = []
-        for quiet in (False, True)[: 1 + noisy]:
-            shadow_data = shadow.shadow_data(False, quiet=quiet, most=max(1, PILOT // size))
+        chain, found = self.shadow.known.chain, []
+        for quiet in (False, True)[: 1 + (chain.mean != chain)]:
+            few = self.shadow.shadow_data(False, quiet=quiet, most=max(1, PILOT // self.shadow.known.batch_size))
             for bond in BONDS:
-                ridge, _ = self._ridge(shadow_data, held, bond, 1e-2)
+                ridge = self._ridge(few, bond, 1e-2)
                 found.append((ridge.error, quiet, bond, ridge.regulariser))
-        _, quiet, bond, regulariser = min(found)
-        return quiet, bond, regulariser
+        return min(found)[1:]
 
-    def _ridge(
-        self, shadow_data: ShadowDataset, held: ShadowDataset, bond: float, start: float
-    ) -> tuple[Ridge, Tensor | None]:
-        basis = None
+    def _ridge(self, data: ShadowDataset, bond: float, start: float) -> Ridge:
+        held, basis, images = self.shadow.shadow_data(True), None, self.shadow.auxiliary.x
         if self.attack.components:
-            basis = principal(shadow_data.rows, self.attack.components, generator("principal", self.shadow.key))
-        rows, others = self._rows(shadow_data, basis), self._rows(held, basis)
-        targets, truth = self._targets(shadow_data), self._targets(held)
-        return fit(rows, targets, others, truth, bond, self.shadow.known.classes, start), basis
+            basis = principal(data.rows, self.attack.components, generator("principal", self.shadow.key))
+        targets, truth = (images[some.groups.flatten()].flatten(1) for some in (data, held))
+        rows, others = self._inputs(data, basis), self._inputs(held, basis)
+        found = fit(rows, targets, others, truth, bond, self.shadow.known.classes, start)
+        return replace(found, basis=basis)

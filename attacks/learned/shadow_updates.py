@@ -1,6 +1,8 @@
 """Shadow updates: what learned attacks are trained on, pairs of auxiliary images and the update that clients would send of them.
 
-A learned attack adapts to a defense since its updates went through that defense.
+A learned attack adapts to a defense since its updates went through that defense. Feature hashing adds up an update's entries in
+random buckets, so that an inverter has fewer inputs than the model weights: with random signs (count-sketch: Charikar et al., 2002;
+Weinberger et al., 2009) inner products are preserved on average; Learning To Invert (Wu et al., UAI 2023) uses none.
 """
 
 from dataclasses import dataclass, field, replace
@@ -11,9 +13,10 @@ from torch import Tensor
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.engine.batch_limiter import SHARE, free_bytes
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.simulator import Simulator
-from fedgauge.attacks.learned.feature_hashing import Sketch, check_memory
+from fedgauge.attacks.learned.auxiliary import auxiliary_of
 from fedgauge.client.components import check_at_least
 from fedgauge.client.models.vision import last_linear, layer_parameters
 from fedgauge.client.pairing import assigned
@@ -28,6 +31,31 @@ VERSION = 2  # of the cached tensors; to be changed when they are computed in an
 def flat(updates: Update) -> Tensor:
     """Updates (n, ...) as rows (n, entries)."""
     return torch.cat([t.flatten(1) for t in updates.values()], 1)
+
+
+# ----------------------------------------------------------------------------------------------------- feature hashing
+
+
+@lru_cache(maxsize=4)
+def sketch(entries: int, buckets: int, signed: bool, seed: str = "sketch") -> tuple[Tensor, Tensor]:
+    """Each entry's bucket and sign (entries,), drawn at random: a fixed linear map whose matrix is never formed."""
+    if not 0 < buckets < entries:
+        raise ValueError(f"buckets must lie in 1..{entries - 1}, fewer than an update has entries, got {buckets}")
+    rng = generator(seed, entries, buckets, signed)
+    bins = torch.randint(buckets, (entries,), generator=rng)
+    return bins, 2.0 * torch.randint(2, (entries,), generator=rng) - 1 if signed else torch.ones(entries)
+
+
+def check_memory(rows: int, columns: int, device: torch.device) -> None:
+    """ValueError if a float32 table does not fit into free memory; it says how many columns fit."""
+    available = free_bytes(device)
+    if available is None or 4 * rows * columns <= SHARE * available:
+        return
+    fits = int(SHARE * available) // (4 * rows)
+    raise ValueError(
+        f"{rows:,} simulated updates of {columns:,} numbers need {4 * rows * columns / 2**30:.1f} GiB, and "
+        f"{available / 2**30:.1f} are free: set buckets to at most {fits:,}"
+    )
 
 
 # --------------------------------------------------------------------------------------------------- what is learned from
@@ -56,28 +84,20 @@ class UpdateFeatures:
 
     def hashed(self, rows: Tensor) -> Tensor:
         """Rows (n, entries) of updates, hashed into buckets if there are any."""
-        return self._sketch(rows.shape[1])(rows) if self.buckets else rows
+        if not self.buckets:
+            return rows
+        bins, signs = sketch(rows.shape[1], self.buckets, self.signed)
+        return rows.new_zeros(len(rows), self.buckets).index_add_(1, bins.to(rows.device), rows * signs.to(rows))
 
     def noise(self, entries: int) -> Tensor:
         """The deviation (columns,) of independent noise of deviation 1 in every entry; (1,) if all columns are alike."""
-        return self._sketch(entries).counts.sqrt() if self.buckets else torch.ones(1)
-
-    def check(self, entries: int) -> None:
-        """ValueError if updates of this many entries cannot be hashed into the buckets."""
-        if self.buckets:
-            self._sketch(entries)
+        if not self.buckets:
+            return torch.ones(1)
+        return torch.bincount(sketch(entries, self.buckets, self.signed)[0], minlength=self.buckets).sqrt()
 
     def columns(self, entries: int) -> int:
         """Columns of a row."""
         return self.buckets or entries
-
-    def _sketch(self, entries: int) -> Sketch:
-        return _sketch(entries, self.buckets, self.signed)
-
-
-@lru_cache(maxsize=4)
-def _sketch(entries: int, buckets: int, signed: bool) -> Sketch:
-    return Sketch.draw(entries, buckets, signed, generator("sketch", entries, buckets, signed))
 
 
 def own_row_first(known: Knowledge, updates: Update, labels: Tensor) -> Update:
@@ -141,19 +161,7 @@ class ShadowTrainer:
     @cached_property
     def auxiliary(self) -> Batch:
         """The auxiliary images; ValueError if there are none, too few, or of another shape."""
-        found, known = self.known.auxiliary, self.known
-        if found is None:
-            raise ValueError("a learned attack needs auxiliary images, and the attacker has none")
-        if tuple(found.x.shape[1:]) != tuple(known.shape):
-            raise ValueError(
-                f"expected auxiliary images of the clients' shape {tuple(known.shape)}, got {tuple(found.x.shape[1:])}"
-            )
-        if len(found.x) < FEWEST * known.batch_size:
-            raise ValueError(
-                f"learning to invert batches of {known.batch_size} needs at least {FEWEST * known.batch_size} auxiliary "
-                f"images, got {len(found.x)}"
-            )
-        return found
+        return auxiliary_of(self.known, FEWEST * self.known.batch_size)
 
     @cached_property
     def name(self) -> str:
@@ -205,9 +213,6 @@ class ShadowTrainer:
         """
         count = 1 if held else self.passes
         groups = torch.cat([self.groups(held, p) for p in range(count)])[:most]
-        self.view.check(self.entries)
-        if not len(groups):
-            raise ValueError("the auxiliary images do not fill a single batch")
         # checked for the largest table, so that buckets that fit now fit for all of them
         largest = self.passes * (len(self.split[0]) // self.known.batch_size)
         each = self.known.batch_size if self.view.by_label else 1

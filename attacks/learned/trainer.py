@@ -5,7 +5,7 @@ Inverters are trained on shadow updates (`train_inverter`), whose noise is drawn
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer
-from fedgauge.client.rng import generator
+from fedgauge.client.rng import generator, seed_of
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 def perceptron(widths: Sequence[int], *end: nn.Module) -> nn.Sequential:
@@ -22,6 +24,13 @@ def perceptron(widths: Sequence[int], *end: nn.Module) -> nn.Sequential:
     for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
     return nn.Sequential(*layers[:-1], *end)
+
+
+def seeded(make: Callable[[], Network], *seed: str) -> Network:
+    """An untrained network, as torch initialises it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(*seed))
+        return make()
 
 
 @dataclass(frozen=True)
@@ -37,17 +46,6 @@ class TrainingRecord:
     steps: int = 0
     planned: int = 0
     interrupted: bool = False
-
-    @classmethod
-    def kept(cls, numbers: Tensor) -> "TrainingRecord":
-        """The inverse of `numbers`."""
-        error, steps, planned, interrupted = numbers.tolist()
-        return cls(error, int(steps), int(planned), bool(interrupted))
-
-    @property
-    def numbers(self) -> Tensor:
-        """The form in the cache."""
-        return torch.tensor([self.error, self.steps, self.planned, self.interrupted], dtype=torch.float64)
 
     def answer(self, x: Tensor | None, y: Tensor | None = None, seconds: float = 0.0) -> Reconstruction:
         """The reconstruction of one update, diverged if x is missing or not finite."""
@@ -85,7 +83,7 @@ class Trainer:
         # fused: otherwise Adam's memory traffic takes half as long as the matrix products
         self.adam = torch.optim.Adam(network.parameters(), lr=rate, **{"fused": True, **adam})
         self.step = self.since = 0
-        self.first, self.lowest = float("nan"), float("inf")  # of the held-out errors
+        self.lowest = float("inf")  # of the held-out errors
         self.best: dict[str, Tensor] = {}
 
     @property
@@ -93,27 +91,18 @@ class Trainer:
         """Whether all steps are taken, or no error was lower for `patience` checks."""
         return self.step >= self.planned or self.since >= self.patience
 
-    @property
-    def record(self) -> TrainingRecord:
-        """The outcome so far."""
-        return TrainingRecord(self.lowest, self.step, self.planned, not self.done)
-
     def train_step(self, *batch: Tensor) -> None:
         """One step."""
         for group in self.adam.param_groups:
             group["lr"] = self.rate * self.schedule(self.step)
-        parameters = list(self.network.parameters())
+        self.adam.zero_grad()
         with torch.enable_grad():
-            gradients = torch.autograd.grad(self.loss(*batch), parameters)
-        for p, g in zip(parameters, gradients, strict=True):
-            p.grad = g
+            self.loss(*batch).backward()
         self.adam.step()
         self.step += 1
 
     def record_error(self, error: float) -> None:
         """Record the error on held-out data, and keep the weights if it is the lowest."""
-        if not self.best:
-            self.first = error
         if error < self.lowest or not self.best:
             self.lowest, self.since = min(error, self.lowest), 0
             self.best = {f"w {k}": t.detach().clone() for k, t in self.network.state_dict().items()}
@@ -141,30 +130,26 @@ class Trainer:
                 self.record_error(error())
         if not self.done:
             self.record_error(error())
-        return {**self.best, "numbers": self.record.numbers}
+        numbers = [self.lowest, self.step, self.planned, not self.done]
+        return {**self.best, "numbers": torch.tensor(numbers, dtype=torch.float64)}
 
 
-def load(network: nn.Module, kept: dict[str, Tensor]) -> None:
-    """Give a network the weights that `Trainer.train` returned."""
+def load(network: nn.Module, kept: dict[str, Tensor]) -> TrainingRecord:
+    """Give a network the weights that `Trainer.train` returned; returns the record of that training."""
     network.load_state_dict({k: kept[f"w {k}"] for k in network.state_dict()})
+    error, steps, planned, interrupted = kept["numbers"].tolist()
+    return TrainingRecord(error, int(steps), int(planned), bool(interrupted))
 
 
 # ------------------------------------------------------------------------------------------------- on shadow updates
 
 
-class _Settings(Protocol):
-    @property
-    def batch(self) -> int: ...
-    @property
-    def rate(self) -> float: ...
-    @property
-    def patience(self) -> int: ...
-
-
 def train_inverter(
     shadow: ShadowTrainer,
-    attack: _Settings,
     name: str,
+    batch: int,
+    rate: float,
+    patience: int,
     planned: int,
     network: Callable[[ShadowDataset, float], nn.Module],
     loss: Callable[[Tensor, Tensor], Tensor],
@@ -175,6 +160,7 @@ def train_inverter(
 
     Args:
         name: of the training, which seeds its order.
+        batch: updates in a step; the others are those of `Trainer`.
         network: makes it from the training data and the noise that each step adds to them.
         loss: of the network's outputs, by the numbers (n, images) of the auxiliary examples.
         together: held-out updates in one pass; default: all.
@@ -191,9 +177,9 @@ def train_inverter(
         with torch.no_grad():
             return sum(float(batch_loss(*part)) * len(part[0]) for part in parts) / len(held.rows)
 
-    trainer = Trainer(made, attack.rate, attack.patience, planned, batch_loss)
-    drawn = batches(shadow, shadow_data, sigma, attack.batch, name)
-    return trainer.train(drawn, steps_per_epoch(shadow_data, attack.batch), error, clock)
+    trainer = Trainer(made, rate, patience, planned, batch_loss)
+    drawn = batches(shadow, shadow_data, sigma, batch, name)
+    return trainer.train(drawn, steps_per_epoch(shadow_data, batch), error, clock)
 
 
 def _images(data: ShadowDataset) -> Tensor:
@@ -229,5 +215,6 @@ def batches(
 def final_noise_std(shadow: ShadowTrainer) -> float:
     """The deviation of normal noise at the end of the chain, which each training step can draw itself; 0: other chains."""
     known = shadow.known.chain.update_distribution
-    simple = known is not None and not (known.signed or known.sparse or known.scale or known.hidden)
-    return known.sigma if simple and known is not None and known.shrink == 1 else 0.0
+    if known is None or known.signed or known.sparse or known.scale or known.hidden or known.shrink != 1:
+        return 0.0
+    return known.sigma

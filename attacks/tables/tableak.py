@@ -4,8 +4,10 @@ Numbers and categories are searched for together, categories as a softmax (`rela
 likely right: the result is their median, and the entropy of their mean is each cell's confidence.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -17,7 +19,6 @@ from fedgauge.attacks.matching.gradient_matching import EveryRestart, GradientMa
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.problems import SearchFails
 from fedgauge.attacks.matching.search import AdamSearch
-from fedgauge.attacks.tables.relaxation import relaxed_rows
 from fedgauge.client.components import check_above_zero
 from fedgauge.client.models.columns import Columns
 from fedgauge.client.pairing import assigned
@@ -48,11 +49,6 @@ class tableak(Attack):
         check_above_zero(self, "rate")
 
     needs_derivative = True
-
-    def traced(self, snapshots: int) -> "Attack":
-        raise ValueError(
-            "tableak pools its restarts at the end, so no single search leads to its result; leave trace out"
-        )
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -112,3 +108,40 @@ def confidence(columns: Columns, rows: Tensor) -> Tensor:
         entropy = torch.special.entr(mean).sum(-1)
         found.append((1 - entropy / torch.tensor(max(column.entries, 2)).log()).clamp(0, 1))
     return torch.stack(found, -1).float()
+
+
+@dataclass(frozen=True)
+class relaxed_rows:
+    """Rows (..., D) as the network takes them, from free numbers (..., D) (TabLeak: Vero et al., ICML 2023, section 4.1).
+
+    Args:
+        softmax: the entries of a category are positive and sum to 1; otherwise they are free.
+        bounded: numbers lie within their columns' bounds by a sigmoid; otherwise they are free.
+    """
+
+    softmax: bool = True
+    bounded: bool = True
+
+    def bind(self, known: Knowledge) -> Callable[[Tensor], Tensor]:
+        """The rows of free numbers; ValueError if the examples are no rows."""
+        if known.columns is None:
+            raise ValueError("it reconstructs rows of a table, and the examples here have no columns")
+        return partial(self._rows, known.columns)
+
+    def starts(self, normal: Tensor) -> Tensor:
+        """The paper's starts, uniform in [-1, 1], from standard normal numbers."""
+        return torch.erf(normal / math.sqrt(2))
+
+    def _rows(self, columns: Columns, z: Tensor) -> Tensor:
+        natural, parts = columns.natural(z), []
+        for column, part in zip(columns, columns.slices, strict=True):
+            own = natural[..., part]
+            if not column.numeric:
+                parts.append(own.softmax(-1) if self.softmax else own)
+                continue
+            low, high = column.bounds
+            free = z[..., part.start : part.start + 1].sigmoid()
+            parts.append(low + (high - low) * free if self.bounded else own[..., :1])
+            if column.optional:  # whether the number is missing
+                parts.append(own[..., 1:].sigmoid() if self.softmax else own[..., 1:])
+        return columns.scaled(torch.cat(parts, -1))

@@ -1,9 +1,10 @@
 """Distances between an update and guesses of its sentences: LAMP's cosine, DLG's squares, TAG's squares and magnitudes.
 
-Ghost products suffice for cosine and squares. Gradients are formed one at a time where magnitudes count, together where only
-some entries count, and through the client's whole chain where the update is more than one gradient.
+Ghost products suffice for cosine and squares. Gradients are formed, one tensor at a time, where magnitudes or only some entries
+count, and go through the client's whole chain where the update is more than one gradient.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -11,18 +12,14 @@ import torch
 from torch import Generator, Tensor
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.distances import signs
-from fedgauge.attacks.text.ghost_products import (
-    ObservedGradients,
-    ProductTable,
-    check_differentiable,
-    formed,
-    gradients,
-)
-from fedgauge.client.models.language import LanguageModel
+from fedgauge.attacks.engine.gradients.factored import FactoredGradient, formed
+from fedgauge.attacks.text.certificate import Unreadable, language_model
+from fedgauge.attacks.text.ghost_products import ObservedGradients, ProductTable, gradients
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import is_identity, noise_free
@@ -32,7 +29,7 @@ TOGETHER = 32  # problems in one pass; its graph stays in memory until it is dif
 FEW = 4  # problems in one pass that forms all gradients together
 TINY = 1e-20
 Kind = Literal["cosine", "squared", "l2_l1"]
-Way = Literal["products", "streamed", "formed", "chain"]
+Way = Literal["products", "formed", "chain"]
 
 
 @dataclass(frozen=True)
@@ -50,13 +47,6 @@ class GradientDistance:
     visible: bool = False
     signed: Literal["", "hinge", "tanh"] = ""
 
-    @property
-    def way(self) -> Way:
-        """The cheapest way to compute it where the update is one gradient."""
-        if self.visible or self.signed:
-            return "formed"
-        return "streamed" if self.kind == "l2_l1" else "products"
-
     def of_table(self, table: ProductTable) -> Tensor:
         """Distances (P,) from the products of every tensor."""
         if self.kind == "cosine":
@@ -72,17 +62,11 @@ class GradientDistance:
         if self.visible:
             expected = {k: torch.where(seen[k] != 0, t, torch.zeros_like(t)) for k, t in expected.items()}
         if self.kind == "cosine":
-            pairs = [(seen[k], t) for k, t in expected.items()]
-            columns = [
-                torch.stack([(a * b).sum() for a, b in both])
-                for both in (pairs, [(a, a) for a, _ in pairs], [(b, b) for _, b in pairs])
-            ]
-            return self.of_table(ProductTable(*(c[None] for c in columns)))[0]
+            products = [((seen[k] * t).sum(), seen[k].square().sum(), t.square().sum()) for k, t in expected.items()]
+            return self.of_table(ProductTable(*(torch.stack(c)[None] for c in zip(*products, strict=True))))[0]
         apart = [seen[k] - t for k, t in expected.items()]
-        total = torch.stack([t.square().sum() for t in apart]).sum()
-        if self.kind == "l2_l1":
-            total = total + self.l1 * torch.stack([t.abs().sum() for t in apart]).sum()
-        return total
+        l1 = self.l1 if self.kind == "l2_l1" else 0.0
+        return torch.stack([t.square().sum() + l1 * t.abs().sum() for t in apart]).sum()
 
 
 def _root(square: Tensor) -> Tensor:
@@ -105,10 +89,6 @@ class SentenceGuess(NamedTuple):
     mask: Tensor
     owners: Tensor
 
-    def split(self, size: int) -> "list[SentenceGuess]":
-        """Parts of at most `size` problems."""
-        return [SentenceGuess(*part) for part in zip(*(t.split(size) for t in self), strict=True)]
-
 
 class Matcher:
     """Distances of guesses to the updates of a wave, and their slopes by embeddings and by soft labels.
@@ -119,17 +99,15 @@ class Matcher:
         keys: count the gradients of keys' biases, which are zero up to rounding, as the published code does.
 
     Attributes:
-        way: products (no large gradient is formed), streamed (one pass, each formed and freed), formed (one pass, all formed
-            together), or chain (the client's whole chain by vmap: several local steps, clipping, per-example links).
+        way: products (one pass, no large gradient is formed), formed (one pass, each gradient is formed and freed), or chain (the
+            client's whole chain by vmap: several local steps, clipping, per-example links).
 
     Raises:
-        ValueError: the model cannot be matched, or the update has nothing to compare.
+        Unreadable: the model reads no sentences, or the update has nothing to compare.
     """
 
     def __init__(self, wave: Wave, known: Knowledge, kind: Kind, l1: float = 0.01, keys: bool = False) -> None:
-        assert isinstance(known.model, LanguageModel)
-        self.model: LanguageModel = known.model
-        check_differentiable(self.model)
+        self.model = language_model(known)
         distribution = known.chain.update_distribution
         sparse = distribution is not None and distribution.sparse
         signed = distribution is not None and distribution.signed
@@ -143,9 +121,7 @@ class Matcher:
         left = {parts.word} | known.chain.hidden | (frozenset() if keys else parts.key_biases)
         self.names = [name for name in wave.update if name not in left]
         if not self.names:
-            raise ValueError(
-                "the update holds only the gradient of word embeddings, which matching cannot use: share other parameters"
-            )
+            raise Unreadable("the update holds only the gradient of word embeddings, which matching cannot use")
         # in units of the gradient, as the papers' weights are
         self.seen = ObservedGradients({name: wave.update[name] / -known.scale for name in self.names})
         self.way: Way = self._way()
@@ -157,57 +133,43 @@ class Matcher:
         whole = chain.parts == 1 and chain.slice_of(size) == size
         if not (plain and whole and chain.local.one_gradient and is_mean(self.known.loss, self.known.classes)):
             return "chain"
-        return self.distance.way
+        return "formed" if self.distance.visible or self.distance.kind == "l2_l1" else "products"
 
     def value(self, guess: SentenceGuess) -> Tensor:
         """Distances (P,)."""
-        parts = guess.split(self._together)
-        return torch.cat([self._value(part) for part in parts])
+        return torch.cat([self._of(part, False)[0] for part in self._parts(guess)])
 
     def value_and_slopes(self, guess: SentenceGuess) -> tuple[Tensor, Tensor, Tensor | None]:
         """Distances (P,), and their slopes by x, and by y where y holds probabilities."""
-        results = [self._value_and_slopes(part) for part in guess.split(self._together)]
-        values, by_x, by_y = zip(*results, strict=True)
-        return torch.cat(values), torch.cat(by_x), None if by_y[0] is None else torch.cat(by_y)
+        values, *slopes = zip(*(self._of(part, True) for part in self._parts(guess)), strict=True)
+        by_x, *by_y = (torch.cat(parts) for parts in slopes)
+        return torch.cat(values), by_x, by_y[0] if by_y else None
 
-    @property
-    def _together(self) -> int:
-        return TOGETHER if self.way in ("products", "streamed") else FEW
+    def _parts(self, guess: SentenceGuess) -> Iterator[SentenceGuess]:
+        size = TOGETHER if self.way == "products" else FEW
+        for part in zip(*(t.split(size) for t in guess), strict=True):
+            yield SentenceGuess(*part)
 
-    def _value(self, guess: SentenceGuess) -> Tensor:
+    def _of(self, guess: SentenceGuess, differentiable: bool) -> tuple[Tensor, ...]:
+        """Distances (P,) and, if differentiable, their slopes by x, and by y where y holds probabilities."""
+        places = (0, 1) if guess.y.is_floating_point() else (0,)
         if self.way != "chain":
+            leaves = [guess[i].detach().requires_grad_() for i in places]
             try:
                 with torch.enable_grad():
-                    values = self._in_one_pass(guess._replace(x=guess.x.detach().requires_grad_()), False)
-                return values.detach()
+                    values = self._in_one_pass(SentenceGuess(*leaves, *guess[len(leaves) :]), differentiable)
+                    slopes = torch.autograd.grad(values.sum(), leaves, materialize_grads=True) if differentiable else ()
+                return values.detach(), *slopes
             except Exception as error:  # a user's model may raise anything on many problems at once
-                self._go_slower(error)
-        with torch.no_grad():
-            values = self._each(self._one, guess)
-            assert isinstance(values, Tensor)
-            return values
-
-    def _value_and_slopes(self, guess: SentenceGuess) -> tuple[Tensor, Tensor, Tensor | None]:
-        soft = guess.y.is_floating_point()
-        if self.way != "chain":
-            leaves = [guess.x.detach().requires_grad_()] + ([guess.y.detach().requires_grad_()] if soft else [])
-            moved = guess._replace(**dict(zip(("x", "y"), leaves, strict=False)))
-            try:
-                with torch.enable_grad():
-                    values = self._in_one_pass(moved, True)
-                    by_leaf = torch.autograd.grad(values.sum(), leaves, materialize_grads=True)
-                return values.detach(), by_leaf[0], by_leaf[1] if soft else None
-            except Exception as error:  # a user's model may raise anything on many problems at once
-                self._go_slower(error)
+                if exhausted(error):
+                    raise
+                self.way = "chain"
+        if not differentiable:
+            with torch.no_grad():
+                return (self._each(self._one, guess),)
         # grad within vmap: autograd around a vmap of grad is wrong for LayerNorm in torch 2.13
-        arguments = (0, 1) if soft else (0,)
-        slopes, values = self._each(grad_and_value(self._one, arguments), guess)
-        return values, slopes[0], slopes[1] if soft else None
-
-    def _go_slower(self, error: Exception) -> None:
-        if exhausted(error):
-            raise error
-        self.way = "chain"
+        slopes, values = self._each(grad_and_value(self._one, places), guess)
+        return values, *slopes
 
     def _in_one_pass(self, guess: SentenceGuess, differentiable: bool) -> Tensor:
         x, y, mask, owners = guess
@@ -215,12 +177,15 @@ class Matcher:
         with torch.set_grad_enabled(differentiable):
             if self.way == "products":
                 return self.distance.of_table(self.seen.table(parts, owners))
-            if self.way == "streamed":
-                return self.seen.apart(parts, owners, self.distance.l1)
-            whole = {name: formed(part, self.params[name].shape) for name, part in parts.items()}
-            seen = {name: self.seen.gradient[name][owners] for name in whole}
-            distances: Tensor = vmap(self.distance.of)(seen, whole)
-            return distances
+            terms = [checkpoint(self._term, name, part, owners, use_reentrant=False) for name, part in parts.items()]
+            total = torch.stack(terms)
+            return total.mean(0) if self.distance.kind == "cosine" else total.sum(0)
+
+    def _term(self, name: str, part: Tensor | FactoredGradient, owners: Tensor) -> Tensor:
+        """The distances (P,) of one tensor's gradients; they are formed once more for the slopes instead of being kept."""
+        whole = formed(part, self.params[name].shape)
+        distances: Tensor = vmap(self.distance.of)({name: self.seen.gradient[name][owners]}, {name: whole})
+        return distances
 
     def _each(self, function, guess: SentenceGuess):  # type: ignore[no-untyped-def]  # vmap keeps the structure of what it returns
         seen = {name: t[guess.owners] for name, t in self.seen.gradient.items()}

@@ -13,43 +13,59 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.devices import CPU
-from fedgauge.attacks.learned.trainer import Trainer
+from fedgauge.attacks.learned.trainer import Trainer, load, seeded
+from fedgauge.client.components import check_at_least
 from fedgauge.client.models.language import LanguageModel, import_transformers
 from fedgauge.client.models.tokenizer import Tokenizer, load_tokenizer, model_place
-from fedgauge.client.rng import generator, seed_of
+from fedgauge.client.rng import generator
 
 AUXILIARY = "auxiliary"
-CACHED = 2**16  # sentences whose scores are kept
 TOGETHER = 256  # sentences scored in one pass
 HELD_OUT = 10  # one in so many auxiliary sentences is held out and decides when to stop
 CHECK_EVERY = 50  # steps between two checks of the held-out sentences
 LEAST = 2  # occurrences in the auxiliary text from which on a word has its own embedding
-VERSION = 1  # of the training procedure: cached weights of another version are not used
+VERSION = 2  # of the training procedure: cached weights of another version are not used
 
 
 class LanguagePrior(ABC):
-    """Mean negative log-likelihood of a sentence's words given the words before: the logarithm of its perplexity."""
+    """Mean negative log-likelihood of a sentence's words given the words before: the logarithm of its perplexity.
 
-    def __init__(self) -> None:
+    Args:
+        net: a causal model of the package transformers.
+    """
+
+    def __init__(self, net: Any, longest: int) -> None:
+        self._net, self._longest = net, longest
         self._scores: dict[tuple[int, ...], float] = {}
 
     def __call__(self, sentences: Sequence[Sequence[int]]) -> Tensor:
         """(N,) float64 nats per word, for sentences of the victim's token ids; known sentences are not scored again."""
         keys = [tuple(sentence) for sentence in sentences]
         new = [key for key in dict.fromkeys(keys) if key not in self._scores]
-        if len(self._scores) + len(new) > CACHED:
-            self._scores = {key: self._scores[key] for key in keys if key in self._scores}
         for first in range(0, len(new), TOGETHER):
             part = new[first : first + TOGETHER]
             self._scores.update(zip(part, self.score(part).double().tolist(), strict=True))
         return torch.tensor([self._scores[key] for key in keys], dtype=torch.float64)
 
-    @abstractmethod
     def score(self, sentences: Sequence[tuple[int, ...]]) -> Tensor:
         """Nats per word (N,) of sentences in one batch; 0 for a sentence with no word after another."""
+        own = [torch.tensor(self.ids(s)[: self._longest], dtype=torch.int64) for s in sentences]
+        ids, lengths = pad_sequence([*own, torch.zeros(2, dtype=torch.int64)], True)[:-1], [len(s) for s in own]
+        return self.nll(ids, torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None])
+
+    @torch.no_grad()
+    def nll(self, ids: Tensor, seen: Tensor) -> Tensor:
+        """Nats per word (N,) of this model's ids (N, L), of which the mask shows the real ones."""
+        ids, seen = ids.to(self._net.device), seen.to(self._net.device)
+        return nll(_log(self._net, ids, seen), ids, seen)
+
+    @abstractmethod
+    def ids(self, sentence: tuple[int, ...]) -> list[int]:
+        """A sentence of the victim's token ids in this model's."""
 
 
 def nll(log: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
@@ -83,11 +99,7 @@ class LanguageModelTraining:
     patience: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "steps", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} of the language model must be at least 1, got {getattr(self, name)}")
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} of the language model must be a multiple of its {self.heads} heads")
+        check_at_least(self, 1, "layers", "width", "heads", "steps", "batch")
 
 
 class TrainedPrior(LanguagePrior):
@@ -101,7 +113,7 @@ class TrainedPrior(LanguagePrior):
         vocabulary: size of the victim's vocabulary.
 
     Attributes:
-        held_out_nll: mean nats per word of held-out sentences before and after training.
+        record: of its training; the error is the mean of nats per word of held-out sentences.
     """
 
     def __init__(
@@ -113,7 +125,6 @@ class TrainedPrior(LanguagePrior):
         cache: TensorCache | None = None,
         device: torch.device = CPU,
     ) -> None:
-        super().__init__()
         text = text.cpu()
         if int((text[:, 1:] != pad).sum()) == 0:
             raise ValueError("the auxiliary text has no sentence of two words to train a language model on")
@@ -122,25 +133,20 @@ class TrainedPrior(LanguagePrior):
         self._place = torch.zeros(vocabulary, dtype=torch.int64)  # 0: any other word
         self._place[known] = torch.arange(1, len(known) + 1)
         self._others = max(vocabulary - len(known), 1)
-        self._longest = text.shape[1]
-        self._net = _gpt2(training, len(known) + 1, self._longest).to(device)
+        super().__init__(_gpt2(training, len(known) + 1, text.shape[1]).to(device), text.shape[1])
         name = digest("language model", VERSION, text, pad, vocabulary, training)
         kept = (cache or TensorCache.own()).get(name, lambda: self._train(text, pad, training))
-        self._net.load_state_dict({k: t for k, t in kept.items() if k != "told"})
-        before, after = kept["told"].tolist()
-        self.held_out_nll: tuple[float, float] = (before, after)
+        self.record = load(self._net, kept)
 
-    def score(self, sentences: Sequence[tuple[int, ...]]) -> Tensor:
-        ids, seen = _padded([self._place[list(s)].tolist() for s in sentences])
-        return self._nll(ids[:, : self._longest], seen[:, : self._longest])
+    def ids(self, sentence: tuple[int, ...]) -> list[int]:
+        found: list[int] = self._place[list(sentence)].tolist()
+        return found
 
-    @torch.no_grad()
-    def _nll(self, ids: Tensor, seen: Tensor) -> Tensor:
-        ids, seen = ids.to(self._net.device), seen.to(self._net.device)
-        shared = torch.zeros(self._net.config.vocab_size, device=ids.device)
-        shared[0] = -math.log(self._others)
+    def nll(self, ids: Tensor, seen: Tensor) -> Tensor:
         # log p of one of the other words is that of all of them minus the logarithm of their number
-        return nll(_log(self._net, ids, seen) + shared, ids, seen)
+        others = ((ids[:, 1:] == 0) & seen[:, 1:]).sum(1) / seen[:, 1:].sum(1).clamp(min=1)
+        whole = super().nll(ids, seen)
+        return whole + math.log(self._others) * others.to(whole)
 
     def _train(self, text: Tensor, pad: int, training: LanguageModelTraining) -> dict[str, Tensor]:
         """Train on next words with Adam; returns the best weights by held-out sentences."""
@@ -170,13 +176,12 @@ class TrainedPrior(LanguagePrior):
             betas=(0.9, 0.98),
             fused=None,
         )
-        trainer.train(batches(), CHECK_EVERY, lambda: self._held_out(ids[held], seen[held]))
-        told = torch.tensor([trainer.first, trainer.lowest], dtype=torch.float64)
-        return {**{k.removeprefix("w "): t for k, t in trainer.best.items()}, "told": told}
 
-    def _held_out(self, ids: Tensor, seen: Tensor) -> float:
-        parts = zip(ids.split(TOGETHER), seen.split(TOGETHER), strict=True)
-        return float(torch.cat([self._nll(a, b) for a, b in parts]).mean())
+        def error() -> float:
+            parts = zip(ids[held].split(TOGETHER), seen[held].split(TOGETHER), strict=True)
+            return float(torch.cat([self.nll(a, b) for a, b in parts]).mean())
+
+        return trainer.train(batches(), CHECK_EVERY, error)
 
 
 def _log(net: Any, ids: Tensor, seen: Tensor) -> Tensor:
@@ -200,17 +205,8 @@ def _gpt2(training: LanguageModelTraining, vocabulary: int, positions: int) -> A
         eos_token_id=None,
     )
     config.use_cache = False
-    with torch.random.fork_rng(devices=[]):  # transformers draws weights from the global generator
-        torch.manual_seed(seed_of("language model"))
-        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-
-
-def _padded(sentences: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
-    """Ids (N, L), padded on the right, and the mask (N, L) of real ones."""
-    longest = max(2, *(len(s) for s in sentences))
-    ids = torch.tensor([[*s, *[pad] * (longest - len(s))] for s in sentences], dtype=torch.int64)
-    lengths = torch.tensor([len(s) for s in sentences])
-    return ids, torch.arange(longest) < lengths[:, None]
+    made = transformers.AutoModelForCausalLM.from_config
+    return seeded(lambda: made(config, attn_implementation="eager").eval(), "language model")
 
 
 # ------------------------------------------------------------------------------------------------------------- public ones
@@ -226,11 +222,9 @@ class PretrainedPrior(LanguagePrior):
     """
 
     def __init__(self, source: str | Path, words: Tokenizer, device: torch.device = CPU) -> None:
-        super().__init__()
         place = model_place(source)
         transformers = import_transformers()
-        self._own = load_tokenizer(source)
-        self._words = words
+        self._own, self._words = load_tokenizer(source), words
         self._shared = self._own.backend.get_vocab() == words.backend.get_vocab()
         try:
             net = transformers.AutoModelForCausalLM.from_pretrained(
@@ -238,20 +232,14 @@ class PretrainedPrior(LanguagePrior):
             )
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"the language model {source} cannot be loaded: {error}") from error
-        self._net = net.eval().requires_grad_(False).to(device)
+        longest = int(getattr(net.config, "max_position_embeddings", 1024))
+        super().__init__(net.eval().requires_grad_(False).to(device), longest)
         start = net.config.bos_token_id
         self._start = [] if start is None else [int(start)]
-        self._longest = int(getattr(net.config, "max_position_embeddings", 1024))
 
-    @torch.no_grad()
-    def score(self, sentences: Sequence[tuple[int, ...]]) -> Tensor:
-        ids, seen = _padded([self._start + self._read(s) for s in sentences], self._own.pad)
-        ids, seen = (t[:, : self._longest].to(self._net.device) for t in (ids, seen))
-        return nll(_log(self._net, ids, seen), ids, seen)
-
-    def _read(self, sentence: tuple[int, ...]) -> list[int]:
+    def ids(self, sentence: tuple[int, ...]) -> list[int]:
         inner = [i for i in sentence if i not in self._words.special]
-        return inner if self._shared else self._own.encode(self._words.decode(inner))
+        return self._start + (inner if self._shared else self._own.encode(self._words.decode(inner)))
 
 
 def load_prior(
@@ -272,10 +260,8 @@ def load_prior(
     Raises:
         ValueError: there is no such model, or no text to train on.
     """
-    if folder is not None:
-        return PretrainedPrior(folder, model.tokenizer, device)
-    if name != AUXILIARY:
-        return PretrainedPrior(name, model.tokenizer, device)
+    if folder is not None or name != AUXILIARY:
+        return PretrainedPrior(folder or name, model.tokenizer, device)
     if text is None or not len(text):
         raise ValueError(
             "the language model is trained on auxiliary text, and there is none: set [data] auxiliary, name a public model "

@@ -4,103 +4,71 @@ Each row of the head's update is a sum of the vectors from which its word was pr
 the head is frozen, the difference that remains is followed through the model to the logits at the sentence's end.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from torch.func import functional_call
 
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier
-from fedgauge.attacks.text.layer_inputs import head, layer_inputs
+from fedgauge.attacks.text.layer_inputs import head, layer_inputs, logits_along
 from fedgauge.client.data.corpora import targets
-from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.tokenizer import framed
-from fedgauge.client.update import Batch, Update
+from fedgauge.client.update import Batch, Update, relative_error
 
 MOST = 12  # of the words that a frozen head's logits rank first
 FIRST = 3  # highest-ranked words that are tried for each sentence
 
 
-def complete_sentences(
-    verifier: GuessVerifier, model: LanguageModel, known: Sequence[Sequence[int]]
-) -> tuple[Batch, float]:
+def complete_sentences(verifier: GuessVerifier, known: Sequence[Sequence[int]]) -> tuple[Batch, float]:
     """Sentences completed by their last words, and the relative error that remains.
 
     Args:
         known: each sentence's words without the last; at least one.
     """
-    room = verifier.known.shape[0]
-    words = [
-        [*ids[: room - 1], ids[0]] for ids in known
-    ]  # any word may stand last: the true one shows in the difference
-    batch = _batch(verifier, model, words)
+    room, model = verifier.known.shape[0], verifier.model
+
+    def batch_of(words: Sequence[Sequence[int]]) -> Batch:
+        x = framed(words, room, model.pad)
+        return Batch(x, targets(x, model.pad))
+
+    # any word may stand last: the true one shows in the difference
+    words = [[*ids[: room - 1], ids[0]] for ids in known]
+    batch = batch_of(words)
     update = verifier.update_of(batch)
-    error = verifier.distance(update)
-    if error <= TOLERANCE:
-        return batch, error
-    ranked = _ranked(verifier, model, batch, update, [len(ids) - 2 for ids in words])
+    error = relative_error(update, verifier.update)
+    step = {name: verifier.update[name] - t for name, t in update.items()}
+    ranked = _ranked(verifier, batch, step, [len(ids) - 2 for ids in words])
     likely = [[*ids[:-1], rank[0]] for ids, rank in zip(words, ranked, strict=True)]
-    guess = _batch(verifier, model, likely)
+    guess = batch_of(likely)
     if (new_error := verifier.error(guess)) < error:
         words, batch, error = likely, guess, new_error
-    for ids, rank in zip(words, ranked, strict=True):
+    for i, rank in enumerate(ranked):
         for word in rank:
             if error <= TOLERANCE:
                 return batch, error
-            before, ids[-1] = ids[-1], word
-            changed = _batch(verifier, model, words)
-            if (new_error := verifier.error(changed)) < error:
-                batch, error = changed, new_error
-            else:
-                ids[-1] = before
+            changed = [*words[:i], [*words[i][:-1], word], *words[i + 1 :]]
+            guess = batch_of(changed)
+            if (new_error := verifier.error(guess)) < error:
+                words, batch, error = changed, guess, new_error
     return batch, error
 
 
-def _batch(verifier: GuessVerifier, model: LanguageModel, words: Sequence[Sequence[int]]) -> Batch:
-    x = framed(words, verifier.known.shape[0], model.pad)
-    return Batch(x, targets(x, model.pad))
+def _ranked(verifier: GuessVerifier, batch: Batch, step: Update, ends: Sequence[int]) -> list[list[int]]:
+    """For each sentence the words that may end it, the likeliest first.
 
-
-def _ranked(
-    verifier: GuessVerifier, model: LanguageModel, batch: Batch, update: Update, positions: Sequence[int]
-) -> list[list[int]]:
-    """For each sentence the words that may end it, the likeliest first, and then the batch's own words.
-
-    In tied embeddings the rows of words that occur also hold an input's share, so they are no evidence: these words are tried too.
+    Args:
+        step: what a guess's update lacks; ends: the positions before the last words.
     """
-    name, own = model.parts.head[0], sorted(set(batch.x[batch.x != model.pad].tolist()))
-    if name not in update:
-        raised = _raised(verifier, model, batch, update, positions)
-        return [row.topk(MOST).indices.tolist() for row in raised]
-    rows = (verifier.update[name].double() - update[name].double()).cpu()  # (V, width)
-    inputs = layer_inputs(model, verifier.params, head(model), batch.x)
-    vectors = torch.stack([inputs[b, position] for b, position in enumerate(positions)]).double().cpu()
-    shares = rows @ torch.linalg.pinv(vectors)  # (V, B)
-    return [list(dict.fromkeys(_order(shares[:, b], own))) for b in range(len(positions))]
-
-
-def _raised(
-    verifier: GuessVerifier, model: LanguageModel, batch: Batch, update: Update, positions: Sequence[int]
-) -> Tensor:
-    """How the difference between the observed update and the guess's raises the logits (B, V) from which last words come."""
-    missing = {name: verifier.update[name] - t for name, t in update.items()}
-    ids = batch.x.to(next(iter(missing.values())).device)
-    leaves = {name: verifier.params[name].detach().requires_grad_() for name in missing}
-    with torch.enable_grad():
-        logits: Tensor = functional_call(model, {**verifier.params, **leaves}, (ids,))
-        signal = torch.zeros_like(logits, requires_grad=True)
-        slopes = torch.autograd.grad(logits, list(leaves.values()), signal, create_graph=True)
-        # linear in the signal: its derivative by the signal is the logits' derivative along the difference
-        (raised,) = torch.autograd.grad(slopes, signal, list(missing.values()))
-    return torch.stack([raised[b, position] for b, position in enumerate(positions)]).cpu()
-
-
-def _order(shares: Tensor, own: Sequence[int]) -> Iterator[int]:
-    elsewhere = shares.clone()
-    elsewhere[list(own)] = -torch.inf
-    best = elsewhere.topk(FIRST).indices.tolist()
-    alone = shares.topk(FIRST).indices.tolist()
-    # only the last word adds to the row of a word that occurs nowhere else
-    yield from (best if float(elsewhere[best[0]]) > float(shares.abs().max()) / 10 else alone)
-    yield from alone
-    yield from sorted(own, key=lambda word: -float(shares[word]))
+    model, name, sentences = verifier.model, verifier.model.parts.head[0], range(len(ends))
+    if name not in step:
+        raised = logits_along(model, verifier.params, step, batch.x.to(verifier.device))[sentences, ends]
+        return raised.topk(MOST).indices.tolist()
+    inputs = layer_inputs(model, verifier.params, head(model), batch.x)[sentences, ends].double()
+    ranked, own = [], batch.x[batch.x != model.pad].unique().cpu()
+    for shares in (step[name].double() @ torch.linalg.pinv(inputs)).cpu().T:  # (V,) of each sentence
+        elsewhere = shares.index_fill(0, own, -torch.inf)
+        best, alone = elsewhere.topk(FIRST).indices.tolist(), shares.topk(FIRST).indices.tolist()
+        # only the last word adds to the row of a word that occurs nowhere else; in tied embeddings the rows of words that occur
+        # also hold an input's share, so they are no evidence: all these words are tried, too
+        sure = float(elsewhere.max()) > float(shares.abs().max()) / 10
+        ranked.append([*(best if sure else []), *alone, *own[shares[own].argsort(descending=True)].tolist()])
+    return ranked

@@ -1,6 +1,6 @@
-"""Inputs of linear maps inside a language model."""
+"""Inputs of linear maps inside a language model, and its logits along a step of its weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -59,3 +59,21 @@ def head(model: LanguageModel) -> nn.Module:
     net: Any = model.net
     module: nn.Module = net.get_output_embeddings()
     return module
+
+
+def logits_along(
+    model: LanguageModel,
+    params: Mapping[str, Tensor],
+    step: Mapping[str, Tensor],
+    ids: Tensor,
+    of: Callable[[Tensor], Tensor] = lambda logits: logits,
+) -> Tensor:
+    """The derivative of a function of the logits of sentences (B, L), as the weights begin to move along a step."""
+    leaves = {name: params[name].detach().requires_grad_() for name in step}
+    with torch.enable_grad():
+        values = of(functional_call(model, {**params, **leaves}, (ids,)))
+        signal = torch.zeros_like(values, requires_grad=True)
+        slopes = torch.autograd.grad(values, list(leaves.values()), signal, create_graph=True)
+        # linear in the signal: its derivative by the signal is the values' derivative along the step
+        (derivative,) = torch.autograd.grad(slopes, signal, list(step.values()))
+    return derivative

@@ -21,12 +21,12 @@ from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
-from fedgauge.attacks.learned.trainer import Trainer, TrainingRecord, load, perceptron
-from fedgauge.attacks.text.certificate import NEEDS_LANGUAGE_MODEL
+from fedgauge.attacks.learned.trainer import Trainer, TrainingRecord, load, perceptron, seeded
+from fedgauge.attacks.text.certificate import language_model
 from fedgauge.attacks.text.learning_to_invert_text import NEVER, answer_of
 from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.rng import generator, seed_of
+from fedgauge.client.rng import generator
 from fedgauge.client.update import Update
 
 LOUDEST, DRAWN = 24, 16  # candidates beside a sentence's words: those with the largest rows, and random others
@@ -63,23 +63,20 @@ class learned_rows(Attack):
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
         clock = Deadline(time.perf_counter(), budget.seconds)
-        if known.text is None or not isinstance(known.model, LanguageModel):
-            return not_applicable(wave, NEEDS_LANGUAGE_MODEL)
         if known.batch_size != 1:
             reason = f"it reads one sentence per update; in a batch of {known.batch_size} a word's sentence is unknown"
             return not_applicable(wave, reason)
         try:
-            reader = _RowFeatures.of(known.model, wave.params)
-            trained = _PositionTraining(
-                self, ShadowTrainer(known, wave.params, UpdateFeatures(False)), reader, budget
-            ).result(clock)
+            reader = _RowFeatures.of(language_model(known), wave.params)
+            shadow = ShadowTrainer(known, wave.params, UpdateFeatures(False))
+            network, record = _PositionTraining(self, shadow, reader, budget).trained(clock)
         except ValueError as error:
             return not_applicable(wave, str(error))
-        lengths = known.text.lengths
-        return [
-            trained.answer(wave.alone(k), known.model, None if lengths is None else lengths[k])
-            for k in range(len(wave))
-        ]
+        words = shadow.auxiliary.x.unique()
+        with torch.no_grad():
+            updates = ({name: t[k : k + 1] for name, t in wave.update.items()} for k in range(len(wave)))
+            scores = [network(reader.rows(update)[0])[words].T[None] for update in updates]  # (1, L, words)
+        return [answer_of(own, words, record, known, k) for k, own in enumerate(scores)]
 
 
 @dataclass(frozen=True)
@@ -139,26 +136,6 @@ class _PositionNetwork(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class _TrainedPositions:
-    """A trained network.
-
-    Args:
-        words: (words,) ids that occur in the auxiliary text.
-    """
-
-    network: _PositionNetwork
-    reader: _RowFeatures
-    words: Tensor
-    record: TrainingRecord
-
-    def answer(self, update: Update, model: LanguageModel, lengths: Tensor | None) -> Reconstruction:
-        """The reconstruction of one update."""
-        with torch.no_grad():
-            scores = self.network(self.reader.rows({k: t[None] for k, t in update.items()})[0])  # (vocabulary, L)
-        return answer_of(scores[self.words].T[None], self.words, self.record, model, lengths)
-
-
-@dataclass(frozen=True, eq=False)
 class _PositionTraining:
     """The training of one network, which is kept in the cache."""
 
@@ -171,21 +148,15 @@ class _PositionTraining:
     def name(self) -> str:
         return digest("rows", self.shadow.key, self.attack, self.budget)
 
-    def result(self, clock: Deadline) -> _TrainedPositions:
+    def trained(self, clock: Deadline) -> tuple[_PositionNetwork, TrainingRecord]:
         """The trained network, from the cache where it is there."""
         kept = self.shadow.cache.get(f"rows-{self.name}", lambda: self._train(clock))
         network = self._network(int(kept["features"]))
-        load(network, kept)
-        return _TrainedPositions(
-            network, self.reader, self.shadow.auxiliary.x.unique(), TrainingRecord.kept(kept["numbers"])
-        )
+        return network, load(network, kept)
 
     def _network(self, features: int) -> _PositionNetwork:
-        """An untrained network, as torch initialises it."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of("rows", self.name))
-            network = _PositionNetwork(features, self.attack.hidden, self.shadow.known.shape[0])
-        return network.to(self.shadow.device)
+        hidden, length = self.attack.hidden, self.shadow.known.shape[0]
+        return seeded(lambda: _PositionNetwork(features, hidden, length), "rows", self.name).to(self.shadow.device)
 
     def _train(self, clock: Deadline) -> dict[str, Tensor]:
         rows, truth = self._shadow_data(False)

@@ -18,13 +18,13 @@ from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned.learning_to_invert import hungarian
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
-from fedgauge.attacks.learned.trainer import TrainingRecord, load, perceptron, train_inverter
-from fedgauge.attacks.text.certificate import NEEDS_LANGUAGE_MODEL
+from fedgauge.attacks.learned.trainer import TrainingRecord, load, perceptron, seeded, train_inverter
+from fedgauge.attacks.text.certificate import language_model
 from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.pairing import assigned
-from fedgauge.client.rng import generator, seed_of
+from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 
 NEVER = -1e4  # log-probability of a word that is not in the auxiliary text; finite, so that sums of it are numbers
@@ -72,23 +72,17 @@ class learning_to_invert_text(Attack):
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
         clock = Deadline(time.perf_counter(), budget.seconds)
-        if known.text is None or not isinstance(known.model, LanguageModel):
-            return not_applicable(wave, NEEDS_LANGUAGE_MODEL)
         try:
-            shadow = ShadowTrainer(
-                self._training_knowledge(known, known.model),
-                wave.params,
-                UpdateFeatures(False, self.buckets, self.signed),
-                self.passes,
-            )
-            inverter = TextInverterTraining(self, shadow, budget).inverter(clock)
+            model = language_model(known)
+            view = UpdateFeatures(False, self.buckets, self.signed)
+            shadow = ShadowTrainer(self._training_knowledge(known, model), wave.params, view, self.passes)
+            training = TextInverterTraining(self, shadow, budget)
+            network, record = training.trained(clock)
         except ValueError as error:
             return not_applicable(wave, str(error))
-        given = known.text.lengths
-        return [
-            inverter.answer(row, known.model, None if given is None else given[k])
-            for k, row in enumerate(shadow.view.hashed(flat(wave.update)))
-        ]
+        with torch.no_grad():
+            logits = [network(row[None])[0] for row in view.hashed(flat(wave.update))]
+        return [answer_of(own, training.vocabulary, record, known, k) for k, own in enumerate(logits)]
 
     def _training_knowledge(self, known: Knowledge, model: LanguageModel) -> Knowledge:
         """The threat model with the sentences to train on as auxiliary data."""
@@ -150,49 +144,25 @@ def matched_nll(logits: Tensor, truth: Tensor) -> Tensor:
     """Mean -log p of the words of sentences (n, B, L) under logits (n, B, L, words), by each row's best pairing."""
     if truth.shape[1] > 1:
         with torch.no_grad():
-            order = hungarian(_pairwise_nll(logits, truth))
+            log = logits.log_softmax(-1)
+            costs = [
+                -log.gather(3, own[:, None, :, None].expand(*log.shape[:3], 1)).sum((2, 3)) for own in truth.unbind(1)
+            ]
+            order = hungarian(torch.stack(costs, 1))
         logits = logits.gather(1, order[:, :, None, None].expand_as(logits))
     return F.cross_entropy(logits.flatten(0, 2), truth.flatten())
 
 
-def _pairwise_nll(logits: Tensor, truth: Tensor) -> Tensor:
-    """-log p (n, B, B) of each true sentence under each predicted one."""
-    log = logits.log_softmax(-1)
-    each = [
-        -log.gather(3, truth[:, [i], :, None].expand(-1, log.shape[1], -1, 1)).sum((2, 3))
-        for i in range(truth.shape[1])
-    ]
-    return torch.stack(each, 1)
-
-
-@dataclass(frozen=True, eq=False)
-class TextInverter:
-    """A trained network.
-
-    Args:
-        vocabulary: (words,) the ids that it can output.
-    """
-
-    network: SentenceNetwork
-    vocabulary: Tensor
-    record: TrainingRecord
-
-    def answer(self, row: Tensor, model: LanguageModel, lengths: Tensor | None) -> Reconstruction:
-        """The reconstruction of one hashed update (columns,), with lengths (B,) where they are given."""
-        with torch.no_grad():
-            return answer_of(self.network(row[None])[0], self.vocabulary, self.record, model, lengths)
-
-
-def answer_of(
-    logits: Tensor, vocabulary: Tensor, record: TrainingRecord, model: LanguageModel, lengths: Tensor | None
-) -> Reconstruction:
-    """The likeliest sentences under a trained network's logits (B, L, words) of the words of a vocabulary (words,)."""
-    started = time.perf_counter()
+def answer_of(logits: Tensor, vocabulary: Tensor, record: TrainingRecord, known: Knowledge, k: int) -> Reconstruction:
+    """The likeliest sentences of the k-th update under its logits (B, L, words) of the words of a vocabulary (words,)."""
+    started, model = time.perf_counter(), language_model(known)
     if not bool(logits.isfinite().all()):
         return record.answer(None)
     log = logits.new_full((*logits.shape[:2], model.vocabulary), NEVER)
     log[..., vocabulary] = logits.log_softmax(-1)
-    return record.answer(likeliest(log, model, lengths), seconds=time.perf_counter() - started)
+    given = None if known.text is None else known.text.lengths
+    x = likeliest(log, model, None if given is None else given[k])
+    return record.answer(x, seconds=time.perf_counter() - started)
 
 
 def likeliest(log: Tensor, model: LanguageModel, lengths: Tensor | None) -> Tensor:
@@ -249,32 +219,27 @@ class TextInverterTraining:
         words: Tensor = self.shadow.auxiliary.x.unique()
         return words
 
-    def inverter(self, clock: Deadline) -> TextInverter:
-        """The trained inverter, from the cache where it is there."""
+    def trained(self, clock: Deadline) -> tuple[SentenceNetwork, TrainingRecord]:
+        """The trained network, from the cache where it is there."""
         kept = self.shadow.cache.get(f"inverter-{self.name}", lambda: self._train(clock))
         network = self._network(kept["w mean"], kept["w deviation"])
-        load(network, kept)
-        return TextInverter(network, self.vocabulary, TrainingRecord.kept(kept["numbers"]))
+        return network, load(network, kept)
 
     def _network(self, mean: Tensor, deviation: Tensor) -> SentenceNetwork:
-        """An untrained network, as torch initialises it."""
-        known = self.shadow.known
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of("inverter", self.name))
-            made = SentenceNetwork(self.attack, known.batch_size, known.shape[0], len(self.vocabulary), mean, deviation)
-        return made.to(mean.device, mean.dtype)
+        known, words = self.shadow.known, len(self.vocabulary)
+        return seeded(
+            lambda: SentenceNetwork(self.attack, known.batch_size, known.shape[0], words, mean, deviation),
+            "inverter",
+            self.name,
+        ).to(mean.device, mean.dtype)
 
     def _train(self, clock: Deadline) -> dict[str, Tensor]:
+        attack = self.attack
         return train_inverter(
-            self.shadow,
-            self.attack,
-            self.name,
-            self.budget.iterations,
+            self.shadow, self.name, attack.batch, attack.rate, attack.patience, self.budget.iterations,
             lambda shadow_data, sigma: self._network(*self._statistics(shadow_data, sigma)),
-            lambda logits, groups: matched_nll(logits, self._truth(groups)),
-            clock,
-            IN_ONE_PASS,
-        )
+            lambda logits, groups: matched_nll(logits, self._truth(groups)), clock, IN_ONE_PASS,
+        )  # fmt: skip
 
     def _statistics(self, shadow_data: ShadowDataset, sigma: float) -> tuple[Tensor, Tensor]:
         """Mean and deviation (columns,) of the training rows with their noise."""

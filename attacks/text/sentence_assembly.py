@@ -56,7 +56,8 @@ class SentenceAssembly:
         while len(passed) < self.count and not self.deadline.over():
             before = len(passed)
             for length in self._lengths():
-                close = {ids: mean for ids, mean, worst in self._search(length, passed, idle) if worst <= LOOSEST}
+                found = self._search(length, passed, idle)
+                close = {ids: mean for ids, (mean, worst) in found.items() if worst <= LOOSEST}
                 near.update(close)
                 passed += [ids for ids, mean in close.items() if mean <= self.rounding and ids not in passed]
                 if len(passed) >= self.count:
@@ -86,55 +87,45 @@ class SentenceAssembly:
             pool[length - len(end) :] = [[w] for w in end]
         return pool
 
-    def _search(self, length: int, passed: Sequence[Ids], idle: int) -> list[tuple[Ids, float, float]]:
-        """Sentences of one length, with the mean and the worst distance of their inputs.
+    def _search(self, length: int, passed: Sequence[Ids], idle: int) -> Distances:
+        """Sentences of one length.
 
         Args:
             idle: searches before this one that found nothing; words of sentences found before may then occur again.
         """
-        pool = self._pool(length)
-        fresh = [self._unused(some, position, passed) for position, some in enumerate(pool)]
+        pool, fresh = self._pool(length), []
+        for position, some in enumerate(pool):
+            used = {ids[position] for ids in passed if position < len(ids)}
+            fresh.append([w for w in some if w not in used] or some)
         if math.prod(map(len, pool)) <= EXHAUSTIVE:
-            every = [ids for ids in product(*pool) if ids not in passed]
-            return self._measured(every) if every else []
+            return self._measured([ids for ids in product(*pool) if ids not in passed])
         drawn = [
-            [some[int(torch.randint(len(some), (), generator=self.rng))] for some in fresh] for _ in range(self.starts)
+            tuple(some[int(torch.randint(len(some), (), generator=self.rng))] for some in fresh)
+            for _ in range(self.starts)
         ]
-        return self._descend([tuple(ids) for ids in drawn], pool if idle else fresh)
+        return self._descend(drawn, pool if idle else fresh)
 
-    def _unused(self, some: list[int], position: int, passed: Sequence[Ids]) -> list[int]:
-        """Words of a position that no found sentence uses yet; all of them where none is left."""
-        used = {ids[position] for ids in passed if position < len(ids)}
-        return [w for w in some if w not in used] or some
-
-    def _measured(self, sentences: Sequence[Ids]) -> list[tuple[Ids, float, float]]:
+    def _measured(self, sentences: Sequence[Ids]) -> Distances:
+        if not sentences:
+            return {}
         distances = self.distances(sentences)[:, : self.judged]
         sums, worst = distances.sum(1).tolist(), distances.amax(1).tolist()
-        return [(ids, s / min(len(ids), self.judged), w) for ids, s, w in zip(sentences, sums, worst, strict=True)]
+        return {ids: (s / min(len(ids), self.judged), w) for ids, s, w in zip(sentences, sums, worst, strict=True)}
 
-    def _descend(self, sentences: list[Ids], pool: Sequence[Sequence[int]]) -> list[tuple[Ids, float, float]]:
+    def _descend(self, sentences: list[Ids], pool: Sequence[Sequence[int]]) -> Distances:
         """Exchange words of each sentence for better ones, until a whole pass brings no sentence nearer."""
-        best = {ids: (mean, worst) for ids, mean, worst in self._measured(sorted(set(sentences)))}
+        best, before = self._measured(sorted(set(sentences))), None
         moves = [partial(_exchanged, position=i, words=words) for i, words in enumerate(pool) if len(words) > 1]
-        before = None
         while before != best and not self.deadline.over():
             before = best
             for move in [*moves, partial(_swapped, pool=pool)]:
-                best = self._nearer(best, move)
+                made = {ids: move(ids) for ids in best}
+                known = self._measured([other for some in made.values() for other in some]) | best
+                nearest = [min([ids, *some], key=lambda i: known[i][0]) for ids, some in made.items()]
+                best = {ids: known[ids] for ids in nearest}
                 if any(mean <= self.rounding for mean, _ in best.values()):
-                    return [(ids, *values) for ids, values in best.items()]
-        return [(ids, *values) for ids, values in best.items()]
-
-    def _nearer(self, best: Distances, move: Callable[[Ids], Sequence[Ids]]) -> Distances:
-        """Each sentence, or the nearest of those that a move makes of it."""
-        made = [(ids, other) for ids in best for other in move(ids)]
-        if not made:
-            return best
-        after = {ids: (ids, *values) for ids, values in best.items()}
-        for (ids, _), measured in zip(made, self._measured([other for _, other in made]), strict=True):
-            if measured[1] < after[ids][1]:
-                after[ids] = measured
-        return {ids: (mean, worst) for ids, mean, worst in after.values()}
+                    return best
+        return best
 
 
 def _exchanged(ids: Ids, position: int, words: Sequence[int]) -> list[Ids]:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.text.certificate import Unreadable, language_model
 from fedgauge.attacks.text.distance import Matcher
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import predicts_tokens
@@ -15,6 +16,7 @@ from fedgauge.client.models.tokenizer import framed
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 
+KINDS = 4  # of moves (LAMP, section 3.3)
 DUMMIES = 32  # made-up sentences where label restoration asks for public ones and there are none
 
 
@@ -46,23 +48,14 @@ class SentenceLayout:
         special: bool = False,
         known_tokens: bool = False,
     ) -> None:
-        assert isinstance(known.model, LanguageModel)
-        self.model, self.known = known.model, known
-        self.matcher = matcher
+        self.model, self.known, self.matcher = matcher.model, known, matcher
         self.table = self.model.value(self.model.parts.word, wave.params).detach()
-        if known.shape[0] > self.model.positions:
-            raise ValueError(
-                f"sentences of {known.shape[0]} tokens, and the model has {self.model.positions} positions: set a shorter length"
-            )
         self.owners = torch.arange(len(wave) * restarts) // restarts
         self.lengths = lengths_of(wave, known)[self.owners]
         self.labels = None if predicts_tokens(known.loss) else _labels(wave, known)[self.owners].to(self.table.device)
         self.words = torch.arange(self.model.vocabulary) if special else _vocabulary(self.model)
         self.allowed = _known_tokens(wave, known, self.words)[self.owners] if known_tokens else None
         self.size = float(self.table[self.words].norm(dim=1).mean())
-        self._place()
-
-    def _place(self) -> None:
         self.mask, self.free, self.ids = framed_places(self.model, self.lengths)
         device = self.table.device
         self.mask, self.free, self.owners = self.mask.to(device), self.free.to(device), self.owners.to(device)
@@ -76,12 +69,16 @@ class SentenceLayout:
         """Embeddings (N, B, L, width) of some problems, with the frame at positions that hold no words."""
         return torch.where(self.free[rows][..., None], x, self.frame[rows])
 
-    def tokens(self, x: Tensor, soft: Tensor | None) -> Tensor:
-        """Words (P, B, L) of the nearest rows by angle; where next words are labels, their probabilities count as much."""
+    def tokens(self, x: Tensor, soft: Tensor | None = None) -> Tensor:
+        """Words (P, B, L) of the nearest rows by angle.
+
+        Args:
+            soft: where next words are labels, their logits: their probabilities count as much.
+        """
         rows = F.normalize(self.table[self.words], dim=1)
         near = F.normalize(x, dim=-1) @ rows.T
         if soft is not None:
-            near = near + soft[..., self.words.to(soft.device)]
+            near = near + soft.softmax(-1)[..., self.words.to(soft.device)]
         if self.allowed is not None:
             near = near.masked_fill(~self.allowed.to(x.device)[:, None, None], -torch.inf)
         nearest = self.words.to(x.device)[near.argmax(-1)]
@@ -126,10 +123,9 @@ def lengths_of(wave: Wave, known: Knowledge) -> Tensor:
 
     Those rows give a batch's longest sentence. In next_token the last word has no row, since nothing is predicted from it.
     """
-    assert isinstance(known.model, LanguageModel) and known.text is not None
-    model, longest = known.model, known.shape[0]
+    model, longest = language_model(known), known.shape[0]
     least = len(model.start) + len(model.end) + 1
-    if known.text.lengths is not None:
+    if known.text is not None and known.text.lengths is not None:
         return known.text.lengths.clamp(min(least, longest), longest)
     distribution, name = known.chain.update_distribution, model.parts.position
     disturbed = distribution is None or distribution.noisy or distribution.sparse or distribution.signed
@@ -143,16 +139,11 @@ def lengths_of(wave: Wave, known: Knowledge) -> Tensor:
 def _labels(wave: Wave, known: Knowledge) -> Tensor:
     """Labels (K, B), given or restored from the update."""
     if known.auxiliary is None:
-        model = known.model
-        assert isinstance(model, LanguageModel)
-        drawn = _vocabulary(model)[torch.randint(len(_vocabulary(model)), (DUMMIES, 8), generator=_dummies())]
+        model, words = language_model(known), _vocabulary(language_model(known))
+        drawn = words[torch.randint(len(words), (DUMMIES, 8), generator=generator("dummy sentences"))]
         x = framed(drawn.tolist(), known.shape[0], model.pad, model.start, model.end)
         known = replace(known, auxiliary=Batch(x, torch.zeros(DUMMIES, dtype=torch.int64)))
     return labelling.restore(wave, known)
-
-
-def _dummies() -> Generator:
-    return generator("dummy sentences")
 
 
 def _vocabulary(model: LanguageModel) -> Tensor:
@@ -163,22 +154,71 @@ def _vocabulary(model: LanguageModel) -> Tensor:
 
 
 def _known_tokens(wave: Wave, known: Knowledge, words: Tensor) -> Tensor:
-    """Which words' embeddings have a gradient (K, W) in each update; ValueError where that reveals nothing."""
-    assert isinstance(known.model, LanguageModel)
-    name = known.model.parts.word
-    if name not in wave.update:
-        raise ValueError(
-            "known_tokens reads the gradient of word embeddings, which is not shared: set known_tokens = false"
+    """Which words' embeddings have a gradient (K, W) in each update; Unreadable where that reveals nothing."""
+    model = language_model(known)
+    if model.parts.word not in wave.update or model.parts.tied:
+        raise Unreadable(
+            "known_tokens needs the gradient of word embeddings, not tied to a head: set known_tokens = false"
         )
-    if known.model.parts.tied:
-        raise ValueError(
-            "known_tokens needs untied rows: here the gradient of every word embedding contains the head's"
-        )
-    used = (wave.update[name] != 0).any(2).cpu()
+    used = (wave.update[model.parts.word] != 0).any(2).cpu()
     most, least = known.batch_size * known.shape[0], int(used[:, words].sum(1).min())
     if int(used.sum(1).max()) > most or not least:
-        raise ValueError(
-            f"known_tokens: {int(used.sum(1).max()):,} word embeddings have a gradient, and there were 1 to {most:,} tokens: "
-            "a defense hides which words occur; set known_tokens = false"
-        )
+        raise Unreadable("known_tokens: a defense hides which words occur; set known_tokens = false")
     return used[:, words]
+
+
+# ------------------------------------------------------------------------------------------ moves of words
+
+
+def propose(n: int, count: int, rng: Generator) -> Tensor:
+    """Different orders (N, n) int64 of n words, N <= count, the present order first.
+
+    By turns: swap two words, move one, move a span of them, move a prefix behind the rest.
+
+    >>> propose(1, 5, torch.Generator()).tolist()
+    [[0]]
+    """
+    orders = {tuple(range(n)): None}
+    for i in range(count - 1 if n > 1 else 0):
+        orders.setdefault(tuple(_moved(n, i % KINDS, rng)))
+    return torch.tensor(list(orders), dtype=torch.int64).view(len(orders), n)
+
+
+def shuffles(n: int, count: int, rng: Generator) -> Tensor:
+    """Random orders (N, n) of n words, N <= count, the present order first."""
+    drawn = [tuple(torch.randperm(n, generator=rng).tolist()) for _ in range(count - 1 if n > 1 else 0)]
+    orders = list(dict.fromkeys([tuple(range(n)), *drawn]))
+    return torch.tensor(orders, dtype=torch.int64).view(len(orders), n)
+
+
+def on_all_positions(orders: Tensor, movable: Tensor, length: int) -> Tensor:
+    """Orders (N, n) of the movable positions (n,) as orders (N, length) of all positions.
+
+    The other positions, special tokens and padding, stay.
+
+    >>> on_all_positions(torch.tensor([[1, 0]]), torch.tensor([1, 2]), 4).tolist()
+    [[0, 2, 1, 3]]
+    """
+    whole = torch.arange(length, device=movable.device).repeat(len(orders), 1)
+    whole[:, movable] = movable[orders.to(movable.device)]
+    return whole
+
+
+def _moved(n: int, kind: int, rng: Generator) -> list[int]:
+    order = list(range(n))
+    if kind == 0:
+        i, j = _drawn(n, rng), _drawn(n, rng)
+        order[i], order[j] = order[j], order[i]
+        return order
+    if kind == 3:
+        cut = 1 + _drawn(n - 1, rng)
+        return order[cut:] + order[:cut]
+    first = _drawn(n, rng)
+    last = first + 1 if kind == 1 else first + 1 + _drawn(n - first, rng)
+    span, rest = order[first:last], order[:first] + order[last:]
+    place = _drawn(len(rest) + 1, rng)
+    return rest[:place] + span + rest[place:]
+
+
+def _drawn(below: int, rng: Generator) -> int:
+    return int(torch.randint(below, (1,), generator=rng))

@@ -10,7 +10,6 @@ this package's. A correlation is the slope of a sentence's loss along the residu
 """
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -18,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
+from torch.nn import functional as F
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Budget, Stream
 from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, sentences_are_labels, why_not_applicable
-from fedgauge.attacks.text.layer_inputs import layer_inputs, module_of_weight
+from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable
+from fedgauge.attacks.text.layer_inputs import layer_inputs, logits_along, module_of_weight
 from fedgauge.attacks.text.sentence_assembly import Ids
 from fedgauge.client.components import check_at_least
 from fedgauge.client.data.corpora import targets
@@ -41,7 +40,7 @@ MOST_NUMBERS = 2**29  # of the updates of sentences that are held at once: 4 GB
 
 
 @dataclass(frozen=True)
-class somp(Attack):
+class somp(SentenceReader):
     """Sentences of a decoder's batches, also with nearly as many tokens as dimensions; iterations are passes of exchanges.
 
     An encoder's words see those that follow, so a beam chooses worse among them: use dager or tiger.
@@ -57,94 +56,56 @@ class somp(Attack):
     def __post_init__(self) -> None:
         check_at_least(self, 1, "each", "beam")
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        deadline = Deadline(time.perf_counter(), budget.seconds)
-        if reason := why_not_applicable(known) or _missing(wave, known):
-            return not_applicable(wave, reason)
-        return [self._read(GuessVerifier(wave, known, k), budget, deadline) for k in range(len(wave))]
-
-    def _read(self, verifier: GuessVerifier, budget: Budget, deadline: Deadline) -> Reconstruction:
-        started = time.perf_counter()
-        beginnings = {} if verifier.reason else grown(verifier, self.each, self.beam)
-        if not beginnings:
-            reason = verifier.reason or "no head's gradient shows a subspace"
-            return verifier.nothing(reason, time.perf_counter() - started)
+    def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
+        beginnings = grown(verifier, self.each, self.beam)
         pursuit = Pursuit(verifier, beginnings, deadline)
         pursuit.choose(verifier.known.batch_size)
         for _ in range(budget.iterations):
             if not pursuit.exchange():
                 break
         batch = pursuit.batch()
-        over = deadline.over() and not pursuit.explained
-        return verifier.answer(batch, verifier.error(batch), time.perf_counter() - started, over)
-
-
-def _missing(wave: Wave, known: Knowledge) -> str:
-    """Why the model or the update lacks what the attack needs; empty where nothing is missing."""
-    assert isinstance(known.model, LanguageModel)
-    layers = known.model.parts.layers
-    if len(layers) < 2:
-        return "it reads two attention blocks, and the model has one"
-    absent = [layer.query.weight for layer in layers[:2] if layer.query.weight not in wave.update]
-    if absent:
-        return f"the gradient of {absent[0]} is not shared as it is: try dager, which reads LoRA's factors, too"
-    if _heads(known.model) is None:
-        return "it reads each attention head by itself, and the model does not say how many it has (config.num_attention_heads)"
-    count = known.batch_size + BESIDE
-    held = count * sum(t[0].numel() for t in wave.update.values() if t.dim() > 2)
-    if held > MOST_NUMBERS:
-        return f"it holds {count} updates, {8 * held / 2**30:.0f} GB: try dager, which holds none"
-    return ""
+        return batch, verifier.error(batch)
 
 
 # ------------------------------------------------------------------------------------------------------------ subspaces
 
 
-@dataclass(frozen=True, eq=False)
-class HeadSubspaces:
-    """The subspaces of one block's inputs that its attention heads' gradients show.
-
-    Args:
-        inverse: (d, d), of the mean projection onto the subspaces.
-    """
-
-    inverse: Tensor
-
-    def misfit(self, vectors: Tensor) -> Tensor:
-        """The logarithm of how little heads see of vectors (..., d): low where many see much."""
-        unit = torch.nn.functional.normalize(vectors.double(), dim=-1)
-        found: Tensor = ((unit @ self.inverse) * unit).sum(-1).log()
-        return found
+def misfit(vectors: Tensor, inverse: Tensor) -> Tensor:
+    """The logarithm of how little heads see of vectors (..., d): low where many see much; inverse: `head_subspaces`."""
+    unit = F.normalize(vectors.double(), dim=-1)
+    return ((unit @ inverse) * unit).sum(-1).log()
 
 
-def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) -> HeadSubspaces | None:
-    """Those of a block's queries, keys and values; None where their gradients are zero.
+def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) -> Tensor:
+    """The inverse (d, d) of the mean projection onto the subspaces of a block's inputs that its heads' gradients show.
 
     Args:
         heads: of the queries; keys and values may have fewer.
     """
+    if layer.query.weight not in update:
+        raise Unreadable(f"the gradient of {layer.query.weight} is not shared as it is: try dager")
     maps = [m for m in (layer.query, layer.key, layer.value) if m.weight in update]
     parts = [m.of(update)[0].double() for m in maps]
-    size = len(parts[0]) // heads
-    total, width = torch.zeros_like(parts[0][:1].mT @ parts[0][:1]), parts[0].shape[1]
-    for rows in torch.cat(parts).split(size):
+    width = parts[0].shape[1]
+    total = parts[0].new_zeros(width, width)
+    for rows in torch.cat(parts).split(len(parts[0]) // heads):
         values, basis = torch.linalg.svd(rows, full_matrices=False)[1:]
         basis = basis[values > ROUNDING * values[0]]
         total += basis.mT @ basis
     if not float(total.trace()) > 0:
-        return None
-    mean = total * (width / total.trace())
-    return HeadSubspaces(torch.linalg.inv(mean + RIDGE * torch.eye(width).to(mean)))
+        raise Unreadable("no head's gradient shows a subspace")
+    inverse: Tensor = torch.linalg.inv(total * (width / total.trace()) + RIDGE * torch.eye(width).to(total))
+    return inverse
 
 
-def _heads(model: LanguageModel) -> int | None:
-    """Attention heads of a block; None if the network does not say."""
+def _heads(model: LanguageModel) -> int:
+    """Attention heads of a block."""
     net: Any = model.net
     own = next(iter(getattr(net, "blocks", ())), None)
     found = getattr(getattr(net, "config", None), "num_attention_heads", None) or getattr(own, "heads", None)
-    return None if found is None else int(found)
+    if found is None:
+        raise Unreadable("the model does not say how many attention heads it has (config.num_attention_heads)")
+    return int(found)
 
 
 # ----------------------------------------------------------------------------------------------------------------- beam
@@ -160,24 +121,22 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
         each: words tried in one position, as a multiple of the batch size.
         beam: beginnings of one length.
     """
-    model, known = verifier.known.model, verifier.known
-    assert isinstance(model, LanguageModel)
-    heads = _heads(model)
-    assert heads is not None
-    first, second = (head_subspaces(verifier.update, layer, heads) for layer in model.parts.layers[:2])
-    if first is None or second is None:
-        return {}
-    parts = [module_of_weight(model, layer.query.weight) for layer in model.parts.layers[:2]]
-
-    def inputs(part: torch.nn.Module, x: Tensor) -> Tensor:
-        return layer_inputs(model, verifier.params, part, x, torch.ones_like(x, dtype=torch.bool))
+    model, known, layers = verifier.model, verifier.known, verifier.model.parts.layers[:2]
+    if len(layers) < 2:
+        raise Unreadable("it reads two attention blocks, and the model has one")
+    first, second = (head_subspaces(verifier.update, layer, _heads(model)) for layer in layers)
+    parts = [module_of_weight(model, layer.query.weight) for layer in layers]
 
     words = torch.tensor([i for i in range(model.tokenizer.size) if i != model.pad])
     end = torch.tensor(model.end, dtype=torch.int64)
-    decoder = sentences_are_labels(known)
+    decoder = verifier.decodes
     places = known.shape[0] - (1 if decoder else len(end))
-    chunks = [inputs(parts[0], some[:, None].expand(-1, places).contiguous()) for some in words.split(CHUNK)]
-    misfit = torch.cat([first.misfit(chunk) for chunk in chunks]).cpu()
+
+    def misfits(part: torch.nn.Module, x: Tensor, inverse: Tensor) -> Tensor:
+        chunks = [layer_inputs(model, verifier.params, part, some) for some in x.split(CHUNK)]
+        return torch.cat([misfit(chunk, inverse) for chunk in chunks]).cpu()
+
+    single = misfits(parts[0], words[:, None].expand(-1, places).contiguous(), first)
     live = torch.empty(1, 0, dtype=torch.int64)
     value, worst = torch.zeros(2, 1, dtype=torch.float64)
     found: dict[Ids, float] = {}
@@ -185,12 +144,11 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
         if place < len(model.start):
             live = torch.cat([live, torch.tensor([[model.start[place]]])], 1)
             continue
-        near = misfit[:, place].topk(min(each * known.batch_size, len(words)), largest=False).indices
+        near = single[:, place].topk(min(each * known.batch_size, len(words)), largest=False).indices
         longer = torch.cat([live.repeat_interleave(len(near), 0), words[near].repeat(len(live))[:, None]], 1)
-        added = misfit[near, place].repeat(len(live))
+        added = single[near, place].repeat(len(live))
         if decoder:
-            apart = [second.misfit(inputs(parts[1], some)[:, place]).cpu() for some in longer.split(CHUNK)]
-            added = added + torch.cat(apart)
+            added = added + misfits(parts[1], longer, second)[:, place]
         values = value.repeat_interleave(len(near)) + added
         value, kept = values.topk(min(beam, len(values)), largest=False)
         worst = torch.maximum(worst.repeat_interleave(len(near)), added)[kept]
@@ -199,7 +157,7 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
         worse = worst
         if not decoder and len(model.parts.layers) > 2:
             # later words change every word's input; of a classifier's last block only the first one's is seen
-            worse = 2 * second.misfit(inputs(parts[1], whole)).amax(1).cpu()
+            worse = 2 * misfits(parts[1], whole, second).amax(1)
         found |= {tuple(ids): float(w) for ids, w in zip(whole.tolist(), worse, strict=True)}
     return found
 
@@ -219,11 +177,12 @@ class Pursuit:
     """
 
     def __init__(self, verifier: GuessVerifier, beginnings: Mapping[Ids, float], deadline: Deadline) -> None:
-        model = verifier.known.model
-        assert isinstance(model, LanguageModel)
-        self.verifier, self.model, self.beginnings, self.deadline = verifier, model, beginnings, deadline
+        self.verifier, self.model, self.beginnings, self.deadline = verifier, verifier.model, beginnings, deadline
         # gradients of biases and norms are nearly alike for all sentences
         self.matrices = {name: t for name, t in verifier.update.items() if t.dim() > 1}
+        count = verifier.known.batch_size + BESIDE
+        if (held := count * sum(t.numel() for t in self.matrices.values())) > MOST_NUMBERS:
+            raise Unreadable(f"it holds {count} updates, {8 * held / 2**30:.0f} GB: try dager, which holds none")
         self.seen = self._flat(verifier.update)
         self.chosen: list[Ids] = []
         self.residual = self.seen
@@ -246,7 +205,7 @@ class Pursuit:
     def _batch(self, sentences: Sequence[Ids]) -> Batch:
         """Sentences as a batch; where labels are classes, these stand last."""
         length, pad = self.verifier.known.shape[0], self.model.pad
-        if sentences_are_labels(self.verifier.known):
+        if self.verifier.decodes:
             x = framed(sentences, length, pad)
             return Batch(x, targets(x, pad))
         return Batch(framed([ids[:-1] for ids in sentences], length, pad), torch.tensor([ids[-1] for ids in sentences]))
@@ -267,16 +226,8 @@ class Pursuit:
     def _slopes(self, residual: Tensor, x: Tensor) -> Tensor:
         """How likely the residual, as a step, makes beginnings (N, L) and each word or class after them (N, V): a mean."""
         x, step = x.to(residual.device), self._named(residual / residual.norm())
-        leaves = {name: self.verifier.params[name].detach().requires_grad_() for name in step}
-        with torch.enable_grad():
-            mask = torch.ones_like(x, dtype=torch.bool)
-            logits: Tensor = functional_call(self.model, {**self.verifier.params, **leaves}, (x, mask))
-            likely = logits.log_softmax(-1)
-            signal = torch.zeros_like(likely, requires_grad=True)
-            back = torch.autograd.grad(likely, list(leaves.values()), signal, create_graph=True)
-            # linear in the signal: its derivative by the signal is that of the words' likelihoods along the step
-            (slopes,) = torch.autograd.grad(back, signal, list(step.values()))
-        if not sentences_are_labels(self.verifier.known):
+        slopes = logits_along(self.model, self.verifier.params, step, x, lambda logits: logits.log_softmax(-1))
+        if not self.verifier.decodes:
             return slopes
         before = slopes[:, :-1].gather(2, x[:, 1:, None])[..., 0].sum(1)
         after: Tensor = (before[:, None] + slopes[:, -1]) / x.shape[1]
@@ -300,11 +251,12 @@ class Pursuit:
             for value, i in zip(values.tolist(), at.tolist(), strict=True):
                 found.append((value, (*same[i // slopes.shape[1]], i % slopes.shape[1])))
         likely = [ids for _, ids in sorted(found, reverse=True) if ids not in taken][:FORMED]
-        return max(likely or taken, key=lambda ids: self._correlation(ids, residual))
 
-    def _correlation(self, ids: Ids, residual: Tensor) -> float:
-        update = self.update_of(ids)
-        return self._seen_share(ids[:-1]) * float(update @ residual / update.norm())
+        def correlation(ids: Ids) -> float:
+            update = self.update_of(ids)
+            return self._seen_share(ids[:-1]) * float(update @ residual / update.norm())
+
+        return max(likely or taken, key=correlation)
 
     @property
     def explained(self) -> bool:

@@ -1,14 +1,35 @@
-"""Spans: the rows of a linear map's weight gradient span its inputs, so a vector outside the span was never an input."""
+"""Spans: the rows of a linear map's weight gradient span its inputs, so a vector outside the span was never an input.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+Where a layer's own weights are frozen, its gradients are those of LoRA's factors, and the rank limits what they span. A layer
+W + s B A with inputs x and output gradients d has gradients dB = s sum d (A x)^T and dA = s sum (B^T d) x^T.
+- dB spans the inputs as A shows them: it says which A x were there while there are fewer inputs than the rank.
+- dA is zero while B is. Afterwards each adapted layer gives `rank` combinations of the inputs. Where they are fewer than the
+  inputs they span a part of it, and words that nearly lie in that part complete it: subspace pursuit as in SA-MUSIC (Lee,
+  Bresler and Junge, 2012), with the vocabulary in all positions as the dictionary.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
+from fedgauge.attacks.text.certificate import Unreadable
 from fedgauge.client.models.language_parts import Projection
+from fedgauge.client.update import Params
 
+LOST = "is zero, or lost in noise"
 LOOSEST = 0.2  # above this threshold nearly every vector would pass
+POOL = 8192  # vectors of the dictionary, the nearest to a partial span, among which its missing inputs are sought
+CHUNK = 256  # words whose vectors are computed at once
+SAMPLE = 1024  # words by which the dictionary is whitened
+RIDGE = 1e-4  # of the mean eigenvalue, in the whitening of the dictionary
+GAP = 1e-2  # the largest threshold of a span that has all inputs: others of them may be lost in the same noise
+REWEIGHTINGS = 30  # of the sparse explanation
+EXPLAINED = 0.02  # the part of a vector that remains where chosen ones nearly explain it
+SAME = 1e-3  # the relative distance below which a vector lies in a span that was completed
+NEAR = 1e-2  # and below which it may, where the span was completed by a vector that hardly left it
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +64,8 @@ class Span:
         return (vectors @ self.sketch).square().mean(-1) <= (4 * self.threshold) ** 2 * length
 
 
-def span(
-    update: Mapping[str, Tensor], maps: Sequence[Projection], most: int, rng: torch.Generator, directions: int = 16
-) -> Span | None:
-    """The span of the inputs that several maps share; None where their gradients are zero.
+def span(parts: Sequence[Tensor], most: int, rng: Generator, directions: int = 16) -> Span:
+    """The span of the inputs that maps with these gradients (out, d) share; Unreadable where they are zero, or lost in noise.
 
     Its rank is that of the gradients at their precision: singular values below rounding, or below those that no input explains,
     do not count. The threshold is the relative size of that noise in the weakest direction that counts.
@@ -54,22 +73,246 @@ def span(
     Args:
         most: the largest possible number of inputs; the singular values after it are noise, wherever it comes from.
     """
-    parts = [m.of(update)[0].double().cpu() for m in maps]
-    eps = max(torch.finfo(update[m.weight].dtype).eps for m in maps)
-    sizes = [torch.linalg.matrix_norm(part, 2) for part in parts]
-    scaled = [part / size for part, size in zip(parts, sizes, strict=True) if float(size) > 0]
-    if not scaled:
-        return None
-    rows = torch.cat(scaled)  # each map at its own scale: its rounding is relative to that
+    rows = _scaled([part.double().cpu() for part in parts])
     _, values, basis = torch.linalg.svd(torch.linalg.qr(rows, mode="r").R)  # the basis is of the whole space
-    noise = float(values[0]) * eps * rows.shape[1] ** 0.5
+    noise = float(values[0]) * torch.finfo(parts[0].dtype).eps * rows.shape[1] ** 0.5
     if most < len(values):
         noise = max(noise, 2 * float(values[most]))
     rank = int((values[:most] > noise).sum())
     if rank == 0:
+        raise Unreadable(LOST)
+    drawn = torch.randn(len(basis) - rank, directions, generator=rng, dtype=torch.float64)
+    sketch = (basis[rank:].mT @ drawn).to(parts[0])
+    return Span(basis[:rank].to(parts[0].device), min(noise / float(values[rank - 1]), LOOSEST), sketch)
+
+
+def _scaled(parts: Sequence[Tensor]) -> Tensor:
+    """Gradients (R, d) of maps, each at its own scale, as its rounding is relative to that."""
+    sizes = [float(torch.linalg.matrix_norm(part.double(), 2)) for part in parts]
+    scaled = [part / size for part, size in zip(parts, sizes, strict=True) if size > 0]
+    if not scaled:
+        raise Unreadable(LOST)
+    return torch.cat(scaled)
+
+
+# -------------------------------------------------------------------------------- LoRA's factors
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectedSpans:
+    """Spans of one block's inputs as several factors A show them: an input lies in all of them.
+
+    Args:
+        views: factors A (rank, d) with the spans of A x.
+    """
+
+    views: tuple[tuple[Tensor, Span], ...]
+
+    @property
+    def rank(self) -> int:
+        """The largest dimension among the views."""
+        return max(seen.rank for _, seen in self.views)
+
+    @property
+    def threshold(self) -> float:
+        """The distance by which rounding or noise may have moved an input."""
+        return max(seen.threshold for _, seen in self.views)
+
+    @property
+    def stretch(self) -> float:
+        """How much larger an input's rounding is beside what the factors show of it."""
+        return max(math.sqrt(a.shape[1] / len(a)) for a, _ in self.views)
+
+    def distance(self, vectors: Tensor) -> Tensor:
+        """The largest distance of vectors (..., d) among the views, each at the scale of its own threshold."""
+        scaled = [seen.distance(vectors @ a.mT) * (self.threshold / seen.threshold) for a, seen in self.views]
+        return torch.stack(scaled).amax(0)
+
+    def near(self, vectors: Tensor) -> Tensor:
+        """Which vectors (..., d) may be inputs: a cheap test that every input passes."""
+        return torch.stack([seen.near(vectors @ a.mT) for a, seen in self.views]).all(0)
+
+
+@dataclass(frozen=True, eq=False)
+class PartialSpan:
+    """Combinations of the inputs that span a part of these: there are more inputs than the factors have rows.
+
+    Args:
+        known: their span.
+        rows: the combinations (R, d), each factor's at its own scale.
+        most: dimensions that a completed span may have.
+    """
+
+    known: Span
+    rows: Tensor
+    most: int
+
+    def explained(
+        self, words: Tensor, vectors_of: Callable[[Tensor], Tensor], start: Sequence[Tensor]
+    ) -> list[tuple[int, int]]:
+        """The words in their positions that explain the combinations; Unreadable if none do.
+
+        Args:
+            words: the vocabulary (V,).
+            vectors_of: the inputs (C, L, d) of words (C,) in all positions.
+            start: inputs (d,) that are certain.
+        """
+        sample = torch.randperm(len(words), generator=Generator().manual_seed(0))[:SAMPLE]
+        flat = vectors_of(words[sample]).flatten(0, 1).double()
+        values, axes = torch.linalg.eigh(flat.mT @ flat / len(flat))
+        whitening = axes * (values.clamp(min=0) + RIDGE * values.mean()).rsqrt() @ axes.mT
+        pool = torch.cat([*(t[None] for t in start), self._nearest(map(vectors_of, words.split(CHUNK)))])
+        basis = self.completed(pool, whitening, len(start))
+        if basis is None:
+            raise Unreadable("factors span a part of the inputs only, and no words complete the span")
+        named: list[tuple[float, int, int]] = []
+        vectors = []
+        for chunk in words.split(CHUNK):
+            inputs = vectors_of(chunk)
+            flat = inputs.double()
+            outside = (flat - flat @ basis.mT @ basis).norm(dim=2) / flat.norm(dim=2)
+            near = (outside <= NEAR).nonzero()
+            named += [(float(outside[row, place]), int(chunk[row]), place) for row, place in near.tolist()]
+            vectors.append(inputs[near[:, 0], near[:, 1]])
+        nearest = sorted(range(len(named)), key=named.__getitem__)[: self.most]
+        needed = self.needed(torch.cat(vectors)[nearest])
+        if not needed:
+            raise Unreadable("factors span a part of the inputs only, and no set of words explains their gradients")
+        return [named[nearest[i]][1:] for i in needed]
+
+    def _nearest(self, chunks: Iterable[Tensor]) -> Tensor:
+        """The vectors (POOL, d) of a dictionary (..., d) of which the largest part lies in the span."""
+        vectors, shares = torch.empty(0), torch.empty(0)
+        for chunk in chunks:
+            flat = chunk.reshape(-1, chunk.shape[-1])
+            inside = (flat @ self.known.basis.to(flat).mT).norm(dim=1) / flat.norm(dim=1).clamp(min=1e-30)
+            shares = torch.cat([shares.to(flat), inside])
+            shares, best = shares.topk(min(POOL, len(shares)))
+            vectors = torch.cat([vectors.to(flat).view(-1, flat.shape[1]), flat])[best]
+        return vectors
+
+    def completed(self, pool: Tensor, whitening: Tensor, first: int) -> Tensor | None:
+        """An orthonormal basis (n, d) of a span that holds all inputs; None where no set of vectors completes it.
+
+        Vectors are chosen one after the other, the nearest to what is not explained yet, until half of the inputs beyond them
+        lie in the span. One that was chosen in error costs a dimension only.
+
+        Args:
+            pool: vectors (N, d) among which most inputs are.
+            whitening: (d, d), makes the dictionary's vectors less alike.
+            first: vectors at the pool's beginning that are inputs for certain.
+        """
+        basis, atoms = self.known.basis.double() @ whitening, pool.double() @ whitening
+        chosen = list(range(first))
+        enough = max(2, self.known.rank // 2)
+        while self.known.rank + len(chosen) <= self.most:
+            distances = _distances(basis, atoms, chosen)
+            distances[chosen] = torch.inf
+            if int((distances <= SAME).sum()) >= enough:
+                joined: Tensor = torch.linalg.qr(torch.cat([self.known.basis.double(), pool[chosen].double()]).mT).Q
+                return joined.mT
+            chosen.append(int(distances.argmin()))
         return None
-    outside = basis[rank:]
-    drawn = torch.randn(len(outside), directions, generator=rng, dtype=torch.float64)
-    like = update[maps[0].weight]
-    sketch = (outside.mT @ drawn).to(like)
-    return Span(basis[:rank].to(like.device), min(noise / float(values[rank - 1]), LOOSEST), sketch)
+
+    def needed(self, vectors: Tensor) -> list[int] | None:
+        """The fewest of vectors (N, d) that explain the combinations; None where all together do not.
+
+        A word in a position is nearly a combination of three others that share its word or its position, so many vectors lie near
+        the span. Of all explanations the sparse one is taken: least squares reweighted by the coefficients found before (M-FOCUSS;
+        Cotter et al., 2005), then those leave that nothing needs.
+        """
+        rows = self.rows.double()
+        size = float(torch.linalg.matrix_norm(rows, 2))
+        noise = float(torch.finfo(self.rows.dtype).eps) * math.sqrt(rows.shape[1]) * size
+        unit = (vectors / vectors.norm(dim=1, keepdim=True)).double()
+        basis = torch.linalg.qr(unit.mT).Q
+        if len(unit) > self.most or float((rows - rows @ basis @ basis.mT).norm()) > noise * math.sqrt(len(rows)):
+            return None
+        kept, weights = torch.arange(len(unit), device=unit.device), unit.new_ones(len(unit))
+        for step in range(REWEIGHTINGS):  # its powers are of the 1-norm, then of the square root
+            scaled = weights[:, None] * unit[kept]
+            inner = scaled @ scaled.mT
+            inner.diagonal().add_(noise**2)
+            sizes = torch.linalg.solve(inner, scaled @ rows.mT).norm(dim=1) * weights  # of the vectors' coefficients
+            some = sizes > noise
+            kept, weights = kept[some], sizes[some] ** (0.5 if step < REWEIGHTINGS // 3 else 0.75)
+        chosen: list[int] = kept.tolist()
+        while chosen:  # what each alone explains of the combinations
+            inverse = torch.linalg.pinv(unit[chosen])
+            shares = (rows @ inverse).norm(dim=0) / inverse.norm(dim=0)
+            if float(shares.min()) > noise:
+                break
+            chosen.pop(int(shares.argmin()))
+        return chosen
+
+
+def _distances(basis: Tensor, atoms: Tensor, chosen: Sequence[int]) -> Tensor:
+    """How far atoms (N, d) lie outside a basis and the chosen ones, relative to what of them the chosen ones leave."""
+    kept = torch.linalg.qr(atoms[list(chosen)].mT).Q if chosen else atoms.new_zeros(atoms.shape[1], 0)
+    left = atoms - atoms @ kept @ kept.mT
+    rest = torch.linalg.qr((basis - basis @ kept @ kept.mT).mT).Q
+    outside = left - left @ rest @ rest.mT
+    gone = left.norm(dim=1) <= EXPLAINED * atoms.norm(dim=1)  # it says nothing about the basis
+    relative: Tensor = (outside.norm(dim=1) / left.norm(dim=1)).masked_fill(gone, torch.inf)
+    return relative
+
+
+BlockSpan = Span | ProjectedSpans | PartialSpan
+
+
+def block_span(
+    update: Mapping[str, Tensor], params: Params, maps: Sequence[Projection], most: int, margin: int, rng: Generator
+) -> BlockSpan:
+    """What the gradients of maps with the same inputs tell of these.
+
+    Args:
+        most: the largest possible number of inputs.
+        margin: dimensions that must be left outside the span.
+
+    Raises:
+        Unreadable: they tell nothing.
+    """
+    whole = [m for m in maps if m.weight in update]
+    factors = list(dict.fromkeys(m.factors for m in maps if m.factors is not None and m.factors[1] in update))
+    if whole:
+        return _with_margin(span([m.of(update)[0] for m in whole], most, rng), margin)
+    if not factors:
+        raise Unreadable("is not shared")
+    inner_rows = [update[a] for a, _ in factors]
+    rows, (rank, width) = sum(map(len, inner_rows)), params[factors[0][0]].shape
+    inner = _shown(inner_rows, min(most, rows), rng)
+    if inner is not None and (inner.rank < rows or rows >= most) and inner.threshold <= GAP:
+        return _with_margin(inner, margin)
+    seen = [(params[a], _shown([update[b]], min(most, rank), rng)) for a, b in factors]
+    views = [(a, found) for a, found in seen if found is not None]
+    if not views:
+        raise Unreadable(LOST)
+    # a factor in whose gradient some inputs are lost in rounding would refuse these
+    full = max(v.rank for _, v in views)
+    if full < rank:
+        best = min(v.threshold for _, v in views if v.rank == full)
+        stretch = math.sqrt(width / rank)  # how much larger an input's rounding is beside what A shows of it
+        return ProjectedSpans(
+            tuple(
+                (a, replace(v, threshold=min(stretch * v.threshold, LOOSEST)))
+                for a, v in views
+                if v.rank == full and v.threshold <= max(GAP, best)
+            )
+        )
+    if inner is None:
+        raise Unreadable(f"spans all {rank} dimensions of LoRA's factor A, so every word fits; later rounds tell more")
+    return PartialSpan(inner, _scaled(inner_rows), width - margin)
+
+
+def _shown(parts: Sequence[Tensor], most: int, rng: Generator) -> Span | None:
+    try:
+        return span(parts, most, rng)
+    except Unreadable:
+        return None
+
+
+def _with_margin(found: Span, margin: int) -> Span:
+    width = found.basis.shape[1]
+    if found.rank >= width - margin:
+        raise Unreadable(f"has rank {found.rank} of {width}, which leaves less than the margin of {margin} dimensions")
+    return found

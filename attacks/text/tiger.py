@@ -7,34 +7,32 @@ objective follows the paper's abstract; candidates, weights, the second term and
 """
 
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Budget, Stream
 from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.text.certificate import GuessVerifier, why_not_applicable
+from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, noise_of
 from fedgauge.attacks.text.last_words import complete_sentences
 from fedgauge.attacks.text.layer_inputs import inputs_of, layer_inputs, module_of_weight
 from fedgauge.attacks.text.sentence_layout import framed_places, lengths_of
 from fedgauge.client.components import check_above_zero, check_at_least
-from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.models.language_parts import Projection
 from fedgauge.client.update import Batch
 
 CHUNK = 256  # words whose inputs in the first block are computed at once
 RIDGE = 1e-4  # added to inner products of inputs: those that hardly differ explain no direction between them
 FAINT = 0.02  # weight of a direction below which it is left out
 MARGIN = 20  # dimensions that must be left outside a subspace
+LOST = "is lost in noise: try lamp"
 START = 0.5  # standard deviation of the starts' logits
 
 
 @dataclass(frozen=True)
-class tiger(Attack):
+class tiger(SentenceReader):
     """Words of small batches from attention gradients, also under noise that hides them from dager; iterations are Adam's steps.
 
     An encoder's lengths that are not given are read off the first block, where its last token fits best. A decoder's are read off
@@ -58,59 +56,31 @@ class tiger(Attack):
         check_at_least(self, 0, "passes")
         check_above_zero(self, "rate")
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        deadline = Deadline(time.perf_counter(), budget.seconds)
-        if reason := why_not_applicable(known):
-            return not_applicable(wave, reason)
-        lengths = lengths_of(wave, known)
-        return [self._read(wave, known, k, lengths[k], budget, streams[k], deadline) for k in range(len(wave))]
-
-    def _read(
-        self, wave: Wave, known: Knowledge, k: int, lengths: Tensor, budget: Budget, stream: Stream, deadline: Deadline
-    ) -> Reconstruction:
-        started = time.perf_counter()
-        verifier = GuessVerifier(wave, known, k)
-        spaces = verifier.reason or self._subspaces(verifier)
-        if isinstance(spaces, str):
-            return verifier.nothing(spaces, time.perf_counter() - started)
-        search = _WordSearch(self, verifier, spaces, lengths, deadline)
-        best: tuple[Tensor, float] | None = None
+    def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
+        search = _WordSearch(self, verifier, self._subspaces(verifier), deadline)
+        found = []
         for restart in range(budget.restarts):
             starts = [search.descend(budget.iterations, stream("start", restart))]
             starts += [search.nearest()] if restart == 0 else []  # it is the same in each
-            words = search.exchange(*min(starts, key=lambda start: search.value(start[0])))
-            best = words if best is None or words[1] < best[1] else best
+            found.append(search.exchange(*min(starts, key=lambda start: search.value(start[0]))))
             if deadline.over():
                 break
-        assert best is not None
+        words, _ = min(found, key=lambda one: one[1])
         verifier.spent = search.spent
-        labelled = search.labelled(best[0])
-        return verifier.answer(*labelled, time.perf_counter() - started, deadline.over())
+        return search.labelled(words)
 
-    def _subspaces(self, verifier: GuessVerifier) -> "Spaces | str":
-        """Those of the blocks that rise above the noise, the first block's first; or why nothing can be read."""
-        known, update = verifier.known, verifier.update
-        assert isinstance(known.model, LanguageModel)
-        seen = known.chain.update_distribution
-        noise = 0.0 if seen is None else math.hypot(seen.sigma, math.sqrt(2) * seen.scale)
-        most, spaces = known.batch_size * known.shape[0], []
-        for number, layer in enumerate(known.model.parts.layers[: self.blocks], 1):
-            maps = [m for m in (layer.query, layer.key, layer.value) if m.weight in update]
-            found = subspace(update, maps, most, noise) if maps else None
-            if found is None or float(found.weights.sum()) > found.basis.shape[1] - MARGIN:
-                if number > 1:
-                    continue
-                if not maps:
-                    why = "is not shared as it is: try dager, which reads LoRA's factors, too"
-                elif found is None:
-                    why = "is lost in noise: try lamp"
-                else:
-                    why = "spans nearly all dimensions: a smaller batch has fewer"
-                return f"the gradient of attention block 1 {why}"
-            part = module_of_weight(known.model, layer.query.weight)
-            spaces.append((part, found))
+    def _subspaces(self, verifier: GuessVerifier) -> "Spaces":
+        """Those of the blocks that rise above the noise, the first block's first."""
+        known, update, spaces = verifier.known, verifier.update, []
+        for number, layer in enumerate(verifier.model.parts.layers[: self.blocks], 1):
+            parts = [m.of(update)[0] for m in (layer.query, layer.key, layer.value) if m.weight in update]
+            try:
+                found = subspace(parts, known.batch_size * known.shape[0], noise_of(known))
+            except Unreadable as why:
+                if number == 1:
+                    raise Unreadable(f"the gradient of attention block 1 {why}") from why
+                continue
+            spaces.append((module_of_weight(verifier.model, layer.query.weight), found))
         return spaces
 
 
@@ -149,8 +119,8 @@ class Subspace:
 Spaces = Sequence[tuple[nn.Module, Subspace]]  # with the modules whose inputs they are about
 
 
-def subspace(update: Mapping[str, Tensor], maps: Sequence[Projection], most: int, noise: float) -> Subspace | None:
-    """The subspace of the inputs that several maps share; None where all directions are lost in noise.
+def subspace(parts: Sequence[Tensor], most: int, noise: float) -> Subspace:
+    """The subspace of the inputs that maps with these gradients (out, d) share.
 
     Maps are stacked in units of their noise. Singular values up to sqrt(rows) + sqrt(columns) are what noise alone makes; above,
     a direction's cosine with the true one is known (Benaych-Georges and Nadakuditi, 2012).
@@ -158,15 +128,19 @@ def subspace(update: Mapping[str, Tensor], maps: Sequence[Projection], most: int
     Args:
         most: the largest possible number of inputs; the singular values after it are noise, wherever it comes from.
         noise: standard deviation of an entry's noise, as the chain tells; rounding is added.
+
+    Raises:
+        Unreadable: all directions are lost in noise, or hardly any lies outside.
     """
+    if not parts:
+        raise Unreadable("is not shared as it is: try dager, which reads LoRA's factors, too")
     stacked = []
-    for m in maps:
-        part = m.of(update)[0].double()
-        rounding = float(torch.linalg.matrix_norm(part, 2)) * torch.finfo(update[m.weight].dtype).eps
+    for part in parts:
+        rounding = float(torch.linalg.matrix_norm(part.double(), 2)) * torch.finfo(part.dtype).eps
         if (level := math.hypot(noise, rounding)) > 0:
-            stacked.append(part / level)
+            stacked.append(part.double() / level)
     if not stacked:
-        return None
+        raise Unreadable(LOST)
     rows = torch.cat(stacked)
     n, width = rows.shape
     values, basis = torch.linalg.svd(torch.linalg.qr(rows, mode="r").R)[1:]
@@ -180,25 +154,24 @@ def subspace(update: Mapping[str, Tensor], maps: Sequence[Projection], most: int
     # the largest singular value of noise alone scatters around the edge by about this part
     edge = (math.sqrt(n) + math.sqrt(width)) * (1 + min(n, width) ** (-2 / 3))
     kept = (weights > FAINT) & (values[:most] > level * edge)
-    like = update[maps[0].weight]
-    return Subspace(basis[: len(weights)][kept].to(like), weights[kept].to(like)) if bool(kept.any()) else None
+    if not bool(kept.any()):
+        raise Unreadable(LOST)
+    if float(weights[kept].sum()) > width - MARGIN:
+        raise Unreadable("spans nearly all dimensions: a smaller batch has fewer")
+    return Subspace(basis[: len(weights)][kept].to(parts[0]), weights[kept].to(parts[0]))
 
 
 class _WordSearch:
     """Searches one observation's words, given its subspaces."""
 
-    def __init__(
-        self, attack: tiger, verifier: GuessVerifier, spaces: Spaces, lengths: Tensor, deadline: Deadline
-    ) -> None:
-        model = verifier.known.model
-        assert isinstance(model, LanguageModel)
-        self.attack, self.verifier, self.model, self.deadline = attack, verifier, model, deadline
+    def __init__(self, attack: tiger, verifier: GuessVerifier, spaces: Spaces, deadline: Deadline) -> None:
+        self.attack, self.verifier, self.model, self.deadline = attack, verifier, verifier.model, deadline
         self.spaces, self.spent = spaces, 0
-        self.table = model.value(model.parts.word, verifier.params).detach()
+        self.table = self.model.value(self.model.parts.word, verifier.params).detach()
         # a decoder's last word sends no gradient through the attention
-        self.unseen = int(model.task == "next_token")
+        self.unseen = int(verifier.decodes)
         fit = self._fit()
-        self.mask, self.free, self.ids = self._places(fit, lengths)
+        self.mask, self.free, self.ids = self._places(fit)
         self.candidates, self.prior = self._likely(fit[:, : self.mask.shape[1]])
 
     def _fit(self) -> Tensor:
@@ -212,10 +185,11 @@ class _WordSearch:
         fit = torch.cat(outside).cpu()
         return fit / fit.mean(0)
 
-    def _places(self, fit: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _places(self, fit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Where tokens stand and where free words (B, L), and the ids (B, L) of start, end and padding."""
         model, known = self.model, self.verifier.known
         first, last, size = len(model.start), len(model.end), known.batch_size
+        lengths = lengths_of(self.verifier.wave, known)[self.verifier.k]
         assert known.text is not None
         if last and known.text.lengths is None:
             ends = fit[model.end[-1], : int(lengths.max())].clone()
@@ -318,7 +292,7 @@ class _WordSearch:
         """The words as a batch, with the labels that explain the update best, and the relative error that remains."""
         if self.unseen:
             sentences = [ids[keep].tolist() for ids, keep in zip(words, self.mask, strict=True)]
-            return complete_sentences(self.verifier, self.model, sentences)
+            return complete_sentences(self.verifier, sentences)
         x = torch.full((len(words), self.verifier.known.shape[0]), self.model.pad)
         x[:, : words.shape[1]] = torch.where(self.mask, words, self.model.pad)
         return self.verifier.best_labels(x)

@@ -26,7 +26,7 @@ from fedgauge.attacks.engine.devices import CPU, Precision, compute_on, devices_
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.learning_to_invert import learning_to_invert, matched_error
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
-from fedgauge.attacks.learned.trainer import Trainer, batches, steps_per_epoch
+from fedgauge.attacks.learned.trainer import Trainer, batches, perceptron, steps_per_epoch
 from fedgauge.attacks.matching.compiled_step import missing
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr
 from fedgauge.attacks.text.lamp import lamp
@@ -318,7 +318,8 @@ class GpuBenchmark:
         simulated, held = self.seconds(simulate), count // 10
         groups = torch.arange(count)[:, None]
         train = ShadowDataset(rows[held:], groups[held:], shadow.auxiliary.y[held:, None])
-        network = attack.network(rows.shape[1], x[0].numel(), 0).to(self.device)
+        widths = [rows.shape[1], *[attack.hidden] * (attack.layers - 1), x[0].numel()]
+        network = perceptron(widths, torch.nn.Sigmoid()).to(self.device)
 
         def loss(rows: Tensor, truth: Tensor) -> Tensor:
             return matched_error(network(rows), truth)

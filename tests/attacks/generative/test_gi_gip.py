@@ -12,6 +12,7 @@ from torch import nn
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.generative.gi_gip import gi_gip
+from fedgauge.attacks.generative.gifd import gifd
 from fedgauge.attacks.learned.generators import Decoder, GeneratorTraining
 from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.client.chain import chain
@@ -55,13 +56,10 @@ def world(auxiliary: torch.Tensor | None = None) -> tuple[Knowledge, Wave, torch
 def test_a_generator_makes_images_of_the_kind_that_it_was_trained_on(tmp_path: Path) -> None:
     known, _, _ = world()
     assert known.auxiliary is not None
-    cache = TensorCache(tmp_path)
-    decoder = GeneratorTraining(latent=4, width=8, steps=400, rate=5e-3).decoder(known, cache)
-    (kept,) = tmp_path.glob("generator-*.safetensors")
-    written = kept.stat().st_mtime_ns
-    again = GeneratorTraining(latent=4, width=8, steps=400, rate=5e-3).decoder(known, cache)
-    assert kept.stat().st_size and all(map(torch.equal, decoder.state_dict().values(), again.state_dict().values()))
-    assert len(list(tmp_path.glob("generator-*.safetensors"))) == 1 and written > 0
+    training = GeneratorTraining(latent=4, width=8, steps=400, rate=5e-3)
+    decoder, again = (training.decoder(known, TensorCache(tmp_path)) for _ in range(2))
+    assert all(map(torch.equal, decoder.state_dict().values(), again.state_dict().values()))
+    assert len(list(tmp_path.glob("generator-*.safetensors"))) == 1
     made = decoder(torch.randn(200, 4, generator=generator("z")))
     assert made.shape == (200, *SHAPE)
     assert 0 <= float(made.min()) <= float(made.max()) <= 1
@@ -97,17 +95,13 @@ def test_each_problem_has_a_generator_of_its_own() -> None:
         torch.testing.assert_close(a.x, b.x, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("auxiliary", "words"),
-    [(None, "the attacker has none"), (torch.rand(9, 3, 10, 9), r"clients' shape \(1, 10, 9\), got \(3, 10, 9\)")],
-)
-def test_auxiliary_images_that_will_not_do_are_told(auxiliary: torch.Tensor | None, words: str) -> None:
+@pytest.mark.parametrize("auxiliary", [None, torch.rand(9, 3, 10, 9)], ids=["none", "another shape"])
+@pytest.mark.parametrize("attack", [gi_gip(), gifd()])
+def test_auxiliary_images_that_will_not_do_are_told(attack: Any, auxiliary: torch.Tensor | None) -> None:
     known, wave, _ = world()
     wrong = None if auxiliary is None else Batch(auxiliary, torch.zeros(9, dtype=torch.int64))
-    found = gi_gip().reconstruct(wave, replace(known, auxiliary=wrong), Budget(1), STREAMS)
-    assert {r.status for r in found} == {"not_applicable"}
-    with pytest.raises(ValueError, match=words):
-        raise ValueError(found[0].reason)
+    found = attack.reconstruct(wave, replace(known, auxiliary=wrong), Budget(1), STREAMS)
+    assert {r.status for r in found} == {"not_applicable"} and "auxiliary" in found[0].reason
 
 
 def test_settings_out_of_range_are_refused() -> None:

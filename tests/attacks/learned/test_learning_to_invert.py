@@ -8,26 +8,23 @@ import torch
 
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.engine.cache import TensorCache
-from fedgauge.attacks.learned import learning_to_invert
-from fedgauge.attacks.learned.learning_to_invert import pairing
+from fedgauge.attacks.learned.learning_to_invert import hungarian, learning_to_invert
 from fedgauge.attacks.learned.ridge import ridge_inversion
 from fedgauge.client.rng import generator
 from tests.attacks.learned.small_threats import STREAMS, digits
 
 
 @pytest.mark.parametrize("size", range(2, 8))
-def test_outputs_are_paired_at_the_least_error(size: int) -> None:
-    rng = generator("pairs", size)
-    truth, found = torch.rand(3, size, 2, generator=rng), torch.rand(3, size, 2, generator=rng)
-    order = pairing(found, truth)
-    for k in range(3):
-        costs = [float((truth[k] - found[k, list(p)]).square().sum()) for p in permutations(range(size))]
-        assert float((truth[k] - found[k, order[k]]).square().sum()) == pytest.approx(min(costs))
+def test_outputs_are_paired_at_the_least_cost(size: int) -> None:
+    costs = torch.rand(3, size, size, generator=generator("pairs", size))
+    for cost, order in zip(costs, hungarian(costs), strict=True):
+        least = min(float(cost[range(size), list(p)].sum()) for p in permutations(range(size)))
+        assert float(cost[range(size), order].sum()) == pytest.approx(least)
 
 
 def test_a_network_is_trained_once_for_all_waves_of_a_round_and_packing_changes_nothing() -> None:
     known, wave, _ = digits()
-    attack = learning_to_invert.learning_to_invert(hidden=24, batch=32)
+    attack = learning_to_invert(hidden=24, batch=32)
     together = attack.reconstruct(wave, known, Budget(30), STREAMS)
     assert (kept := sorted((TensorCache.own().folder).glob("image-inverter-*.safetensors")))
     apart = [attack.reconstruct(wave.of([k]), known, Budget(30), STREAMS[k : k + 1])[0] for k in range(4)]
@@ -38,7 +35,7 @@ def test_a_network_is_trained_once_for_all_waves_of_a_round_and_packing_changes_
 
 def test_the_next_round_s_network_begins_with_the_last_one_s_weights() -> None:
     known, wave, _ = digits()
-    attack = learning_to_invert.learning_to_invert(hidden=64, batch=32, rate=1e-3)
+    attack = learning_to_invert(hidden=64, batch=32, rate=1e-3)
     cold, kept = attack.advance(wave, known, Budget(120), STREAMS, [attack.initial()] * 4)
     moved = replace(
         wave, params={k: t + 1e-3 * torch.randn(t.shape, generator=generator(k)) for k, t in wave.params.items()}
@@ -52,32 +49,28 @@ def test_the_next_round_s_network_begins_with_the_last_one_s_weights() -> None:
 
 def test_training_that_runs_out_of_time_says_so() -> None:
     known, wave, _ = digits()
-    attack = learning_to_invert.learning_to_invert(hidden=24, batch=32)
-    (found, *_) = attack.reconstruct(wave, known, Budget(10**6, seconds=0.2), STREAMS)
-    assert found.status == "out_of_budget"
-    assert "of 1000000 steps when the seconds were over" in found.reason
+    (found, *_) = learning_to_invert(hidden=24, batch=32).reconstruct(wave, known, Budget(10**6, seconds=0.2), STREAMS)
+    assert found.status == "out_of_budget" and found.reason
     assert found.x is not None
 
 
 def test_an_inverter_serves_the_batch_size_that_it_was_trained_on() -> None:
     """By label, a network's shape is the same for any batch size, and would be taken for one that fits."""
-    attack = learning_to_invert.learning_to_invert(hidden=8, batch=16, by_label=True)
+    attack = learning_to_invert(hidden=8, batch=16, by_label=True)
     known, wave, _ = digits(batch_size=1)
     _, kept = attack.advance(wave, known, Budget(2), STREAMS, [attack.initial()] * 4)
     other, theirs, _ = digits(batch_size=2)
     found, _ = attack.advance(theirs, other, Budget(2), STREAMS, kept)
     assert {r.status for r in found} == {"not_applicable"}
-    assert "was trained on batches of 1, and these updates are of batches of 2" in found[0].reason
-    for make in (attack, ridge_inversion(), learning_to_invert.learning_to_invert(architecture="refined")):
+    for make in (attack, ridge_inversion(), learning_to_invert(architecture="refined")):
         given = replace(known, labels=torch.zeros(4, 2, dtype=torch.int64))
         (refused, *_) = make.reconstruct(wave, given, Budget(2), STREAMS)
         assert refused.status == "not_applicable"
-        assert "expected 1 given labels for each update" in refused.reason
 
 
 def test_settings_out_of_range_are_refused() -> None:
     for wrong in ({"hidden": 0}, {"rate": 0.0}, {"again": 0.0}, {"buckets": -1}, {"patience": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            learning_to_invert.learning_to_invert(**wrong)  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(ValueError, match="passes must be at least 1, got 0"):
+            learning_to_invert(**wrong)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(ValueError, match="passes"):
         ridge_inversion(passes=0)

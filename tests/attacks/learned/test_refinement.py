@@ -8,26 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.learning_to_invert import learning_to_invert
 from fedgauge.attacks.learned.refinement import Refinement, UpdateLikelihood, WhitenedPrior, _line
 from fedgauge.attacks.learned.ridge import FittedRidge, ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
-from fedgauge.attacks.modality.image_metrics import match, mse
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.data.images import mnist5k
-from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import GroupMean, per_example
-from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
+from tests.attacks.learned import small_threats
+from tests.attacks.learned.small_threats import error_of
 
 SHAPE = (1, 14, 14)
 STREAMS: list[Any] = [partial(generator, "refined", k) for k in range(8)]
@@ -40,25 +38,9 @@ CHAINS = {
 }
 
 
-def digits(links: Chain, batch_size: int = 1, count: int = 400) -> tuple[Knowledge, Wave, list[Tensor]]:
-    """A smooth MLP on digits of 14 x 14, auxiliary images, and the updates of eight clients that hold others; labels are given."""
-    data = mnist5k()
-    x = nn.functional.avg_pool2d(data.x[: count + 8 * batch_size].float() / 255, 2)
-    y = data.y[: count + 8 * batch_size]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = mlp(SHAPE, 10, hidden=(24, 24), activation="sigmoid").eval()
-    given = y[count:].view(8, batch_size).sort(1).values
-    auxiliary = Batch(x[:count], y[:count])
-    known = Knowledge(model, links, SHAPE, 10, batch_size, (0.13,), (0.31,), given, auxiliary)
-    params, client = detached_params(model), links(gradient(model, normalise=known.normalise))
-    batches = [Batch(*(t[count + k * batch_size :][:batch_size] for t in (x, y))) for k in range(8)]
-    seen = [Observation(1, k, params, client(params, b, generator("client", k))) for k, b in enumerate(batches)]
-    return known, Wave.stack(seen), [b.x for b in batches]
-
-
-def error_of(found: list[Any], truth: list[Tensor]) -> float:
-    return float(torch.stack([mse(t, r.x[match(t, r.x)]).mean() for r, t in zip(found, truth, strict=True)]).mean())
+def digits(links: Chain, batch_size: int = 1) -> tuple[Knowledge, Wave, list[Tensor]]:
+    """A smooth MLP; labels are given."""
+    return small_threats.digits(batch_size, links, 8, given=True, hidden=(24, 24), activation="sigmoid")
 
 
 def test_white_coordinates_are_white_and_lead_back() -> None:
@@ -111,9 +93,9 @@ def test_differentiable_updates_are_the_noise_free_ones_and_their_slopes_are_rig
     assert float(value(x + step) - value(x - step)) == pytest.approx(told, rel=1e-4, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in CHAINS if name != "sign"])
-def test_refined_answers_are_nearer_than_the_linear_ones(name: str) -> None:
-    known, wave, truth = digits(CHAINS[name])
+@pytest.mark.parametrize(("name", "batch_size"), [*((name, 1) for name in CHAINS if name != "sign"), ("bare", 2)])
+def test_refined_answers_are_nearer_than_the_linear_ones(name: str, batch_size: int) -> None:
+    known, wave, truth = digits(CHAINS[name], batch_size)
     linear = ridge_inversion().reconstruct(wave, known, Budget(1), STREAMS)
     refined = learning_to_invert(architecture="refined").reconstruct(wave, known, Budget(60), STREAMS)
     assert error_of(refined, truth) < 0.9 * error_of(linear, truth)
@@ -129,13 +111,6 @@ def test_where_refinement_does_not_win_on_held_out_images_the_linear_answer_stay
     for a, b in zip(linear, refined, strict=True):
         assert (b.iterations, b.status) == (0, "converged")
         assert torch.equal(a.x, b.x)  # type: ignore[arg-type]  # both have images
-
-
-def test_two_images_of_one_update_are_refined_together() -> None:
-    known, wave, truth = digits(CHAINS["bare"], batch_size=2)
-    linear = ridge_inversion().reconstruct(wave, known, Budget(1), STREAMS)
-    refined = learning_to_invert(architecture="refined").reconstruct(wave, known, Budget(60), STREAMS)
-    assert error_of(refined, truth) < 0.9 * error_of(linear, truth)
 
 
 def test_what_refinement_would_make_worse_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +136,6 @@ def test_packing_changes_no_refinement_and_the_clock_ends_it() -> None:
         torch.testing.assert_close(a.x, b.x, atol=1e-3, rtol=0)
     (late, *_) = attack.reconstruct(wave, known, Budget(20, seconds=1e-9), STREAMS)
     assert (late.status, late.iterations) == ("out_of_budget", 0)
-    assert late.reason == "0 of 20 steps when the seconds were over"
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-30, 3e38, float("nan"), float("inf")])
@@ -173,8 +147,3 @@ def test_garbage_is_answered_with_a_status(value: float) -> None:
         assert one.status in ("converged", "diverged")
         assert (one.x is None) == (one.status == "diverged")
     assert (found[0].status == "converged") == math.isfinite(value), "the linear answer is clamped, however far it lies"
-
-
-def test_an_unknown_architecture_is_refused() -> None:
-    with pytest.raises(ValueError, match="architecture must be one of published, refined, got 'deep'"):
-        learning_to_invert(architecture="deep")  # type: ignore[arg-type]  # wrong on purpose

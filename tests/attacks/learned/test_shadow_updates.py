@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.engine.cache import TensorCache
-from fedgauge.attacks.engine.simulator import Simulator, stages
+from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned import learning_to_invert
 from fedgauge.attacks.learned.ridge import ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, aligned_orders, flat
@@ -44,12 +44,6 @@ def test_simulated_updates_are_those_of_clients_one_by_one(links: Chain) -> None
     client = links(gradient(model, normalise=known.normalise))
     alone = [client(params, Batch(a, b), None) for a, b in zip(x, y, strict=True)]
     torch.testing.assert_close(found, torch.stack([flat({k: t[None] for k, t in u.items()})[0] for u in alone]))
-
-
-def test_most_chains_take_all_gradients_in_one_pass() -> None:
-    assert [
-        name for name, links in CHAINS.items() if stages(Simulator(known_of(small(), links), {}).client) is None
-    ] == ["slices"]
 
 
 @pytest.mark.parametrize("links", [chain(gaussian(0.1), local_sgd(0.5)), chain(local_sgd(0.5), gaussian(0.05))])
@@ -133,17 +127,12 @@ def test_arranged_images_stand_at_their_labels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("auxiliary", "words"),
-    [
-        (None, "needs auxiliary images, and the attacker has none"),
-        (images(20, (3, 8, 8)), r"expected auxiliary images of the clients' shape \(1, 14, 14\), got \(3, 8, 8\)"),
-        (Batch(torch.rand(3, 1, 14, 14), torch.zeros(3, dtype=torch.int64)), "at least 4 auxiliary images, got 3"),
-    ],
+    "auxiliary",
+    [None, images(20, (3, 8, 8)), Batch(torch.rand(3, 1, 14, 14), torch.zeros(3, dtype=torch.int64))],
+    ids=["none", "another shape", "too few"],
 )
 @pytest.mark.parametrize("make", [ridge_inversion, partial(learning_to_invert.learning_to_invert, hidden=8)])
-def test_auxiliary_images_that_will_not_do_are_told(make: Any, auxiliary: Batch | None, words: str) -> None:
+def test_auxiliary_images_that_will_not_do_are_told(make: Any, auxiliary: Batch | None) -> None:
     known, wave, _ = digits()
     (found, *_) = make().reconstruct(wave, replace(known, auxiliary=auxiliary), Budget(1), STREAMS)
-    assert found.status == "not_applicable"
-    with pytest.raises(ValueError, match=words):
-        raise ValueError(found.reason)
+    assert found.status == "not_applicable" and "at least 4 auxiliary" in found.reason

@@ -1,12 +1,12 @@
 """Claims about language models as priors: what they score, what they learn, what they remember, what they refuse."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,8 +22,6 @@ from fedgauge.attacks.text.language_prior import (
 from fedgauge.client.data.corpora import phrases
 from fedgauge.client.models.language import tiny_bert
 from fedgauge.client.models.tokenizer import Tokenizer, wordpiece
-
-transformers = pytest.importorskip("transformers", reason="the extra [text] is not installed")
 
 SENTENCES = ("the cat sat on the mat", "a dog barks", "the dog sat on a mat", "we sing")
 SMALL = LanguageModelTraining(layers=1, width=16, heads=2, steps=60, batch=8)
@@ -41,17 +39,12 @@ def text() -> Tensor:
 
 @pytest.fixture(scope="module")
 def learned(text: Tensor, tmp_path_factory: pytest.TempPathFactory) -> TrainedPrior:
-    folder = tmp_path_factory.mktemp("shelf")
-    return TrainedPrior(
-        text, 0, 1500, LanguageModelTraining(layers=1, width=32, heads=2, steps=200), TensorCache(folder)
-    )
+    training = LanguageModelTraining(layers=1, width=32, heads=2, steps=200)
+    return TrainedPrior(text, 0, 1500, training, TensorCache(tmp_path_factory.mktemp("shelf")))
 
 
 def test_the_surprise_of_a_model_that_knows_nothing_is_the_logarithm_of_its_words() -> None:
-    ids, seen = (
-        torch.tensor([[3, 1, 4, 0], [2, 2, 0, 0]]),
-        torch.tensor([[True] * 3 + [False], [True] * 2 + [False] * 2]),
-    )
+    ids, seen = torch.tensor([[3, 1, 4, 0], [2, 2, 0, 0]]), torch.arange(4) < torch.tensor([[3], [2]])
     assert nll(torch.zeros(2, 4, 7).log_softmax(-1), ids, seen).tolist() == pytest.approx([math.log(7)] * 2)
     sure = 50 * F.one_hot(ids.roll(-1, 1), 7).float()
     assert nll(sure.log_softmax(-1), ids, seen).tolist() == pytest.approx([0, 0], abs=1e-6)
@@ -65,9 +58,8 @@ def test_what_follows_a_word_has_probabilities_that_sum_to_one(text: Tensor, tmp
 
 
 def test_it_learns_the_language_of_held_out_sentences(learned: TrainedPrior) -> None:
-    before, after = learned.held_out_nll
-    assert before == pytest.approx(math.log(1500), rel=0.2)
-    assert after < before - 1.5
+    """An untrained model's surprise is about the logarithm of its words."""
+    assert learned.record.error < math.log(1500) - 1.5
 
 
 def test_sentences_as_they_are_said_are_less_surprising_than_shuffled(learned: TrainedPrior) -> None:
@@ -96,7 +88,7 @@ def test_it_is_trained_once(text: Tensor, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(TrainedPrior, "_train", never)
     again = TrainedPrior(text, 0, 1500, SMALL, TensorCache(tmp_path))
     assert torch.equal(first([[2, 10, 11, 3]]), again([[2, 10, 11, 3]]))
-    assert first.held_out_nll == again.held_out_nll
+    assert first.record == again.record
     assert torch.equal(state, torch.get_rng_state()), "the global generator is left alone"
     with pytest.raises(AssertionError, match="it was kept"):
         TrainedPrior(text[1:], 0, 1500, SMALL, TensorCache(tmp_path))
@@ -106,29 +98,33 @@ class Counting(LanguagePrior):
     """As surprising as a sentence is long; it counts what it is asked."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(None, 9)
         self.asked: list[tuple[int, ...]] = []
 
-    def score(self, sentences: Sequence[tuple[int, ...]]) -> Tensor:
-        self.asked += sentences
-        return torch.tensor([float(len(s)) for s in sentences])
+    def ids(self, sentence: tuple[int, ...]) -> list[int]:
+        self.asked.append(sentence)
+        return list(sentence)
+
+    def nll(self, ids: Tensor, seen: Tensor) -> Tensor:
+        return seen.sum(1)
 
 
-def test_a_sentence_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sentence_is_scored_once() -> None:
     prior = Counting()
     assert prior([[1, 2], [3], [1, 2]]).tolist() == [2, 1, 2]
     assert prior([[3], [4, 4, 4]]).tolist() == [1, 3]
     assert prior.asked == [(1, 2), (3,), (4, 4, 4)]
-    monkeypatch.setattr("fedgauge.attacks.text.language_prior.CACHED", 3)
-    assert prior([[5], [3]]).tolist() == [1, 1]
-    assert prior([[1, 2], [5]]).tolist() == [2, 1], "what was forgotten is scored again"
-    assert prior.asked[3:] == [(5,), (1, 2)]
+
+
+def saved(folder: Path, words: Tokenizer) -> None:
+    """A tokenizer as its makers would publish it."""
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words.backend, pad_token="[PAD]", unk_token="[UNK]")
+    fast.save_pretrained(folder)
 
 
 def public(folder: Path, words: Tokenizer, positions: int = 16) -> Any:
     """A GPT-2 of random weights with these words, as its makers would publish it."""
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words.backend, pad_token="[PAD]", unk_token="[UNK]")
-    fast.save_pretrained(folder)
+    saved(folder, words)
     config = transformers.GPT2Config(
         vocab_size=words.size,
         n_embd=16,
@@ -145,38 +141,26 @@ def public(folder: Path, words: Tokenizer, positions: int = 16) -> Any:
     return net
 
 
-def test_a_public_model_with_the_victims_words_scores_its_own_loss(words: Tokenizer, tmp_path: Path) -> None:
-    net = public(tmp_path, words)
-    prior = PretrainedPrior(tmp_path, words)
-    said = [words.encode(s) for s in SENTENCES]
-    framed = [[2, *ids, 3] for ids in said]  # what frames a sentence is no language
-    for ids, value in zip(said, prior(framed).tolist(), strict=True):
-        whole = torch.tensor([ids])
-        assert value == pytest.approx(float(net(input_ids=whole, labels=whole).loss.detach()), rel=1e-4)
-
-
-def test_a_public_model_with_words_of_its_own_reads_what_is_written(words: Tokenizer, tmp_path: Path) -> None:
-    others = wordpiece(("the cats are singing on a mat we see",), 80)
-    net = public(tmp_path, others)
-    sentence = "the dog sat on a mat"
-    (value,) = PretrainedPrior(tmp_path, words)([[2, *words.encode(sentence), 3]]).tolist()
-    whole = torch.tensor([others.encode(sentence)])
-    assert value == pytest.approx(float(net(input_ids=whole, labels=whole).loss.detach()), rel=1e-4)
-
-
-def test_a_public_model_reads_no_further_than_it_has_positions(words: Tokenizer, tmp_path: Path) -> None:
-    net = public(tmp_path, words, positions=3)
-    ids = words.encode(SENTENCES[0])
-    (value,) = PretrainedPrior(tmp_path, words)([ids]).tolist()
-    whole = torch.tensor([ids[:3]])
-    assert value == pytest.approx(float(net(input_ids=whole, labels=whole).loss.detach()), rel=1e-4)
+@pytest.mark.parametrize(("own", "positions"), [(False, 16), (True, 16), (False, 3)])
+def test_a_public_model_scores_its_own_loss_of_what_is_written(
+    own: bool, positions: int, words: Tokenizer, tmp_path: Path
+) -> None:
+    """By its own tokenizer, as far as it has positions; what frames a sentence is no language."""
+    theirs = wordpiece(("the cats are singing on a mat we see",), 80) if own else words
+    net = public(tmp_path, theirs, positions)
+    values = PretrainedPrior(tmp_path, words)([[2, *words.encode(s), 3] for s in SENTENCES])
+    expected = []
+    for said in SENTENCES:
+        ids = torch.tensor([theirs.encode(words.decode(words.encode(said)))[:positions]])
+        expected.append(float(net(input_ids=ids, labels=ids).loss.detach()))
+    assert values.tolist() == pytest.approx(expected, rel=1e-4)
 
 
 def test_without_auxiliary_text_there_is_nothing_to_train_on(words: Tokenizer) -> None:
     model = tiny_bert((8,), words, "classification", 2, width=16)
-    with pytest.raises(ValueError, match=r"there is none: set \[data\] auxiliary, name a public model"):
+    with pytest.raises(ValueError, match="auxiliary"):
         load_prior("auxiliary", None, model, None, SMALL)
-    with pytest.raises(ValueError, match="the auxiliary text has no sentence"):
+    with pytest.raises(ValueError, match="no sentence"):
         TrainedPrior(torch.tensor([[5, 0], [6, 0]]), 0, 10, SMALL)
 
 
@@ -189,19 +173,14 @@ def test_a_model_that_is_not_there_is_refused_without_asking_a_hub(
     monkeypatch.setattr("socket.create_connection", never)
     monkeypatch.setattr("socket.getaddrinfo", never)
     model = tiny_bert((8,), words, "classification", 2, width=16)
-    with pytest.raises(ValueError, match="is not a folder of a model"):
+    with pytest.raises(ValueError, match="folder"):
         load_prior("auxiliary", tmp_path / "none", model, None, SMALL)
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        load_prior("gpt2-that-is-not-there", None, model, None, SMALL)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words.backend, pad_token="[PAD]", unk_token="[UNK]")
-    fast.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="the language model .* cannot be loaded"):
-        load_prior("auxiliary", tmp_path, model, None, SMALL)
+    saved(tmp_path, words)  # without a network
+    for name, folder in (("gpt2-that-is-not-there", None), ("auxiliary", tmp_path)):
+        with pytest.raises(ValueError, match="cannot be loaded"):
+            load_prior(name, folder, model, None, SMALL)
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"), [({"steps": 0}, "steps .* at least 1"), ({"width": 10}, "width 10 .* 4 heads")]
-)
-def test_impossible_settings_are_refused(setting: dict[str, int], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        LanguageModelTraining(**setting)
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="steps"):
+        LanguageModelTraining(steps=0)

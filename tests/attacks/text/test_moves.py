@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgauge.attacks.text.moves import on_all_positions, propose, shuffles
+from fedgauge.attacks.text.sentence_layout import on_all_positions, propose, shuffles
 
 
 @given(st.integers(0, 14), st.integers(1, 60), st.integers(0, 2**31))
