@@ -243,7 +243,7 @@ def test_no_heat_map_has_as_many_cells_as_a_ledgers_clients_times_its_rounds(att
         tracemalloc.stop()
         reading.close()
     assert (len(heat.clients), len(heat.rounds)) == (len(heat.values), len(heat.values[0])) == (100, 500)
-    assert f"{MANY + 1 - 100} clients" in heat.meaning and f"{MANY - 500} between them" in heat.meaning
+    assert f"{MANY + 1 - 100} clients" in heat.meaning and f"{MANY - 500} rounds" in heat.meaning
     assert len(found["table"]) == MANY + 1 and found["table"][0]["client"] in heat.clients
     assert heat.rounds[0] == 1 and heat.rounds[-1] == MANY
     assert peak < 64 << 20

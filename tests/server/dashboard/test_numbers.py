@@ -23,13 +23,14 @@ from fedgauge.server.store.ledger_types import DeviceUse, Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.clients import clients
-from fedgauge.server.views.compare import compare, differences
+from fedgauge.server.views.compare import compare
 from fedgauge.server.views.intervals import guessed_labels
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.overview import progress
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_baseline
+from fedgauge.server.views.tables import differences
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.live.progress import RunProgress
 from tests.server.dashboard.pages import Get, Http, pixels, score_all
@@ -98,7 +99,7 @@ def test_accuracy_is_of_the_last_round_that_was_tested(get: Get, folder: Path) -
         ledger.record_round(3, None, None, 1.0, 0.01)
     (line,) = get("/api/runs")["runs"]
     page = get("/api/runs/complete/overview")["training"]
-    (compared,) = get("/api/compare")["runs"]
+    (compared, *_) = get("/api/compare")["points"]
     assert line["accuracy"] == page["accuracy"] == compared["accuracy"] == 0.3
     assert line["round"] == page["round"] == 3
 
@@ -204,7 +205,6 @@ def test_an_image_is_followed_through_the_rounds(
             page = http.get(f"/api/runs/small/image/{image}?client=0").json()
             own = [r for r, row in rows.items() if row == image]
             assert [c["round"] for c in page["rounds"]] == own
-            assert sorted(c["round"] for c in page["others"]) == sorted(set(rows) - set(own))
             assert page["label"] == int(federation.shards.dataset.y[image])
         assert http.get("/api/runs/small/image/1?client=99").status_code == 404
 
@@ -273,7 +273,7 @@ def test_runs_are_compared_with_the_front_that_none_beats(
     assert fronts(page) == {"Pareto front (strongest attacks)": [(0.2, 10.5), (0.3, 20.5)]}
     strongest = {s["label"]: s["mean"] for s in page["utility"]["series"] if s["label"]}
     assert strongest == {"1": [20.5], "2": [25.5], "3": [10.5]}
-    assert page["differences"] == [{"key": "rounds", "values": ["2", "2", "1"]}]
+    assert page["differences"]["rows"] == [["rounds", "2", "2", "1"]]
     shutil.copytree(folder / "b", folder / "d")
     elsewhere = folder / "d" / "scenario.toml"
     elsewhere.write_text(elsewhere.read_text().replace("mnist5k", "other"))
@@ -281,9 +281,7 @@ def test_runs_are_compared_with_the_front_that_none_beats(
         "Pareto front (strongest attacks), mnist5k": [(0.2, 10.5), (0.3, 20.5)],
         "Pareto front (strongest attacks), other": [(0.3, 25.5)],
     }, "no run on other data beats it"
-    assert page["matrix"]["columns"] == ["inverting_gradients", "analytic"]
-    assert page["matrix"]["mean"][0] == [20.5, 20.5]
-    assert page["matrix"]["baseline"] == [20.5, 25.5, 10.5]
+    assert [row[:2] for row in page["prices"]["rows"]] == [["a", "20.5 dB"], ["b", "25.5 dB"], ["c", "10.5 dB"]]
 
 
 def test_epsilon_stands_beside_every_point(
@@ -310,7 +308,6 @@ def test_epsilon_stands_beside_every_point(
     }
     page = get("/api/compare?runs=private,signed")
     points = page["points"]
-    assert [run["epsilon"] for run in page["runs"]] == [told["epsilon"], None]
     assert {(p["run"], p["epsilon"]) for p in points} == {("private", told["epsilon"]), ("signed", None)}
     with run.ledger() as ledger:
         ledger.record_intake(
@@ -334,7 +331,7 @@ def test_runs_that_share_a_name_are_told_apart(attacked_run: Run, tmp_path: Path
         with reading.now():
             pass
     page = compare(readings, "psnr")
-    assert [run["id"] for run in page["runs"]] == page["matrix"]["rows"] == ["complete", "complete-2"]
+    assert [run["id"] for run in page["runs"]] == ["complete", "complete-2"]
     assert sorted({row["run"] for row in page["points"]}) == ["complete", "complete-2"]
 
 
@@ -369,9 +366,9 @@ def test_differences_name_each_setting_by_its_place() -> None:
         "chain": [{"use": "clip", "max_norm": 2.0}, {"use": "sgd"}],
         "data": {"use": "mnist", "alpha": 1},
     }
-    rows, same = differences([one, other])
-    assert rows == [{"key": "chain.0.max_norm", "values": ["1.0", "2.0"]}, {"key": "data.alpha", "values": ["–", "1"]}]
-    assert same == 4
+    found = differences({"one": one, "other": other})
+    assert found.rows == [["chain.0.max_norm", "1.0", "2.0"], ["data.alpha", "–", "1"]]
+    assert found.caption.endswith("4 others agree")
 
 
 def test_a_reason_stays_one_part_of_a_card_whatever_its_words(
