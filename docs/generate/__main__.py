@@ -1,19 +1,42 @@
 """`python -m docs.generate`: write the tables in docs/ again, from the code and the kept figures (`make docs`)."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from docs.generate import components, kept_figures, keys, ledger, options, signatures, sweeps
-from docs.generate.markdown import fill_blocks
+from docs.generate import kept_figures, keys, ledger, options, signatures
+from docs.generate.markdown import escaped, fill_blocks
+from fedgauge.simulations.cli.components import components_of
+from fedgauge.simulations.experiments.sweep_file import Sweep
+from fedgauge.simulations.experiments.sweep_rows import SweepRow, summary
 
 DOCS = Path(__file__).parents[1]
+SIMULATIONS = DOCS.parent / "simulations"
+
+
+def components(kind: str) -> str:
+    """Return the table of fedgauge's own components of a kind."""
+    rows = ""
+    for found in components_of(kind, own_only=True):
+        arguments = escaped(f"`{found.arguments}`") if found.arguments else ""
+        rows += f"| `{found.name}` | {arguments} | {escaped(found.description)} |\n"
+    return f"| name | arguments | what it is |\n|---|---|---|\n{rows}"
+
+
+def sweep(name: str) -> str:
+    """Return the kept rows of a sweep with a line for each defense."""
+    rows = json.loads((SIMULATIONS / "results" / name / "sweep.json").read_text())
+    promises = {cell.defense: cell.promise for cell in Sweep.load(SIMULATIONS / f"{name}.toml").cells}
+    return "\n".join([*summary([SweepRow(**row) for row in rows], promises), ""])
+
+
 BLOCKS: Mapping[str, tuple[str, Callable[[str], str]]] = {
-    "components.md": ("components", components.block),
+    "components.md": ("components", components),
     "scenario-keys.md": ("keys", keys.block),
     "adding-components.md": ("signatures", signatures.block),
     "reference/command-options.md": ("options", options.block),
     "reference/ledger.md": ("ledger", ledger.block),
-    "defenses.md": ("sweep", sweeps.block),
+    "defenses.md": ("sweep", sweep),
 }
 
 

@@ -1,13 +1,13 @@
 """Several runs side by side: what each leaks, which accuracy it reaches, and how the scenarios differ."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, cycle
 from typing import Any
 
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import MEASURED
-from fedgauge.server.views import formatting
+from fedgauge.server.views import formatting, tables
 from fedgauge.server.views.figures import (
     COLOURS,
     SYMBOLS,
@@ -23,14 +23,12 @@ from fedgauge.server.views.figures import (
     round_axis,
     value_axis,
 )
-from fedgauge.server.views.leakage import Leak, as_rate
+from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.overview import numbers_of, rate_in_numbers
 from fedgauge.server.views.privacy import privacy
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack
-from fedgauge.server.views.strength import Limits, Tradeoff, best_of, final_accuracy, fronts, mean_of
-
-Settings = dict[str, Any]
+from fedgauge.server.views.strength import Tradeoff, best_of, final_accuracy, fronts, mean_of
 
 
 def compare(
@@ -44,50 +42,27 @@ def compare(
     """
     metric = metric or next((r.scores.measure.metric for r in readings), ImageModality.main.metric)
     named = named_readings(readings)
-    points = [point for name, r in named.items() for point in _points(name, r, metric)]
-    differing, same = differences([reading.tables for reading in readings])
     metrics = [m for m in MEASURED if any(m in reading.metrics for reading in readings)]
     places = dict(zip(named, colours or count(), strict=False))
     return {
         "metric": formatting.metric_facts(metric),
         "metrics": [formatting.metric_facts(m) for m in metrics],
-        "runs": [_run(name, r) for name, r in named.items()],
-        "points": points,
-        "matrix": _matrix(named, metric),
-        "differences": differing,
-        "same": same,
+        "runs": [{"id": name, "facts": formatting.scenario_line(r.tables)} for name, r in named.items()],
+        "points": [point for name, r in named.items() for point in _points(name, r, metric)],
+        "prices": in_json(tables.prices(named, metric)),
+        "differences": in_json(tables.differences({name: r.tables for name, r in named.items()})),
         "utility": in_json(utility_figure(named, metric, places)),
         "rounds": in_json(_over_rounds(named, metric, places)),
     }
 
 
 def named_readings(readings: Sequence[Reading]) -> dict[str, Reading]:
-    """The runs by a name that no other has."""
-    return dict(zip(distinct(r.run.name for r in readings), readings, strict=True))
-
-
-def distinct(names: Iterable[str]) -> list[str]:
-    """The names, numbered where runs of different folders share one."""
-    unique: list[str] = []
-    for name in names:
-        numbered = (f"{name}-{i}" if i > 1 else name for i in count(1))
-        unique.append(next(n for n in numbered if n not in unique))
-    return unique
-
-
-def _run(name: str, reading: Reading) -> dict[str, Any]:
-    limits = Limits.of(reading.pooled("mse"))
-    return {
-        "id": name,
-        "chain": formatting.chain(reading.tables),
-        "facts": formatting.scenario_line(reading.tables),
-        "accuracy": formatting.rounded(final_accuracy(reading.rounds)),
-        "state": reading.state,
-        "limit": formatting.rounded(limits.estimate),
-        "bound": formatting.rounded(limits.bound),
-        "gap": formatting.rounded(limits.gap),
-        "epsilon": privacy(reading)["epsilon"],
-    }
+    """The runs by a name that no other has: numbered where runs of different folders share one."""
+    named: dict[str, Reading] = {}
+    for reading in readings:
+        numbered = (f"{reading.run.name}-{i}" if i > 1 else reading.run.name for i in count(1))
+        named[next(name for name in numbered if name not in named)] = reading
+    return named
 
 
 def tradeoff(reading: Reading, metric: str) -> Tradeoff:
@@ -97,22 +72,18 @@ def tradeoff(reading: Reading, metric: str) -> Tradeoff:
 
 
 def _points(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]]:
-    pooled, hits, labels = (reading.pooled(m) for m in (metric, "identified", "label_accuracy"))
-    spent = privacy(reading)
-    for attack in [a for a in reading.order if is_attack(a) and a in pooled]:
-        leak, hit, restored = pooled[attack], hits.get(attack), labels.get(attack)
+    accuracy, spent = formatting.rounded(final_accuracy(reading.rounds)), privacy(reading)
+    chain = formatting.chain(reading.tables)
+    shared = {"run": name, "chain": chain, "accuracy": accuracy, "epsilon": spent["epsilon"], "privacy": spent["words"]}
+    hits, labels = (reading.pooled(m) for m in ("identified", "label_accuracy"))
+    for leak in _attacked(reading, metric):
         yield {
-            "run": name,
-            "chain": formatting.chain(reading.tables),
-            "attack": attack,
-            "accuracy": formatting.rounded(final_accuracy(reading.rounds)),
+            **shared,
+            "attack": leak.attack,
             **numbers_of(leak),
-            "exact": formatting.is_exact(leak.best),
-            "identified": rate_in_numbers(as_rate(hit)) if hit and hit.n else None,
-            "labels": formatting.rounded(restored.mean) if restored and restored.n else None,
+            "identified": rate_in_numbers(hits.get(leak.attack)),
+            "labels": formatting.rounded(mean_of(labels.get(leak.attack))),
             "n": leak.n,
-            "epsilon": spent["epsilon"],
-            "privacy": spent["words"],
         }
 
 
@@ -123,19 +94,6 @@ OF_THE_SPLIT = ("partition", "alpha", "shards_per_client", "batch_size", "auxili
 def _data(table: Mapping[str, Any]) -> str:
     """The data set of a run, without how it is split among clients."""
     return formatting.component({key: value for key, value in table.items() if key not in OF_THE_SPLIT})
-
-
-def _matrix(named: Mapping[str, Reading], metric: str) -> dict[str, Any]:
-    attacks = [*_symbols(named)]
-    pooled = [reading.pooled(metric) for reading in named.values()]
-    return {
-        "rows": list(named),
-        "columns": attacks,
-        "mean": [
-            [formatting.rounded(by_attack[a].mean) if a in by_attack else None for a in attacks] for by_attack in pooled
-        ],
-        "baseline": [formatting.rounded(mean_of(best_of(by_attack.values(), "baseline"))) for by_attack in pooled],
-    }
 
 
 def utility_figure(
@@ -149,65 +107,51 @@ def utility_figure(
     if not leaks:
         return None
     points: list[Series] = []
-    floors: list[Series] = []
     numbers = {name: str(i) for i, name in enumerate(named, 1)}
     for name, leak in leaks:
-        (low, high), accuracy = formatting.interval_label(leak), tested[name]
-        spent = privacy(named[name])["epsilon"]
+        (low, high), accuracy, spent = formatting.interval_label(leak), tested[name], privacy(named[name])["epsilon"]
         note = (
             f"{name}, {leak.attack}\n{formatting.point_label(leak)}\ntest accuracy {formatting.percent(accuracy)}\n"
-            f"{'no epsilon' if spent is None else f'epsilon {formatting.number(spent, None)} for one record'}"
+            f"epsilon {formatting.number(spent, None)} for one record"
         )
         label = numbers[name] if leak is tradeoffs[name].strongest else ""
         look = Look(colour(colours[name]), symbol=symbols[leak.attack])
         points.append(Series("", "run", look, [accuracy], [leak.mean], [low], [high], note=[note], label=label))
     runs, attacks = dict.fromkeys(name for name, _ in leaks), dict.fromkeys(leak.attack for _, leak in leaks)
-    for name in runs:
-        if (floor := mean_of(best_of(named[name].pooled(metric).values(), "baseline"))) is not None:
-            look = Look("muted", symbol="line-ew")
-            floors.append(Series("" if floors else "best baseline", "baseline", look, [tested[name]], [floor]))
+    floors = {name: best_of(named[name].pooled(metric).values(), "baseline") for name in runs}
+    guesses = [
+        Series("", "baseline", FLOOR, [tested[name]], [floor.mean])
+        for name, floor in floors.items()
+        if floor is not None
+    ]
+    guesses[:1] = [replace(guess, name="best baseline") for guess in guesses[:1]]
     lines = fronts([tradeoffs[name] for name in runs])
-    front = Look("muted", (5, 3), width=1.5)
-    drawn = [
-        *(
-            Series(
-                f"Pareto front (strongest attacks){f', {data}' if len(lines) > 1 else ''}",
-                "limit", front, [accuracy for _, accuracy in line], [leaked for leaked, _ in line],
-            )
-            for data, line in lines.items()
-        ),
-        *points,
-        *floors,
-    ]  # fmt: skip
+    several = len(lines) > 1
+    drawn = []
+    for data, line in lines.items():
+        x_line, y_line = zip(*line, strict=True)
+        name = f"Pareto front (strongest attacks){f', {data}' if several else ''}"
+        drawn.append(Series(name, "limit", FRONT, x_line, y_line))
     legend = [
         *(Series(f"{numbers[name]}  {name}", "run", Look(colour(colours[name]), symbol="square")) for name in runs),
         *(Series(name, "attack", Look("ink", symbol=symbols[name])) for name in attacks),
     ]
-    y, (low, high) = value_axis(metric, [*points, *floors]), (min(tested.values()), max(tested.values()))
+    best = [name for name, own in tradeoffs.items() if own.is_optimal(tradeoffs.values())]
+    words = (
+        "The bottom right is best: accurate, and little leaks. Each run's number is at its strongest attack. No other run on "
+        f"the same data set is both more accurate and leaks less than {', '.join(best)}."
+    )
+    y, (low, high) = value_axis(metric, [*points, *guesses]), (min(tested.values()), max(tested.values()))
     if not MEASURED[metric].higher_is_better:
         y = replace(y, low=y.high, high=y.low)
     margin = max(0.1 * (high - low), 0.02)
     x = Axis("test accuracy at the end", "fraction", max(WHOLE[0], low - margin), min(WHOLE[1], high + margin))
-    return Figure(
-        f"utility-{metric}",
-        "Leakage against test accuracy",
-        _utility_words(tradeoffs, lines),
-        x,
-        y,
-        [*drawn, *legend],
-        metric=metric,
-        interval=interval_name(metric, [leak for _, leak in leaks]),
-    )
+    series, interval = [*drawn, *points, *guesses, *legend], interval_name(metric, [leak for _, leak in leaks])
+    title = "Leakage against test accuracy"
+    return Figure(f"utility-{metric}", title, words, x, y, series, metric=metric, interval=interval)
 
 
-def _utility_words(tradeoffs: Mapping[str, Tradeoff], lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    best = [name for name, own in tradeoffs.items() if own.is_optimal(tradeoffs.values())]
-    several = len(lines) > 1
-    return (
-        "The bottom right is best: accurate, and little leaks. Each run's number is at its strongest attack."
-        f"{' Only runs on the same data set are compared.' if several else ''} No other run{' on its data set' if several else ''} "
-        f"is both more accurate and leaks less than {', '.join(best)}."
-    )
+FLOOR, FRONT = Look("muted", symbol="line-ew"), Look("muted", (5, 3), width=1.5)
 
 
 def _over_rounds(named: Mapping[str, Reading], metric: str, colours: Mapping[str, int]) -> Figure | None:
@@ -216,12 +160,8 @@ def _over_rounds(named: Mapping[str, Reading], metric: str, colours: Mapping[str
     for name, reading in named.items():
         strongest = tradeoff(reading, metric).strongest
         for attack in [a for a in reading.order if is_attack(a)]:
-            if alone and (strongest is None or strongest.attack != attack):
-                continue
-            leaks = [
-                k for k in reading.leaks(metric) if k.attack == attack and k.round is not None and k.mean is not None
-            ]
-            if leaks:
+            leaks = [k for k in reading.leaks(metric) if k.attack == attack and k.round and k.mean is not None]
+            if leaks and not (alone and (strongest is None or strongest.attack != attack)):
                 drawn = leak_series(attack, leaks, Look(colour(colours[name]), symbol=symbols[attack]))
                 series.append(replace(drawn, name=f"{name}, {attack}", role="run", low=(), high=(), worst=()))
     if not series:
@@ -242,23 +182,3 @@ def _attacked(reading: Reading, metric: str) -> list[Leak]:
     """The Leaks of the attacks over all rounds, in the plan's order."""
     pooled = reading.pooled(metric)
     return [pooled[a] for a in reading.order if is_attack(a) and a in pooled]
-
-
-def differences(scenarios: Sequence[Settings]) -> tuple[list[dict[str, Any]], int]:
-    """The settings that differ between scenarios, with each one's value ("–": not set), and the number of equal settings."""
-    flat = [dict(_flat(tables)) for tables in scenarios]
-    keys = list(dict.fromkeys(key for settings in flat for key in settings))
-    rows = [{"key": key, "values": [str(settings.get(key, "–")) for settings in flat]} for key in keys]
-    differing = [row for row in rows if len(set(row["values"])) > 1]
-    return differing, len(rows) - len(differing)
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(value, list) and value and all(isinstance(inner, Mapping) for inner in value):
-        for i, inner in enumerate(value):
-            yield from _flat(inner, f"{prefix}.{i}")
-    else:
-        yield prefix, value

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND
-from fedgauge.server.views.formatting import in_metric, interval_label, percent, point_label, rounded
+from fedgauge.server.views.formatting import finite, in_metric, interval_label, many, percent, point_label, rounded
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import RATES_SHOWN, roc_curves
-from fedgauge.server.views.privacy import canaries
+from fedgauge.server.views.privacy import CanaryBound, CanaryEstimate, canaries
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import Role, attack_order, is_attack, role_of
 from fedgauge.server.views.strength import newest
@@ -97,7 +97,6 @@ class Figure:
         meaning: the caption.
         metric: what is drawn, if it is a metric.
         interval: the name of the intervals in a legend; empty: there are none.
-        entries: for how many names of a legend there must be room.
     """
 
     name: str
@@ -109,7 +108,6 @@ class Figure:
     right: Axis | None = None
     metric: str = ""
     interval: str = ""
-    entries: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,21 +174,16 @@ def rounds_figures(reading: Reading) -> list[Figure]:
     """Leakage over rounds beside the test accuracy, one figure for each metric; the accuracy alone before the first score."""
     tested = {n: row["accuracy"] for n, row in sorted(reading.rounds.items()) if row["accuracy"] is not None}
     look = INK if len(tested) > 1 else replace(INK, symbol="circle")
-    notes = [*map(percent, tested.values())]
-    curve = Series("test accuracy (right)", "accuracy", look, [*tested], [*tested.values()], note=notes)
-    accuracy = [curve] if tested else []
-    figures = [_leakage(reading, metric, accuracy) for metric in reading.metrics]
-    drawn = [figure for figure in figures if figure is not None]
+    curve = Series(
+        "test accuracy", "accuracy", look, [*tested], [*tested.values()], note=[*map(percent, tested.values())]
+    )
+    accuracy = [replace(curve, name="test accuracy (right)")] if tested else []
+    drawn = list(filter(None, (_leakage(reading, metric, accuracy) for metric in reading.metrics)))
     if drawn or not tested:
         return drawn
     state = "Nothing is graded" if count_ungraded(reading.scores) else "No attack has given a score yet"
-    meaning, room = f"{state}: only the test accuracy is drawn.", _room(reading)
-    y = Axis("test accuracy", "fraction", *WHOLE)
-    return [
-        Figure(
-            "accuracy", TITLE, meaning, round_axis([*tested]), y, [replace(curve, name="test accuracy")], entries=room
-        )
-    ]
+    axes = round_axis([*tested]), Axis("test accuracy", "fraction", *WHOLE)
+    return [Figure("accuracy", TITLE, f"{state}: only the test accuracy is drawn.", *axes, [curve])]
 
 
 TITLE = "Leakage and test accuracy over rounds"
@@ -214,7 +207,6 @@ def _leakage(reading: Reading, metric: str, accuracy: Sequence[Series]) -> Figur
         right=Axis("test accuracy", "fraction", *WHOLE) if accuracy else None,
         metric=metric,
         interval=interval_name(metric, attacks),
-        entries=_room(reading),
     )
 
 
@@ -233,11 +225,6 @@ def leak_series(name: str, leaks: Sequence[Leak], look: Look) -> Series:
         worst if any(value is not None for value in worst) else (),
         [point_label(leak) for leak in leaks],
     )
-
-
-def _room(reading: Reading) -> int:
-    """The names that a legend will hold: each planned one, a baseline for each attack, and the accuracy."""
-    return len(reading.attacks) + sum(is_attack(row["name"]) for row in reading.attacks) + 1
 
 
 def round_axis(rounds: Iterable[float]) -> Axis:
@@ -263,16 +250,11 @@ def value_axis(metric: str, series: Sequence[Series]) -> Axis:
 def interval_name(metric: str, leaks: Sequence[Leak]) -> str:
     """The name of these leaks' intervals, with the number of clients if it is small; empty if there are none."""
     clusters = [leak.clusters for leak in leaks if None not in interval_label(leak)]
-    if not clusters:
-        return ""
-    if MEASURED[metric].rate:
-        return "95 % interval (Wilson)"
+    if not clusters or MEASURED[metric].rate:
+        return "95 % interval (Wilson)" if clusters else ""
     least, most = min(clusters), max(clusters)
-    return (
-        "95 % interval"
-        if least >= 10
-        else f"95 % interval ({least if least == most else f'{least} to {most}'} clients)"
-    )
+    few = f" ({least if least == most else f'{least} to {most}'} clients)"
+    return f"95 % interval{few if least < 10 else ''}"
 
 
 def _newest_words(reading: Reading, metric: str) -> str:
@@ -326,12 +308,9 @@ def _success_words(reading: Reading, series: Sequence[Series]) -> str:
     if best is None:
         return "No attack has given a score yet."
     words = f"{percent(best.mean[place])} of the attacked examples come back at {AT} dB or better with {best.name}"
-    if floor is not None:
-        words += f", {percent(floor.mean[place])} with {floor.name}, which needs no update"
+    words += f", {percent(floor.mean[place])} with {floor.name}, which needs no update" if floor else ""
     words += ". Attempts without an image count as failed."
-    if ungraded:
-        words += f" Not counted: {ungraded} reconstruction{'s' if ungraded != 1 else ''} that nobody graded."
-    return words
+    return words + (f" Not counted: {many(ungraded, 'reconstruction')} that nobody graded." if ungraded else "")
 
 
 def membership_figure(reading: Reading) -> Figure | None:
@@ -367,25 +346,19 @@ def membership_figure(reading: Reading) -> Figure | None:
 def canaries_figure(reading: Reading) -> Figure | None:
     """The epsilon that canaries show, round by round, next to the accounted one; None without canaries."""
     found = canaries(reading)
-    rows, bound = found["rows"], found["kind"] == "examples"
-    if not rows:
+    if not found.rows:
         return None
-    x = [row["round"] for row in rows]
-
-    def column(key: str) -> list[float | None]:
-        return [row[key] for row in rows]
-
-    look, epsilon = attack_look(0), column("epsilon")
-    if bound:
-        shown, y = Series("at least, by canaries", "attack", look, x, epsilon), Axis("epsilon, one record", low=0)
+    x, look, label = [row.round for row in found.rows], attack_look(0), "epsilon, all of a client's data"
+    if found.kind == "examples":
+        least = [row.epsilon for row in found.rows if isinstance(row, CanaryBound)]
+        shown, label = Series("at least, by canaries", "attack", look, x, least), "epsilon, one record"
         words = "The line is a lower bound with a confidence of 95 %, from guesses of which canaries are among the data"
     else:
-        shown = Series("seen by canaries", "attack", look, x, epsilon, column("low"), column("high"))
-        words, y = (
-            "The line is what their updates show, with its 95 % interval",
-            Axis("epsilon, all of a client's data", low=0),
-        )
-    series = [shown, Series("accounted", "limit", LIMIT, x, column("accounted"))]
+        seen = [row.seen for row in found.rows if isinstance(row, CanaryEstimate)]
+        mean, low, high = ([finite(value) for value in column] for column in zip(*seen, strict=True))
+        shown = Series("seen by canaries", "attack", look, x, mean, low, high)
+        words = "The line is what their updates show, with its 95 % interval"
+    series = [shown, Series("accounted", "limit", LIMIT, x, [row.accounted for row in found.rows])]
     series = [s for s in series if any(value is not None for value in s.mean)]
     words += "; the accounted epsilon is what the noise promises."
-    return Figure("canaries", "Epsilon that canaries show", words, round_axis(x), y, series)
+    return Figure("canaries", "Epsilon that canaries show", words, round_axis(x), Axis(label, low=0), series)

@@ -1,9 +1,8 @@
 """Numbers and names as the page and the report show them; static/format.js writes numbers in the same way."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from decimal import Context, Decimal
 from typing import Any
 
 from fedgauge.attacks.modality.base import Measured
@@ -13,7 +12,7 @@ from fedgauge.server.views.leakage import Leak, as_rate
 from fedgauge.server.views.roles import is_limit
 
 NONE = "–"
-FIVE_DIGITS = Context(prec=5)
+MOST_WORDS = 240  # letters of a client's message that are shown
 ENDED = {"converged": "finished"}  # an attack that ran its schedule to the end is not known to have converged
 
 
@@ -27,6 +26,11 @@ def number(value: float | None, digits: int | None = 3) -> str:
     if math.isinf(value):
         return "−∞" if value < 0 else "∞"
     return f"{value:z.3g}" if digits is None else f"{value:z.{digits}f}"
+
+
+def between(low: float | None, high: float | None, digits: int | None = 3) -> str:
+    """An interval."""
+    return f"{number(low, digits)} to {number(high, digits)}"
 
 
 def decibel(value: float | None) -> str:
@@ -57,16 +61,8 @@ def status_words(status: str) -> str:
 
 
 def rounded(value: float | None) -> float | None:
-    """Five significant digits, None if not finite: valid JSON, and a report of a thousand rounds stays small.
-
-    Rounding to fewer digits then gives what the value itself gives: 12.49996 is no half, so it becomes 12.499.
-    """
-    if (value := finite(value)) is None:
-        return None
-    text = f"{value:.4e}"
-    if float(text) != value and text.partition("e")[0].rstrip("0").endswith("5"):
-        return float(Decimal(text).next_toward(Decimal(float(value)), FIVE_DIGITS))
-    return float(text)
+    """Ten significant digits, None if not finite: valid JSON that is written as the value itself."""
+    return None if (value := finite(value)) is None else float(f"{value:.9e}")
 
 
 def finite(value: float | None) -> float | None:
@@ -103,16 +99,26 @@ def chain(tables: Mapping[str, Any]) -> str:
 
 def scenario_line(tables: Mapping[str, Any]) -> str:
     """A scenario in one line."""
-    clients, rounds = tables["clients"], tables["rounds"]
-    parts = [
-        f"{clients} client{'s' if clients > 1 else ''}",
-        f"{rounds} round{'s' if rounds > 1 else ''}",
-        component(tables["data"]),
-        component(tables["model"]),
-        f"chain {chain(tables)}",
-        f"seed {tables['seed']}",
-    ]
-    return "; ".join(parts)
+    counts = f"{many(tables['clients'], 'client')}; {many(tables['rounds'], 'round')}"
+    parts = f"{component(tables['data'])}; {component(tables['model'])}; chain {chain(tables)}"
+    return f"{counts}; {parts}; seed {tables['seed']}"
+
+
+def many(n: int, noun: str) -> str:
+    """A number with its noun."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def listed(parts: Sequence[str], most: int, between: str = "; ") -> str:
+    """The first parts in one sentence, with the number of the others."""
+    more = [f"{len(parts) - most} more"] if len(parts) > most else []
+    return between.join([*parts[:most], *more])
+
+
+def shortened(reason: str) -> str:
+    """A client's message, shortened, on one line."""
+    words = " ".join(reason.split())
+    return words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} ..."
 
 
 def interval_label(leak: Leak) -> tuple[float | None, float | None]:
@@ -120,15 +126,25 @@ def interval_label(leak: Leak) -> tuple[float | None, float | None]:
     return as_rate(leak).interval if MEASURED[leak.metric].rate else (leak.low, leak.high)
 
 
+def interval_words(leak: Leak) -> str:
+    """A mean's interval as text, with the number of clusters if it is below ten."""
+    if leak.low is None:
+        return f"no interval from {leak.clusters} {leak.cluster}" if leak.clusters == 1 else ""
+    few = f", {leak.clusters} {leak.cluster}s" if leak.clusters < 10 else ""
+    return f"{between(leak.low, leak.high, MEASURED[leak.metric].digits)}{few}"
+
+
 def point_label(leak: Leak) -> str:
     """The label of a point in a figure."""
     low, high = interval_label(leak)
     measured = MEASURED[leak.metric]
     digits = measured.digits
+    parts = [
+        number(leak.mean, digits) if low is None else f"{number(leak.mean, digits)} ({between(low, high, digits)})"
+    ]
     if is_limit(leak.attack):
-        return number(leak.mean, digits)
-    within = "" if low is None else f" ({number(low, digits)} to {number(high, digits)})"
-    worst = "" if measured.rate else f", worst case {number(leak.best, digits)}"
-    lost = f", {sum(leak.failed.values())} failed" if leak.failed else ""
-    hidden = f", {leak.ungraded} not graded" if leak.ungraded else ""
-    return f"{number(leak.mean, digits)}{within}{worst}, n = {leak.n}{lost}{hidden}"
+        return parts[0]
+    parts += [] if measured.rate else [f"worst case {number(leak.best, digits)}"]
+    parts += [f"n = {leak.n}"]
+    parts += [f"{sum(leak.failed.values())} failed"] if leak.failed else []
+    return ", ".join([*parts, *([f"{leak.ungraded} not graded"] if leak.ungraded else [])])

@@ -1,7 +1,7 @@
 """The gallery: private examples beside the attacks' reconstructions, one page at a time."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from fedgauge.server.store.pictures import SMALL, png, reconstruction
 from fedgauge.server.views import formatting
 from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.roles import is_attack, planned_attacks
+from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 
 WORD_BYTES = 40  # per marked word
@@ -128,7 +128,7 @@ class Gallery:
     @cached_property
     def given(self) -> set[str]:
         """The attacks that the threat model gives the labels."""
-        planned = planned_attacks(self.reading.ledger)
+        planned = self.reading.ledger.planned()
         return {name for name, attack in planned.items() if attack.labels == "given"}
 
     @cached_property
@@ -190,21 +190,16 @@ class Gallery:
     def attacked(self, attack: str | None = None) -> AttackedExamples:
         """Every attacked example, by one attack or by any, in order."""
         rows = self.scores if attack is None else self.scores.of_attack(attack)
-        whole, main = rows.example == WHOLE_BATCH, rows.measure
-        lost = rows.where(whole)  # stands for each example of its batch
-        sizes = list(map(rows.size_of, lost.round.tolist(), lost.client.tolist()))
-        places = np.concatenate([np.arange(size) for size in sizes]) if sizes else lost.example
-        columns = [
-            np.concatenate([rows.round[~whole], np.repeat(lost.round, sizes)]),
-            np.concatenate([rows.client[~whole], np.repeat(lost.client, sizes)]),
-            np.concatenate([rows.example[~whole], places]),
-            np.concatenate([main.sign * rows.value[~whole], np.full(len(places), np.nan)]),
-        ]
-        keys, place = np.unique(np.stack(columns[:3]), axis=1, return_inverse=True)
+        whole, sizes = rows.example == WHOLE_BATCH, np.ones(len(rows), np.int64)
+        # one row stands for each example of its batch
+        sizes[whole] = list(map(rows.size_of, rows.round[whole].tolist(), rows.client[whole].tolist()))
+        first = (np.cumsum(sizes) - sizes - np.where(whole, 0, rows.example)).repeat(sizes)
+        places = np.arange(sizes.sum()) - first
+        keys = np.stack([rows.round.repeat(sizes), rows.client.repeat(sizes), places])
+        keys, own = np.unique(keys, axis=1, return_inverse=True)
         strength = np.full(keys.shape[1], np.nan)
-        np.fmax.at(strength, place, columns[3])
-        rounds, clients, examples = keys
-        return AttackedExamples(rounds, clients, examples, strength)
+        np.fmax.at(strength, own, rows.measure.sign * rows.value.repeat(sizes))
+        return AttackedExamples(keys[0], keys[1], keys[2], strength)
 
     def page(self, query: Query) -> dict[str, Any]:
         """The cards that a query asks for, and the values that its filters may have."""
@@ -228,10 +223,9 @@ class Gallery:
         }
 
     def _filtered(self, examples: AttackedExamples, query: Query) -> AttackedExamples:
-        if query.round is not None:
-            examples = examples.where(examples.round == query.round)
-        if query.client is not None:
-            examples = examples.where(examples.client == query.client)
+        for wanted, column in ((query.round, "round"), (query.client, "client")):
+            if wanted is not None:
+                examples = examples.where(getattr(examples, column) == wanted)
         if query.label is not None and self.shards is not None and self._labelled:
             y = self.shards.dataset.y
             labels = [int(y[self.rows_at(r, c)[e]]) for r, c, e in examples]
@@ -253,15 +247,11 @@ class Gallery:
     @property
     def example_bytes(self) -> int:
         """The size of one image in base64, if it cannot be compressed; the approximate size of a sentence."""
-        if self.modality is not None and self.kind == "text":
-            return WORD_BYTES * self.modality.dataset.shape[0]
-        channels, height, width = self._shape
-        return channels * min(height, SMALL) * min(width, SMALL) * 4 // 3
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        """Of the images; in a deployment that of the public ones, which the scenario names."""
-        return (3, SMALL, SMALL) if self._dataset is None else self._dataset.shape
+        # in a deployment the shape is that of the public data, which the scenario names
+        channels, *size = (3, SMALL, SMALL) if self._dataset is None else self._dataset.shape
+        if self.kind == "text":
+            return WORD_BYTES * channels
+        return channels * math.prod(min(side, SMALL) for side in size) * 4 // 3
 
     @property
     def page_size(self) -> int:
@@ -368,19 +358,13 @@ def worst_cases(gallery: Gallery, count: int) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-MOST_OTHERS = 48  # the most of a client's other rounds that are shown, evenly spaced
-
-
 def through_rounds(gallery: Gallery, client: int, image: int) -> dict[str, Any] | None:
-    """One private image in every round in which it was attacked, and the client's other rounds; None if it never was."""
+    """One private image in every round in which it was attacked; None if it never was."""
     everything = gallery.reading.view(("attacked", None), gallery.attacked)
     own = [key for key in everything.where(everything.client == client) if key[2] < len(gallery.rows_at(*key[:2]))]
     same = [key for key in own if gallery.rows_at(*key[:2])[key[2]] == image]
     if not same or gallery.shards is None or gallery.kind == "text":
         return None
-    rounds = {round for round, _, _ in same}
-    others = {round: (round, client, example) for round, _, example in reversed(own) if round not in rounds}
-    shown = _spaced([others[round] for round in sorted(others)], MOST_OTHERS)
     dataset = gallery.shards.dataset
     return {
         "image": image,
@@ -389,15 +373,7 @@ def through_rounds(gallery: Gallery, client: int, image: int) -> dict[str, Any] 
         "label": int(dataset.y[image]),
         "label_name": gallery.label_name(int(dataset.y[image])),
         "rounds": [asdict(gallery.card(*key)) for key in same],
-        "others": [asdict(gallery.card(*key)) for key in shown],
-        "total_others": len(others),
     }
-
-
-def _spaced(keys: Sequence[tuple[int, int, int]], count: int) -> list[tuple[int, int, int]]:
-    if len(keys) <= count:
-        return list(keys)
-    return [keys[i] for i in np.linspace(0, len(keys) - 1, count).round().astype(int)]
 
 
 def trace(gallery: Gallery, round: int, client: int, example: int, attack: str) -> Mapping[str, Any] | str:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,12 @@ Floats = NDArray[np.float64]
 
 NORMAL_95 = 1.959963984540054  # the standard normal's 97.5 % quantile
 LUCK = 0.025  # what is rarer by luck alone is a finding: one side of a 95 % interval
+
+
+def evenly(values: NDArray[Any], most: int) -> NDArray[Any]:
+    """The values, of more than `most` as many, evenly spread, the first and the last among them."""
+    shown: NDArray[Any] = values[np.linspace(0, len(values) - 1, min(len(values), most)).round().astype(int)]
+    return shown
 
 
 def clustered_interval(
@@ -50,9 +57,8 @@ class Rate:
     count: int
     n: int
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.count <= self.n:
-            raise ValueError(f"a rate needs 0 <= count <= n, got {self.count} of {self.n}")
+    def __str__(self) -> str:
+        return f"{self.count} of {self.n}"
 
     @property
     def fraction(self) -> float | None:

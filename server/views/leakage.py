@@ -1,7 +1,7 @@
 """How much each attack brought back: by round, and over all rounds."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,8 +9,8 @@ import numpy as np
 from fedgauge.attacks.modality.membership import ANYBODY, HELD, MEMBER, MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
-from fedgauge.server.views.intervals import Floats, Ints, Rate, clustered_interval
+from fedgauge.server.store.ledger_types import UNGRADED
+from fedgauge.server.views.intervals import Ints, Rate, clustered_interval
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores, SizeOf, capped
 
@@ -59,13 +59,7 @@ class Leak:
 
 
 def leakage(scores: Scores, metric: str) -> list[Leak]:
-    """One Leak for each (round, attack), by round, then one for each attack over all rounds; baselines included.
-
-    Raises:
-        ValueError: this version of fedgauge does not know the metric.
-    """
-    if metric not in MEASURED:
-        raise ValueError(f"unknown metric {metric!r} (there are: {', '.join(MEASURED)})")
+    """One Leak for each (round, attack), by round, then one for each attack over all rounds; baselines included."""
     return [*leakage_by_round(scores, metric), *leakage_of_all(scores, metric)]
 
 
@@ -122,9 +116,9 @@ def _leak(part: Scores, metric: str, round: int | None) -> Leak:
     for status, count in zip(lost.status.tolist(), lost.counts(metric).tolist(), strict=True):
         failed[part.statuses[status]] += count
     ungraded = failed.pop(UNGRADED, 0)
-    clusters = part.round if metric.startswith(ANYBODY) else part.client
-    values, raw, clusters = averaged[graded], part.value[graded], clusters[graded]
-    interval = clustered_interval(values, clusters, whole=MEASURED[metric].whole)
+    clusters = (part.round if metric.startswith(ANYBODY) else part.client)[graded]
+    values, raw = averaged[graded], part.value[graded]
+    low, high = clustered_interval(values, clusters, whole=MEASURED[metric].whole) or (None, None)
     some = len(values) > 0
     return Leak(
         attack=part.attacks[part.attack[0]],
@@ -133,24 +127,19 @@ def _leak(part: Scores, metric: str, round: int | None) -> Leak:
         n=len(values),
         failed=dict(sorted(failed.items())),
         mean=float(values.mean()) if some else None,
-        median=_median(raw) if some else None,
-        best=float(raw.max() if MEASURED[metric].higher_is_better else raw.min()) if some else None,
-        low=interval[0] if interval else None,
-        high=interval[1] if interval else None,
-        clusters=int(np.count_nonzero(np.bincount(clusters))),
+        median=float(np.median(raw)) if some else None,
+        best=MEASURED[metric].leakiest(raw.tolist(), float),
+        low=low,
+        high=high,
+        clusters=len(np.unique(clusters)),
         ungraded=ungraded,
     )
 
 
-def _median(values: Floats) -> float:
-    ordered, middle = np.sort(values), len(values) // 2  # numpy's own takes ten times as long for a round's few
-    return float(ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2)
-
-
 def as_rate(leak: Leak) -> Rate:
     """A Leak of a metric that is 0 or 1 (identified) as a rate."""
-    # clipped, as a ledger from elsewhere may hold any number
-    return Rate(round(min(max(leak.mean or 0.0, 0.0), 1.0) * leak.n), leak.n)
+    share = float(np.clip(leak.mean or 0.0, 0, 1))  # a ledger from elsewhere may hold any number
+    return Rate(round(share * leak.n), leak.n)
 
 
 class Snapshot:
@@ -166,13 +155,11 @@ class Snapshot:
         """Read what is new, all of one moment (`Ledger.snapshot`); returns the rounds that it changes."""
         if (finished := ledger.finished()) <= self._finished:
             return set()
-        touched: set[int] = set()
-        unordered, before = ledger.graded_by_clients, self.scores.attacks
-        known = replace(self.scores, modality=ledger.modality, size_of=self._size_of, unordered=unordered)
-        self.scores = known.extended(_noting(ledger.scores_since(self._finished), touched))
-        if self.scores.attacks != before:
-            told = frozenset(name for name, planned in ledger.planned().items() if planned.labels == "given")
-            self.scores = replace(self.scores, told_labels=told)
+        rows = list(ledger.scores_since(self._finished))
+        given = frozenset(name for name, planned in ledger.planned().items() if planned.labels == "given")
+        of_run = replace(self.scores, modality=ledger.modality, size_of=self._size_of, told_labels=given)
+        self.scores = replace(of_run, unordered=ledger.graded_by_clients).extended(rows)
+        touched = {row[0] for row in rows}
         for rounds in self._by_round.values():
             for round in touched:
                 rounds.pop(round, None)
@@ -180,31 +167,14 @@ class Snapshot:
         self._finished = finished
         return touched
 
-    def of_round(self, metric: str, round: int) -> list[Leak]:
-        """The Leaks of one round."""
-        self._compute(metric, [round])
-        return self._by_round[metric][round]
-
     def leaks(self, metric: str) -> list[Leak]:
         """The same as `leakage`."""
-        rounds = np.unique(self.scores.round).tolist()
-        self._compute(metric, rounds)
-        if metric not in self._pooled:
-            self._pooled[metric] = leakage_of_all(self.scores, metric)
-        known = self._by_round[metric]
-        return [leak for round in rounds for leak in known[round]] + self._pooled[metric]
-
-    def _compute(self, metric: str, rounds: Sequence[int]) -> None:
-        known = self._by_round.setdefault(metric, {})
+        known, rounds = self._by_round.setdefault(metric, {}), np.unique(self.scores.round).tolist()
         if missing := [round for round in rounds if round not in known]:
             known |= {round: [] for round in missing}
             for leak in leakage_by_round(self.scores.where(np.isin(self.scores.round, missing)), metric):
                 assert leak.round is not None
                 known[leak.round].append(leak)
-
-
-def _noting(rows: Iterable[ScoreRow], rounds: set[int]) -> Iterator[ScoreRow]:
-    """Pass the rows on, and collect their rounds."""
-    for row in rows:
-        rounds.add(row[0])
-        yield row
+        if metric not in self._pooled:
+            self._pooled[metric] = leakage_of_all(self.scores, metric)
+        return [leak for round in rounds for leak in known[round]] + self._pooled[metric]

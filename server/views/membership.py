@@ -1,6 +1,6 @@
 """Who was in a batch, and whom a client's data holds: what the tests of a run found, in one sentence for each question."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,8 +14,8 @@ from fedgauge.attacks.plan import MEMBERSHIP_LIMIT
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.formatting import percent
 from fedgauge.server.views.intervals import LUCK, Rate, clustered_interval
-from fedgauge.server.views.leakage import as_rate, counted_of_all, leakage_of_all
-from fedgauge.server.views.roles import Role, is_attack, is_limit, role_of
+from fedgauge.server.views.leakage import counted_of_all
+from fedgauge.server.views.roles import is_attack, is_limit
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import PairedDifference, paired, rivals_of, values_of
 
@@ -85,77 +85,30 @@ class ToldMembers:
     @property
     def sentence(self) -> str:
         """What was found, and that another test may find more."""
-        if self.word == "leaks":
-            return f"{QUESTIONS[self.metric].asked} leaks: {self}."
-        if self.word == "undetermined" and self.doubt:
-            nothing = f"{self.doubt}. So it proves nothing that no test tells members"
-            return f"{QUESTIONS[self.metric].asked} is not known: {nothing}: {self}."
+        asked = QUESTIONS[self.metric].asked
         if self.word == "undetermined":
-            return f"{QUESTIONS[self.metric].asked} is not known, as one client gives no interval: {self}."
-        return f"{QUESTIONS[self.metric].asked} is not shown to leak: {self}; a stronger test may still tell."
+            nothing = f": {self.doubt}. So it proves nothing that no test tells members" if self.doubt else ""
+            return f"{asked} is not known{nothing or ', as one client gives no interval'}: {self}."
+        return (
+            f"{asked} leaks: {self}."
+            if self.leaks
+            else f"{asked} is {self.word}: {self}; a stronger test may still tell."
+        )
 
 
 def told_members(scores: Scores) -> list[ToldMembers]:
     """Of each question that was tested the strongest test, that of the largest area: of those that tell members, if any does."""
-    found: list[ToldMembers | None] = []
-    asked = [
-        (metric, rows := _graded(scores, metric), [n for n in _names(rows) if is_attack(n)])
-        for metric in (MEMBER, HELD)  # of anybody's batch no interval by client holds
-    ]
-    chances = 2 * sum(len(tests) for _, _, tests in asked)
-    for metric, rows, tests in asked:
-        told = [_told(metric, rows, _graded(scores, metric + ONE_PERCENT), name, chances) for name in tests]
-        if told:
-            # a leak that one test shows stays shown where another, with a larger area, shows none
-            found.append(MEASURED[metric].leakiest([t for t in told if t.leaks] or told, lambda t: t.area))
-    return [test for test in found if test is not None]
-
-
-@dataclass(frozen=True)
-class MembershipRow:
-    """One test, baseline or limit of one question, over all rounds.
-
-    Args:
-        question: in words.
-        area: under the ROC curve; low, high: its interval by client (of anybody's batch by round), None below two.
-        shares: by false-positive rate, the share of members told at it, of a limit the mean power; no entry where strangers are
-            too few.
-        told: the same as a count; none of a limit, which tells nobody.
-    """
-
-    question: str
-    name: str
-    kind: Role
-    n: int
-    area: float
-    low: float | None
-    high: float | None
-    shares: Mapping[float, float]
-    told: Mapping[float, Rate]
-
-
-def membership_table(scores: Scores, order: Sequence[str]) -> list[MembershipRow]:
-    """Every test, baseline and limit of both questions.
-
-    Args:
-        order: of the names.
-    """
-    table = []
-    for metric, (question, _) in QUESTIONS.items():
-        leaks, *told = (
-            {leak.attack: leak for leak in leakage_of_all(scores, m) if leak.n}
-            for m in (metric, *(metric + ending for ending in RATES))
-        )
-        for leak in (leaks[name] for name in order if name in leaks):
-            low, high = (None, None) if is_limit(leak.attack) else (leak.low, leak.high)
-            at = {rate: by[leak.attack] for rate, by in zip(RATES.values(), told, strict=True) if leak.attack in by}
-            shares = {rate: found.mean or 0.0 for rate, found in at.items()}
-            kind = role_of(leak.attack)
-            counts = {} if kind == "limit" else {rate: as_rate(found) for rate, found in at.items()}
-            table.append(
-                MembershipRow(question, leak.attack, kind, leak.n, leak.mean or 0.0, low, high, shares, counts)
-            )
-    return table
+    asked = {
+        metric: _graded(scores, metric) for metric in (MEMBER, HELD)
+    }  # of anybody's batch no interval by client holds
+    tests = {metric: list(filter(is_attack, _names(rows))) for metric, rows in asked.items()}
+    chances, found = 2 * sum(map(len, tests.values())), []
+    for metric, rows in asked.items():
+        told = [_told(metric, rows, _graded(scores, metric + ONE_PERCENT), name, chances) for name in tests[metric]]
+        # a leak that one test shows stays shown where another, with a larger area, shows none
+        if best := MEASURED[metric].leakiest([t for t in told if t.leaks] or told, lambda t: t.area):
+            found.append(best)
+    return found
 
 
 def _names(rows: Scores) -> list[str]:

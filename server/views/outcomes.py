@@ -1,10 +1,10 @@
 """How a run's attacks ran and ended, in words: on which devices, what failed, that none applies, that there was nothing."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import DeviceUse, sanitised
+from fedgauge.server.views.formatting import listed
 from fedgauge.server.views.participation import participation
 from fedgauge.server.views.roles import is_attack
 
@@ -15,22 +15,26 @@ MOST_REASONS = 10  # distinct reasons in one sentence: some contain a number, an
 
 def failure(ledger: Ledger, attacks: Collection[str] | None = None) -> str:
     """How many attacks failed, and the distinct reasons; empty if none did."""
-    counts = {(row["attack"], row["status"]): row["jobs"] for row in _outcomes(ledger, attacks)}
+    chosen = [row for row in ledger.outcomes() if attacks is None or row["attack"] in attacks]
+    counts = {(row["attack"], row["status"]): row["jobs"] for row in chosen}
     failed = {attack: jobs for (attack, status), jobs in counts.items() if status == "failed"}
     if not failed:
         return ""
     reasons = [row for row in ledger.reasons("failed") if row["attack"] in failed]
-    told = [f"{row['attack']} ({row['jobs']} x): {row['reason']}" for row in reasons[:MOST_REASONS]]
-    more = [f"{len(reasons) - MOST_REASONS} more reasons"] if len(reasons) > MOST_REASONS else []
-    real = {key: jobs for key, jobs in counts.items() if is_attack(key[0])}
-    every = bool(real) and all(status == "failed" for _, status in real)
-    how_many = "every attack failed" if every else f"{sum(failed.values())} of {sum(counts.values())} attacks failed"
-    return f"{how_many}: {'; '.join([*told, *more])}"
+    told = [f"{row['attack']} ({row['jobs']} x): {row['reason']}" for row in reasons]
+    real = {status for attack, status in counts if is_attack(attack)}
+    how_many = (
+        "every attack failed"
+        if real == {"failed"}
+        else f"{sum(failed.values())} of {sum(counts.values())} attacks failed"
+    )
+    return f"{how_many}: {listed(told, MOST_REASONS)}"
 
 
 def inapplicable(ledger: Ledger, attacks: Collection[str] | None = None) -> str:
     """That no attack applies to any update, with the reasons; empty if one does, or if some have not ended."""
-    statuses = {row["status"] for row in _outcomes(ledger, attacks) if is_attack(row["attack"])}
+    real = [row for row in ledger.outcomes() if is_attack(row["attack"])]
+    statuses = {row["status"] for row in real if attacks is None or row["attack"] in attacks}
     if statuses != {"not_applicable"} or ledger.progress().waiting:
         return ""
     return "no attack of this plan applies to these updates, so nothing is known of what they leak"
@@ -59,8 +63,7 @@ def attacked_on(ledger: Ledger) -> str:
         parts += [] if row["deterministic"] else ["operators whose last bits may change"]
         kinds.setdefault(sanitised(", ".join(parts)), []).append(sanitised(row["device"]))
     each = [f"{' and '.join(dict.fromkeys(devices))} {kind}" for kind, devices in kinds.items()]
-    more = [f"{len(each) - MOST_DEVICES} more kinds"] if len(each) > MOST_DEVICES else []
-    return "attacked on " + "; ".join([*each[:MOST_DEVICES], *more]) if each else ""
+    return f"attacked on {listed(each, MOST_DEVICES)}" if each else ""
 
 
 def device_use(devices: Sequence[DeviceUse]) -> str:
@@ -70,24 +73,10 @@ def device_use(devices: Sequence[DeviceUse]) -> str:
     """
     if all(of.device == "cpu" for of in devices):
         return ""
-    more = [f"{len(devices) - MOST_DEVICES} more"] if len(devices) > MOST_DEVICES else []
-    return "; ".join(
-        [*(f"{of.device} {_state(of)} ({of.share:.0%}), {of.waves} waves" for of in devices[:MOST_DEVICES]), *more]
-    )
-
-
-def device_shares(devices: Sequence[DeviceUse]) -> str:
-    """The same in few letters: cuda:0 93%, cuda:1 90%."""
-    if all(of.device == "cpu" for of in devices):
-        return ""
-    return ", ".join(f"{of.device} {of.share:.0%}" for of in devices[:MOST_DEVICES])
+    return listed([f"{of.device} {_state(of)} ({of.share:.0%}), {of.waves} waves" for of in devices], MOST_DEVICES)
 
 
 def _state(of: DeviceUse) -> str:
     if of.busy in (0, of.workers):
         return "at work" if of.busy else "idle"
     return f"{of.busy} of {of.workers} at work"
-
-
-def _outcomes(ledger: Ledger, attacks: Collection[str] | None) -> list[dict[str, Any]]:
-    return [dict(row) for row in ledger.outcomes() if attacks is None or row["attack"] in attacks]

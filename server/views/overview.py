@@ -2,15 +2,15 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, TypeGuard
+from typing import Any
 
 from fedgauge.attacks.limits import noise_is_known
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import ERROR_LIMITS, describe
 from fedgauge.server.store import run_files
-from fedgauge.server.views import formatting, server_attacks, tables
+from fedgauge.server.views import formatting, tables
 from fedgauge.server.views.figures import (
     LIMIT_NAMES,
     canaries_figure,
@@ -20,7 +20,6 @@ from fedgauge.server.views.figures import (
     success_figure,
 )
 from fedgauge.server.views.formatting import decibel, finite, rounded
-from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, as_rate
 from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.notices import notices
@@ -28,9 +27,10 @@ from fedgauge.server.views.outcomes import attacked_on, device_use
 from fedgauge.server.views.participation import app_clients
 from fedgauge.server.views.privacy import canaries, privacy
 from fedgauge.server.views.reading import Reading, jobs_of_run
-from fedgauge.server.views.roles import is_attack, is_baseline, planned_attacks, role_of
-from fedgauge.server.views.strength import Limits, error_in_db, final_accuracy
-from fedgauge.server.views.success import count_ungraded, ungraded_table
+from fedgauge.server.views.roles import is_attack, is_baseline, role_of
+from fedgauge.server.views.server_attacks import server_attack_effects
+from fedgauge.server.views.strength import Limits, error_in_db, final_accuracy, mean_of
+from fedgauge.server.views.success import count_ungraded
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 
 REASONS = 40  # the most rows in a table of reasons
@@ -42,30 +42,52 @@ LIMIT_STATES = {
 }
 
 
-def overview(reading: Reading) -> dict[str, Any]:
-    """Everything that the overview shows, ready for JSON."""
+def overview(reading: Reading, certified: Sequence[float] | None = None) -> dict[str, Any]:
+    """Everything that page and report show of a run beside its pictures and clients, ready for JSON.
+
+    Args:
+        certified: upper bounds on success at THRESHOLDS.
+    """
+    found, judged = canaries(reading), verdict_of(reading)
+    effects = {}
+    if (scenario := reading.built) is not None:
+        effects = server_attack_effects(scenario, reading.scores, reading.ledger)
     return {
         "version": reading.version,
         "name": reading.run.name,
         "facts": formatting.scenario_line(reading.tables),
         "state": reading.state,
-        "verdict": _verdict(reading),
-        "notices": [{"words": notice, "command": command} for notice, command in notices(reading)],
-        "server_attacks": [
-            {"name": name, "words": sentence} for name, sentence in server_attack_effects(reading).items()
-        ],
-        "training": training(reading),
+        "verdict": {"word": judged.word, "sentences": judged.sentences},
+        "notices": [notice._asdict() for notice in notices(reading)],
+        "server_attacks": [{"name": name, "words": sentence} for name, sentence in effects.items()],
+        "training": {
+            "round": max(reading.rounds, default=0),
+            "rounds": reading.tables["rounds"],
+            "accuracy": rounded(final_accuracy(reading.rounds)),
+        },
         "app_rounds": in_json(app_rounds(reading)),
         "progress": progress(reading),
         "plan": reading.plan_coverage.to_json(),
         "attacked_on": attacked_on(reading.ledger),
-        "figures": figures(reading),
-        "ungraded": ungraded(reading),
-        "membership": membership(reading),
-        "summary": [_in_short(row) for row in summary(reading)],
+        "figures": {
+            "rounds": in_json(rounds_figures(reading)),
+            "success": in_json(success_figure(reading, certified)),
+            "membership": in_json(membership_figure(reading)),
+            "canaries": in_json(canaries_figure(reading)),
+        },
+        "ungraded": {
+            "count": count_ungraded(reading.scores),
+            "reason": ungraded_reason(reading.ledger),
+            "table": in_json(tables.without_truth(reading.scores, reading.ledger)),
+        },
+        "membership": {
+            "words": " ".join(members_sentences(judged.members, reading.ledger)),
+            "table": in_json(tables.membership_tests(reading.scores, reading.order)),
+        },
+        "summary": summary(reading),
         "limit": limit(reading),
         "privacy": privacy(reading),
-        "canaries": canary_results(reading),
+        "canaries": {"kind": found.kind, "words": found.words, "table": in_json(tables.canaries_by_round(reading))},
         "knowledge": knowledge(reading),
         "replay": {"verdict": reading.meta.get("replay"), "words": reading.meta.get("replay_detail", "")},
         "participation": participation(reading),
@@ -75,34 +97,22 @@ def overview(reading: Reading) -> dict[str, Any]:
     }
 
 
-def _verdict(reading: Reading) -> dict[str, Any]:
-    judged = verdict_of(reading)
-    return {"word": judged.word, "sentences": judged.sentences}
-
-
-# ----------------------------------------------------------------------------------------------------------- progress
-
-
-def training(reading: Reading) -> dict[str, Any]:
-    """How far the training has come."""
-    return {
-        "round": max(reading.rounds, default=0),
-        "rounds": reading.tables["rounds"],
-        "accuracy": rounded(final_accuracy(reading.rounds)),
-    }
-
-
 def app_rounds(reading: Reading) -> tables.Table:
     """What a user's own app returned in each round, a dash for what was not finite; no rows for other runs."""
+    rounds = {
+        number: {name: value for name, value in told.items() if value is None or _is_number(value)}
+        for number, told in reading.returned
+    }
+    names = list(dict.fromkeys(name for told in rounds.values() for name in told))
     rows = [
-        (round, {k: finite(v) for k, v in told.items() if v is None or _is_number(v)})
-        for round, told in reading.returned
+        [str(n), *(formatting.number(finite(told.get(name)), None) for name in names)] for n, told in rounds.items()
     ]
-    return tables.app_rounds(rows if any(metrics for _, metrics in rows) else [])
+    heads = ("round", *names)
+    return tables.Table("What clients and server returned in each round", heads, rows if names else [])
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
+def _is_number(value: object) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 def progress(reading: Reading) -> dict[str, Any]:
@@ -120,108 +130,48 @@ def progress(reading: Reading) -> dict[str, Any]:
     }
 
 
-def server_attack_effects(reading: Reading) -> dict[str, str]:
-    """What a malicious server sent and recovered, who noticed, and what it cost; empty if it is honest."""
-    if (scenario := reading.built) is None:
-        return {}
-    return server_attacks.server_attack_effects(scenario, reading.scores, reading.ledger)
-
-
-def figures(reading: Reading, certified: Sequence[float] | None = None) -> dict[str, Any]:
-    """The run's figures but the heat map of clients, for the page's scripts.
-
-    Args:
-        certified: upper bounds on success at THRESHOLDS.
-    """
-    return {
-        "rounds": in_json(rounds_figures(reading)),
-        "success": in_json(success_figure(reading, certified)),
-        "membership": in_json(membership_figure(reading)),
-        "canaries": in_json(canaries_figure(reading)),
-    }
-
-
-def membership(reading: Reading) -> dict[str, Any]:
-    """Who was in a batch: a sentence for each question, and every test's numbers."""
-    words = " ".join(members_sentences(verdict_of(reading).members, reading.ledger))
-    return {"words": words, "table": in_json(tables.membership_tests(reading))}
-
-
-def canary_results(reading: Reading) -> dict[str, Any]:
-    """What canaries show, in words and in numbers."""
-    found = canaries(reading)
-    return {"kind": found["kind"], "words": found["words"], "table": in_json(tables.canaries_by_round(reading))}
-
-
-def ungraded(reading: Reading) -> dict[str, Any]:
-    """How many reconstructions nobody graded, why, and what there is without a truth."""
-    return {
-        "count": count_ungraded(reading.scores),
-        "reason": ungraded_reason(reading.ledger),
-        "table": in_json(tables.without_truth(ungraded_table(reading.scores, reading.ledger))),
-    }
-
-
-# ------------------------------------------------------------------------------------------------------------- tables
-
-
 def summary(reading: Reading) -> list[dict[str, Any]]:
-    """Each attack, limit and baseline over all rounds: its Leak in the main metric, rates, and its Leaks in other metrics.
+    """Each attack, limit and baseline over all rounds, in the main metric and in the others.
 
-    A limit's Leak is of the mean squared error; of_error: that of all, as a PSNR.
+    of_error: its mean squared error as a PSNR, which is all that there is of a limit.
     """
-    pooled = {metric: reading.pooled(metric) for metric in reading.metrics}
-    rows = []
+    pooled, rows = {metric: reading.pooled(metric) for metric in reading.metrics}, []
     for attack in reading.order:
         leaks = {m: by_attack[attack] for m, by_attack in pooled.items() if attack in by_attack}
-        errors = leaks.get("mse")
-        leak = errors if attack in ERROR_LIMITS else leaks.pop(reading.scores.measure.metric, None)
-        if leak is None:
-            continue  # it tells members
-        if is_baseline(attack) and not leak.n:
-            continue  # of an attack that gave nothing
-        labels, identified = leaks.pop("label_accuracy", None), leaks.pop("identified", None)
+        leak = leaks.get("mse" if attack in ERROR_LIMITS else reading.scores.measure.metric)
+        if leak is None or (is_baseline(attack) and not leak.n):
+            continue  # it tells members, or is of an attack that gave nothing
+        labels, identified, kind = leaks.get("label_accuracy"), leaks.get("identified"), role_of(attack)
         rows.append(
             {
                 "attack": attack,
-                "kind": role_of(attack),
-                "leak": leak,
-                "of_error": error_in_db(errors),
-                "others": leaks,
-                "identified": as_rate(identified) if identified and identified.n else None,
-                "labels": labels if labels and labels.n else None,
+                "kind": kind,
+                "n": leak.n,
+                **(dict.fromkeys(numbers_of(leak)) if kind == "limit" else numbers_of(leak)),
+                "of_error": rounded(error_in_db(leaks.get("mse"))),
+                "others": {metric: rounded(other.mean) for metric, other in leaks.items()},
+                "identified": rate_in_numbers(identified),
+                "labels": rounded(mean_of(labels)),
+                "failed": ", ".join(f"{n} {formatting.status_words(status)}" for status, n in leak.failed.items()),
+                "ungraded": leak.ungraded,
             }
         )
     return rows
 
 
-def _in_short(row: Mapping[str, Any]) -> dict[str, Any]:
-    leak: Leak = row["leak"]
-    return {
-        "attack": row["attack"],
-        "kind": row["kind"],
-        "n": leak.n,
-        **(dict.fromkeys(("mean", "low", "high", "median", "worst")) if row["kind"] == "limit" else numbers_of(leak)),
-        "exact": formatting.is_exact(leak.best),
-        "of_error": rounded(row["of_error"]),
-        "identified": rate_in_numbers(row["identified"]),
-        "labels": rounded(row["labels"].mean) if row["labels"] else None,
-        "failed": ", ".join(f"{n} {formatting.status_words(status)}" for status, n in leak.failed.items()),
-        "ungraded": leak.ungraded,
-    }
-
-
-def numbers_of(leak: Leak) -> dict[str, float | None]:
+def numbers_of(leak: Leak) -> dict[str, Any]:
     """A Leak's mean with its interval, its median and its worst case."""
     low, high = formatting.interval_label(leak)
     found = {"mean": leak.mean, "low": low, "high": high, "median": leak.median, "worst": leak.best}
-    return {key: rounded(value) for key, value in found.items()}
+    more = {"interval": formatting.interval_words(leak), "exact": formatting.is_exact(leak.best)}
+    return {**{key: rounded(value) for key, value in found.items()}, **more}
 
 
-def rate_in_numbers(rate: Rate | None) -> dict[str, Any] | None:
-    """A rate with its interval."""
-    if rate is None:
+def rate_in_numbers(leak: Leak | None) -> dict[str, Any] | None:
+    """A Leak of a rate with its interval; None if there is none."""
+    if leak is None or not leak.n:
         return None
+    rate = as_rate(leak)
     return {"count": rate.count, "n": rate.n, "low": rounded(rate.interval[0]), "high": rounded(rate.interval[1])}
 
 
@@ -265,18 +215,20 @@ def _limits_words(limits: Limits) -> str:
     if limits.bound is not None:
         words.append(f"No attack gets above {decibel(limits.bound)} dB on average, whatever the images are.")
     if limits.reached is not None:
-        side = "below" if limits.gap is None or limits.gap >= 0 else "above"
-        apart = "" if limits.gap is None else f", {decibel(abs(limits.gap))} dB {side} the estimate"
-        words.append(f"The attack of the least error gets {decibel(limits.reached)} dB{apart}.")
+        side = (
+            f"{decibel(abs(limits.gap))} dB {'below' if limits.gap >= 0 else 'above'} the estimate"
+            if limits.gap
+            else ""
+        )
+        words.append(f"The attack of the least error gets {decibel(limits.reached)} dB{side and f', {side}'}.")
     return " ".join(words)
 
 
 def knowledge(reading: Reading) -> dict[str, Any]:
     """What all attackers knew, and the knowledge card of each attack; baselines and limits last."""
-    attacks = reading.attacks
-    real = [row["parts"] for row in attacks if is_attack(row["name"])]
+    real = [row["parts"] for row in reading.attacks if is_attack(row["name"])]
     shared = [part for part in (real[0] if real else []) if all(part in other for other in real)]
-    planned = planned_attacks(reading.ledger)
+    planned = reading.ledger.planned()
     cards = [
         {
             "name": row["name"],
@@ -286,7 +238,7 @@ def knowledge(reading: Reading) -> dict[str, Any]:
             "own": [part for part in row["parts"] if part not in shared],
             "seed": row["seed"],
         }
-        for row in attacks
+        for row in reading.attacks
     ]
     return {"shared": shared, "cards": sorted(cards, key=lambda c: c["kind"] != "attack")}
 
@@ -296,20 +248,18 @@ def participation(reading: Reading) -> dict[str, Any]:
     totals: Counter[str] = Counter()
     for (_, status), count in reading.participation.items():
         totals[status] += count
-    reasons = sorted(reading.missed.items(), key=lambda item: -len(item[1]))
     listed = [
         {
             "status": status,
             "reason": reason,
             "count": len(where),
-            "where": [f"client {client} in round {round}" for client, round in where[:3]],
-            "more": max(0, len(where) - 3),
+            "where": formatting.listed([f"client {client} in round {round}" for client, round in where], 3),
         }
-        for (status, reason), where in reasons[:REASONS]
+        for (status, reason), where in sorted(reading.missed.items(), key=lambda item: -len(item[1]))
     ]
     counts = {status: totals[status] for status in ("accepted", "rejected", "missing")}
     clients = [{"client": c.client, "node": c.node, "examples": c.size} for c in app_clients(reading.ledger)]
-    return {**counts, "reasons": listed, "more": max(0, len(reasons) - REASONS), "clients": clients}
+    return {**counts, "reasons": listed[:REASONS], "more": max(0, len(listed) - REASONS), "clients": clients}
 
 
 def environment(reading: Reading) -> Any:

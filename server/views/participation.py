@@ -3,12 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-from typing import Protocol as Structure
 
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.views.server_attacks import shortened
+from fedgauge.server.views.formatting import listed, many, shortened
+from fedgauge.server.views.server_attacks import Row, first_alarm
 
 MOST_CLIENTS = 5  # named in a sentence
 MOST_SIZES = 3  # of one client, in a sentence
@@ -31,8 +30,7 @@ class AppClient:
     @property
     def size(self) -> str:
         """How many examples it reported, as text."""
-        more = f" (and {len(self.examples) - MOST_SIZES} more numbers)" if len(self.examples) > MOST_SIZES else ""
-        return " or ".join(map(str, self.examples[:MOST_SIZES])) + more or "?"
+        return listed(list(map(str, self.examples)), MOST_SIZES, " or ") or "?"
 
     def __str__(self) -> str:
         return f"client {self.client} = node {self.node or '?'}, {self.size} example{'s' if self.size != '1' else ''}"
@@ -51,34 +49,22 @@ def app_clients(ledger: Ledger) -> list[AppClient]:
 
 def numbering(clients: Sequence[AppClient]) -> str:
     """Which node each client's number stands for, in one sentence; empty if there are none."""
-    named = [str(c) for c in clients[:MOST_CLIENTS]]
-    more = [f"and {len(clients) - MOST_CLIENTS} more, which the report lists"] if len(clients) > MOST_CLIENTS else []
-    return (
-        f"clients are numbered as Flower's nodes came, not by partition: {'; '.join([*named, *more])}" if named else ""
-    )
+    named = listed(list(map(str, clients)), MOST_CLIENTS)
+    return f"clients are numbered as Flower's nodes came, not by partition: {named}" if named else ""
 
 
 def other_sizes(clients: Sequence[AppClient], assumed: int) -> str:
     """Which clients report another number of examples than the audit takes each for; empty if none does."""
-    others = [c for c in clients if set(c.examples) - {assumed}]
+    others = [f"client {c.client} reports {c.size}" for c in clients if set(c.examples) - {assumed}]
     if not others:
         return ""
-    named = [f"client {c.client} reports {c.size}" for c in others[:MOST_CLIENTS]]
-    more = [f"and {len(others) - MOST_CLIENTS} more clients"] if len(others) > MOST_CLIENTS else []
     return (
-        f"the audit takes each client to train on {assumed} example{'s' if assumed > 1 else ''} a round (batch_size under "
-        f"[data]), but {'; '.join([*named, *more])}: what came back of these is of another computation than theirs"
+        f"the audit takes each client to train on {many(assumed, 'example')} a round (batch_size under [data]), but "
+        f"{listed(others, MOST_CLIENTS)}: what came back of these is of another computation than theirs"
     )
 
 
-class ObservationRow(Structure):
-    """A row of the ledger's observations."""
-
-    def __getitem__(self, column: str, /) -> Any:
-        """A column's value."""
-
-
-def may_have_sent(observed: ObservationRow, deployed: bool) -> bool:
+def may_have_sent(observed: Row, deployed: bool) -> bool:
     """Whether a client may have computed an update: one came, its guard withheld it, or it came too late."""
     return bool(observed["status"] != "missing" or observed["alarm"] or (deployed and observed["silent"]))
 
@@ -96,14 +82,32 @@ def rounds_seen(protocol: Protocol, replies: Iterable[tuple[int, int]]) -> dict[
     return seen
 
 
-def participation(observations: Sequence[ObservationRow]) -> str:
+def participation(observations: Sequence[Row]) -> str:
     """How many of all expected updates came in, and why the others did not, most frequent reason first; empty if all did."""
     reasons = Counter((o["client"], o["status"], o["reason"]) for o in observations if o["status"] != "accepted")
     if not reasons:
         return ""
     named = [
-        f"client {client} {status} in {times} round{'s' if times > 1 else ''}: {shortened(reason)}"
-        for (client, status, reason), times in reasons.most_common(MOST_CLIENTS)
+        f"client {client} {status} in {many(times, 'round')}: {shortened(reason)}"
+        for (client, status, reason), times in reasons.most_common()
     ]
-    more = [f"and {len(reasons) - MOST_CLIENTS} more reasons"] if len(reasons) > MOST_CLIENTS else []
-    return "; ".join([f"{len(observations) - reasons.total()} of {len(observations)} updates came in", *named, *more])
+    came = f"{len(observations) - reasons.total()} of {len(observations)} updates came in"
+    return f"{came}; {listed(named, MOST_CLIENTS)}"
+
+
+def absences(round: int, observations: Sequence[Row]) -> str:
+    """How many of a round's clients gave an update, and why each of the others did not; empty if all did."""
+    absent = [f"client {o['client']}: {shortened(o['reason'])}" for o in observations if o["status"] != "accepted"]
+    if not absent:
+        return ""
+    came = f"{len(observations) - len(absent)} of {len(observations)} clients"
+    return f"round {round}: {came}; {listed(absent, MOST_CLIENTS)}"
+
+
+def guarded(observations: Sequence[Row]) -> str:
+    """How often clients' guards raised an alarm or withheld an update in a simulation, and the first time; empty if never."""
+    alarms = [o for o in observations if o["alarm"]]
+    if not alarms:
+        return ""
+    rounds = len({o["round"] for o in alarms})
+    return f"clients' guards alarmed {len(alarms)} times in {rounds} rounds; {first_alarm(alarms)}"

@@ -10,14 +10,14 @@ from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.components import SpecError, check_arguments
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.views.formatting import listed, shortened
 from fedgauge.server.views.roles import is_attack
-from fedgauge.server.views.server_attacks import shortened
 
 MOST_ROUNDS = 5  # named in a sentence
 SELECTION = ("rounds", "every", "clients")  # keys of [audit] that choose what is attacked
 REFUSED, LOST, NO_JOB, WAITING = "refused", "lost", "without a job", "waiting"
 FATES = (REFUSED, LOST, NO_JOB, WAITING, "failed", "not applicable")  # the order in which they are reported
-Reason = tuple[str, str]  # one of FATES, or another status of an observation; and the reason, if there is one
+Reason = tuple[str, str]  # one of FATES, and the reason, if there is one
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,10 @@ class PlanCoverage:
     @property
     def by_fate(self) -> dict[str, int]:
         """Number of never attacked updates by fate."""
-        counts: Counter[str] = Counter()
+        counts = dict.fromkeys(FATES, 0)
         for (fate, _), n in self.missed.items():
             counts[fate] += n
-        return {fate: counts[fate] for fate in dict.fromkeys((*FATES, *sorted(counts))) if counts[fate]}
-
-    @property
-    def settled(self) -> str:
-        """Number of updates that no waiting job will attack, for a run at work; empty if there are none."""
-        fates = {fate: n for fate, n in self.by_fate.items() if fate != WAITING}
-        named = ", ".join(f"{n} {fate}" for fate, n in fates.items())
-        return f"{sum(fates.values())} of {self.updates} planned updates not attacked: {named}" if fates else ""
+        return {fate: n for fate, n in counts.items() if n}
 
     @property
     def complete(self) -> bool:
@@ -67,18 +60,15 @@ class PlanCoverage:
     def words(self) -> str:
         """Never attacked updates and rounds, with numbers; empty if the plan was carried out.
 
-        4 of 6 planned updates were never attacked: 4 refused (not finite); 1 of 2 planned rounds was never attacked: 3
+        4 of 6 planned updates were never attacked: 4 refused (not finite); 1 of 2 planned rounds were never attacked: 3
         """
-        found = []
+        found, never = [], "not attacked yet" if WAITING in self.by_fate else "never attacked"
         if self.missed:
             fates = ", ".join(f"{n} {fate}{self._reason(fate)}" for fate, n in self.by_fate.items())
-            n = self.updates - self.attacked
-            found.append(f"{n} of {self.updates} planned updates {_were_never_attacked(n, self._waits)}: {fates}")
+            found.append(f"{self.updates - self.attacked} of {self.updates} planned updates were {never}: {fates}")
         if self.missed_rounds:
-            n = len(self.missed_rounds)
-            named = ", ".join(map(str, self.missed_rounds[:MOST_ROUNDS]))
-            more = f" and {n - MOST_ROUNDS} more" if n > MOST_ROUNDS else ""
-            found.append(f"{n} of {self.rounds} planned rounds {_were_never_attacked(n, self._waits)}: {named}{more}")
+            named = listed(list(map(str, self.missed_rounds)), MOST_ROUNDS, ", ")
+            found.append(f"{len(self.missed_rounds)} of {self.rounds} planned rounds were {never}: {named}")
         return "; ".join(found)
 
     def to_json(self) -> dict[str, Any]:
@@ -92,23 +82,11 @@ class PlanCoverage:
             "words": self.words,
         }
 
-    @property
-    def _waits(self) -> bool:
-        return any(fate == WAITING for fate, _ in self.missed)
-
     def _reason(self, fate: str) -> str:
         """The most frequent reason of a fate in brackets, with the number of others."""
         reasons = Counter({reason: n for (of, reason), n in self.missed.items() if of == fate and reason})
-        if not reasons:
-            return ""
-        more = f"; {len(reasons) - 1} more reason{'s' if len(reasons) > 2 else ''}" if len(reasons) > 1 else ""
-        return f" ({shortened(reasons.most_common(1)[0][0])}{more})"
-
-
-def _were_never_attacked(n: int, waits: bool) -> str:
-    if waits:
-        return "has not been attacked yet" if n == 1 else "have not been attacked yet"
-    return "was never attacked" if n == 1 else "were never attacked"
+        words = listed([shortened(reason) for reason, _ in reasons.most_common()], 1)
+        return f" ({words})" if words else ""
 
 
 def selection(tables: Mapping[str, Any]) -> AttackPlan:
@@ -161,7 +139,7 @@ def plan_coverage(ledger: Ledger, tables: Mapping[str, Any], training: bool) -> 
         if fate == "attacked":
             attacked.add(round)
         elif o["status"] != "accepted":
-            missed[REFUSED if o["status"] == "rejected" else o["status"], o["reason"]] += 1
+            missed[REFUSED, o["reason"]] += 1
         elif fate:
             missed[fate, ""] += 1
         else:

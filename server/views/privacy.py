@@ -3,9 +3,9 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ from fedgauge.defenses.accounting import Accountant, NoGuarantee, PrivacyStateme
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import repeated
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.formatting import rounded
-from fedgauge.server.views.intervals import NORMAL_95
+from fedgauge.server.views.formatting import many, rounded
+from fedgauge.server.views.intervals import NORMAL_95, evenly
 from fedgauge.server.views.participation import rounds_seen
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import Scores
@@ -88,6 +88,17 @@ class Spending:
         return privacy_statement(self._federation, rounds, self.delta, self._secret)
 
 
+class Estimate(NamedTuple):
+    """An epsilon with its 95 % interval."""
+
+    epsilon: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.epsilon:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
 @dataclass(frozen=True)
 class CanaryEstimate:
     """What the canaries' updates of the rounds so far show: an epsilon for all of a client's data, replaced by any other.
@@ -99,20 +110,15 @@ class CanaryEstimate:
         round: the last of them.
         canaries: how many.
         releases: updates of each canary, the most.
-        epsilon, low, high: with the deviation taken as known, 1, and the 95 % interval.
-        measured, measured_low, measured_high: with the deviation measured among the canaries.
+        seen: with the deviation taken as known, 1; measured: with that measured among the canaries.
         accounted: the accounted epsilon of as many releases; None: none holds.
     """
 
     round: int
     canaries: int
     releases: int
-    epsilon: float
-    low: float
-    high: float
-    measured: float
-    measured_low: float
-    measured_high: float
+    seen: Estimate
+    measured: Estimate
     accounted: float | None
 
 
@@ -125,7 +131,7 @@ def canary_estimates(scores: Scores, delta: float, accounted: Callable[[int], fl
         accounted: the epsilon of so many releases.
     """
     rows, found = _measured(scores, CANARY), []
-    for round in _shown(rows.round, ESTIMATES):
+    for round in evenly(np.unique(rows.round), ESTIMATES):
         so_far = rows.where(rows.round <= round)
         _, own, count = np.unique(so_far.example, return_inverse=True, return_counts=True)
         if len(count) < 2:
@@ -137,29 +143,20 @@ def canary_estimates(scores: Scores, delta: float, accounted: Callable[[int], fl
         ratio = mean / deviation if deviation > 0 else 0.0
         spread = math.sqrt(releases / len(so_far) + ratio**2 / (2 * (len(count) - 1)))
         measured = _interval(ratio, spread, delta)
-        found.append(CanaryEstimate(int(round), len(count), releases, *known, *measured, accounted(releases)))
+        found.append(CanaryEstimate(int(round), len(count), releases, known, measured, accounted(releases)))
     return found
 
 
 def _measured(scores: Scores, metric: str) -> Scores:
     """The finite rows of a metric, clipped, as a ledger from elsewhere may hold any number."""
-    place = scores.metrics.index(metric) if metric in scores.metrics else -1
-    rows = scores.where((scores.metric == place) & np.isfinite(scores.value))
+    rows = scores.where(scores.named(metric) & np.isfinite(scores.value))
     return replace(rows, value=np.clip(rows.value, -MOST, MOST))
 
 
-def _shown(rounds: np.ndarray, most: int) -> np.ndarray:
-    """The rounds, of more than `most` as many, evenly spread, the first and the last among them."""
-    each = np.unique(rounds)
-    shown: np.ndarray = each[np.linspace(0, len(each) - 1, min(len(each), most)).round().astype(int)]
-    return shown
-
-
-def _interval(mean: float, error: float, delta: float) -> tuple[float, float, float]:
+def _interval(mean: float, error: float, delta: float) -> Estimate:
     """The epsilon between N(mean, 1) and N(-mean, 1), and of the ends of the mean's 95 % interval."""
     ends = (mean, mean - NORMAL_95 * error, mean + NORMAL_95 * error)
-    epsilon, low, high = (gaussian_epsilon(2 * max(0.0, end), delta) for end in ends)
-    return epsilon, low, high
+    return Estimate(*(gaussian_epsilon(2 * max(0.0, end), delta) for end in ends))
 
 
 @dataclass(frozen=True)
@@ -197,7 +194,7 @@ def canary_bounds(
     """
     rows, found = _measured(scores, EVIDENCE), []
     rows = rows.where((rows.example >= 0) & (rows.example < len(included)))
-    for round in _shown(rows.round, BOUNDS):
+    for round in evenly(np.unique(rows.round), BOUNDS):
         so_far = rows.where(rows.round <= round)
         numbers, own, count = np.unique(so_far.example, return_inverse=True, return_counts=True)
         evidence, truth = torch.from_numpy(np.bincount(own, so_far.value)), included[torch.from_numpy(numbers)]
@@ -208,26 +205,32 @@ def canary_bounds(
     return found
 
 
-def canaries(reading: Reading) -> dict[str, Any]:
-    """What canaries show, round by round, in numbers and a sentence, and what they are; no rows without canaries."""
+@dataclass(frozen=True)
+class Canaries:
+    """What canaries show, round by round, and the newest round in words; no rows without canaries."""
+
+    kind: Literal["directions", "examples"] = "directions"
+    words: str = ""
+    rows: Sequence[CanaryEstimate] | Sequence[CanaryBound] = ()
+
+
+def canaries(reading: Reading) -> Canaries:
+    """What the canaries of a run show."""
     return reading.view("canaries", lambda: _canaries(reading))
 
 
-def _canaries(reading: Reading) -> dict[str, Any]:
+def _canaries(reading: Reading) -> Canaries:
     if (scenario := reading.built) is None:
-        return {"kind": "directions", "words": "", "rows": []}
+        return Canaries()
     delta = scenario.privacy.delta
-    shown: Sequence[CanaryEstimate] | Sequence[CanaryBound]
     if scenario.protocol.canary_examples:
-        shown = canary_bounds(reading.scores, scenario.protocol.coins, delta, partial(_accounted_record, reading))
-        kind, words = "examples", bound_words(shown, delta)
-    else:
-        shown = canary_estimates(reading.scores, delta, partial(_accounted, reading))
-        kind, words = "directions", canary_words(shown, delta)
-        if words and reading.ledger.deployed:
-            words += " That they sent it is their owners' word."
-    rows = [{k: rounded(v) if isinstance(v, float) else v for k, v in asdict(e).items()} for e in shown]
-    return {"kind": kind, "words": words, "rows": rows}
+        bounds = canary_bounds(reading.scores, scenario.protocol.coins, delta, partial(_accounted_record, reading))
+        return Canaries("examples", bound_words(bounds[-1], delta) if bounds else "", bounds)
+    estimates = canary_estimates(reading.scores, delta, partial(_accounted, reading))
+    words = canary_words(estimates[-1], delta) if estimates else ""
+    if words and reading.ledger.deployed:
+        words += " That they sent it is their owners' word."
+    return Canaries("directions", words, estimates)
 
 
 def _accountant(reading: Reading) -> Accountant | None:
@@ -257,44 +260,38 @@ def _accounted_record(reading: Reading, releases: int) -> float | None:
     return reading.keep(("accounted record", releases), lambda: accountant.spent(releases, fewest).record)
 
 
-def canary_words(estimates: Sequence[CanaryEstimate], delta: float) -> str:
-    """What the newest estimate says; empty without one."""
-    if not estimates:
-        return ""
-    last = estimates[-1]
+def canary_words(last: CanaryEstimate, delta: float) -> str:
+    """What the newest estimate says."""
     words = (
-        f"{last.canaries} canaries sent a fixed random direction in place of an update, at most {last.releases} "
-        f"time{'s' if last.releases != 1 else ''} each. What an observer of cosines sees of them is an epsilon of "
-        f"{last.epsilon:.3g} ({last.low:.3g} to {last.high:.3g}) for all of a client's data at delta {delta:g}; with the spread "
-        f"measured, {last.measured:.3g} ({last.measured_low:.3g} to {last.measured_high:.3g})."
+        f"{last.canaries} canaries sent a fixed random direction in place of an update, at most {many(last.releases, 'time')} "
+        f"each. What an observer of cosines sees of them is an epsilon of {last.seen} for all of a client's data at delta "
+        f"{delta:g}; with the spread measured, {last.measured}."
     )
     if last.accounted is None:
-        return f"{words} No epsilon is accounted for this chain: what is seen is no promise that there is no more."
-    if last.low > last.accounted and math.isfinite(last.low):
-        return f"{words} That is above the accounted {last.accounted:.3g}: the noise protects less than the accounting says."
-    if last.high < last.accounted:
-        return (
-            f"{words} The accounted epsilon is {last.accounted:.3g}: what lies between this observer does not see, "
-            "or the accounting counts more than the chain shows."
-        )
-    return f"{words} The accounted epsilon is {last.accounted:.3g}, within the interval."
+        return f"{words} {UNACCOUNTED}"
+    if last.seen.low > last.accounted and math.isfinite(last.seen.low):
+        return f"{words} That is above the accounted {last.accounted:.3g}: {TOO_LITTLE}"
+    within = last.seen.high >= last.accounted
+    less = "within the interval" if within else "above it: the accounting counts more, or more than this observer sees"
+    return f"{words} The accounted epsilon is {last.accounted:.3g}, {less}."
 
 
-def bound_words(bounds: Sequence[CanaryBound], delta: float) -> str:
-    """What the newest bound says; empty without one."""
-    if not bounds:
-        return ""
-    last = bounds[-1]
+def bound_words(last: CanaryBound, delta: float) -> str:
+    """What the newest bound says."""
     words = (
         f"{last.canaries} canary examples were each among a client's data or not, as a fair coin said. After at most "
-        f"{last.releases} update{'s' if last.releases != 1 else ''} of each client, {last.right} of the {last.guesses} surest "
-        f"guesses are right: the epsilon of one record is at least {last.epsilon:.3g} at delta {delta:g} (confidence 95 %)."
+        f"{many(last.releases, 'update')} of each client, {last.right} of the {last.guesses} surest guesses are right: the "
+        f"epsilon of one record is at least {last.epsilon:.3g} at delta {delta:g} (confidence 95 %)."
     )
     if last.accounted is None:
-        return f"{words} No epsilon is accounted for this chain: what is seen is no promise that there is no more."
+        return f"{words} {UNACCOUNTED}"
     if last.epsilon > last.accounted:
-        return f"{words} That is above the accounted {last.accounted:.3g}: the noise protects less than the accounting says."
+        return f"{words} That is above the accounted {last.accounted:.3g}: {TOO_LITTLE}"
     return (
         f"{words} The accounted epsilon is {last.accounted:.3g}; so many canaries can show {last.most:.3g} at most, and only what "
         "this test of membership sees."
     )
+
+
+UNACCOUNTED = "No epsilon is accounted for this chain: what is seen is no promise that there is no more."
+TOO_LITTLE = "the noise protects less than the accounting says."

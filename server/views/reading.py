@@ -1,13 +1,12 @@
 """A run as read so far: it asks the ledger only for what is new, and recomputes only what that changes."""
 
-import math
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from threading import Lock
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from xxhash import xxh3_64_hexdigest
 
@@ -15,7 +14,7 @@ from fedgauge.attacks.grading.knowledge_card import SEPARATOR
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.local_data import may_download
-from fedgauge.client.protocol import MOST_CLIENTS, MOST_ROUNDS, Protocol
+from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
 from fedgauge.server.store.expected_jobs import expected_jobs
@@ -47,15 +46,14 @@ def state_of(run: Run, ledger: Ledger) -> State:
     if run.at_work("audit"):
         return "attacking"
     progress, meta, rounds = ledger.progress(), ledger.meta(), ledger.rounds()
-    if meta.get("state") == "failed" and EMPTY in meta:
-        return "failed"
-    if ledger.foreign and meta.get("state") in ("failed", "interrupted"):  # how many rounds its app planned is unknown
-        return "failed" if meta["state"] == "failed" else "interrupted"
+    ended: State = "failed" if meta.get("state") == "failed" else "interrupted"
+    if (ended == "failed" and EMPTY in meta) or (ledger.foreign and meta.get("state") == ended):
+        return ended  # of an app it is unknown how many rounds it planned
     # once the model is trained the run has not failed, whatever happened to its processes
     if meta.get("state") == "trained" or (rounds and str(rounds[-1]["round"]) == meta.get("rounds")):
-        ended: State = "attacks failed" if progress.failed else "complete"
+        ended = "attacks failed" if progress.failed else "complete"
         return "attacks waiting" if progress.waiting else ended
-    return "failed" if meta.get("state") == "failed" else "interrupted"
+    return ended
 
 
 def version_of(run: Run, ledger: Ledger) -> str:
@@ -78,6 +76,8 @@ def tables_of(run: Run) -> dict[str, Any]:
     if missing := [key for key in SHOWN if key not in tables]:
         raise LedgerError(f"{run.folder / 'scenario.toml'} is not a scenario: it lacks {', '.join(missing)}")
     try:
+        Protocol.from_tables(tables)
+        selection(tables)
         _check_shapes(tables)
     except SpecError as error:
         raise LedgerError(f"{run.folder / 'scenario.toml'} is not a scenario: {error}") from error
@@ -85,23 +85,29 @@ def tables_of(run: Run) -> dict[str, Any]:
 
 
 def _check_shapes(tables: Mapping[str, Any]) -> None:
-    """Raise SpecError unless what the views read without building the scenario is of the right kind."""
-    for key in ("seed", "rounds", "clients"):
-        coerce(tables[key], int, key)
-    for key, most in (("rounds", MOST_ROUNDS), ("clients", MOST_CLIENTS)):
-        if not 0 <= tables[key] <= most:
-            raise SpecError(f"{key} must lie in 0..{most}, got {tables[key]}")
-    chain = coerce(tables["chain"], list, "chain")
-    for where, table in (("[data]", tables["data"]), ("[model]", tables["model"]), *(("[[chain]]", t) for t in chain)):
-        coerce(coerce(table, dict, where).get("use"), str, f"{where}: use")
-    coerce(tables["data"].get("batch_size", 1), int, "[data]: batch_size")
-    audit, tape = (coerce(tables.get(key, {}), dict, f"[{key}]") for key in ("audit", "tape"))
-    for table, key, kind in ((audit, "curious", bool), (audit, "workers", int), (tape, "retention_days", float)):
-        if key in table:
-            coerce(table[key], kind, key)
-    selection(tables)
-    if "secure_sum" in tables:
-        Protocol.from_tables(tables)
+    """Raise SpecError unless what the views read beside the protocol, without building the scenario, is of the right kind."""
+    for table in (tables["data"], tables["model"], *tables["chain"]):
+        coerce(table.get("use"), str, "use")
+    of = {key: coerce(tables.get(key, {}), dict, f"[{key}]") for key in ("data", "audit", "tape")}
+    kinds = (
+        ("data", "batch_size", int),
+        ("audit", "curious", bool),
+        ("audit", "workers", int),
+        ("tape", "retention_days", float),
+    )
+    for table, key, kind in kinds:
+        if key in of[table]:
+            coerce(of[table][key], kind, key)
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Forbid downloads of data."""
+    before = may_download.set(False)
+    try:
+        yield
+    finally:
+        may_download.reset(before)
 
 
 @dataclass(frozen=True)
@@ -226,8 +232,7 @@ class Reading(LedgerReading):
 
     def refresh(self) -> None:
         """Read what is new."""
-        version = self._version()
-        if version != self.version:
+        if (version := version_of(self.run, self.ledger)) != self.version:
             self.read()
             self.version = version
 
@@ -235,7 +240,7 @@ class Reading(LedgerReading):
         touched = super().read()
         if "rounds" in self.meta:  # a user's own app decides by itself how many it trains
             self.tables["rounds"] = int(self.meta["rounds"])
-        self.attacks = [{**row, "parts": _parts(row)} for row in map(dict, self.ledger.attacks())]
+        self.attacks = list(map(_with_parts, self.ledger.attacks()))
         deployed = self.ledger.deployed
         for o in self.ledger.observations(self._seen + 1):
             self._seen = o["round"]
@@ -248,9 +253,6 @@ class Reading(LedgerReading):
         self._views.clear()
         return touched
 
-    def _version(self) -> str:
-        return version_of(self.run, self.ledger)
-
     @property
     def state(self) -> State:
         """The run's current state."""
@@ -260,15 +262,13 @@ class Reading(LedgerReading):
         """The result of `make`, cached until the run changes."""
         if key not in self._views:
             self._views[key] = make()
-        view: View = self._views[key]
-        return view
+        return cast(View, self._views[key])
 
     def keep(self, key: Any, make: Callable[[], View]) -> View:
         """The result of `make`, cached for good: for what never changes."""
         if key not in self._kept:
             self._kept[key] = make()
-        kept: View = self._kept[key]
-        return kept
+        return cast(View, self._kept[key])
 
     @property
     def objectives(self) -> Mapping[tuple[int, int, str], float | None]:
@@ -290,14 +290,10 @@ class Reading(LedgerReading):
         nodes = self.ledger.nodes()
 
         def read() -> Batch | None:
-            before = may_download.set(False)
-            try:
+            with offline(), suppress(SpecError, OSError):
                 source = TesterTruth.from_json(self.meta["truth"])
                 return source.batch(round, client, self.scenario.federation.shards.dataset, nodes)
-            except (SpecError, OSError):
-                return None
-            finally:
-                may_download.reset(before)
+            return None
 
         return self.view(("truth", round, client), read)
 
@@ -342,14 +338,12 @@ class Reading(LedgerReading):
     def scenario(self) -> Scenario:
         """The scenario, built with its data; SpecError if this machine cannot build it."""
         if self._scenario is None:
-            allowed = may_download.set(False)
             try:
-                self.run.check()  # the scenario may name data in the run's own folder
-                self._scenario = self.run.scenario()
+                with offline():
+                    self.run.check()  # the scenario may name data in the run's own folder
+                    self._scenario = self.run.scenario()
             except (SpecError, OSError, ValueError) as error:
                 self._scenario = str(error)
-            finally:
-                may_download.reset(allowed)
         if isinstance(self._scenario, str):
             raise SpecError(self._scenario)
         return self._scenario
@@ -382,9 +376,9 @@ def jobs_of_run(reading: Reading) -> Jobs:
     return jobs_of(reading, reading.built if reading.state == "training" else None)
 
 
-def _parts(row: Mapping[str, Any]) -> list[str]:
-    """An attack's card in parts: what was agreed, then what was found, whose sentences may hold any words."""
-    return [*row["agreed"].split(SEPARATOR), *filter(None, (row["training"], row["grading"]))]
+def _with_parts(row: Any) -> dict[str, Any]:
+    """An attack with its card in parts: what was agreed, then what was found, whose sentences may hold any words."""
+    return {**row, "parts": [*row["agreed"].split(SEPARATOR), *filter(None, (row["training"], row["grading"]))]}
 
 
 @contextmanager
@@ -396,10 +390,8 @@ def read_once(run: Run) -> Iterator[Reading]:
 
 def most_examples(tables: Mapping[str, Any]) -> int:
     """How many examples an update is taken to be of, by the scenario: a client's own word can be any number."""
-    factors = (
-        table.get(key, 1) for table, key in ((tables["data"], "batch_size"), (tables.get("secure_sum", {}), "group"))
-    )
-    return min(math.prod(max(1, n) for n in factors if isinstance(n, int)), MOST_EXAMPLES)
+    size, group = tables["data"].get("batch_size", 1), tables.get("secure_sum", {}).get("group", 1)
+    return min(max(1, int(size)) * max(1, int(group)), MOST_EXAMPLES)
 
 
 def run_summary(run: Run) -> dict[str, Any]:

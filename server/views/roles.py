@@ -5,7 +5,7 @@ from typing import Literal
 
 from fedgauge.attacks.grading.scores import attack_of, wrong_client
 from fedgauge.attacks.modality.registry import BASELINES
-from fedgauge.attacks.plan import LIMITS, PlannedAttack
+from fedgauge.attacks.plan import LIMITS
 from fedgauge.server.store.ledger import Ledger
 
 Role = Literal["attack", "limit", "baseline"]
@@ -31,11 +31,6 @@ def role_of(attack: str) -> Role:
     if is_limit(attack):
         return "limit"
     return "baseline" if is_baseline(attack) else "attack"
-
-
-def planned_attacks(ledger: Ledger) -> dict[str, PlannedAttack]:
-    """The attacks as they were planned, in order."""
-    return ledger.planned()
 
 
 def attack_order(ledger: Ledger, names: Collection[str]) -> list[str]:

@@ -1,10 +1,9 @@
 """All scores of a run as columns, in an order that does not depend on which worker wrote first."""
 
-from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from math import nan
-from typing import TypeVar
+from functools import reduce
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +23,10 @@ LABELS = "label_accuracy"
 LARGEST = 1e100  # of a value: sums of squares of larger ones may be no numbers
 Mask = NDArray[np.bool_]
 SizeOf = Callable[[int, int], int]  # (round, client) -> how many examples the update is of
-Number = TypeVar("Number", np.int64, np.float64)
-
-
-def one_example(round: int, client: int) -> int:
-    """The size of every update of which nothing is known."""
-    return 1
+NAMES = ("attack", "metric", "status")
+NUMBERS = ("round", "client", "example", "value")
+ROW = [("round", int), ("client", int), ("attack", object), ("example", int), ("metric", object), ("status", object),
+       ("value", float)]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +54,7 @@ class Scores:
     metrics: tuple[str, ...]
     statuses: tuple[str, ...]
     modality: type[Modality] = ImageModality
-    size_of: SizeOf = one_example
+    size_of: SizeOf = lambda round, client: 1
     unordered: bool = False
     told_labels: frozenset[str] = frozenset()
 
@@ -72,34 +69,18 @@ class Scores:
 
         Equal rows give equal columns, in whatever order they came.
         """
-        # lists would cost ten times the memory
-        round, client, example, value = array("q"), array("q"), array("q"), array("d")
-        attack, metric, status = (_Names(known) for known in (self.attacks, self.metrics, self.statuses))
-        for row in rows:
-            round.append(row[0])
-            client.append(row[1])
-            attack.append(row[2])
-            example.append(row[3])
-            metric.append(row[4])
-            status.append(row[5])
-            value.append(nan if row[6] is None else row[6])
-        columns = {
-            "round": _after(self.round, round),
-            "client": _after(self.client, client),
-            "attack": attack.after(self.attack),
-            "example": _after(self.example, example),
-            "metric": metric.after(self.metric),
-            "status": status.after(self.status),
-        }
-        values = _usable(_after(self.value, value), columns["metric"], metric.sorted)
+        fresh = np.fromiter(rows, ROW)
+        columns: dict[str, Any] = {name: np.concatenate([getattr(self, name), fresh[name]]) for name in NUMBERS}
+        known = {"attack": self.attacks, "metric": self.metrics, "status": self.statuses}
+        names = {name: tuple(sorted({*known[name], *fresh[name]})) for name in NAMES}
+        for name in NAMES:
+            code = {each: i for i, each in enumerate(names[name])}
+            renumbered = np.array([code[each] for each in known[name]], np.int64)[getattr(self, name)]
+            columns[name] = np.concatenate([renumbered, np.array([code[each] for each in fresh[name]], np.int64)])
+        columns["value"] = _usable(columns["value"], columns["metric"], names["metric"])
         order = np.lexsort([columns[name] for name in ("metric", "example", "attack", "client", "round")])
-        for name in columns:  # one at a time: two copies of all columns of a large run would not fit
-            columns[name] = columns[name][order]
-        read = Scores(
-            **columns, value=values[order], attacks=attack.sorted, metrics=metric.sorted, statuses=status.sorted,
-            modality=self.modality, size_of=self.size_of, unordered=self.unordered, told_labels=self.told_labels,
-        )  # fmt: skip
-        return read._without_answered()
+        columns |= {"attacks": names["attack"], "metrics": names["metric"], "statuses": names["status"]}
+        return replace(self, **columns).where(order)._without_answered()
 
     def _without_answered(self) -> "Scores":
         """Without the rows that stood for a reconstruction until somebody graded it."""
@@ -115,13 +96,11 @@ class Scores:
 
     def where(self, chosen: Mask | Ints) -> "Scores":
         """The chosen rows."""
-        columns = ("round", "client", "attack", "example", "metric", "value", "status")
-        return replace(self, **{name: getattr(self, name)[chosen] for name in columns})
+        return replace(self, **{name: getattr(self, name)[chosen] for name in (*NUMBERS, *NAMES)})
 
     def named(self, metric: str) -> Mask:
         """(N,) whether a row is of a metric."""
-        own: Mask = self.metric == (self.metrics.index(metric) if metric in self.metrics else -1)
-        return own
+        return np.isin(self.metric, _code(self.metrics, metric))
 
     def of_metric(self, metric: str) -> "Scores":
         """The rows of a metric, and one row for each observation of which an attack gave nothing that any metric could grade.
@@ -133,10 +112,9 @@ class Scores:
         either: under every metric that counts as a failed attempt.
         """
         without = {*(ERROR_LIMITS if metric != mse.name else ()), *(self.told_labels if metric == LABELS else ())}
-        if left_out := [i for i, name in enumerate(self.attacks) if name in without]:
-            of_them = np.isin(self.attack, left_out)
-            if of_them.any():
-                return self.where(~of_them).of_metric(metric)
+        left_out = np.isin(self.attack, [i for i, name in enumerate(self.attacks) if name in without])
+        if left_out.any():
+            return self.where(~left_out).of_metric(metric)
         own = self.named(metric)
         # an attack on examples does not fail at membership, nor the other way round
         of_members = np.array([name in MEMBERSHIP for name in self.metrics], dtype=bool)[self.metric]
@@ -152,7 +130,7 @@ class Scores:
 
     def of_attack(self, attack: str) -> "Scores":
         """The rows of an attack."""
-        return self.where(self.attack == (self.attacks.index(attack) if attack in self.attacks else -1))
+        return self.where(self.attack == _code(self.attacks, attack))
 
     def comparable(self, metric: str) -> "Scores":
         """Rows of one metric, all with a value, whose `example` is the same one under every attack.
@@ -193,20 +171,17 @@ class Scores:
     @property
     def by_limits(self) -> Mask:
         """(N,) whether a row is of a limit."""
-        own: Mask = np.array([is_limit(a) for a in self.attacks], dtype=bool)[self.attack]
-        return own
+        return np.isin(self.attack, [i for i, a in enumerate(self.attacks) if is_limit(a)])
 
     @property
     def by_attacks(self) -> Mask:
         """(N,) whether a row is of an attack, not of a baseline or limit."""
-        own: Mask = np.array([is_attack(a) for a in self.attacks], dtype=bool)[self.attack]
-        return own
+        return np.isin(self.attack, [i for i, a in enumerate(self.attacks) if is_attack(a)])
 
     @property
     def ungraded(self) -> Mask:
         """(N,) whether a row stands for a reconstruction that a deployment's client did not grade."""
-        hidden: Mask = self.status == (self.statuses.index(UNGRADED) if UNGRADED in self.statuses else -1)
-        return hidden
+        return np.isin(self.status, _code(self.statuses, UNGRADED))
 
     @property
     def measure(self) -> MainMetric:
@@ -232,48 +207,19 @@ class Scores:
     @staticmethod
     def _pack(*columns: Ints) -> Ints:
         """(N,) one number for each distinct tuple of columns, each of which is below 2 ** 21."""
-        packed = np.zeros_like(columns[0])
-        for column in columns:
-            packed = (packed << 21) + column
-        return packed
+        return reduce(lambda packed, column: (packed << 21) + column, columns)
 
 
-def _after(known: NDArray[Number], more: "array[int] | array[float]") -> NDArray[Number]:
-    """A column with further values; not copied where there were none before."""
-    fresh = np.frombuffer(more, more.typecode).astype(known.dtype, copy=False) if len(more) else known[:0]
-    return np.concatenate([known, fresh]) if len(known) else fresh
+def _code(names: tuple[str, ...], name: str) -> int:
+    """The index of a name; -1 if it is not there."""
+    return names.index(name) if name in names else -1
 
 
 def _usable(values: Floats, metric: Ints, names: tuple[str, ...]) -> Floats:
     """The values, NaN for what is beyond LARGEST; an infinite one stays where the metric's mean caps it."""
     far = np.abs(values) > LARGEST
-    if not far.any():
-        return values
     capped = np.array([name in MEASURED and MEASURED[name].cap is not None for name in names], dtype=bool)[metric]
-    usable: Floats = np.where(far & ~(capped & (values == np.inf)), nan, values)
-    return usable
-
-
-class _Names:
-    """A column of names, stored as codes; the lowest codes are the names that were known before."""
-
-    def __init__(self, known: tuple[str, ...]) -> None:
-        self._code = {name: i for i, name in enumerate(known)}
-        self._codes = array("i")
-
-    def append(self, name: str) -> None:
-        self._codes.append(self._code.setdefault(name, len(self._code)))
-
-    @property
-    def sorted(self) -> tuple[str, ...]:
-        """All names in alphabetical order."""
-        return tuple(sorted(self._code))
-
-    def after(self, codes: Ints) -> Ints:
-        """The codes of known names, then those of this column, as ranks in alphabetical order."""
-        rank = {name: i for i, name in enumerate(self.sorted)}
-        places = np.array([rank[name] for name in self._code], np.int64)
-        return places[_after(codes, self._codes)] if len(places) else codes
+    return np.where(far & ~(capped & (values == np.inf)), np.nan, values)
 
 
 def known_metrics(scores: Scores) -> list[str]:

@@ -1,6 +1,6 @@
 """The effects of a malicious server: what it sent, what that recovered, who noticed, and what it cost the federation."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
@@ -9,10 +9,9 @@ import numpy as np
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.formatting import in_unit, percent
+from fedgauge.server.views.formatting import in_unit, many, percent, shortened
 from fedgauge.server.views.scores import Scores
 
-MOST_WORDS = 240  # letters of a client's message that are shown
 Key = tuple[int, int]  # round, client
 Row = Any  # a row of the ledger, read by column name
 
@@ -25,7 +24,7 @@ def server_attack_effects(scenario: Scenario, scores: Scores, ledger: Ledger) ->
     members = {(o["round"], o["client"]): _altered_clients(scenario, o["round"], o["client"]) for o in seen}
     altered = {key for key, clients in members.items() if clients}
     rounds = sorted({r for r, _ in altered})
-    sent = f"{_many(sum(map(len, members.values())), 'message')} answered in {_many(len(rounds), 'round')}"
+    sent = f"{many(sum(map(len, members.values())), 'message')} answered in {many(len(rounds), 'round')}"
     trouble = ledger.meta().get("server_attack")
     return {
         "sent": "; ".join([f"{'; '.join(map(str, scenario.server_attack))}: {sent}", *([trouble] if trouble else [])]),
@@ -55,21 +54,19 @@ def _recovered(
     if not best:
         return f"no {by.private} has been graded"
     theirs = {k: v for k, v in best.items() if k[:2] in altered}
-    others = {k: v for k, v in best.items() if k[:2] not in altered}
-    words = f"of the {by.private}s behind altered weights {_exact(theirs.values(), by)}"
+    others = [v for k, v in best.items() if k not in theirs]
+    words = f"of the {by.private}s behind altered weights {_exact(list(theirs.values()), by)}"
     if first := min((r for (r, _, _), v in theirs.items() if by.came_back_whole(v)), default=None):
-        words += f", the first after {_many(rounds.index(first) + 1, 'such round')} (round {first})"
-    return f"{words}; of all others {_exact(others.values(), by)}"
+        words += f", the first after {many(rounds.index(first) + 1, 'such round')} (round {first})"
+    return f"{words}; of all others {_exact(others, by)}"
 
 
-def _exact(values: Iterable[float], by: MainMetric) -> str:
-    found = list(values)
+def _exact(found: Sequence[float], by: MainMetric) -> str:
     if not found:
         return "none was graded"
     exact = sum(map(by.came_back_whole, found))
     nearest = f" ({percent(exact / len(found))})" if exact else f", the best {in_unit(by.leakiest(found, float), by)}"
-    level = f"at {by.ceiling:g} {by.unit}" if by.cap is None else f"at {by.cap:g} {by.unit} or more"
-    return f"{exact} of {len(found)} {level}{nearest}"
+    return f"{exact} of {len(found)} at {by.complete:g} {by.unit}{'' if by.cap is None else ' or more'}{nearest}"
 
 
 def _noticed(scenario: Scenario, seen: Sequence[Row], altered: set[Key]) -> str:
@@ -83,29 +80,25 @@ def _noticed(scenario: Scenario, seen: Sequence[Row], altered: set[Key]) -> str:
         return "no client's guard reported anything (clients inspect what they are sent only if [guard] inspect is not off)"
     answer = "message" if scenario.protocol.secure_sum is None else "sum"
     words = (
-        f"guards alarmed at {len(alarms & altered)} of {_many(len(altered), f'altered {answer}')} and {len(alarms & honest)} of "
+        f"guards alarmed at {len(alarms & altered)} of {many(len(altered), f'altered {answer}')} and {len(alarms & honest)} of "
         f"{len(honest)} honest ones"
     )
     suspicions = [o["suspicion"] for o in seen if o["suspicion"] is not None and (o["round"], o["client"]) in altered]
     spread = " to ".join(dict.fromkeys(f"{s:.3g}" for s in (min(suspicions), max(suspicions)))) if suspicions else ""
     words += f"; suspicion {spread} at the altered ones (alarm above 1)" if suspicions else ""
-    first = first_alarm(seen)
-    return f"{words}; {first}" if first else words
+    return "; ".join(filter(None, (words, first_alarm(seen))))
 
 
 def first_alarm(seen: Sequence[Row]) -> str:
     """The first alarm: its round, the client of the update or sum, and the message; empty if no guard raised one."""
-    alarm = next((o for o in seen if o["alarm"]), None)
-    if alarm is None:
-        return ""
-    words = shortened(alarm["reason"])
-    return f"first in round {alarm['round']}, on client {alarm['client']}'s update: {words}"
-
-
-def shortened(reason: str) -> str:
-    """A client's message, shortened, on one line."""
-    words = " ".join(reason.split())
-    return words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} ..."
+    return next(
+        (
+            f"first in round {o['round']}, on client {o['client']}'s update: {shortened(o['reason'])}"
+            for o in seen
+            if o["alarm"]
+        ),
+        "",
+    )
 
 
 def _cost(scenario: Scenario, ledger: Ledger, seen: Sequence[Row], altered: set[Key], rounds: Sequence[int]) -> str:
@@ -114,12 +107,8 @@ def _cost(scenario: Scenario, ledger: Ledger, seen: Sequence[Row], altered: set[
     steps = {r: 100 * (accuracy[r] - accuracy[r - 1]) for r in accuracy if r - 1 in accuracy}
     kept = [aimed.targeting.aggregate for aimed in scenario.server_attack]
     fate = "averaged as all are" if all(kept) else "averaged in part" if any(kept) else "left out of the average"
-    words = f"answers to altered weights ({_many(len(altered), 'update')} of {len(seen)}) were {fate}"
+    words = f"answers to altered weights ({many(len(altered), 'update')} of {len(seen)}) were {fate}"
     both = (("in those rounds", True), ("in the others", False))
     moved = [(which, [step for r, step in steps.items() if (r in rounds) is own]) for which, own in both]
     parts = [f"{mean(part):+.1f} points a round {which}" for which, part in moved if part]
     return f"{words}; test accuracy moved by {', '.join(parts)} (early rounds move it most)" if parts else words
-
-
-def _many(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"

@@ -12,16 +12,15 @@ from fedgauge.attacks.plan import ERROR_LIMITS
 from fedgauge.client.pairing import in_db
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.intervals import LUCK, Floats, Ints, Rate, clustered_interval
-from fedgauge.server.views.leakage import Leak, as_rate, leakage
+from fedgauge.server.views.leakage import Leak, as_rate, leakage_by_round
 from fedgauge.server.views.roles import Role, attack_order, is_attack, role_of
 from fedgauge.server.views.scores import Scores, capped
 
 
 def best_of(leaks: Iterable[Leak], role: Role) -> Leak | None:
     """The strongest attack, the best baseline or the highest limit: that whose mean leaks most; None if none has a mean."""
-    graded = sorted(
-        (leak for leak in leaks if leak.mean is not None and role_of(leak.attack) == role), key=lambda k: k.attack
-    )
+    graded = [leak for leak in leaks if leak.mean is not None and role_of(leak.attack) == role]
+    graded.sort(key=lambda leak: leak.attack)
     return MEASURED[graded[0].metric].leakiest(graded, lambda leak: leak.mean or 0.0) if graded else None
 
 
@@ -64,7 +63,7 @@ def mean_of(leak: Leak | None) -> float | None:
 
 def final_accuracy(rounds: Mapping[int, Mapping[str, Any]]) -> float | None:
     """Test accuracy after the last round that was tested; None if none was."""
-    tested: list[float] = [rounds[r]["accuracy"] for r in sorted(rounds) if rounds[r]["accuracy"] is not None]
+    tested: list[float] = [row["accuracy"] for _, row in sorted(rounds.items()) if row["accuracy"] is not None]
     return tested[-1] if tested else None
 
 
@@ -102,12 +101,12 @@ class Tradeoff:
 
 
 def fronts(tradeoffs: Sequence[Tradeoff]) -> dict[str, list[tuple[float, float]]]:
-    """Leakage and accuracy along the Pareto front of each data set, by accuracy."""
-    best = [(t.data, t.place) for t in tradeoffs if t.place is not None and t.is_optimal(tradeoffs)]
-    return {
-        data: sorted({place for of, place in best if of == data}, key=lambda place: place[1])
-        for data in dict.fromkeys(data for data, _ in best)
-    }
+    """Accuracy and leakage along the Pareto front of each data set, by accuracy."""
+    best: dict[str, set[tuple[float, float]]] = {}
+    for own in tradeoffs:
+        if own.place is not None and own.is_optimal(tradeoffs):
+            best.setdefault(own.data, set()).add(own.place[::-1])
+    return {data: sorted(places) for data, places in best.items()}
 
 
 @dataclass(frozen=True)
@@ -136,35 +135,28 @@ class RoundLeak:
 def round_table(scores: Scores, ledger: Ledger) -> list[RoundLeak]:
     """Every attacked round that has scores; attacks in the order of the plan."""
     accuracy = {row["round"]: row["accuracy"] for row in ledger.rounds()}
-    measures = (scores.measure.metric, "label_accuracy", "identified")
-    leaks, labels, identified = (_by_round(leakage(scores, m)) for m in measures)
-    attacks = [a for a in attack_order(ledger, scores.attacks) if is_attack(a)]
-    lines = []
-    for round, by_attack in sorted(leaks.items()):
-        floor = best_of(by_attack.values(), "baseline")
-        for attack in [a for a in attacks if a in by_attack]:
-            restored, known = (leaks.get(round, {}).get(attack) for leaks in (labels, identified))
+    leaks, labels, identified = (
+        {(leak.round, leak.attack): leak for leak in leakage_by_round(scores, metric)}
+        for metric in (scores.measure.metric, "label_accuracy", "identified")
+    )
+    attacks, lines = [a for a in attack_order(ledger, scores.attacks) if is_attack(a)], []
+    for round in sorted({leak.round for leak in leaks.values() if leak.round is not None}):
+        floor = best_of((leak for leak in leaks.values() if leak.round == round), "baseline")
+        for attack in [a for a in attacks if (round, a) in leaks]:
+            restored, known = labels.get((round, attack)), identified.get((round, attack))
             lines.append(
                 RoundLeak(
                     round=round,
                     accuracy=accuracy.get(round),
                     attacked_accuracy=accuracy.get(round - 1),
                     attack=attack,
-                    leak=by_attack[attack],
+                    leak=leaks[round, attack],
                     baseline=floor,
-                    labels=restored.mean if restored else None,
+                    labels=mean_of(restored),
                     identified=as_rate(known) if known and known.n else None,
                 )
             )
     return lines
-
-
-def _by_round(leaks: Sequence[Leak]) -> dict[int, dict[str, Leak]]:
-    by_round: dict[int, dict[str, Leak]] = {}
-    for leak in leaks:
-        if leak.round is not None:
-            by_round.setdefault(leak.round, {})[leak.attack] = leak
-    return by_round
 
 
 def rivals_of(attack: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED
-from fedgauge.server.views.formatting import in_unit, percent, status_words
+from fedgauge.server.views.formatting import in_unit, many, percent, status_words
 from fedgauge.server.views.intervals import (
     LUCK,
     Ints,
@@ -26,7 +26,7 @@ from fedgauge.server.views.leakage import leakage_of_all
 from fedgauge.server.views.membership import ToldMembers, Word, members_sentences, told_members
 from fedgauge.server.views.outcomes import failure
 from fedgauge.server.views.reading import Jobs, Reading, State, jobs_of_run
-from fedgauge.server.views.roles import is_attack, planned_attacks
+from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import PairedDifference, best_of, paired, rivals_of, values_of
 from fedgauge.server.views.success import count_ungraded
@@ -151,33 +151,29 @@ def excesses(scores: Scores) -> list[ExcessLeakage]:
 
 
 def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifference, attacks: int) -> ExcessLeakage:
-    own, more_often = main.of_attack(attack), paired(identified, attack)
-    interval = gain.interval(attacks)
-    interval_of_rates = more_often.interval(attacks) if more_often else None
-    keys = own.example_keys()
-    sign = main.measure.sign
-    highest = np.fmax.reduce(
-        [sign * values_of(main.of_attack(b), keys) for b in rivals_of(attack)]
-    )  # NaN: none is graded
-    hit = values_of(identified.of_attack(attack), keys)
+    own, hits, more_often = main.of_attack(attack), identified.of_attack(attack), paired(identified, attack)
+    keys, sign = own.example_keys(), main.measure.sign
+    highest = np.fmax.reduce([sign * values_of(main.of_attack(b), keys) for b in rivals_of(attack)])  # NaN: none graded
+    hit = values_of(hits, keys)
     guesses = np.stack([values_of(identified.of_attack(b), keys) for b in rivals_of(attack)])
-    rivals = (~np.isnan(guesses)).sum(0)
-    guessed, graded = (guesses == 1).any(0), (rivals > 0) & ~np.isnan(hit)
+    rivals, guessed = (~np.isnan(guesses)).sum(0), (guesses == 1).any(0)
+    graded = (rivals > 0) & ~np.isnan(hit)
     alone, missed = (hit == 1) & ~guessed & graded, (hit == 0) & guessed & graded
+    low, high = gain.interval(attacks) or (None, None)
     return ExcessLeakage(
         attack=attack,
         baseline=gain.baseline,
         mean=float(gain.differences.mean()),
-        low=interval[0] if interval else None,
-        high=interval[1] if interval else None,
+        low=low,
+        high=high,
         reached=float(gain.own.mean()),
         floor=float(gain.floor.mean()),
-        identified=_rate_of(identified.of_attack(attack)),
+        identified=_rate_of(hits),
         floor_identified=_rate_of(identified.of_attack(more_often.baseline)) if more_often else None,
-        identified_more_often=interval_of_rates[0] if interval_of_rates else None,
-        identified_by_luck=luck_of_hits(int(alone.sum()), int(missed.sum()), int(rivals[graded].min()))
-        if graded.any()
-        else 1.0,
+        identified_more_often=(more_often and more_often.interval(attacks) or (None,))[0],
+        identified_by_luck=luck_of_hits(
+            int(alone.sum()), int(missed.sum()), int(rivals[graded].min(initial=len(guesses)))
+        ),
         identified_clients=len(np.unique(own.client[hit == 1])),
         exposed=int(((sign * own.value >= highest + main.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
         n=len(own),
@@ -235,8 +231,9 @@ def verdict(
         never_attacked: `PlanCoverage.words`.
     """
     subject = f"So far ({jobs.words}), the clients'" if jobs.left else "The clients'"
-    examples = _of_examples(scores, ledger, shares, state, subject, never_attacked)
-    doubt = _joined(never_attacked, _doubts(scores, ledger, state, "members"))
+    labels = restored_labels(scores, ledger, shares)
+    examples = _of_examples(scores, ledger, labels, state, subject, never_attacked)
+    doubt = never_attacked or _doubts(scores, ledger, state, "members")
     members = [replace(told, doubt=doubt) for told in told_members(scores)]
     words = {examples.word, *(told.word for told in members)}
     word: Word = "undetermined"
@@ -249,44 +246,37 @@ def verdict(
 
 
 def _of_examples(
-    scores: Scores, ledger: Ledger, shares: Sequence[float], state: State, subject: str, never_attacked: str
+    scores: Scores, ledger: Ledger, labels: RestoredLabels | None, state: State, subject: str, never_attacked: str
 ) -> Verdict:
-    """The verdict on what comes back of the examples, with the attack that decides it.
+    """The verdict on what comes back of the examples; labels that are read off are a leak whatever the examples.
 
     Args:
         subject: whose examples, and of how much that is known.
-        never_attacked: `PlanCoverage.words`.
     """
-    compared, labels = excesses(scores), restored_labels(scores, ledger, shares)
-    read_off = f"{subject} labels leak: {labels}, by {labels.attack}." if labels and labels.leaks else ""
+    leaks = labels is not None and labels.leaks
+    labels_words = f"{subject} labels leak: {labels}, by {labels.attack}. " if labels and leaks else ""
+    word: Word = "undetermined"
+    compared, strongest = excesses(scores), None
     if not compared:
-        return _undetermined(read_off, _joined(_nothing_to_judge(scores, ledger), never_attacked))
-    strongest, title = _strongest(scores, compared)
-    budget, private = planned_attacks(ledger)[strongest.attack].budget, f"{scores.measure.private}s"
-    numbers = _numbers(strongest, compared, scores.measure)
-    if not strongest.leaks and (doubt := _joined(never_attacked, _doubts(scores, ledger, state, "examples"))):
-        why = f"{doubt}. So it proves nothing that no attack beats a guess"
-        return _undetermined(
-            read_off, f": {why}: the {title}, {strongest.attack} ({budget}), reaches {numbers}", strongest
-        )
-    if not strongest.leaks and strongest.looks_identified:
-        few = (
-            f"{strongest.n} {private} of one client are too few to tell a leak from luck. {strongest.attack} ({budget})"
-        )
-        return _undetermined(read_off, f": {few} reaches {numbers}", strongest)
-    if labels and (strongest.leaks or not read_off):
-        numbers += f"; {labels}"
-    if strongest.clusters == 1:
-        numbers += "; one client gives no interval"
-    if strongest.leaks:
-        words = f"leak: the {title}, {strongest.attack} ({budget}), reaches {numbers}."
-        return Verdict("leaks", (f"{subject} {private} {words}",), strongest)
-    words = f"at this budget ({title} {strongest.attack}, {budget}): it reaches {numbers}"
-    if read_off:
-        words = f"{read_off} Their {private} come back no better than from a guess {words}; a stronger attack may do better."
-        return Verdict("leaks", (words,), strongest)
-    words = f"are not shown to leak {words}; a stronger attack may still succeed."
-    return Verdict("not shown to leak", (f"{subject} {private} {words}",), strongest)
+        why = "; ".join(filter(None, (_nothing_to_judge(scores, ledger), never_attacked)))
+        words = f"Nothing can be said about reconstruction: {why}."
+    else:
+        strongest, title = _strongest(scores, compared)
+        private, budget = f"{scores.measure.private}s", ledger.planned()[strongest.attack].budget
+        reached = f"the {title}, {strongest.attack} ({budget}), reaches {_numbers(strongest, compared, scores.measure)}"
+        if labels and not leaks:
+            reached += f"; {labels}"
+        doubt = never_attacked or _doubts(scores, ledger, state, "examples")
+        few = f"{strongest.n} {private} of one client are too few to tell a leak from luck"
+        if strongest.leaks:
+            word, words = "leaks", f"{subject} {private} leak: {reached}."
+        elif doubt or strongest.looks_identified:
+            why = f"{doubt}. So it proves nothing that no attack beats a guess" if doubt else few
+            words = f"Nothing can be said about reconstruction: {why}: {reached}."
+        else:
+            word = "not shown to leak"
+            words = f"{subject} {private} are {word} at this budget: {reached}; a stronger attack may still succeed."
+    return Verdict("leaks" if leaks else word, (labels_words + words,), strongest)
 
 
 def _strongest(scores: Scores, compared: Sequence[ExcessLeakage]) -> tuple[ExcessLeakage, str]:
@@ -298,17 +288,6 @@ def _strongest(scores: Scores, compared: Sequence[ExcessLeakage]) -> tuple[Exces
     assert own is not None  # each is graded
     title = "strongest attack" if own is of_all else "strongest attack that beats a guess"
     return names[own.attack], title if beat or own is of_all else "strongest attack with a baseline"
-
-
-def _undetermined(read_off: str, why: str, strongest: ExcessLeakage | None = None) -> Verdict:
-    """Nothing can be said of the examples; labels that are read off are a leak all the same.
-
-    Args:
-        why: what follows, such as ": the plan has no attack".
-    """
-    if read_off:
-        return Verdict("leaks", (f"{read_off} Nothing can be said about more than labels{why}.",), strongest)
-    return Verdict("undetermined", (f"Nothing can be said about reconstruction{why}.",), strongest)
 
 
 def _numbers(strongest: ExcessLeakage, compared: Sequence[ExcessLeakage], by: MainMetric) -> str:
@@ -324,9 +303,9 @@ def _numbers(strongest: ExcessLeakage, compared: Sequence[ExcessLeakage], by: Ma
         most = max(compared, key=lambda e: e.identified.fraction or 0 if e.identified else 0)
         if most.identified and (most.identified.fraction or 0) > (strongest.identified.fraction or 0):
             numbers += f" ({most.identified.count} of {most.identified.n} by {most.attack})"
-    if strongest.exposed and not strongest.mean > 0:  # the mean hides them
+    if strongest.exposed:
         numbers += f", {strongest.exposed} of them {by.beyond}"
-    return numbers
+    return f"{numbers}; one client gives no interval" if strongest.clusters == 1 else numbers
 
 
 def doubts(reading: Reading, kind: Kind) -> str:
@@ -337,56 +316,46 @@ def doubts(reading: Reading, kind: Kind) -> str:
     return _doubts(reading.scores, reading.ledger, reading.state, kind)
 
 
-def _joined(*reasons: str) -> str:
-    return "; ".join(filter(None, reasons))
-
-
 def _doubts(scores: Scores, ledger: Ledger, state: State, kind: Kind) -> str:
-    if waiting := ledger.progress().waiting:
+    meta, waiting = ledger.meta(), ledger.progress().waiting
+    if waiting:
         return f"{waiting} attack{' has' if waiting == 1 else 's have'} not ended"
-    if why := failure(ledger) or _computed_otherwise(ledger):
+    if why := failure(ledger):
         return why
-    if wrong := ledger.meta().get("truth_doubts"):
-        return f"the grades may be against wrong examples: {wrong}"
-    if kind == "examples" and (why := _not_graded(scores, ledger) or _none_moved(scores, ledger)):
-        return why
-    return UNFINISHED.get(state, "")
-
-
-def _not_graded(scores: Scores, ledger: Ledger) -> str:
-    """How many reconstructions nobody graded, which may be the better ones; empty if each was graded."""
-    if not (count := count_ungraded(scores)):
-        return ""
-    reason = ungraded_reason(ledger)
-    return f"{count} reconstruction{' was' if count == 1 else 's were'} not graded{f' ({reason})' if reason else ''}"
-
-
-def _none_moved(scores: Scores, ledger: Ledger) -> str:
-    """That no attack on the examples could move, of those that are compared with a guess; empty if one could."""
-    flat = {row["name"] for row in ledger.attacks() if row["flat"]}
-    if not flat:
-        return ""
-    graded, planned = scores.where(scores.by_attacks & ~np.isnan(scores.value)), planned_attacks(ledger)
-    names = (graded.attacks[attack] for attack in np.unique(graded.attack))
-    tried = [e.attack for e in excesses(scores)] or [name for name in names if not planned[name].tells_members]
-    return NO_DERIVATIVE if tried and flat.issuperset(tried) else ""
-
-
-def _computed_otherwise(ledger: Ledger) -> str:
-    """Why attacks and tests assumed another computation than the clients'; empty if they did not."""
-    if ledger.meta().get("replay") == "mismatch":
+    if meta.get("replay") == "mismatch":
         return "the replay check failed, so the attacks inverted a different computation from the clients'"
     if ledger.training_fits is False:
         return (
             "the local training that the audit assumes does not explain the update, so the attacks inverted another one"
         )
-    return ""
+    if wrong := meta.get("truth_doubts"):
+        return f"the grades may be against wrong examples: {wrong}"
+    if kind == "examples" and (count := count_ungraded(scores)):
+        return f"{many(count, 'reconstruction')} {'was' if count == 1 else 'were'} not graded{_because(ledger)}"
+    if kind == "examples" and _none_moved(scores, ledger):
+        return NO_DERIVATIVE
+    return UNFINISHED.get(state, "")
+
+
+def _because(ledger: Ledger) -> str:
+    """Why nobody graded, in brackets."""
+    reason = ungraded_reason(ledger)
+    return f" ({reason})" if reason else ""
+
+
+def _none_moved(scores: Scores, ledger: Ledger) -> bool:
+    """Whether no attack on the examples could move, of those that are compared with a guess."""
+    flat = {row["name"] for row in ledger.attacks() if row["flat"]}
+    graded, planned = scores.where(scores.by_attacks & ~np.isnan(scores.value)), ledger.planned()
+    names = (graded.attacks[attack] for attack in np.unique(graded.attack))
+    tried = [e.attack for e in excesses(scores)] or [name for name in names if not planned[name].tells_members]
+    return bool(tried) and flat.issuperset(tried)
 
 
 def restored_labels(scores: Scores, ledger: Ledger, shares: Sequence[float]) -> RestoredLabels | None:
     """The labels of the attack that restored most, of those that were not given them; None if none restored any."""
     known, found = scores.where(~np.isnan(scores.value)).of_metric("label_accuracy"), []
-    for attack in planned_attacks(ledger):
+    for attack in ledger.planned():
         rows = known.of_attack(attack)
         if not len(rows):
             continue
@@ -413,26 +382,21 @@ def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
     real = scores.of_metric(scores.measure.metric)
     real = real.where(real.by_attacks)
     if not ledger.attacks():
-        return ": no attack was planned"
-    if not any(is_attack(name) and not planned.tells_members for name, planned in planned_attacks(ledger).items()):
-        return ": the plan has no attack that reconstructs"
-    if not len(real) and ledger.meta().get("replay") == "mismatch":
-        return ": the replay check failed, so no attack was run"
+        return "no attack was planned"
+    if not any(is_attack(name) and not planned.tells_members for name, planned in ledger.planned().items()):
+        return "the plan has no attack that reconstructs"
     if not len(real):
-        return " yet: no attack has been done"
-    if np.isnan(real.value).all():
-        counts = Counter(real.statuses[s] for s in real.status)
-        hidden = counts.pop(UNGRADED, 0)
-        outcomes = ", ".join(f"{n} x {status_words(status)}" for status, n in sorted(counts.items()))
-        other = f"no attack gave {a_or_an(scores.measure.private)} to grade ({outcomes})"
-        if hidden:
-            reason = ungraded_reason(ledger)
-            count = f"{hidden} reconstruction{'s' if hidden > 1 else ''} came back, and nobody graded any"
-            pairs = {(real.attacks[a], real.statuses[s]) for a, s in zip(real.attack, real.status, strict=True)}
-            empty = ", ".join(f"{a} ({status_words(s)})" for a, s in sorted(pairs) if s != UNGRADED)
-            other = f"{count}{f' ({reason})' if reason else ''}{f'; nothing came back from: {empty}' if empty else ''}"
-        return f": {other}"
-    return " yet: no baseline has been graded beside the attacks"
+        mismatch = ledger.meta().get("replay") == "mismatch"
+        return "the replay check failed, so no attack was run" if mismatch else "no attack has been done yet"
+    if not np.isnan(real.value).all():
+        return "no baseline has been graded yet"
+    counts = Counter(real.statuses[s] for s in real.status)
+    hidden = counts.pop(UNGRADED, 0)
+    outcomes = ", ".join(f"{n} x {status_words(status)}" for status, n in sorted(counts.items()))
+    if not hidden:
+        return f"no attack gave {a_or_an(scores.measure.private)} to grade ({outcomes})"
+    words = f"{many(hidden, 'reconstruction')} came back, and nobody graded any{_because(ledger)}"
+    return f"{words}; nothing else came back: {outcomes}" if outcomes else words
 
 
 def ungraded_reason(ledger: Ledger) -> str:

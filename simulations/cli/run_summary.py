@@ -1,7 +1,6 @@
 """What `fedgauge run` and `fedgauge audit` print at their end: scores, failures, the report, and what to do next."""
 
 import sys
-from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -15,17 +14,16 @@ from fedgauge.server.views.formatting import number, percent, status_words
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on, failure, inapplicable, none_accepted
-from fedgauge.server.views.participation import app_clients, numbering, other_sizes, participation
+from fedgauge.server.views.participation import app_clients, guarded, numbering, other_sizes, participation
 from fedgauge.server.views.privacy import canaries
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.strength import RoundLeak, round_table
-from fedgauge.server.views.success import UngradedAttack, ungraded_table
+from fedgauge.server.views.tables import Table as ShownTable
 from fedgauge.server.views.tables import without_truth
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 from fedgauge.simulations.live import json_log
 from fedgauge.simulations.live.log import Log
-from fedgauge.simulations.live.participation import guarded
 
 
 def print_summary(run: Run, log: Log) -> None:
@@ -90,21 +88,21 @@ def _print_results(reading: Reading) -> None:
     of = f"{scores.measure.name} ({scores.measure.unit})"
     values = [f"{which} {of}" for which in ("mean", "best", "baseline")]
     table = Table("round", "accuracy", "attack", *values, "label accuracy", box=None)
-    lines, ungraded = round_table(scores, ledger), ungraded_table(scores, ledger)
-    if any(line.leak.n for line in lines) or not ungraded:
+    lines, ungraded = round_table(scores, ledger), without_truth(scores, ledger)
+    if any(line.leak.n for line in lines) or not ungraded.rows:
         for line in lines:
             if line.leak.n or line.leak.failed:
                 table.add_row(*_cells(line))
     if table.row_count:
         console.print(table)
-    elif not ungraded:
+    elif not ungraded.rows:
         _print_line(console, f"no table: {verdict_of(reading).sentence}")
-    if ungraded:
+    if ungraded.rows:
         _print_ungraded(console, ledger, ungraded)
-    if ledger.attacks() and (table.row_count or ungraded):
+    if ledger.attacks() and (table.row_count or ungraded.rows):
         for text in members_sentences(verdict_of(reading).members, ledger):
             _print_line(console, text)
-    if words := canaries(reading)["words"]:
+    if words := canaries(reading).words:
         _print_line(console, words)
     if "replay_detail" in meta:
         style = "yellow" if meta.get("replay") != "ok" else None
@@ -127,9 +125,8 @@ def _print_results(reading: Reading) -> None:
         _print_line(console, text, "yellow" if meta.get("replay") == "mismatch" else None)
 
 
-def _print_ungraded(console: Console, ledger: Ledger, rows: Sequence[UngradedAttack]) -> None:
+def _print_ungraded(console: Console, ledger: Ledger, found: ShownTable) -> None:
     """Print what came back without a truth, and why nobody graded it."""
-    found = without_truth(rows)
     table = Table(*found.heads, box=None)
     for row in found.rows:
         table.add_row(*map(printable, row))

@@ -49,10 +49,11 @@ class Events(View):
         if not s.refresh(force):
             return
         for number, row in sorted(s.rounds.items()):
-            self._once(number, "round", _round(number, row))
-        for key in s.fresh:
-            leak, complete = s.cells[key]
-            self._once(key, "scores", {"round": leak.round, **_in_numbers(leak), "complete": complete})
+            tested = {key: finite(row[key]) for key in ("accuracy", "loss", "seconds")}
+            self._once(number, "round", {"round": number, **tested})
+        for leak in s.leaks:
+            facts = {"round": leak.round, **_in_numbers(leak), "complete": s.is_complete(leak)}
+            self._once((leak.attack, leak.round), "scores", facts)
         p, jobs = s.progress, s.jobs
         counts = {
             "done": p.done,
@@ -94,10 +95,6 @@ def finish(run: Run, report: Path) -> None:
             ],
             errors=ledger.errors(),
         )
-
-
-def _round(round: int, row: Mapping[str, float | None]) -> dict[str, object]:
-    return {"round": round, **{k: finite(row[k]) for k in ("accuracy", "loss", "seconds")}}
 
 
 def _in_numbers(leak: Leak) -> dict[str, object]:

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import isinf
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -11,8 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from fedgauge.server.store.run_files import printable
-from fedgauge.server.views.formatting import in_unit
+from fedgauge.server.views.formatting import in_unit, is_exact
 from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.strength import best_of
 from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.view import View, progress_line
 
@@ -55,12 +55,16 @@ class LiveDisplay(View):
     def _leakage(self) -> Iterator[Text]:
         """A line for the best baseline and one for each attack."""
         s = self.run_progress
-        names = [a for a in s.reconstructing if is_attack(a)]
-        for name, curve in ({"best baseline": s.floor()} | {a: s.means(a) for a in names} if names else {}).items():
-            text = f"{name}: {in_unit(curve[max(curve)], s.measure)} now" if curve else f"{name}:"
-            if name in names and (worst := s.worst_case(name)) is not None:
-                text += f", worst case {'exact' if isinf(worst) else in_unit(worst, s.measure)}"
-            yield _line(text, "yellow" if name in names else "dim")
+        last = max((leak.round or 0 for leak in s.leaks), default=0)
+        floor = best_of((leak for leak in s.leaks if leak.round == last), "baseline")
+        yield _line(f"best baseline: {f'{in_unit(floor.mean, s.measure)} now' if floor else ''}", "dim")
+        for name in filter(is_attack, s.reconstructing):
+            own = [leak for leak in s.leaks if leak.attack == name and leak.mean is not None]
+            text = f"{name}: {in_unit(own[-1].mean, s.measure)} now" if own else f"{name}:"
+            worst = s.measure.leakiest((leak.best for leak in own if leak.best is not None), float)
+            if worst is not None:
+                text += f", worst case {'exact' if is_exact(worst) else in_unit(worst, s.measure)}"
+            yield _line(text, "yellow")
 
 
 def _line(text: str, style: str = "") -> Text:

@@ -4,8 +4,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 
 from fedgauge.server.views.formatting import in_unit
+from fedgauge.server.views.outcomes import device_use
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.strength import best_of, final_accuracy
 from fedgauge.simulations.live.progress import Clock, RunProgress
@@ -42,8 +44,8 @@ class Lines(View):
 
     def __init__(self, run_progress: RunProgress, clock: Clock = time.monotonic) -> None:
         super().__init__(run_progress)
-        self._clock = clock
-        self._printed: float | None = None
+        self._clock, self._started = clock, clock()
+        self._printed = -inf
         self._last = ""
 
     @contextmanager
@@ -52,7 +54,7 @@ class Lines(View):
         self._print(force=True)
 
     def update(self) -> None:
-        if self._printed is None or self._clock() - self._printed >= PLAIN_EVERY:
+        if self._clock() - self._printed >= PLAIN_EVERY:
             self._print()
 
     def say(self, text: str) -> None:
@@ -64,22 +66,23 @@ class Lines(View):
         line = "; ".join([progress_line(self.run_progress), *([self.note] if self.note else [])])
         if line != self._last:
             self._last = line
-            self.say(f"[{self.run_progress.elapsed():5.0f} s] {line}")
+            self.say(f"[{self._clock() - self._started:5.0f} s] {line}")
 
 
 def progress_line(s: RunProgress) -> str:
     """The state of a run on one line."""
     jobs, parts = s.jobs, [f"round {s.round}/{s.scenario.protocol.rounds}"] if s.training else []
+    shares = device_use(s.devices)
     if s.training and (accuracy := final_accuracy(s.rounds)) is not None:
         parts.append(f"accuracy {accuracy:.1%}")
     parts.append(
         f"attacks on updates {s.progress.done}/{jobs.expected} (baselines too), {s.progress.queued} queued, "
-        f"{s.progress.leased} at work{f' ({s.use})' if s.use else ''}"
+        f"{s.progress.leased} at work{f' ({shares})' if shares else ''}"
     )
     if s.progress.failed:
         parts.append(f"{s.progress.failed} failed")
-    if s.plan_coverage.settled:
-        parts.append(s.plan_coverage.settled)
+    if s.plan_coverage.words and not jobs.left:
+        parts.append(s.plan_coverage.words)
     by = s.measure
     leaks = [k for k in s.snapshot.leaks(by.metric) if k.round is None and is_attack(k.attack)]
     best = by.leakiest((k.best for k in leaks if k.best is not None), float)

@@ -6,8 +6,8 @@ write the file can write another chain. Keep the last digest elsewhere (the repo
 
 import hashlib
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,35 +40,19 @@ class Entry:
     before: str
     digest: str
 
-    @classmethod
-    def after(cls, before: str, about: str, says: Any) -> "Entry":
-        """The next entry of a chain."""
-        plain = _plain(says)
-        return cls(about, plain, before, digest_of(before, about, plain))
-
 
 def digest_of(before: str, about: str, says: Any) -> str:
     """The SHA-256 of an entry, in hexadecimal digits."""
-    text = json.dumps([before, about, says], sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return _sha256(json.dumps([before, about, says], sort_keys=True, separators=(",", ":")).encode())
 
 
-def _plain(value: Any) -> Any:
-    """A value as JSON gives it back: what TOML or a foreign file may hold besides becomes text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    return str(value)
-
-
-def chained(facts: Iterator[tuple[str, Any]]) -> list[Entry]:
+def chained(facts: Iterable[tuple[str, Any]]) -> list[Entry]:
     """What each entry is about and says, as a chain."""
-    entries: list[Entry] = []
+    entries, before = [], BEGINNING
     for about, says in facts:
-        entries.append(Entry.after(entries[-1].digest if entries else BEGINNING, about, says))
+        plain = json.loads(json.dumps(says, default=str))
+        entries.append(Entry(about, plain, before, digest_of(before, about, plain)))
+        before = entries[-1].digest
     return entries
 
 
@@ -79,20 +63,22 @@ def record_of(reading: Reading) -> list[Entry]:
 
 def write_record(run: Run, entries: Sequence[Entry]) -> None:
     """Write a run's record into its folder, atomically."""
-    text = json.dumps({"entries": [asdict(entry) for entry in entries]}, indent=1, allow_nan=False)
+    text = json.dumps({"entries": [asdict(entry) for entry in entries]}, indent=1)
     run_files.write(run.folder / NAME, text.encode())
 
 
 def _facts(reading: Reading) -> Iterator[tuple[str, Any]]:
     ledger, plan = reading.ledger, reading.ledger.planned()
-    yield "format", _format(reading.run.name)
+    name = run_files.printable(reading.run.name)
+    yield "format", {"format": FORMAT, "fedgauge": package("fedgauge"), "run": name}
     text = reading.run.scenario_text()
     yield "scenario", {"sha256": _sha256(text.encode(errors="replace")), "seed": reading.tables["seed"], "text": text}
     yield "data", _data(reading)
     yield "environment", {"versions": environment(reading), "attacks": attacked_on(ledger)}
     observations = [[o[k] for k in ("round", "client", "status", "examples", "digest")] for o in ledger.observations()]
     counts = {status: sum(o[2] == status for o in observations) for status in ("accepted", "rejected", "missing")}
-    yield "updates", {**counts, "rounds": len({o[0] for o in observations}), "sha256": _of_rows(observations)}
+    digest = _sha256(json.dumps(observations, separators=(",", ":")).encode())
+    yield "updates", {**counts, "rounds": len({o[0] for o in observations}), "sha256": digest}
     planned_names = [row["name"] for row in reading.attacks]
     for row in reading.attacks:
         says = {"planned": json.loads(plan[row["name"]].to_json()), "knew": row["parts"], "seed": row["seed"]}
@@ -106,44 +92,29 @@ def _facts(reading: Reading) -> Iterator[tuple[str, Any]]:
     yield "tested", {"plan": reading.plan_coverage.to_json(), "texts": TEXTS, "note": MAPS_TO, "classes": classes}
 
 
-def _format(run: str) -> dict[str, Any]:
-    return {"format": FORMAT, "fedgauge": package("fedgauge"), "run": run_files.printable(run)}
-
-
 def _data(reading: Reading) -> dict[str, Any]:
     says: dict[str, Any] = {"named": reading.tables["data"]}
+    if reading.ledger.deployed:
+        return {**says, "not here": "the clients keep their data"}
     try:
         shards = reading.scenario.federation.shards
     except SpecError as error:
         return {**says, "not here": str(error)}
-    if reading.ledger.deployed:
-        return {**says, "not here": "the clients keep their data"}
-
-    def digest() -> str:
-        return _sha256(*(t.contiguous().numpy().tobytes() for t in (shards.dataset.x, shards.dataset.y)))
-
-    each = [len(rows) for rows in shards.indices]
-    return {**says, "examples": len(shards.dataset.y), "of each client": each, "sha256": reading.keep("data", digest)}
+    x, y = (t.contiguous().numpy().tobytes() for t in (shards.dataset.x, shards.dataset.y))
+    digest = reading.keep("data", lambda: _sha256(x, y))
+    return {**says, "examples": len(shards.dataset.y), "of each client": [*map(len, shards.indices)], "sha256": digest}
 
 
 def _sha256(*parts: bytes) -> str:
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part)
-    return found.hexdigest()
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def _scored(scores: Scores, attack: str) -> dict[str, Any]:
     """How many score rows an attack has, and a digest of them."""
     own = scores.of_attack(attack)
-    numbers = [own.round, own.client, own.example, own.metric, own.status]
+    columns = [own.round, own.client, own.example, own.metric, own.status, own.value + 0.0]
     names = repr((own.metrics, own.statuses)).encode(errors="replace")
-    columns = [column.astype("<i8").tobytes() for column in numbers]
-    return {"scores": len(own), "sha256": _sha256(names, *columns, (own.value + 0.0).astype("<f8").tobytes())}
-
-
-def _of_rows(rows: Sequence[Any]) -> str:
-    return _sha256(json.dumps(rows, separators=(",", ":")).encode())
+    return {"scores": len(own), "sha256": _sha256(names, *(column.tobytes() for column in columns))}
 
 
 # -------------------------------------------------------------------------------------------------------- verification
@@ -152,11 +123,8 @@ def _of_rows(rows: Sequence[Any]) -> str:
 def read_record(path: Path) -> list[Entry]:
     """A record's entries; LedgerError if the file is none."""
     try:
-        entries = [Entry(**e) for e in json.loads(run_files.read(path))["entries"]]
-        if any(not isinstance(word, str) for e in entries for word in (e.about, e.before, e.digest)):
-            raise TypeError("an entry's about, before and digest are texts")
-        _said(entries)  # what is no JSON, such as NaN, or too deep for it
-        return entries
+        entries = json.loads(run_files.read(path))["entries"]
+        return [Entry(str(e["about"]), e["says"], str(e["before"]), str(e["digest"])) for e in entries]
     except FileNotFoundError:
         raise LedgerError(f"{path.parent} has no {NAME}: write it with: fedgauge report {path.parent}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -201,17 +169,16 @@ def disagreements(run: Run, last: str = "") -> list[str]:
 
 def words_unchecked(entries: Sequence[Entry]) -> str:
     """Why the record's own words cannot be compared with today's; empty if they can."""
-    formats = [entry.says for entry in entries if entry.about == "format"]
-    theirs = {**formats[0], "run": ""} if len(formats) == 1 and isinstance(formats[0], dict) else {}
-    if theirs == _format(""):
+    formats = [entry.says for entry in entries if entry.about == "format" and isinstance(entry.says, dict)]
+    theirs = [(says.get("format"), says.get("fedgauge")) for says in formats]
+    if theirs == [(FORMAT, package("fedgauge"))]:
         return ""
-    return f"it is of fedgauge {theirs.get('fedgauge', '?')!s:.40}, and words may differ from this version's"
+    return f"it is of fedgauge {', '.join(str(version)[:40] for _, version in theirs)}, and words may differ from this version's"
 
 
 def _said(entries: Sequence[Entry]) -> dict[str, list[str]]:
     """What the entries say, by what they are about: as many texts of JSON as there are such entries."""
-    said: dict[str, list[str]] = {}
+    said: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
-        text = json.dumps(entry.says, sort_keys=True, allow_nan=False)
-        said.setdefault(entry.about, []).append(text)
+        said[entry.about].append(json.dumps(entry.says, sort_keys=True))
     return said

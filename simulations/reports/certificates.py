@@ -1,33 +1,20 @@
 """Certified success rates: what no attack exceeds, by a chain's clipping and noise (differential privacy)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import nn
 
 from fedgauge.attacks.limits import reconstruction_robustness
 from fedgauge.client.chain import Chain
 from fedgauge.defenses import accounting
+from fedgauge.defenses.accounting import Mechanism
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_baseline
 
 
-@dataclass(frozen=True)
-class GaussianMechanism:
-    """The Gaussian mechanism that protects one example of an update.
-
-    Args:
-        multiplier: standard deviation of the noise over the sensitivity to the example.
-        releases: how often a round releases the example under fresh noise.
-    """
-
-    multiplier: float
-    releases: int
-
-
-def mechanism_of(reading: Reading) -> GaussianMechanism | None:
-    """That of a run's chain; None if there is none, or its data is not on this machine."""
+def mechanism_of(reading: Reading) -> Mechanism | None:
+    """The Gaussian mechanism of a run's chain; None if there is none, or its data is not on this machine."""
     if (scenario := reading.built) is None:
         return None
     shards, federation = scenario.federation.shards, scenario.federation
@@ -36,22 +23,20 @@ def mechanism_of(reading: Reading) -> GaussianMechanism | None:
 
 def gaussian_mechanism(
     chain: Chain, batch_size: int, model: nn.Module | None = None, fitted: Sequence[str] = ()
-) -> GaussianMechanism | None:
+) -> Mechanism | None:
     """A chain's clipping and normal noise as a Gaussian mechanism; None for other chains (see `fedgauge.defenses.accounting`).
 
     Args:
         fitted: of the dataset: where anything was, one example changes all others, and no clip bounds what it moves.
     """
-    if fitted:
-        return None
     try:
-        found = accounting.mechanism(chain, batch_size, model)
+        found = None if fitted else accounting.mechanism(chain, batch_size, model)
     except accounting.NoGuarantee:
         return None
-    return GaussianMechanism(found.record, found.uses) if found.noise == "normal" else None
+    return found if found is not None and found.noise == "normal" else None
 
 
-def certified(curve: Mapping[str, Sequence[Rate]], mechanism: GaussianMechanism, rounds: int = 1) -> list[float] | None:
+def certified(curve: Mapping[str, Sequence[Rate]], mechanism: Mechanism, rounds: int = 1) -> list[float] | None:
     """The success rates at THRESHOLDS that no attack exceeds (ReRo), from a success curve's baselines; None without any.
 
     The prior's success is the best baseline's, at the upper end of its interval: an event that was never seen may happen.
@@ -63,5 +48,4 @@ def certified(curve: Mapping[str, Sequence[Rate]], mechanism: GaussianMechanism,
     if not floors:
         return None
     priors = [max(rate.interval[1] for rate in at) for at in zip(*floors, strict=True)]
-    releases = rounds * mechanism.releases
-    return [reconstruction_robustness(prior, mechanism.multiplier, releases) for prior in priors]
+    return [reconstruction_robustness(prior, mechanism.record, rounds * mechanism.uses) for prior in priors]

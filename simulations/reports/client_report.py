@@ -1,12 +1,11 @@
 """A client's own report, which needs no server: its rounds, answers, withheld updates, and its worst leak."""
 
 import json
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,20 +13,13 @@ from rich.text import Text
 
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.plan import describe
-from fedgauge.client.components import SpecError, coerce
+from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
 from fedgauge.client.files import read_file
-from fedgauge.defenses.accounting import (
-    DELTA,
-    Accountant,
-    NoGuarantee,
-    PrivacyStatement,
-    UnknownGuarantee,
-    privacy_statement,
-)
+from fedgauge.defenses.accounting import DELTA, PrivacyStatement, privacy_statement
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.roles import is_attack
 
@@ -68,17 +60,12 @@ class ClientReport:
     reasons: Mapping[str, int]
     privacy: PrivacyStatement | None
 
-    @property
-    def worst(self) -> tuple[float, str, ClientRound] | None:
-        """Value, attack and round of the best graded reconstruction, baselines excluded; None before the first."""
-        return self._best(True)
+    def best(self, attacks: bool = True) -> tuple[float, str, ClientRound] | None:
+        """Value, attack and round of the best graded reconstruction; None before the first.
 
-    @property
-    def best_baseline(self) -> tuple[float, str, ClientRound] | None:
-        """The same of those that the server calls baselines, as it may call any reconstruction."""
-        return self._best(False)
-
-    def _best(self, attacks: bool) -> tuple[float, str, ClientRound] | None:
+        Args:
+            attacks: or of what the server calls baselines, as it may call any reconstruction.
+        """
         found = [(v, name, r) for r in self.rounds for name, v in r.exact.items() if is_attack(name) == attacks]
         return GRADED.leakiest(found, lambda each: each[0])
 
@@ -88,27 +75,21 @@ def read(path: Path) -> ClientReport:
     owner = OwnerConfig.load(path)
     rounds: dict[tuple[int, int], ClientRound] = {}
     reasons: Counter[str] = Counter()
-    made: dict[str, list[int]] = {}  # by the terms that were noted of it, the entries of each update that was made
+    made: list[Mapping[str, Any]] = []  # silence about an update that was made follows from it
     for event in _events(ClientFolder(owner.state).log):
-        if event["event"] in ("sent", "withheld"):  # silence about an update that was made follows from it
-            terms = json.dumps(event["terms"], sort_keys=True) if "terms" in event else ""
-            made.setdefault(terms, []).append(event.get("entries", owner.max_parameters))
+        kind = event["event"]
         if "round" in event:
             at = rounds.setdefault((event["run"], event["round"]), ClientRound(event["run"], event["round"]))
-            _note(at, event)
-        if event["event"] in ("withheld", "refused", "failed"):
-            cause = event.get("cause") or event.get("reason")
-            reasons[f"{event['event']}: {cause}"] += 1
+        if kind in ("sent", "withheld"):
+            made.append(event)
+            at.outcome = kind
+        if kind == "graded":
+            at.reported |= _best_of_each(event["told"])
+            at.exact |= _best_of_each(event["exact"])
+            at.refused += len(event["refused"])
+        if kind in ("withheld", "refused", "failed"):
+            reasons[f"{kind}: {event.get('cause') or event.get('reason')}"] += 1
     return ClientReport(owner, [rounds[key] for key in sorted(rounds)], reasons, _privacy(owner, made))
-
-
-def _note(at: ClientRound, event: Mapping[str, Any]) -> None:
-    if event["event"] in ("sent", "withheld"):
-        at.outcome = event["event"]
-    if event["event"] == "graded":
-        at.reported |= _best_of_each(event["told"])
-        at.exact |= _best_of_each(event["exact"])
-        at.refused += len(event["refused"])
 
 
 def _best_of_each(graded: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -124,104 +105,28 @@ def _events(log: Path) -> Iterator[dict[str, Any]]:
         raise SpecError(f"{log} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         try:
-            event = json.loads(line)
-            _check(event)
-        except (ValueError, RecursionError) as error:
+            yield json.loads(line)
+        except ValueError as error:
             raise SpecError(f"{log}, line {number}, is damaged: {error}") from error
-        yield event
 
 
-def _check(event: Any) -> None:
-    """Raise ValueError for what is no event of the log."""
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        raise ValueError("no event")
-    if "round" in event:
-        coerce(event.get("run"), int, "run")
-        coerce(event["round"], int, "round")
-        if coerce(event.get("entries", 1), int, "entries") < 1:
-            raise ValueError(f"entries is {event['entries']}")
-    if "terms" in event:
-        _check_terms(coerce(event["terms"], dict, "terms"))
-    if event["event"] == "graded":
-        coerce(event.get("round"), int, "round")
-        if not isinstance(event.get("refused"), list | dict):
-            raise ValueError("refused is no list")
-        for key in ("told", "exact"):
-            for values in coerce(event.get(key), dict, key).values():
-                if not isinstance(values, list) or not all(type(v) in (int, float) for v in values):
-                    raise ValueError(f"{key} holds other things than numbers")
-
-
-def _check_terms(terms: Mapping[str, Any]) -> None:
-    if terms.keys() != {"chain", "batch_size", "secret", "records"}:
-        raise ValueError("terms are others")
-    for link in coerce(terms["chain"], list, "chain"):
-        coerce(link, dict, "chain")
-    coerce(terms["secret"], bool, "secret")
-    if min(coerce(terms[key], int, key) for key in ("batch_size", "records")) < 1:
-        raise ValueError("terms without examples")
-
-
-def _privacy(owner: OwnerConfig, made: Mapping[str, Sequence[int]]) -> PrivacyStatement | None:
-    """What was spent, by the chain that the client really applied to each update.
-
-    Args:
-        made: by its terms (empty: an older fedgauge noted none), the entries of each update that was made: the server may have
-            named other networks than the last one.
-    """
+def _privacy(owner: OwnerConfig, made: Sequence[Mapping[str, Any]]) -> PrivacyStatement | None:
+    """The epsilon of all updates that were made; unknown if the owner's chain or data changed between them."""
     protocol = ClientFolder(owner.state).protocol()
     if protocol is None:
         return None
     try:
         # what was spent does not depend on who is a canary, of which the owner may think otherwise by now
-        asked = replace(ServerTerms.parse(protocol), canaries=0)
-        own = DeployedClient.of(replace(owner, canary=False), asked)
-    except RequestRefused as error:
+        own = DeployedClient.of(replace(owner, canary=False), replace(ServerTerms.parse(protocol), canaries=0))
+    except (RequestRefused, DamagedState) as error:
         raise SpecError(f"{owner.state}: the last protocol cannot be used: {error}") from error
-    today, by_terms = json.dumps(own.terms, sort_keys=True), defaultdict[str, list[int]](list)
-    for terms, sizes in made.items():
-        by_terms[terms or today] += sizes
-    if by_terms.keys() <= {today}:
-        sizes, secret = by_terms[today], bool(own.terms["secret"])
-        return privacy_statement(own, {owner.client: len(sizes)}, secret=secret, entries=max(sizes, default=None))
-    return _added(owner, asked, by_terms, len(made.get("", ())))
-
-
-def _added(
-    owner: OwnerConfig, asked: ServerTerms, by_terms: Mapping[str, Sequence[int]], unknown: int
-) -> PrivacyStatement:
-    """What was spent under several versions of the owner's file: the epsilons of each, at its part of delta, add up.
-
-    Args:
-        unknown: of how many updates no terms were noted.
-    """
-    part, every, record, client = DELTA / len(by_terms), sum(map(len, by_terms.values())), 0.0, 0.0
-    for text, sizes in by_terms.items():
-        terms = json.loads(text)
-        draw = replace(owner.draw, batch_size=terms["batch_size"])
-        # a guard of today says nothing of it
-        then = replace(owner, canary=False, guard=None, chain=tuple(terms["chain"]), draw=draw)
-        where = f"of {len(sizes)} of {every} updates, which were made under another version of this file"
-        try:
-            own = DeployedClient.of(then, asked)
-            spent = Accountant.of(own, part, terms["secret"], max(sizes)).spent(len(sizes), terms["records"])
-        except NoGuarantee as why:
-            state: Literal["none", "unknown"] = "unknown" if isinstance(why, UnknownGuarantee) else "none"
-            return PrivacyStatement(None, None, DELTA, f"{where}: {why}", state)
-        except (RequestRefused, SpecError) as why:
-            words = f"no epsilon is known {where}, as its chain is refused today: {why}"
-            return PrivacyStatement(None, None, DELTA, words, "unknown")
-        record, client = record + spent.record, client + spent.client
-    if math.inf in (record, client):
-        words = "no epsilon: the noise of some was next to nothing beside what the clip let an update move"
-        return PrivacyStatement(None, None, DELTA, words, "none")
-    words = (
-        f"epsilon {record:.3g} for one record replaced, {client:.3g} for all of a client's data (delta {DELTA:g}; {every} rounds "
-        f"under {len(by_terms)} versions of this file, of which each is accounted by its own chain, and all are added)"
-    )
-    if unknown:
-        words += f"; {unknown} of them, of which an older fedgauge noted no chain, count as made under today's"
-    return PrivacyStatement(record, client, DELTA, words, "holds")
+    today = json.loads(json.dumps(own.terms))
+    if any(event.get("terms", today) != today for event in made):
+        words = "no epsilon is known, as some updates were made under another chain, batch size, sampling or share of the data"
+        return PrivacyStatement(None, None, DELTA, words, "unknown")
+    # the server may have named larger networks than the last one
+    largest = max((event.get("entries", owner.max_parameters) for event in made), default=None)
+    return privacy_statement(own, {owner.client: len(made)}, secret=bool(own.terms["secret"]), entries=largest)
 
 
 def show(report: ClientReport, console: Console) -> None:
@@ -232,45 +137,31 @@ def show(report: ClientReport, console: Console) -> None:
 
     owner, grading = report.owner, report.owner.grading
     say(f"client {owner.client}, as {owner.path} says")
-    say(
-        f"chain: {' > '.join(map(describe, owner.chain))}; {owner.draw.batch_size} examples a round, sampling {owner.draw.sampling}"
-    )
-    if grading.mode == "off":
-        say("grading: off, no reconstruction is scored")
-    else:
-        say(f"grading: scores, to {grading.precision:g} {GRADED.unit}, at most {grading.queries} of one batch")
+    chain = " > ".join(map(describe, owner.chain))
+    say(f"chain: {chain}; {owner.batch_size} examples a round, sampling {owner.sampling}")
+    scores = f"scores, to {grading.precision:g} {GRADED.unit}, at most {grading.queries} of one batch"
+    say(f"grading: {'off, no reconstruction is scored' if grading.mode == 'off' else scores}")
     say(f"guard: {_guard(owner)}")
-    if not report.rounds:
-        say("no round yet")
-    else:
-        console.print(_table(report.rounds))
+    console.print(_table(report.rounds) if report.rounds else "no round yet")
     for text, times in sorted(report.reasons.items(), key=lambda item: -item[1])[:SHOWN_REASONS]:
         say(f"{text} ({times} x)")
-    if report.worst is not None:
-        value, attack, at = report.worst
-        reported = (
-            f"reported to the server as {at.reported[attack]:g}"
-            if attack in at.reported
-            else "not reported to the server"
-        )
-        say(f"worst leak: {value:.2f} {GRADED.unit} {GRADED.name} ({attack}, round {at.round}; {reported})")
+    worst, floor = report.best(), report.best(attacks=False)
+    if worst is not None:
+        value, attack, at = worst
+        told = f"to the server as {at.reported[attack]:g}" if attack in at.reported else "not to the server"
+        say(f"worst leak: {value:.2f} {GRADED.unit} {GRADED.name} ({attack}, round {at.round}; reported {told})")
     elif report.rounds:
         say("worst leak: unknown, because nothing was graded; that is no sign of safety")
-    floor = report.best_baseline
-    if floor is not None and (report.worst is None or GRADED.sign * (floor[0] - report.worst[0]) > 0):
+    if floor is not None and (worst is None or GRADED.sign * (floor[0] - worst[0]) > 0):
         value, name, at = floor
         say(
             f"what the server calls the baseline {name} has {value:.2f} {GRADED.unit} (round {at.round}): "
             "it may call any reconstruction so"
         )
     if report.privacy is not None:
-        say(f"differential privacy, by the chain of each update: {report.privacy.words}.{_not_covered(report.rounds)}")
-
-
-def _not_covered(rounds: Sequence[ClientRound]) -> str:
-    """What the epsilon of the updates does not cover."""
-    answers = sum(len(r.reported) for r in rounds)
-    return f" Of the updates alone: {answers} scores, which the examples decided, are not in it." if answers else ""
+        say(f"differential privacy: {report.privacy.words}.")
+        if answers := sum(len(r.reported) for r in report.rounds):
+            say(f"That is of the updates alone: {answers} scores, which the examples decided, are not in it.")
 
 
 def _guard(owner: OwnerConfig) -> str:
@@ -286,17 +177,18 @@ def _guard(owner: OwnerConfig) -> str:
 
 
 def _table(rounds: Sequence[ClientRound]) -> Table:
-    table = Table(
+    unit = f"({GRADED.unit})"
+    heads = (
         "run",
         "round",
         "update",
         "answered",
         "refused",
         "best attack",
-        f"{GRADED.name} reported ({GRADED.unit})",
-        f"exact ({GRADED.unit})",
-        box=None,
+        f"{GRADED.name} reported {unit}",
+        f"exact {unit}",
     )
+    table = Table(*heads, box=None)
     numbers: dict[int, int] = defaultdict(lambda: len(numbers) + 1)  # Flower's run numbers are random and long
     for r in rounds:
         best = GRADED.leakiest(filter(is_attack, r.exact), r.exact.__getitem__) or ""

@@ -2,8 +2,9 @@
 
 import csv
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,7 +18,7 @@ from fedgauge.server.views.privacy import Spending
 COLUMNS = (
     "run", "round", "client", "attack", "example", "metric", "value", "status", "seconds", "knowledge", "epsilon", "delta",
 )  # fmt: skip
-BATCH, LETTERS = 5000, 16_000_000  # rows of a table, and letters in them, that are held in memory
+BATCH = 5000  # rows of a table that are held in memory
 
 
 def rows(run: Run) -> Iterator[tuple[Any, ...]]:
@@ -41,10 +42,8 @@ def write_csv(run: Run, out: TextIO) -> None:
     """Write CSV with a header; an empty value is missing, inf is an exact hit; a terminal gets no control codes."""
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
-    if out.isatty():
-        writer.writerows([run_files.printable(v) if isinstance(v, str) else v for v in row] for row in rows(run))
-    else:
-        writer.writerows(rows(run))
+    for row in rows(run):
+        writer.writerow([run_files.printable(v) if isinstance(v, str) and out.isatty() else v for v in row])
 
 
 def save_csv(run: Run, path: Path) -> None:
@@ -60,29 +59,14 @@ def write_parquet(run: Run, path: Path | None = None) -> Path:
     import pyarrow
     import pyarrow.parquet
 
-    kinds = [pyarrow.string()] + [pyarrow.int64()] * 2 + [pyarrow.string(), pyarrow.int64(), pyarrow.string()]
-    kinds += [pyarrow.float64(), pyarrow.string(), pyarrow.float64(), pyarrow.string(), *[pyarrow.float64()] * 2]
+    text, whole, number = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
+    kinds = (text, whole, whole, text, whole, text, number, text, number, text, number, number)
     schema = pyarrow.schema(list(zip(COLUMNS, kinds, strict=True)))
-    own = run.folder / "scores.parquet"
+    own, found = run.folder / "scores.parquet", rows(run)
     with (
         run_files.replacing(own) if path is None else writing(path) as file,
         pyarrow.parquet.ParquetWriter(file, schema) as writer,
     ):
-        for some in _batches(rows(run)):
-            arrays = [pyarrow.array(c, k) for c, k in zip(zip(*some, strict=True), kinds, strict=True)]
-            writer.write_table(pyarrow.table(arrays, schema=schema))
+        while some := [dict(zip(COLUMNS, row, strict=True)) for row in islice(found, BATCH)]:
+            writer.write_table(pyarrow.Table.from_pylist(some, schema))
     return path or own
-
-
-def _batches(found: Iterable[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
-    """Rows by the thousand, fewer where they repeat long texts: parquet stores a text once, a table in memory once a row."""
-    batch: list[tuple[Any, ...]] = []
-    letters = 0
-    for row in found:
-        batch.append(row)
-        letters += sum(len(value) for value in row if isinstance(value, str))
-        if len(batch) >= BATCH or letters > LETTERS:
-            yield batch
-            batch, letters = [], 0
-    if batch:
-        yield batch

@@ -41,26 +41,20 @@ class Report:
 
 def run_html(run: Run) -> str:
     """A run's verdict, what a reader must know first, the curve over rounds, and the gallery."""
-    content = _content(run)
-    drawn = figures(run)
-    main = f"leakage-{content.pop('metric')}"
-    shown = [drawn[name] for name in (main, "gallery") if name in drawn]
-    pictures = [
-        {"name": figure.name, "width": size["width"], "data": base64.b64encode(data).decode()}
-        for figure, (data, size) in ((figure, figure._repr_png_()) for figure in shown)
-    ]
-    return fill_template("notebook.html", {**content, "pictures": pictures})
-
-
-def _content(run: Run) -> dict[str, Any]:
-    with read_once(run) as reading:
-        return {
+    with read_once(run) as reading, own_style():
+        drawn = {figure.name: figure for figure in run_figures(reading)}
+        content = {
             "name": run.name,
             "facts": scenario_line(reading.tables),
             "verdict": verdict_of(reading),
             "notices": notices(reading),
-            "metric": reading.scores.measure.metric,
         }
+        main = f"leakage-{reading.scores.measure.metric}"
+    shown = [(name, *drawn[name]._repr_png_()) for name in (main, "gallery") if name in drawn]
+    pictures = [
+        {"name": name, "width": size["width"], "data": base64.b64encode(data).decode()} for name, data, size in shown
+    ]
+    return fill_template("notebook.html", {**content, "pictures": pictures})
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from markupsafe import Markup
 from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.files import writing
+from fedgauge.defenses.accounting import Mechanism
 from fedgauge.server.dashboard import DRAWING, STATIC
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
@@ -19,19 +21,14 @@ from fedgauge.server.views import overview
 from fedgauge.server.views.assurance.coverage import MAPS_TO, TEXTS, coverage
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
-from fedgauge.server.views.formatting import number, percent, scenario_line, status_words
+from fedgauge.server.views.formatting import interval_words, number, percent, status_words
 from fedgauge.server.views.gallery import Gallery, worst_cases
-from fedgauge.server.views.intervals import Rate
-from fedgauge.server.views.leakage import Leak
-from fedgauge.server.views.notices import notices
-from fedgauge.server.views.outcomes import attacked_on
-from fedgauge.server.views.privacy import privacy
 from fedgauge.server.views.reading import Reading, read_once
-from fedgauge.server.views.strength import RoundLeak, round_table
+from fedgauge.server.views.strength import round_table
 from fedgauge.server.views.success import THRESHOLDS, success_curve
 from fedgauge.server.views.verdict import a_or_an, verdict_of
 from fedgauge.simulations.reports.audit_record import NAME, record_of, write_record
-from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, mechanism_of
+from fedgauge.simulations.reports.certificates import certified, mechanism_of
 from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
 
 WORST = 3  # examples on the first screen
@@ -64,8 +61,8 @@ def _write(path: Path, template: str, content: Mapping[str, Any], in_run: bool =
 
     # the report is drawn by the live page's scripts and style
     style = Markup((STATIC / "style.css").read_text())
-    figures = Markup("\n".join((STATIC / name).read_text() for name in DRAWING))
-    page = fill_template(template, {**content, "style": style, "figures": figures, "plotly": Markup(get_plotlyjs())})
+    drawing = Markup("\n".join((STATIC / name).read_text() for name in DRAWING))
+    page = fill_template(template, {**content, "style": style, "drawing": drawing, "plotly": Markup(get_plotlyjs())})
     with run_files.replacing(path) if in_run else writing(path) as file:
         file.write(page.encode(errors="replace"))
     return path
@@ -73,27 +70,17 @@ def _write(path: Path, template: str, content: Mapping[str, Any], in_run: bool =
 
 def fill_template(name: str, content: Mapping[str, Any]) -> str:
     """A template of this folder with these values, each escaped and without control codes."""
-    return _template(name).render(**content)
-
-
-def _template(name: str) -> jinja2.Template:
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
-        loader=loader,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=_shown,
     )
-    environment.filters |= {
-        "number": number,
-        "percent": percent,
-        "interval": interval,
-        "ended": status_words,
-        "one": a_or_an,
-    }
-    return environment.get_template(name)
+    filters = {"number": number, "percent": percent, "interval": interval_words, "ended": status_words, "one": a_or_an}
+    environment.filters |= filters
+    return environment.get_template(name).render(**content)
 
 
 def _shown(value: object) -> object:
@@ -101,92 +88,54 @@ def _shown(value: object) -> object:
     return run_files.printable(value.encode(errors="replace").decode()) if type(value) is str else value
 
 
-def interval(leak: Leak) -> str:
-    """A mean's interval as text, with the number of clusters if it is below ten."""
-    if leak.low is None or leak.high is None:
-        return f"no interval from {leak.clusters} {leak.cluster}" if leak.clusters == 1 else ""
-    few = f", {leak.clusters} {leak.cluster}s" if leak.clusters < 10 else ""
-    digits = MEASURED[leak.metric].digits
-    return f"{number(leak.low, digits)} to {number(leak.high, digits)}{few}"
-
-
 def _content(reading: Reading) -> dict[str, Any]:
-    """The values of the template."""
+    """The values of the template: those of the live page, and what it does not show."""
     ledger, scores = reading.ledger, reading.scores
     gallery, reasons = Gallery(reading), ledger.reasons()
-    curve = success_curve(scores, ledger)
-    certificate, shown = _certificate(reading, curve), sample_examples(gallery)
-    known, lines = overview.knowledge(reading), round_table(scores, ledger)
+    certificate, shown = _certificate(reading), sample_examples(gallery)
+    lines = round_table(scores, ledger)
+    page = overview.overview(reading, certificate.curve if certificate else None)
+    main = scores.measure.metric
     return {
-        "name": reading.run.name,
-        "facts": scenario_line(reading.tables),
-        "verdict": verdict_of(reading),
-        "notices": notices(reading),
-        "misdeeds": overview.server_attack_effects(reading),
-        "limit": overview.limit(reading),
+        **page,
+        "strongest": verdict_of(reading).strongest,
         "of_error": "mse" in reading.metrics,
-        "privacy": privacy(reading),
         "certificate": certificate,
-        "lines": _by_round(lines),
+        "lines": [list(of_round) for _, of_round in groupby(lines, key=lambda line: line.round)],
         "graded": any(line.leak.n for line in lines),
-        "failed": any(line.leak.failed for line in lines),
+        "lost": any(line.leak.failed for line in lines),
         "truth_shown": gallery.shards is not None or "truth" in reading.meta,
         "reasons": reasons[: overview.REASONS],
         "more_reasons": max(0, len(reasons) - overview.REASONS),
-        "summary": overview.summary(reading),
-        "further": [
-            metric
-            for metric in reading.metrics
-            if metric not in (scores.measure.metric, "identified", "label_accuracy", *MEMBERSHIP)
-        ],
+        "further": [m for m in reading.metrics if m not in (main, "identified", "label_accuracy", *MEMBERSHIP)],
         "gallery": shown,
-        "membership": overview.membership(reading),
-        "canaries": overview.canary_results(reading),
-        "data": _data(reading, gallery, shown, certificate),
-        "cards": known["cards"],
-        "shared": known["shared"],
+        "data": {
+            "overview": {"figures": page["figures"], "ungraded": page["ungraded"]},
+            "gallery": _gallery(gallery, shown),
+            "worst": worst_cases(gallery, WORST),
+            "noun": scores.measure.private,
+            "clients": clients(reading, main, None),
+        },
         "replied": len({round for round, _ in reading.sizes}),
-        "participation": overview.participation(reading),
-        "progress": reading.progress,
-        "plan": reading.plan_coverage.to_json(),
-        "without_truth": overview.ungraded(reading),
-        "app_rounds": overview.app_rounds(reading),
-        "replay": reading.meta.get("replay"),
-        "replay_detail": reading.meta.get("replay_detail", ""),
-        "scenario": reading.run.scenario_text(),
-        "environment": overview.environment(reading),
-        "attacked_on": attacked_on(reading.ledger),
         "coverage": coverage(reading),
         "texts": TEXTS,
         "maps_to": MAPS_TO,
-        "measure": scores.measure,
         "identifies": "identified" in scores.modality.measured,
         "measured": MEASURED,
     }
 
 
-def _data(
-    reading: Reading, gallery: Gallery, shown: ExampleSample, certificate: "Certificate | None"
-) -> dict[str, Any]:
-    """The data that the page's script draws: the live page's views, with all sampled cards of the gallery."""
-    cards = [card for comparisons in shown.cards(gallery).values() for card in comparisons]
+def _gallery(gallery: Gallery, shown: ExampleSample) -> dict[str, Any]:
+    """The page's gallery, with all sampled cards."""
+    cards = shown.cards(gallery)
     return {
-        "overview": {
-            "figures": overview.figures(reading, certificate.curve if certificate else None),
-            "ungraded": overview.ungraded(reading),
-        },
-        "gallery": {
-            "kind": gallery.kind,
-            "rounds": list(shown.keys),
-            "clients": sorted({card.client for card in cards}),
-            "attacks": gallery.attacks,
-            "labels": sorted({card.label for card in cards if card.label is not None}),
-            "class_names": gallery.class_names,
-            "cards": [asdict(card) for card in cards],
-        },
-        "worst": worst_cases(gallery, WORST),
-        "noun": reading.scores.measure.private,
-        "clients": clients(reading, reading.scores.measure.metric, None),
+        "kind": gallery.kind,
+        "rounds": list(shown.keys),
+        "clients": sorted({card.client for card in cards}),
+        "attacks": gallery.attacks,
+        "labels": sorted({card.label for card in cards if card.label is not None}),
+        "class_names": gallery.class_names,
+        "cards": [asdict(card) for card in cards],
     }
 
 
@@ -201,7 +150,7 @@ class Certificate:
         rounds: in the run.
     """
 
-    mechanism: GaussianMechanism
+    mechanism: Mechanism
     curve: Sequence[float]
     at: int
     once: float
@@ -209,8 +158,9 @@ class Certificate:
     rounds: int
 
 
-def _certificate(reading: Reading, curve: Mapping[str, Sequence[Rate]]) -> Certificate | None:
-    if (mechanism := mechanism_of(reading)) is None:
+def _certificate(reading: Reading) -> Certificate | None:
+    curve, mechanism = success_curve(reading.scores, reading.ledger), mechanism_of(reading)
+    if mechanism is None:
         return None
     rounds = reading.scenario.protocol.rounds
     once, always = (certified(curve, mechanism, n) for n in (1, rounds))
@@ -218,10 +168,3 @@ def _certificate(reading: Reading, curve: Mapping[str, Sequence[Rate]]) -> Certi
         return None
     at = THRESHOLDS.index(AT)
     return Certificate(mechanism, once, AT, once[at], always[at], rounds)
-
-
-def _by_round(lines: Sequence[RoundLeak]) -> list[list[RoundLeak]]:
-    rounds: dict[int, list[RoundLeak]] = {}
-    for line in lines:
-        rounds.setdefault(line.round, []).append(line)
-    return list(rounds.values())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedgauge.server.views.gallery import Card, Gallery
+from fedgauge.server.views.intervals import evenly
 
 BYTES = 1_000_000  # for cards with pictures: a quickstart's all fit, and a report stays below 6 MB
 CARD_BYTES = 900  # of one card without its pictures, about
@@ -38,12 +39,13 @@ class ExampleSample:
         """Whether all attacked examples are shown."""
         return self.shown == sum(self.attacked.values())
 
-    def cards(self, gallery: Gallery) -> dict[int, list[Card]]:
-        """The chosen cards by round."""
-        return {
-            round: [gallery.card(round, client, example, why) for (client, example), why in keys.items()]
+    def cards(self, gallery: Gallery) -> list[Card]:
+        """The chosen cards."""
+        return [
+            gallery.card(round, client, example, why)
             for round, keys in self.keys.items()
-        }
+            for (client, example), why in keys.items()
+        ]
 
 
 def sample_examples(gallery: Gallery, limit: int | None = None) -> ExampleSample:
@@ -52,12 +54,9 @@ def sample_examples(gallery: Gallery, limit: int | None = None) -> ExampleSample
     attacked = gallery.attacked()
     for (round, client, example), strength in zip(attacked, attacked.strength.tolist(), strict=True):
         strengths.setdefault(round, {})[client, example] = strength
-    keys = sample_keys(strengths, limit or max(1, BYTES // _card_bytes(gallery)))
-    return ExampleSample(keys, {round: len(keys_of_round) for round, keys_of_round in strengths.items()})
-
-
-def _card_bytes(gallery: Gallery) -> int:
-    return CARD_BYTES + (1 + len(gallery.attacks)) * (gallery.example_bytes + IMAGE_BYTES)
+    card_bytes = CARD_BYTES + (1 + len(gallery.attacks)) * (gallery.example_bytes + IMAGE_BYTES)
+    keys = sample_keys(strengths, limit or max(1, BYTES // card_bytes))
+    return ExampleSample(keys, {round: len(of_round) for round, of_round in strengths.items()})
 
 
 def sample_keys(strengths: Mapping[int, Mapping[Key, float]], limit: int) -> dict[int, dict[Key, str]]:
@@ -68,24 +67,11 @@ def sample_keys(strengths: Mapping[int, Mapping[Key, float]], limit: int) -> dic
     """
     if sum(map(len, strengths.values())) <= limit:
         return {round: dict.fromkeys(keys, "") for round, keys in strengths.items()}
-    rounds = _spaced(list(strengths), max(1, limit // 3), _worst_round(strengths))
-    each = max(3, limit // len(rounds))
-    return {round: _sample(round, strengths[round], each) for round in rounds}
-
-
-def _worst_round(strengths: Mapping[int, Mapping[Key, float]]) -> int:
-    return max(strengths, key=lambda r: np.fmax.reduce([-np.inf, *strengths[r].values()]))
-
-
-def _spaced(rounds: list[int], count: int, always: int) -> list[int]:
-    if len(rounds) <= count:
-        return rounds
-    positions = np.linspace(0, len(rounds) - 1, count).round().astype(int)
-    kept = {rounds[i] for i in positions}
-    if always not in kept:
-        nearest = min(kept, key=lambda r: abs(r - always))
-        kept = kept - {nearest} | {always}
-    return sorted(kept)
+    worst = max(strengths, key=lambda r: np.fmax.reduce([-np.inf, *strengths[r].values()]))
+    spaced = evenly(np.array(list(strengths)), max(1, limit // 3))
+    spaced[np.argmin(abs(spaced - worst))] = worst
+    each = max(3, limit // len(spaced))
+    return {round: _sample(round, strengths[round], each) for round in sorted(spaced.tolist())}
 
 
 def _sample(round: int, strengths: Mapping[Key, float], count: int) -> dict[Key, str]:

@@ -85,7 +85,7 @@ def test_report_export_figures_and_terminal_have_both(
     for metric in ("membership", "membership_at_1_percent", "held_membership", "psnr"):
         assert any(f",{metric}," in line for line in lines), metric
     assert any("membership" in path.name for path in write_figures([run], tmp_path)[0])
-    pictured = "".join(text.get_text() for text in figures(run)["gallery"].figure.texts)
+    pictured = "".join(text.get_text() for axes in figures(run)["gallery"].figure.axes for text in axes.texts)
     assert "idlg" in pictured and "membership" not in pictured, "a test of membership reconstructs nothing"
     print_summary(run, "auto")
     assert "Who was in a batch leaks" in " ".join(capsys.readouterr().out.split())

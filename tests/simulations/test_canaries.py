@@ -20,7 +20,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.privacy import CanaryEstimate, _accounted, canaries, canary_estimates, canary_words
+from fedgauge.server.views.privacy import CanaryEstimate, Estimate, _accounted, canaries, canary_estimates, canary_words
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.cli.run_commands import _extra_plan
@@ -83,11 +83,13 @@ def test_the_accounted_epsilon_lies_in_the_interval(name: str) -> None:
     found = [estimate(CHAINS[name], seed) for seed in range(SEEDS)]
     accounted = found[0].accounted
     assert accounted is not None and {e.canaries for e in found} == {32} and {e.releases for e in found} == {ROUNDS}
-    assert sum(e.low <= accounted <= e.high for e in found) >= SEEDS - 1
-    assert sum(e.measured_low <= accounted <= e.measured_high for e in found) >= SEEDS - 1
-    mean = sum(e.epsilon for e in found) / SEEDS
+    assert sum(e.seen.low <= accounted <= e.seen.high for e in found) >= SEEDS - 1
+    assert sum(e.measured.low <= accounted <= e.measured.high for e in found) >= SEEDS - 1
+    mean = sum(e.seen.epsilon for e in found) / SEEDS
     assert mean == pytest.approx(accounted, rel=0.06)
-    assert all(e.low > 0 and e.high < 2.5 * accounted for e in found)  # one that holds everything would say nothing
+    assert all(
+        e.seen.low > 0 and e.seen.high < 2.5 * accounted for e in found
+    )  # one that holds everything would say nothing
 
 
 def test_in_small_networks_a_canarys_own_part_does_not_count_as_noise() -> None:
@@ -112,7 +114,7 @@ def test_a_secure_sum_hides_what_the_accounting_does_not_count() -> None:
     """Of four clients' mean, the noise is half as large and a canary's part a quarter: half of each update's own."""
     found = [estimate(CHAINS["clipped updates"], seed, together=4) for seed in range(6)]
     ratio = 2 * math.sqrt(ROUNDS) * (1 / 4) / (2.0 / 2)  # opposite directions, over the noise of a mean of four
-    assert sum(e.epsilon for e in found) / 6 == pytest.approx(gaussian_epsilon(ratio, DELTA), rel=0.2)
+    assert sum(e.seen.epsilon for e in found) / 6 == pytest.approx(gaussian_epsilon(ratio, DELTA), rel=0.2)
     assert all(e.accounted == pytest.approx(gaussian_epsilon(2 * ratio, DELTA)) for e in found)
 
 
@@ -134,16 +136,16 @@ def test_an_estimate_on_paper() -> None:
     first, second = canary_estimates(
         scored([(1, 8, 1.0), (1, 9, 2.0), (2, 8, 2.0), (2, 9, 3.0)]), DELTA, lambda releases: float(releases)
     )
-    assert first.epsilon == gaussian_epsilon(2 * 1.5, DELTA)
-    assert second.epsilon == pytest.approx(gaussian_epsilon(2 * 2 * math.sqrt(2), DELTA))
-    assert second.high == pytest.approx(
+    assert first.seen.epsilon == gaussian_epsilon(2 * 1.5, DELTA)
+    assert second.seen.epsilon == pytest.approx(gaussian_epsilon(2 * 2 * math.sqrt(2), DELTA))
+    assert second.seen.high == pytest.approx(
         gaussian_epsilon(2 * (2 * math.sqrt(2) + 1.959964 / math.sqrt(2)), DELTA), rel=1e-6
     )
     # of each canary 3 and 5 over the root of two; their deviation is 1
-    assert second.measured == pytest.approx(second.epsilon) and second.measured_high > second.high
+    assert second.measured.epsilon == pytest.approx(second.seen.epsilon) and second.measured.high > second.seen.high
     assert (first.accounted, second.accounted) == (1.0, 2.0)
     assert canary_estimates(scored([(1, 8, 1.0)]), DELTA, lambda n: None) == []
-    assert canary_estimates(scored([(1, 8, -1.0), (1, 9, -2.0)]), DELTA, lambda n: None)[0].epsilon == 0
+    assert canary_estimates(scored([(1, 8, -1.0), (1, 9, -2.0)]), DELTA, lambda n: None)[0].seen.epsilon == 0
 
 
 def test_of_many_rounds_some_have_an_estimate_and_no_records_epsilon_is_computed(
@@ -167,17 +169,17 @@ def test_of_many_rounds_some_have_an_estimate_and_no_records_epsilon_is_computed
 def test_numbers_that_nobody_measured_make_an_estimate_or_none(values: tuple[float, float]) -> None:
     rows = [(round, canary, value) for round in (1, 2) for canary, value in enumerate(values)]
     for found in canary_estimates(scored(rows), DELTA, lambda n: None):
-        assert 0 <= found.low <= found.epsilon <= found.high and not math.isnan(found.measured)
+        assert 0 <= found.seen.low <= found.seen.epsilon <= found.seen.high and not math.isnan(found.measured.epsilon)
 
 
 def estimated(low: float, high: float, accounted: float | None) -> str:
-    middle = (low + high) / 2
-    return canary_words([CanaryEstimate(1, 8, 1, middle, low, high, middle, low, high, accounted)], DELTA)
+    seen = Estimate((low + high) / 2, low, high)
+    return canary_words(CanaryEstimate(1, 8, 1, seen, seen, accounted), DELTA)
 
 
 def test_the_sentence_says_which_side_the_accounted_epsilon_is_on() -> None:
     assert "protects less than the accounting says" in estimated(5, 7, 4)
-    assert "this observer does not see, or the accounting counts more" in estimated(5, 7, 8)
+    assert "more than this observer sees" in estimated(5, 7, 8)
     assert "within the interval" in estimated(5, 7, 6)
     assert "no promise" in estimated(5, 7, None)
     assert "less than" not in estimated(math.inf, math.inf, 2690)
@@ -262,12 +264,12 @@ def test_a_deployments_server_reads_them_from_its_record(tmp_path: Path) -> None
     with closing(Reading(made)) as reading, reading.now():
         told = canaries(reading)
         chosen = reading.scenario
-    assert [(row["round"], row["canaries"]) for row in told["rows"]] == [(1, 3), (2, 3)]
-    assert told["words"].startswith("3 canaries sent a fixed") and told["words"].endswith("is their owners' word.")
+    assert [(row.round, row.canaries) for row in told.rows] == [(1, 3), (2, 3)]
+    assert told.words.startswith("3 canaries sent a fixed") and told.words.endswith("is their owners' word.")
     deployed, simulated = (
         Accountant.of(chosen.federation, DELTA, secret).spent_of_client(2) for secret in (False, True)
     )
-    assert told["rows"][1]["accounted"] == pytest.approx(deployed, rel=1e-4) and deployed > simulated
+    assert told.rows[1].accounted == pytest.approx(deployed, rel=1e-4) and deployed > simulated
 
 
 def test_without_canaries_nothing_is_said(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ function axis({ label, kind, low, high }) {
  * shown(series): whether it is drawn, or else only named in the legend; then the legend itself switches nothing.
  */
 function specified(spec, shown, worst = true) {
-  const height = 320 + legendHeight(Math.max(spec.entries, spec.series.filter(s => s.name).length));
+  const height = 320 + legendHeight(spec.series.filter(s => s.name).length);
   const drawing = node => {
     const traces = spec.series.flatMap(s => seriesTraces(s, Boolean(spec.right), !shown || shown(s), worst));
     const right = spec.right && { ...axis(spec.right), overlaying: "y", side: "right", showgrid: false };

@@ -161,11 +161,9 @@ function galleryView(found, { id, state }) {
 }
 
 function imageView(found, { id, state }) {
-  const { image, client, label, rounds, others, total_others: total } = found;
+  const { image, client, label, rounds } = found;
   const attacks = [...new Set(rounds.flatMap(card => card.tiles.map(tile => tile.attack)))];
   const all = link(address(id, `/gallery?client=${client}&round=all`), "All images of this client");
-  const part = others.length < total && el("p.small", `${others.length} of ${total} rounds, one example of each.`);
-  const elsewhere = others.length > 0 && [cards(others, "image", imageAddress(id)), part];
   return [
     el("h1", `Image ${image} of client ${client}`),
     el("p.facts", id, label !== null && `; ${found.label_name}`, `; trained on in ${many(rounds.length, "attacked round")}. `, all),
@@ -173,7 +171,6 @@ function imageView(found, { id, state }) {
       el("p.meaning", "The same private image each time it was trained on, in time order. PSNR below each: higher leaks more."),
       attacks.map(attack => imageStrip(found, attack, state))),
     found.trace && section("The attack's iterations", tracePanel(found.trace, state)),
-    section(`Client ${client} in other rounds`, elsewhere || empty("This client was attacked in no other round.")),
   ];
 }
 

@@ -7,17 +7,15 @@ from fedgauge.attacks.modality.membership import HELD, MEMBER, QUESTIONS
 from fedgauge.server.views.membership import tests_of, why_not_tested
 from fedgauge.server.views.privacy import canaries, privacy
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.roles import is_attack, planned_attacks
+from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.verdict import verdict_of
 
-NIST, EDPB, OWASP = "NIST AI 100-2 E2025", "EDPB Opinion 28/2024, paragraph 55", "OWASP AI Testing Guide"
-TEXTS = (NIST, EDPB, OWASP)
+TEXTS = ("NIST AI 100-2 E2025", "EDPB Opinion 28/2024, paragraph 55", "OWASP AI Testing Guide")
 MAPS_TO = (
     "The classes map to those that these texts name. Nothing here says that a system complies with any of them. The EDPB's "
     "opinion is about models that have been trained; what is measured here is the updates that are sent while they are trained. "
     "A test that finds nothing is evidence against the attacks of that test alone."
 )
-NOT_HERE = "not tested: fedgauge has no such attack"
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def coverage(reading: Reading) -> list[TestedClass]:
 def _names(reading: Reading, members: bool) -> tuple[str, ...]:
     """The attacks of one kind that ended on some update, however they ended, less those that do not apply to any."""
     ended = {row["attack"] for row in reading.ledger.outcomes() if row["status"] not in ("failed", "not_applicable")}
-    planned = planned_attacks(reading.ledger)
+    planned = reading.ledger.planned()
     return tuple(n for n, p in planned.items() if is_attack(n) and n in ended and p.tells_members == members)
 
 
@@ -65,45 +63,39 @@ def _membership(reading: Reading) -> Iterator[TestedClass]:
     told = {found.metric: found for found in verdict_of(reading).members}
     for metric in (MEMBER, HELD):  # anybody's batch is the first question again, asked of a whole round
         by = tuple(n for n in _names(reading, members=True) if n in tests_of(reading.ledger, metric))
-        if metric in told:
-            yield TestedClass(QUESTIONS[metric].asked, by, told[metric].sentence, _OF_MEMBERS)
-        else:
-            why = f"not tested: {why_not_tested(reading.ledger, metric)}"
-            yield TestedClass(QUESTIONS[metric].asked, (), why, _OF_MEMBERS)
+        found = told[metric].sentence if metric in told else f"not tested: {why_not_tested(reading.ledger, metric)}"
+        yield TestedClass(QUESTIONS[metric].asked, by if metric in told else (), found, _OF_MEMBERS)
 
 
 _OF_MEMBERS = ("membership inference", "membership inference", "AITG-MOD-04, membership inference")
 
 
 def _others(reading: Reading) -> Iterator[TestedClass]:
-    server = reading.tables.get("server_attack") or []
-    names = (
-        tuple(str(table.get("use")) for table in server if isinstance(table, dict)) if isinstance(server, list) else ()
-    )
-    sent = (
-        "see the section on the malicious server"
-        if names
-        else "not tested: this server sends the weights that it should"
-    )
-    yield TestedClass(
-        "What a server learns that alters the weights it sends", names, sent, ("data reconstruction", "", "")
-    )
+    named = tuple(str(table.get("use")) for table in reading.tables.get("server_attack", ()))
     shown = canaries(reading)
-    bound = ("canaries",) if shown["rows"] else ()
-    words = shown["words"] if bound else f"not tested by canaries. {privacy(reading)['words']}"
+    alters = "see the section on the malicious server" if named else HONEST
+    bound = ("canaries",) if shown.rows else ()
+    words = shown.words if bound else f"not tested by canaries. {privacy(reading)['words']}"
+    reconstruction = ("data reconstruction", "", "")
+    yield TestedClass("What a server learns that alters the weights it sends", named, alters, reconstruction)
     yield TestedClass("Whether the noise protects as much as its epsilon says", bound, words, ("", "", ""))
-    yield TestedClass(
-        "Properties of a client's data as a whole", (), NOT_HERE, ("property inference", "", "")
-    )  # fmt: skip
-    yield TestedClass(
-        "An unknown attribute of a record of which the rest is known", (), NOT_HERE, ("", "attribute inference", "")
-    )
-    of_models = "not tested: it is about the trained model, and updates are measured here"
-    yield TestedClass(
+    for question, why, maps_to in NEVER_TESTED:
+        yield TestedClass(question, (), why, maps_to)
+
+
+HONEST = "not tested: this server sends the weights that it should"
+NOT_HERE = "not tested: fedgauge has no such attack"
+NEVER_TESTED = (
+    ("Properties of a client's data as a whole", NOT_HERE, ("property inference", "", "")),
+    ("An unknown attribute of a record of which the rest is known", NOT_HERE, ("", "attribute inference", "")),
+    (
         "What the trained model gives away when it is asked",
-        (),
-        of_models,
+        "not tested: it is about the trained model, and updates are measured here",
         ("", "exfiltration; regurgitation of training data", "AITG-DAT-01, training data exposure"),
-    )
-    own = "not tested: the server has the model, so there is nothing to extract"
-    yield TestedClass("The model itself", (), own, ("model extraction", "", "AITG-APP-09, model extraction"))
+    ),
+    (
+        "The model itself",
+        "not tested: the server has the model, so there is nothing to extract",
+        ("model extraction", "", "AITG-APP-09, model extraction"),
+    ),
+)

@@ -9,7 +9,7 @@ from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.membership import MEMBERSHIP, QUESTIONS
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.components import SpecError
-from fedgauge.server.views.formatting import in_unit, interval_label, number, plotted_value
+from fedgauge.server.views.formatting import interval_words, number, plotted_value
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import why_not_tested
 from fedgauge.server.views.privacy import spent_in
@@ -95,20 +95,19 @@ def check_thresholds(thresholds: Sequence[Threshold], modality: type[Modality]) 
         SpecError: a metric is unknown for this kind of data, named twice, or leaks in the other direction.
     """
     known = gate_metrics(modality)
-    for i, threshold in enumerate(thresholds):
-        name = threshold.metric
+    names = [threshold.metric for threshold in thresholds]
+    for name in names:
         if name not in known:
             raise SpecError(f"unknown metric {name!r} for a gate (there are: {', '.join(known)})")
-        if any(name == other.metric for other in thresholds[:i]):
+        if names.count(name) > 1:
             raise SpecError(f"the gate has two thresholds for {name}: leave one out")
-        measured = MEASURED.get(name.removeprefix(WORST))
-        higher = measured is None or measured.higher_is_better
-        if higher != threshold.above:
-            right, which = ("above", "higher") if higher else ("below", "lower")
-            raise SpecError(
-                f"a {which} {name} is the worse leak: write --fail-{right} {name}={threshold.bound:g}, not "
-                f"--fail-{'above' if threshold.above else 'below'}"
-            )
+    for threshold in thresholds:
+        measured = MEASURED.get(threshold.metric.removeprefix(WORST))
+        above = measured is None or measured.higher_is_better
+        if above != threshold.above:
+            right, wrong, which = ("above", "below", "higher") if above else ("below", "above", "lower")
+            told = f"write --fail-{right} {threshold.metric}={threshold.bound:g}, not --fail-{wrong}"
+            raise SpecError(f"a {which} {threshold.metric} is the worse leak: {told}")
 
 
 def judged(
@@ -120,15 +119,14 @@ def judged(
         otherwise: why a metric that is not among `measured` was not measured.
         estimates: an estimate within its threshold passes, as somebody accepts it; the words say so.
     """
-    found = [(t, measured.get(t.metric, Measurement(None, otherwise))) for t in thresholds]
-    return [GateResult(t, _as_proof(m, estimates) if m.estimated else m) for t, m in found]
-
-
-def _as_proof(found: Measurement, accepted: bool) -> Measurement:
-    """What an estimate proves: nothing, unless somebody accepts it."""
-    if accepted:
-        return replace(found, words=f"{found.words}; accepted, though an estimate is no bound")
-    return replace(found, words=f"{found.words}; {NO_PROOF}", conclusive=False)
+    results = []
+    for threshold in thresholds:
+        found = measured.get(threshold.metric, Measurement(None, otherwise))
+        if found.estimated:
+            why = "accepted, though an estimate is no bound" if estimates else NO_PROOF
+            found = replace(found, words=f"{found.words}; {why}", conclusive=estimates)
+        results.append(GateResult(threshold, found))
+    return results
 
 
 def gate_of_run(reading: Reading, thresholds: Sequence[Threshold]) -> list[GateResult]:
@@ -155,27 +153,18 @@ def _measured(reading: Reading, metric: str) -> Measurement:
         return Measurement(spent.record, spent.words)
     name = metric.removeprefix(WORST)
     leaks = [k for k in reading.pooled(name).values() if is_attack(k.attack)] if name in reading.metrics else []
-    leak = best_of(leaks, "attack")
-    missing = _lost(leaks)
-    if leak is None or leak.mean is None:
-        if metric in QUESTIONS:
-            return Measurement(None, f"it was not tested: {why_not_tested(reading.ledger, metric)}{missing}")
+    leak, missing = best_of(leaks, "attack"), _lost(leaks)
+    if leak is None and metric in QUESTIONS:
+        return Measurement(None, f"it was not tested: {why_not_tested(reading.ledger, metric)}{missing}")
+    if leak is None:
         return Measurement(None, f"no attack of this run has a value of {name}{missing}")
-    if metric.startswith(WORST):
-        best = MEASURED[name].leakiest((k for k in leaks if k.best is not None), lambda k: k.best or 0.0)
-        assert best is not None  # as there is a mean
-        words = f"the worst of {best.n} examples, by {best.attack}{missing}"
-        return Measurement(plotted_value(name, best.best), words)
-    return Measurement(leak.mean, f"{_words(leak)}{missing}")
-
-
-def _words(leak: Leak) -> str:
-    low, high = interval_label(leak)
-    measured = MEASURED[leak.metric]
-    within = "" if low is None else f" (95 % interval {in_unit(low, measured)} to {in_unit(high, measured)})"
-    if leak.metric in QUESTIONS:
-        return f"the area under the ROC curve of {leak.attack} over {leak.n} members{within}"
-    return f"the mean of {leak.n} by {leak.attack}{within}"
+    worst = MEASURED[name].leakiest((k for k in leaks if k.best is not None), lambda k: k.best or 0.0)
+    if metric.startswith(WORST) and worst is not None:
+        words = f"the worst of {worst.n} examples, by {worst.attack}{missing}"
+        return Measurement(plotted_value(name, worst.best), words)
+    within = f" (95 % interval {words})" if (words := interval_words(leak)) else ""
+    what = f"the area under the ROC curve over {leak.n} members" if metric in QUESTIONS else f"the mean of {leak.n}"
+    return Measurement(leak.mean, f"{what} by {leak.attack}{within}{missing}")
 
 
 def _lost(leaks: Iterable[Leak]) -> str:

@@ -25,21 +25,16 @@ def draw(spec: views.Figure) -> Figure:
     """Lines and points with their intervals and worst cases."""
     figure, axes = new_axes()
     right = axes.twinx() if spec.right else None
-    of_rounds = spec.x.kind == "round"
-    lone = [s for s in spec.series if of_rounds and len(s.x) == 1 and s.role == "attack"]
-    step = 0.03 * (spec.x.high or 1)
     handles: list[Artist] = []
     for series in spec.series:
-        place = right if right is not None and series.role == "accuracy" else axes
-        shift = step * (lone.index(series) - (len(lone) - 1) / 2) if series in lone else 0.0
-        half = 5 * step if of_rounds and series.role in ("baseline", "limit") else 0.0
-        line = _draw_series(place, series, shift, half)
+        line = _draw_series(right if right is not None and series.role == "accuracy" else axes, series)
         handles += [line] if series.name else []
-    handles += _common_entries(spec)
+    if any(s.worst for s in spec.series):
+        handles.append(Line2D([], [], color=INK, ls=":", marker="o", mfc="none", lw=1, label="worst case"))
+    if spec.interval:
+        handles.append(Patch(color=INK, alpha=0.2, lw=0, label=spec.interval))
     _set_axis(axes, "x", spec.x)
     _set_axis(axes, "y", spec.y)
-    if any(len(s.x) == 1 for s in spec.series) and of_rounds and spec.x.high:
-        axes.set_xlim(right=1.15 * spec.x.high)  # room for what is drawn next to a round
     if right is not None and spec.right is not None:
         right.grid(False)
         _set_axis(right, "y", spec.right)
@@ -49,55 +44,33 @@ def draw(spec: views.Figure) -> Figure:
     return figure
 
 
-def _draw_series(axes: Axes, series: views.Series, shift: float, half: float) -> Artist:
-    """Draw a series, and return its entry of the legend.
-
-    Args:
-        shift: to the right, so that the only points of several attacks stand side by side.
-        half: of the length of a short line in place of a point, so that its dashes can be seen.
-    """
+def _draw_series(axes: Axes, series: views.Series) -> Artist:
+    """Draw a series, and return its entry of the legend."""
     look, attack = series.look, series.role in ("attack", "run")
     color, marker = THEME[look.colour], SYMBOLS.get(look.symbol, "")
-    width, dash = SCALE * look.width, (0, tuple(look.dash)) if look.dash else "-"
-    x, mean, step = [v + shift for v in series.x], _numbers(series.mean), max(1, len(series.x) // 10)
-    if len(x) == 1 and half:
-        x, mean = [x[0] - half, x[0] + half], [*mean, *mean]
+    x, mean, step = list(series.x), _numbers(series.mean), max(1, len(series.x) // 10)
+    point = len(x) <= 1
     intervals = [(at, *ends) for at, *ends in zip(x, series.low, series.high, strict=False) if None not in ends]
-    if len(series.x) > 1 and len(intervals) > 1:
+    if intervals and point:
+        axes.vlines(*zip(*intervals, strict=True), color=color, linewidth=2.5, alpha=0.3)
+    elif len(intervals) > 1:
         at, low, high = zip(*intervals, strict=True)
         axes.fill_between(at, low, high, color=color, alpha=0.2, linewidth=0)
-    elif intervals and len(x) == 1:
-        at, low, high = zip(*intervals, strict=True)
-        axes.vlines(at, low, high, color=color, linewidth=2.5, alpha=0.3)
-    hollow: dict[str, Any] = {"color": color, "marker": marker, "mfc": "none", "mew": 0.7, "markevery": step}
     if worst := [(at, value) for at, value in zip(x, series.worst, strict=False) if value is not None]:
-        axes.plot(*zip(*worst, strict=True), **hollow, ls=":" if len(x) > 1 else "", lw=1)
-    point = len(x) == 1 or not x
-    line = Line2D([], []) if not x else axes.plot(x, mean, zorder=3 if attack else 2.5)[0]
-    line.set(color=color, linestyle="" if point and marker else dash, linewidth=width, markevery=step)
-    line.set(marker=marker if attack or point else "", label=_in_lines(series.name))
+        hollow: dict[str, Any] = {"color": color, "marker": marker, "mfc": "none", "mew": 0.7, "markevery": step}
+        axes.plot(*zip(*worst, strict=True), **hollow, ls="" if point else ":", lw=1)
+    line = axes.plot(x, mean, zorder=3 if attack else 2.5)[0] if x else Line2D([], [])
+    dash = (0, tuple(look.dash)) if look.dash else "-"
+    line.set(color=color, linestyle="" if point and marker else dash, linewidth=SCALE * look.width, markevery=step)
+    label = series.name.replace(" were ", " were\n")  # a long one is in two lines
+    line.set(marker=marker if attack or point else "", label=label)
     if series.label:
         axes.annotate(series.label, (x[0], mean[0]), xytext=(3, 3), textcoords="offset points", size=7)
     return line
 
 
-def _common_entries(spec: views.Figure) -> list[Artist]:
-    """The entries of a legend for worst cases and intervals."""
-    found: list[Artist] = []
-    if any(s.worst for s in spec.series):
-        found.append(Line2D([], [], color=INK, ls=":", marker="o", mfc="none", lw=1, label="worst case"))
-    if spec.interval:
-        found.append(Patch(color=INK, alpha=0.2, lw=0, label=spec.interval))
-    return found
-
-
 def _numbers(values: Sequence[float | None]) -> list[float]:
     return [nan if value is None else value for value in values]
-
-
-def _in_lines(name: str) -> str:
-    """A name for a legend, in two lines if it is long."""
-    return name.replace(" were ", "\nwere ")
 
 
 def _set_axis(axes: Axes, which: str, spec: views.Axis) -> None:

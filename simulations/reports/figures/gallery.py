@@ -2,103 +2,73 @@
 
 import base64
 import io
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 from PIL import Image
 
-from fedgauge.server.views.gallery import Card, Gallery
+from fedgauge.server.views.gallery import Gallery
 from fedgauge.simulations.reports.figures.style import INK, LINE_HEIGHT, MUTED, WIDTH
 from fedgauge.simulations.reports.sampling import sample_examples
 
 EXAMPLES = 6
-LETTER_WIDTH = 0.0505  # inches: one monospaced letter of 6 points
-MONOSPACED: dict[str, Any] = {"ha": "left", "va": "top", "family": "monospace", "size": 6}
+MONOSPACED: dict[str, Any] = {"family": "monospace", "size": 6}
 
 
 def gallery_figure(gallery: Gallery) -> Figure | None:
-    """True examples above each attack's reconstructions, with the PSNR below; None if no true example is on this machine."""
-    found = [card for some in sample_examples(gallery, EXAMPLES).cards(gallery).values() for card in some]
+    """True examples above each attack's reconstructions, with the score below; None if no true example is on this machine.
+
+    Of sentences a line each, with what is wrong in grey.
+    """
+    found = sample_examples(gallery, EXAMPLES).cards(gallery)
     cards = [card for card in found if card.truth is not None or card.truth_words is not None][:EXAMPLES]
     if not cards:
         return None
     if gallery.kind == "text":
-        return _sentences_figure(cards)
+        lines: list[tuple[str, str, str]] = []
+        for card in cards:
+            lines.append((f"client {card.client}, round {card.round}", " ".join(card.truth_words or ()), INK))
+            for tile in card.tiles:
+                right = " ".join(word if mark != "wrong" else "_" * len(word) for word, mark in tile.words or ())
+                lines.append((f"{tile.attack}: {tile.note}", right, MUTED))
+        figure = Figure((WIDTH, (2 * len(lines) + 1) * LINE_HEIGHT))
+        for i, (name, words, color) in enumerate(lines):
+            y = 1 - (i + 0.25) / (len(lines) + 0.5)
+            figure.text(0.02, y, name, va="top", size=5, color=MUTED)
+            figure.text(
+                0.02, y - 0.8 * LINE_HEIGHT / figure.get_figheight(), words[:60], va="top", color=color, **MONOSPACED
+            )
+        return figure
     shown = {tile.attack for card in cards for tile in card.tiles}
     attacks = [attack for attack in gallery.attacks if attack in shown]  # a test of membership shows nothing
-    truths = [_pixels(card.truth) for card in cards if card.truth is not None]
-    tile = WIDTH / EXAMPLES
-    height, width, _ = truths[0].shape
-    tile_height = 0.92 * tile * height / width
-    header_height = (2.2 + 2 * any(card.why for card in cards)) * LINE_HEIGHT
-    row = tile_height + 2.3 * LINE_HEIGHT
-    figure = Figure((max(1.5, tile * len(cards)), header_height + row * (1 + len(attacks))))
-    for i, card in enumerate(cards):
-        notes = [f"round {card.round}", f"client {card.client}", *card.why.replace(" ", "\n").splitlines()]
-        _write(figure, (i + 0.5) * tile, header_height - 0.3 * LINE_HEIGHT, "\n".join(notes), ha="center", va="bottom")
-        tiles = {t.attack: t for t in card.tiles}
-        _draw_tile(figure, i * tile, header_height + LINE_HEIGHT, tile, tile_height, truths[i], f"label {card.label}")
-        for k, attack in enumerate(attacks, 1):
-            tile_found = tiles.get(attack)
-            image: NDArray[np.uint8] | str = "no\nimage" if tile_found else "not\nattacked"
-            note = ""
-            if tile_found and tile_found.image:
-                image, note = _pixels(tile_found.image), tile_found.note.removesuffix(" dB")
-            _draw_tile(figure, i * tile, header_height + LINE_HEIGHT + k * row, tile, tile_height, image, note)
-    for k, name in enumerate(["truth", *(f"{a}, PSNR (dB)" for a in attacks)]):
-        y = header_height + k * row + 0.9 * LINE_HEIGHT
-        _write(figure, 0.04 * tile, y, name, ha="left", va="bottom", weight="bold")
+    heights = WIDTH / EXAMPLES + 2.2 * LINE_HEIGHT
+    figure = Figure((max(1.5, WIDTH / EXAMPLES * len(cards)), heights * (1 + len(attacks)) + 4 * LINE_HEIGHT))
+    figure.set_layout_engine("constrained", w_pad=0.01, h_pad=0.5 * LINE_HEIGHT)
+    columns = figure.subplots(1 + len(attacks), len(cards), squeeze=False).T
+    for card, column in zip(cards, columns, strict=True):
+        notes = [f"round {card.round}", f"client {card.client}", *card.why.split()]
+        _draw_tile(column[0], card.truth, f"label {card.label}", "\n".join(notes))
+        tiles = {tile.attack: tile for tile in card.tiles}
+        for attack, axes in zip(attacks, column[1:], strict=True):
+            own = tiles.get(attack)
+            note = own.note.removesuffix(" dB") if own and own.image else "no\nimage" if own else "not\nattacked"
+            _draw_tile(axes, own.image if own else None, note)
+    for name, axes in zip(["truth", *(f"{a}, PSNR (dB)" for a in attacks)], columns[0], strict=True):
+        heading = axes.annotate(name, (0, 1.04), xycoords="axes fraction", size=7, weight="bold")
+        heading.set_in_layout(False)  # it may be wider than its column
     return figure
 
 
-def _sentences_figure(cards: Sequence[Card]) -> Figure:
-    """True sentences above each attack's, whose words are marked right, misplaced (underlined) or wrong (grey)."""
-    lines: list[tuple[str, Sequence[tuple[str, str]]]] = []
-    for card in cards:
-        lines.append((f"client {card.client}, round {card.round}", [(w, "right") for w in card.truth_words or ()]))
-        lines += [(f"{tile.attack}: {tile.note}", tile.words or ()) for tile in card.tiles]
-    figure = Figure((WIDTH, (2 * len(lines) + 1) * LINE_HEIGHT))
-    for i, (name, words) in enumerate(lines):
-        top = (2 * i + 0.5) * LINE_HEIGHT
-        _write(figure, 0.05, top, name, ha="left", va="top", size=5, color=MUTED)
-        left = 0.05
-        for word, mark in words:
-            if left + len(word) * LETTER_WIDTH > WIDTH:
-                _write(figure, WIDTH - 0.05, top + 0.8 * LINE_HEIGHT, "…", ha="right", va="top")
-                break
-            color = MUTED if mark == "wrong" else INK
-            _write(figure, left, top + 0.8 * LINE_HEIGHT, word, **MONOSPACED, color=color)
-            if mark == "misplaced":
-                _write(figure, left, top + 0.95 * LINE_HEIGHT, "_" * len(word), **MONOSPACED)
-            left += (len(word) + 1) * LETTER_WIDTH
-    return figure
-
-
-def _pixels(uri: str) -> NDArray[np.uint8]:
-    """Return the pixels (H, W, C) of a gallery picture, which is a PNG in a data URI."""
-    found = np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1]))))
-    return found[:, :, None] if found.ndim == 2 else found
-
-
-def _draw_tile(
-    figure: Figure, left: float, top: float, width: float, height: float, image: NDArray[np.uint8] | str, note: str
-) -> None:
-    """Draw one image with a note below it; lengths are in inches from the figure's upper left corner."""
-    across, down = figure.get_size_inches()
-    place = ((left + 0.04 * width) / across, 1 - (top + height) / down, 0.92 * width / across, height / down)
-    axes = figure.add_axes(place, xticks=[], yticks=[])
+def _draw_tile(axes: Axes, uri: str | None, note: str, title: str = "") -> None:
+    """Draw a gallery picture, which is a PNG in a data URI, with a note below it."""
     axes.grid(False)
-    if isinstance(image, str):
-        axes.text(0.5, 0.5, image, ha="center", va="center", size=7, color=MUTED, transform=axes.transAxes)
-    else:
-        gray = image.shape[2] == 1
-        axes.imshow(image[:, :, 0] if gray else image, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
-    _write(figure, left + width / 2, top + height + 0.1 * LINE_HEIGHT, note, ha="center", va="top")
-
-
-def _write(figure: Figure, x: float, y: float, words: str, **how: Any) -> None:
-    across, down = figure.get_size_inches()
-    figure.text(x / across, 1 - y / down, words, **{"size": 7, **how})
+    axes.set(xticks=[], yticks=[])
+    axes.set_title(title, size=7, pad=10)
+    if uri is None:
+        axes.text(0.5, 0.5, note, ha="center", va="center", size=7, color=MUTED, transform=axes.transAxes)
+        return
+    axes.set_xlabel(note, size=7, labelpad=1)
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1]))))
+    axes.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")

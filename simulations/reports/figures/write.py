@@ -61,13 +61,10 @@ def run_figures(reading: Reading) -> Iterator[PaperFigure]:
         return
     curve, mechanism = success_curve(reading.scores, reading.ledger), mechanism_of(reading)
     bound = certified(curve, mechanism) if mechanism else None
-    specified = [
-        *rounds_figures(reading), success_figure(reading, bound), membership_figure(reading), canaries_figure(reading)
-    ]  # fmt: skip
+    others = success_figure(reading, bound), membership_figure(reading), canaries_figure(reading)
     about = f"{reading.run.name}. {_knowledge(reading)}"
-    for spec in specified:
-        if spec is not None:
-            yield PaperFigure(spec.name, draw(spec), about)
+    for spec in filter(None, (*rounds_figures(reading), *others)):
+        yield PaperFigure(spec.name, draw(spec), about)
     if (heat := heat_map(reading, reading.scores.measure.metric)) is not None:
         yield PaperFigure(heat.name, draw_heat_map(heat), about)
     if (strip := gallery_figure(Gallery(reading))) is not None:

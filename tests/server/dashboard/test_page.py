@@ -249,7 +249,7 @@ def test_runs_are_compared_and_chosen(watched: Watched, address: str) -> None:
     page = watched.open(f"{address}/compare")
     rows = page.get_by_role("region", name="Every attack on every run").locator("tbody tr")
     expect(rows).to_have_count(2)
-    expect(page.get_by_role("region", name="Run by attack").locator("tbody tr")).to_have_count(2)
+    expect(page.get_by_role("region", name="Each run's baseline").locator("tbody tr")).to_have_count(2)
     expect(page.get_by_role("region", name="Settings that differ")).to_contain_text("max_norm")
     cells = page.get_by_role("region", name="Every attack on every run").locator("tbody td:last-child")
     assert cells.all_inner_texts() == ["–"] * cells.count(), (

@@ -68,6 +68,7 @@ def leave_one_ungraded(ledger: Ledger) -> None:
         (queue_one, {}, "1 attack has not ended", True),
         (meta(), {"lost": True}, "1 of 52 attacks failed: random_image (1 x): WorkerCrashed: gone", True),
         (meta(replay="mismatch"), {}, "the replay check failed", True),
+        (meta(training_fits="False"), {}, "the local training", True),
         (meta(truth_doubts="that of client 0"), {}, "against wrong examples: that of client 0", True),
         (meta(state="failed"), {}, "the training failed", True),
         (meta(state=""), {}, "the training was interrupted", True),

@@ -45,9 +45,9 @@ def test_the_attack_that_restores_labels_is_the_strongest_at_them_everywhere(tmp
         assert "by restores" in str(gate) and "told" not in str(gate), "nor did it fail at them"
         page = compare([reading], OF_LABELS)
         assert [(p["attack"], p["mean"]) for p in page["points"]] == [("restores", 0.5)]
-        assert page["matrix"]["baseline"] == [None]
+        assert page["prices"]["rows"][0][1] == "–"
         assert {p["attack"]: p["labels"] for p in compare([reading])["points"]} == {"told": None, "restores": 0.5}
-        assert {r["attack"]: r["labels"] and r["labels"].mean for r in summary(reading) if r["kind"] == "attack"} == {
+        assert {r["attack"]: r["labels"] for r in summary(reading) if r["kind"] == "attack"} == {
             "told": None,
             "restores": 0.5,
         }

@@ -81,10 +81,8 @@ def test_wilson_is_scipys(counted: tuple[int, int]) -> None:
     assert Rate(count, n).interval == pytest.approx((theirs.low, theirs.high), abs=1e-12)
 
 
-def test_rates_of_nothing_and_impossible_rates() -> None:
+def test_a_rate_of_nothing() -> None:
     assert (Rate(0, 0).fraction, Rate(0, 0).interval) == (None, (0.0, 1.0))
-    with pytest.raises(ValueError, match="3 of 2"):
-        Rate(3, 2)
 
 
 def test_what_a_guess_restores_of_labels_stands_on_paper() -> None:

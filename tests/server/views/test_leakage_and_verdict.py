@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import BAYES_LIMIT, AttackPlan, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, Participation
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leakage import Leak, leakage, leakage_of_all
-from fedgauge.server.views.roles import attack_order, is_baseline, role_of
+from fedgauge.server.views.roles import attack_order, role_of
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import RoundLeak, best_of, paired, round_table
 from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
@@ -101,35 +100,40 @@ def one(found: Sequence[Leak], attack: str, round: int | None) -> Leak:
     return leak
 
 
-def test_an_exact_hit_is_capped_in_the_mean_and_raw_elsewhere(ledger: Ledger) -> None:
-    score(ledger, {(1, 0, "matching"): {"psnr": [np.inf, 20.0]}, (1, 1, "matching"): {"psnr": [70.0, 10.0]}})
-    leak = one(leaks(ledger, "psnr"), "matching", 1)
-    assert leak.mean == (60 + 20 + 60 + 10) / 4
-    assert leak.best == np.inf
-    assert leak.median == (20 + 70) / 2
-    assert (leak.n, leak.failed, leak.clusters) == (4, {}, 2)
-    # two clients with means 40 and 35: 37.5 +- t_1(.975) * 2.5
-    assert (leak.low, leak.high) == pytest.approx((37.5 - 12.7062 * 2.5, 37.5 + 12.7062 * 2.5), abs=1e-3)
+GOOD: Values = {"psnr": [20.0, 22.0], "mse": [0.01, 0.02], "label_accuracy": [1.0]}
+MIXED: Values = {"mse": [0.3, 0.001], "psnr": [5.2, 30.0], "ssim": [0.1, 0.9]}
+NOTHING: Values = {"psnr": [None, None], "mse": [None, None]}
 
 
-def test_what_gave_no_value_is_counted_and_in_no_mean(ledger: Ledger) -> None:
-    score(ledger, {(1, 0, "matching"): {"psnr": [None, 20.0]}, (1, 1, "matching"): {"psnr": [None, None]}})
-    leak = one(leaks(ledger, "psnr"), "matching", 1)
-    assert (leak.mean, leak.n, leak.failed, leak.clusters) == (20.0, 1, {"diverged": 3}, 1)
-    assert (leak.low, leak.high) == (None, None), "one client says nothing on how clients differ"
-
-
-def test_a_dead_worker_fails_for_every_metric(ledger: Ledger) -> None:
-    good: Values = {"psnr": [20.0, 22.0], "mse": [0.01, 0.02], "label_accuracy": [1.0]}
-    score(ledger, {(1, 0, "matching"): good, (1, 1, "matching"): None})
-    for metric, n in (
-        ("psnr", 2),
-        ("mse", 2),
-        ("label_accuracy", 1),
-    ):  # as many were lost as came back of the other client
-        leak = one(leaks(ledger, metric), "matching", 1)
-        assert (leak.n, leak.failed) == (n, {"failed": n}), metric
-    assert curve_of(ledger)["matching"][0].n == 4
+@pytest.mark.parametrize(
+    ("first", "second", "metric", "expected"),
+    [
+        # an exact hit is capped in the mean alone
+        ({"psnr": [np.inf, 20.0]}, {"psnr": [70.0, 10.0]}, "psnr", (37.5, 45.0, np.inf, 4, {}, 2)),
+        # what gave no value is counted, and in no mean
+        ({"psnr": [None, 20.0]}, NOTHING, "psnr", (20.0, 20.0, 20.0, 1, {"diverged": 3}, 1)),
+        # a dead worker fails for every metric, in as many examples as came back of the other client
+        (GOOD, None, "psnr", (21.0, 21.0, 22.0, 2, {"failed": 2}, 1)),
+        (GOOD, None, "mse", (0.015, 0.015, 0.01, 2, {"failed": 2}, 1)),
+        (GOOD, None, "label_accuracy", (1.0, 1.0, 1.0, 1, {"failed": 1}, 1)),
+        # an attack that restored nothing restored no label
+        (GOOD, NOTHING, "label_accuracy", (1.0, 1.0, 1.0, 1, {"diverged": 1}, 1)),
+        # the best is the value that leaks most
+        (MIXED, MIXED, "mse", (0.1505, 0.1505, 0.001, 4, {}, 2)),
+        (MIXED, MIXED, "ssim", (0.5, 0.5, 0.9, 4, {}, 2)),
+    ],
+)
+def test_a_leak_stands_on_paper(
+    ledger: Ledger, first: Values, second: Values | None, metric: str, expected: tuple[object, ...]
+) -> None:
+    guess: Values = {"psnr": [12.0, 12.0]}
+    score(ledger, {(1, 0, "matching"): first, (1, 1, "matching"): second, (1, 0, "mean_image"): guess})
+    leak = one(leaks(ledger, metric), "matching", 1)
+    found = (leak.mean, leak.median, leak.best, leak.n, leak.failed, leak.clusters)
+    assert found == tuple(pytest.approx(v) if isinstance(v, float) else v for v in expected)
+    assert (leak.low is None) == (leak.clusters == 1), "one client says nothing on how clients differ"
+    guesses = [k for k in leaks(ledger, metric) if k.attack == "mean_image"]
+    assert bool(guesses) == (metric == "psnr"), "a guess that claims no labels did not fail at them"
 
 
 @given(st.permutations(range(3)), st.permutations(range(3)))
@@ -164,33 +168,6 @@ def test_a_lost_batch_is_all_of_its_examples_and_a_lost_limit_the_one_number_tha
     assert none.extended([(1, 0, attack, -1, "mse", "not_applicable", None)]).counts("mse").tolist() == [lost]
 
 
-def test_an_attack_that_does_not_apply_fails_its_labels_too_but_one_that_claims_none_does_not(ledger: Ledger) -> None:
-    nothing: Values = {"psnr": [None, None], "mse": [None, None]}
-    score(
-        ledger,
-        {
-            (1, 0, "matching"): {"psnr": [20.0, 20.0], "label_accuracy": [0.5]},
-            (1, 1, "matching"): nothing,
-            (1, 0, "mean_image"): {"psnr": [12.0, 12.0]},
-        },
-        status="not_applicable",
-    )
-    labels = leaks(ledger, "label_accuracy")
-    assert (one(labels, "matching", 1).mean, one(labels, "matching", 1).failed) == (0.5, {"not_applicable": 1})
-    assert not [k for k in labels if k.attack == "mean_image"]
-
-
-def test_the_worst_case_is_the_value_that_leaks_most(ledger: Ledger) -> None:
-    score(ledger, {(1, 0, "matching"): {"mse": [0.3, 0.001], "psnr": [5.2, 30.0], "ssim": [0.1, 0.9]}})
-    assert {m: one(leaks(ledger, m), "matching", 1).best for m in ("mse", "psnr", "ssim")} == {
-        "mse": 0.001,
-        "psnr": 30.0,
-        "ssim": 0.9,
-    }
-    with pytest.raises(ValueError, match="unknown metric 'fid'.*psnr"):
-        leaks(ledger, "fid")
-
-
 def test_rounds_are_pooled_by_example_and_clusters_are_clients(ledger: Ledger) -> None:
     cells: dict[Cell, Values | None] = {
         (r, c, "matching"): {"psnr": [10.0 * c + r, 10.0 * c + r]} for r in (1, 2, 3) for c in (1, 2)
@@ -201,38 +178,6 @@ def test_rounds_are_pooled_by_example_and_clusters_are_clients(ledger: Ledger) -
     pooled = one(found, "matching", None)
     assert (pooled.n, pooled.clusters) == (12, 2)
     assert (pooled.low, pooled.high) == pytest.approx((17 - 12.7062 * 5, 17 + 12.7062 * 5), abs=1e-3)
-
-
-def test_the_order_of_writing_changes_nothing(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    cells: dict[Cell, Values | None] = {
-        (r, c, a): {"psnr": rng.normal(20, 3, 2).tolist()}
-        for r in (1, 2)
-        for c in range(5)
-        for a in ("matching", "mean_image")
-    }
-    found = []
-    for i, order in enumerate((list(cells), list(reversed(cells)))):
-        with Ledger(tmp_path / f"{i}.sqlite", create=True) as ledger:
-            ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
-            for key in order:
-                if key[2] == "matching":
-                    mates = {k: v for k, v in cells.items() if k[:2] == key[:2]}
-                    score(ledger, mates)
-            found.append(leaks(ledger, "psnr"))
-    assert len(found[0]) == 2 * 2 + 2
-    assert found[0] == found[1]
-
-
-def test_one_query_reads_the_scores(ledger: Ledger) -> None:
-    score(ledger, {(r, c, "matching"): {"psnr": [20.0, 21.0]} for r in (1, 2) for c in (0, 1)})
-    asked: list[str] = []
-    ledger._db.set_trace_callback(asked.append)
-    leaks(ledger, "psnr")
-    ledger._db.set_trace_callback(None)
-    assert ["JOIN scores" in query for query in asked] == [False, False, False, True, False], (
-        "whether anything is new, which data, who graded, then all scores, and of new attacks who is given the labels"
-    )
 
 
 @given(
@@ -276,18 +221,6 @@ def test_the_round_table_stands_on_paper(ledger: Ledger) -> None:
     assert (line.baseline.mean, line.baseline.attack) == (12.0, "mean_image")
     assert (line.labels, line.identified) == (0.75, Rate(2, 4))
     assert line.leak.n == 4
-
-
-def test_baselines_are_known_by_name() -> None:
-    names = [
-        "mean_image",
-        "random_image",
-        "wrong_client(inverting_gradients)",
-        "wrong_client",
-        "inverting_gradients",
-        "dlg",
-    ]
-    assert [is_baseline(name) for name in names] == [True, True, True, False, False, False]
 
 
 def test_the_success_curve_counts_every_example_that_was_attacked(ledger: Ledger) -> None:
@@ -336,11 +269,8 @@ def test_where_nobody_grades_there_is_no_curve_and_no_word_of_a_missing_image(le
     assert curve_of(ledger) == {}
     said = verdict_on(ledger)
     assert said.word == "undetermined"
-    assert said.sentence.startswith(
-        "Nothing can be said about reconstruction: 2 reconstructions came back, and nobody graded any "
-        "(the owner does not allow it); "
-        "nothing came back from: matching (not applicable)."
-    )
+    for part in ("2 reconstructions came back", "(the owner does not allow it)", "1 x not applicable"):
+        assert part in said.sentence
 
 
 # ------------------------------------------------------------------------------------------------------------ verdict
@@ -411,7 +341,7 @@ def test_of_many_attacks_the_best_must_be_rarer_by_luck(tmp_path: Path) -> None:
     [
         ({"matching": 1.0, "second": 2.0}, "the strongest attack, matching"),  # though it beats its guess by less
         ({"matching": 0.0, "second": 1.0}, "the strongest attack that beats a guess, second"),
-        ({"matching": 0.0, "second": 0.0}, "strongest attack matching"),
+        ({"matching": 0.0, "second": 0.0}, "the strongest attack, matching"),
     ],
 )
 def test_the_strongest_attack_is_the_same_everywhere(tmp_path: Path, own: Mapping[str, float], named: str) -> None:
@@ -432,51 +362,50 @@ def test_the_strongest_attack_is_the_same_everywhere(tmp_path: Path, own: Mappin
     assert named in said.sentence
 
 
-def test_a_single_image_brought_back_is_a_leak_even_where_the_mean_hides_it(tmp_path: Path) -> None:
-    cells = drawn(0, gain=-3.0, chance=0.0)
-    assert judged(tmp_path, cells).reconstruction == "not shown to leak"
-    cells[1, 3, "matching"] = {"psnr": [45.0, 9.0, 9.0, 9.0], "identified": [1.0, 0.0, 0.0, 0.0]}
+def quiet(clients: int = 12, examples: int = 4, **own: Values) -> dict[Cell, Values | None]:
+    """Images no better than a guess, of which some clients' scores are others (`c3`: those of client 3)."""
+    cells = drawn(0, gain=-3.0, clients=clients, examples=examples, chance=0.0)
+    return cells | {(1, int(client[1:]), "matching"): values for client, values in own.items()}
+
+
+ALL: Values = {"psnr": [9.0] * 4, "identified": [1.0] * 4}
+NEAR: Values = {"psnr": [45.0, 9.0, 9.0, 9.0], "identified": [1.0, 0.0, 0.0, 0.0]}
+HALF: Values = {"psnr": [9.0] * 4, "identified": [1.0, 1.0, 0.0, 0.0]}
+TWENTY: Values = {"psnr": [9.0] * 20, "identified": [1.0] * 20}
+GUESSED: Values = {"psnr": [12.0] * 4, "identified": [1.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("cells", "word", "exposed"),
+    [
+        pytest.param(quiet(), "not shown to leak", 0, id="nothing comes back"),
+        pytest.param(quiet(c3=NEAR), "leaks", 1, id="a single image, which the mean hides"),
+        pytest.param(quiet(**{f"c{c}": HALF for c in range(6)}), "leaks", 0, id="more than any baseline identifies"),
+        pytest.param(quiet(3, 20, c0=TWENTY), "leaks", 0, id="those of one client of three"),
+        pytest.param(quiet(1, c0=ALL), "leaks", 0, id="those of the only client"),
+        # who identifies them without the update proves that luck does
+        pytest.param(
+            quiet(1, c0=ALL) | {(1, 0, "mean_image"): GUESSED}, "not shown to leak", 0, id="a guess does, too"
+        ),
+        pytest.param(
+            quiet(1, c0=ALL) | {(1, 0, "wrong_client(matching)"): GUESSED}, "not shown to leak", 0, id="so do others'"
+        ),
+    ],
+)
+def test_images_that_are_identified_beyond_luck_are_a_leak_whatever_the_mean(
+    tmp_path: Path, cells: Mapping[Cell, Values | None], word: str, exposed: int
+) -> None:
     verdict = judged(tmp_path, cells)
-    assert verdict.word == "leaks"
-    assert verdict.strongest is not None
-    assert (verdict.strongest.exposed, verdict.strongest.identified) == (1, Rate(1, 48))
-    assert "leak" in verdict.sentence
-    assert "1 of them" in verdict.sentence
-
-
-def test_more_identified_than_by_any_baseline_is_a_leak(tmp_path: Path) -> None:
-    cells = drawn(0, gain=-3.0, chance=0.0)
-    for client in range(6):
-        cells[1, client, "matching"] = {"psnr": [9.0] * 4, "identified": [1.0, 1.0, 0.0, 0.0]}
-    verdict = judged(tmp_path, cells)
-    assert verdict.word == "leaks"
-    assert verdict.strongest is not None
-    assert verdict.strongest.exposed == 0
-
-
-def test_images_that_only_the_attack_identifies_are_a_leak_even_if_they_are_one_clients(tmp_path: Path) -> None:
-    """The interval over clients says nothing of the others, and the images are read off all the same."""
-    cells = drawn(0, gain=-3.0, clients=3, examples=20, chance=0.0)
-    cells[1, 0, "matching"] = {"psnr": [9.0] * 20, "identified": [1.0] * 20}
-    verdict = judged(tmp_path, cells)
-    assert verdict.strongest is not None
-    assert verdict.strongest.identified_more_often is not None and verdict.strongest.identified_more_often < 0
-    assert verdict.word == "leaks"
-    assert "20 of 60 images are identified, all of one client" in verdict.sentence
-    alone = drawn(0, gain=-3.0, clients=1, chance=0.0)
-    alone[1, 0, "matching"] = {"psnr": [9.0] * 4, "identified": [1.0] * 4}
-    assert judged(tmp_path, alone).word == "leaks"
-    for guess in (
-        "mean_image",
-        "wrong_client(matching)",
-    ):  # who identifies them without the update proves that luck does
-        shown = dict(alone) | {(1, 0, guess): {"psnr": [12.0] * 4, "identified": [1.0] * 4}}
-        assert judged(tmp_path, shown).reconstruction == "not shown to leak"
+    assert verdict.strongest is not None and verdict.strongest.mean < 0
+    assert (verdict.reconstruction, verdict.strongest.exposed) == (word, exposed)
+    assert ("1 of them" in verdict.sentence) == (exposed == 1)
+    assert ("one client gives no interval" in verdict.sentence) == (verdict.strongest.clusters == 1)
+    assert ("all of one client" in verdict.sentence) == (verdict.strongest.clusters == 3)
 
 
 def labelled(clients: int, accuracy: Sequence[float]) -> dict[Cell, Values | None]:
     """Images no better than a guess, beside a label accuracy for each client's batch."""
-    cells = drawn(0, gain=-3.0, clients=clients, chance=0.0)
+    cells = quiet(clients)
     for client, value in zip(range(clients), accuracy, strict=True):
         cells[1, client, "matching"] = {**(cells[1, client, "matching"] or {}), "label_accuracy": [value]}
     return cells
@@ -485,9 +414,8 @@ def labelled(clients: int, accuracy: Sequence[float]) -> dict[Cell, Values | Non
 def test_labels_that_are_read_off_are_a_leak_whatever_the_images(tmp_path: Path) -> None:
     found = judged(tmp_path, labelled(12, [1.0] * 12))
     assert found.word == "leaks"
-    words = "The clients' labels leak: 100\u00a0% of the labels are restored (a guess without the update: 81\u00a0%), by matching."
-    assert found.sentence.startswith(f"{words} Their images come back no better than from a guess at this budget")
-    assert "not shown" not in found.sentence
+    words = "labels leak: 100\u00a0% of the labels are restored (a guess without the update: 81\u00a0%), by matching."
+    assert words in found.sentence
     lucky = judged(tmp_path, labelled(12, [0.75, 0.75, 1.0] * 4))  # two classes, four examples: 81 % without the update
     assert lucky.reconstruction == "not shown to leak"
     assert "83\u00a0% of the labels are restored (a guess without the update: 81\u00a0%)" in lucky.sentence
@@ -508,41 +436,21 @@ def test_labels_leak_even_where_nothing_can_be_said_of_the_images(tmp_path: Path
     }
     found = judged(tmp_path, cells)
     assert found.word == "leaks"
-    assert "by matching. Nothing can be said about more than labels: no attack gave an image" in found.sentence
-    flat = labelled(12, [1.0] * 12)
-    assert judged(tmp_path, flat, replay="mismatch").word == "leaks"
+    assert "by matching. Nothing can be said about reconstruction" in found.sentence
+    assert judged(tmp_path, labelled(12, [1.0] * 12), replay="mismatch").word == "leaks"
 
 
-def test_one_client_gives_no_interval_and_the_sentence_says_so(tmp_path: Path) -> None:
+def test_one_client_gives_no_interval(tmp_path: Path) -> None:
     verdict = judged(tmp_path, drawn(0, gain=3.0, clients=1, chance=0.0))
-    assert verdict.strongest is not None
-    assert (verdict.strongest.low, verdict.strongest.identified_more_often, verdict.strongest.clusters) == (
-        None,
-        None,
-        1,
-    )
+    e = verdict.strongest
+    assert e is not None and (e.low, e.identified_more_often, e.clusters) == (None, None, 1)
     assert verdict.reconstruction == "not shown to leak"
-    assert "one client gives no interval" in verdict.sentence
-    assert "no interval" not in judged(tmp_path, drawn(0, gain=3.0)).sentence
-
-
-@pytest.mark.parametrize("blind", [("matching",), ()])
-def test_attacks_that_could_not_move_prove_nothing(tmp_path: Path, blind: tuple[str, ...]) -> None:
-    with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
-        ledger.add_attacks(PLAN, {p.name: f"a; {NO_DERIVATIVE}; b" for p in PLAN.attacks}, flat=blind)
-        score(ledger, drawn(0, gain=-3.0, chance=0.0), examples=4)
-        verdict = verdict_on(ledger)
-    assert verdict.reconstruction == ("undetermined" if blind else "not shown to leak")
-    assert ("differentiable mean" in verdict.sentence) == bool(blind)
 
 
 def test_the_sentence_names_attack_budget_baseline_and_numbers(tmp_path: Path) -> None:
-    verdict = judged(tmp_path, drawn(0, gain=-3.0, chance=0.0))
-    assert (
-        "not shown to leak at this budget (strongest attack matching, 500 iterations x 1 restart)" in verdict.sentence
-    )
-    assert "0 of 48 images are identified" in verdict.sentence
-    assert "stronger attack" in verdict.sentence
+    verdict = judged(tmp_path, quiet())
+    for part in ("at this budget", "matching (500 iterations x 1 restart)", "0 of 48 images", "stronger attack"):
+        assert part in verdict.sentence
     assert "safe" not in verdict.sentence
     e = verdict.strongest
     assert e is not None
@@ -552,41 +460,51 @@ def test_the_sentence_names_attack_budget_baseline_and_numbers(tmp_path: Path) -
     assert e.clusters == 12
 
 
-def test_a_failed_replay_check_forbids_to_say_that_nothing_leaks(tmp_path: Path) -> None:
-    verdict = judged(tmp_path, drawn(0, gain=-3.0, chance=0.0), replay="mismatch")
-    assert verdict.word == "undetermined"
-    assert "replay" in verdict.sentence
-    assert judged(tmp_path, drawn(0, gain=3.0), replay="mismatch").word == "leaks", "what came back, came back"
-
-
-def test_an_assumed_training_that_does_not_explain_the_update_forbids_it_too(tmp_path: Path) -> None:
-    verdict = judged(tmp_path, drawn(0, gain=-3.0, chance=0.0), training_fits="False")
-    assert verdict.word == "undetermined"
-    assert "the local training that the audit assumes does not explain the update" in verdict.sentence
-    assert judged(tmp_path, drawn(0, gain=3.0), training_fits="False").word == "leaks", "what came back, came back"
-
-
-def test_what_cannot_be_said(tmp_path: Path) -> None:
-    with Ledger(tmp_path / "none.sqlite", create=True) as ledger:
-        assert verdict_on(ledger).sentence.startswith(
-            "Nothing can be said about reconstruction: no attack was planned."
-        )
+@pytest.mark.parametrize(
+    ("attacks", "meta", "why"),
+    [
+        ((), {}, "no attack was planned"),
+        (PLAN.attacks, {}, "no attack has been done"),
+        (PLAN.attacks, {"replay": "mismatch"}, "replay"),
+        (PLAN.attacks[1:], {}, "no attack that reconstructs"),
+    ],
+)
+def test_of_a_run_without_scores_nothing_is_said(
+    tmp_path: Path, attacks: tuple[PlannedAttack, ...], meta: dict[str, str], why: str
+) -> None:
+    with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
+        ledger.add_attacks(AttackPlan(attacks), {p.name: "" for p in attacks})
+        ledger.set_meta(**meta)
+        assert verdict_on(ledger).word == "undetermined" and why in verdict_on(ledger).sentence
         assert (leaks(ledger, "psnr"), table_of(ledger), curve_of(ledger)) == ([], [], {})
-        ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
-        assert verdict_on(ledger).sentence.startswith(
-            "Nothing can be said about reconstruction yet: no attack has been done."
-        )
-        ledger.set_meta(replay="mismatch")
-        assert verdict_on(ledger).sentence.startswith(
-            "Nothing can be said about reconstruction: the replay check failed, so no attack was run."
-        )
-    nothing: Values = {"psnr": [None] * 4}
-    failing = judged(tmp_path, {(1, 0, "matching"): nothing, (1, 0, "mean_image"): {"psnr": [12.0] * 4}})
-    assert failing.word == "undetermined"
-    assert "(4 x diverged)" in failing.sentence
-    alone = judged(tmp_path, {(1, 0, "matching"): {"psnr": [40.0] * 4}})
-    assert alone.word == "undetermined"
-    assert "no baseline" in alone.sentence
+
+
+@pytest.mark.parametrize(
+    ("cells", "why"),
+    [
+        ({(1, 0, "matching"): {"psnr": [None] * 4}, (1, 0, "mean_image"): {"psnr": [12.0] * 4}}, "4 x diverged"),
+        ({(1, 0, "matching"): {"psnr": [40.0] * 4}}, "no baseline"),
+    ],
+)
+def test_of_attacks_without_a_comparison_nothing_is_said(
+    tmp_path: Path, cells: Mapping[Cell, Values | None], why: str
+) -> None:
+    verdict = judged(tmp_path, cells)
+    assert verdict.word == "undetermined" and why in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("mean_image", "baseline"),
+        ("wrong_client(inverting_gradients)", "baseline"),
+        ("wrong_client", "attack"),
+        ("dlg", "attack"),
+        (BAYES_LIMIT, "limit"),
+    ],
+)
+def test_what_a_name_is(name: str, role: str) -> None:
+    assert role_of(name) == role
 
 
 def test_an_unfinished_audit_says_so_far(ledger: Ledger) -> None:
@@ -613,11 +531,6 @@ def test_pairs_are_of_the_same_example(ledger: Ledger) -> None:
 # -------------------------------------------------------------------------------------------------------------- limits
 
 
-def test_a_limit_is_neither_an_attack_nor_a_baseline() -> None:
-    names = ["matching", "bayes_limit", "mean_image", "wrong_client(matching)"]
-    assert [role_of(name) for name in names] == ["attack", "limit", "baseline", "baseline"]
-
-
 def test_a_limit_above_every_attack_changes_no_verdict(tmp_path: Path) -> None:
     plan = AttackPlan((*PLAN.attacks, PlannedAttack("bayes_limit", {"use": "bayes_limit"})))
     cells: dict[Cell, Values | None] = {}
@@ -639,15 +552,6 @@ def test_a_limit_above_every_attack_changes_no_verdict(tmp_path: Path) -> None:
         ]
 
 
-def test_a_plan_of_baselines_and_limits_has_no_attack(tmp_path: Path) -> None:
-    plan = AttackPlan((*PLAN.attacks[1:], PlannedAttack("bayes_limit", {"use": "bayes_limit"})))
-    with Ledger(tmp_path / "without.sqlite", create=True) as ledger:
-        ledger.add_attacks(plan, {p.name: "card" for p in plan.attacks})
-        assert verdict_on(ledger).sentence.startswith(
-            "Nothing can be said about reconstruction: the plan has no attack that reconstructs."
-        )
-
-
 def test_where_a_lower_value_leaks_more_a_smaller_error_is_the_gain() -> None:
     rows = [(1, 0, name, 0, "mse", "converged", error) for name, error in (("a", 0.1), ("mean_image", 0.3))]
     gain = paired(Scores.empty().extended(rows), "a")
@@ -665,3 +569,18 @@ def test_only_an_attack_has_a_worst_case_and_no_rate_has_one() -> None:
     assert {(k.metric, k.attack): k.worst for k in leaks} == {
         ("psnr", "a"): 1.0, ("psnr", "mean_image"): None, ("identified", "a"): None, ("identified", "mean_image"): None
     }  # fmt: skip
+
+
+def test_identified_images_of_one_client_leave_it_undetermined(tmp_path: Path) -> None:
+    floor = {"psnr": [12.0, 12.5], "identified": [0.0, 0.0]}
+    near = {"psnr": [18.0, 18.5], "identified": [1.0, 1.0]}
+    found = {}
+    for name, own in (("identified", near), ("not", {**near, "identified": [0.0, 0.0]})):
+        with Ledger(tmp_path / f"{name}.sqlite", create=True) as ledger:
+            ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
+            score(ledger, {(1, 0, "matching"): own, (1, 0, "mean_image"): floor, (1, 0, "random_image"): floor})
+            found[name] = verdict_on(ledger)
+    assert found["identified"].word == "undetermined"
+    assert "too few" in found["identified"].sentence
+    assert "2 of 2 images are identified" in found["identified"].sentence
+    assert found["not"].reconstruction == "not shown to leak"

@@ -1,23 +1,23 @@
 """What is said of membership: numbers on paper, chance alone is no finding, and no verdict on what was not tested."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.membership.limit import area, power
 from fedgauge.attacks.modality.membership import QUESTIONS
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.views.clients import clients
+from fedgauge.server.views.formatting import percent
 from fedgauge.server.views.leakage import leakage, leakage_of_all
-from fedgauge.server.views.membership import RATES_SHOWN, membership_table, roc_curves, told_members
+from fedgauge.server.views.membership import RATES_SHOWN, roc_curves, told_members
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.tables import membership_tests
 from fedgauge.server.views.verdict import Verdict
+from tests.server.views.test_leakage_and_verdict import Cell, Values, score
 from tests.simulations.reports.figures.graded_runs import graded
 from tests.small_runs import scores_of, verdict_on
 
@@ -27,27 +27,14 @@ MATCHING = (
     PlannedAttack("matching", {"use": "inverting_gradients"}),
     PlannedAttack("mean_image", {"use": "mean_image"}),
 )
-Cells = Mapping[tuple[int, int, str], Mapping[str, Sequence[float | None]]]  # (round, client, name): values by metric
+Cells = Mapping[Cell, Values]
 
 
 def written(path: Path, cells: Cells, attacks: Sequence[PlannedAttack] = (*MATCHING, *TESTS, *GUESSES)) -> Ledger:
     """A ledger of a plan whose jobs are all done, with these rows."""
-    ledger, plan = Ledger(path, create=True), AttackPlan(tuple(attacks))
-    ledger.add_attacks(plan, {p.name: "" for p in attacks})
-    for round in sorted({round for round, _, _ in cells}):
-        clients = sorted({client for r, client, _ in cells if r == round})
-        ledger.record_intake(round, [Participation(c, "accepted", "", 4, f"{round} {c}") for c in clients], plan)
-    while (lease := ledger.lease()) is not None:
-        rows = {}
-        for client in lease.clients:
-            names = [n for r, c, n in cells if (r, c) == (lease.round, client) and lease.attack.name in (n, n[13:-1])]
-            rows[client] = [
-                ScoreRecord(lease.round, client, name, i, metric, value, "converged", 0.1)
-                for name in names
-                for metric, values in cells[lease.round, client, name].items()
-                for i, value in enumerate(values)
-            ]
-        ledger.finish(lease, rows)
+    ledger = Ledger(path, create=True)
+    ledger.add_attacks(AttackPlan(tuple(attacks)), {p.name: "" for p in attacks})
+    score(ledger, cells, examples=4, plan=AttackPlan(tuple(attacks)))
     return ledger
 
 
@@ -77,12 +64,9 @@ def test_the_numbers_of_a_test_are_means_over_members(tmp_path: Path) -> None:
     assert (told.baseline, told.floor) == ("label_frequency", pytest.approx(0.55))
     assert told.hits is not None and (told.hits.count, told.hits.n) == (3, 6)
     assert told.leaks and told.interval is not None and told.interval[0] < 0.9 < told.interval[1]
-    row, guess = membership_table(scores_of(ledger), ["membership", "label_frequency"])
-    assert (row.n, row.area, row.told[0.01].count, guess.kind) == (6, pytest.approx(0.9), 3, "baseline")
-    assert (
-        "Who was in a batch leaks: by membership, a member scores above a stranger in 90\u00a0% of all pairs"
-        in told.sentence
-    )
+    row, guess = membership_tests(scores_of(ledger), ["membership", "label_frequency"]).rows
+    assert (row[2:4], row[5], guess[1]) == (["6", "90\u00a0%"], "3 of 6", "label_frequency (baseline)")
+    assert "leaks: by membership" in told.sentence and "90\u00a0%" in told.sentence
 
 
 def test_chance_alone_leaks_seldom(tmp_path: Path) -> None:
@@ -156,15 +140,15 @@ def test_every_place_takes_the_same_mean_of_the_same_rows(tmp_path: Path) -> Non
     }
     with written(tmp_path / "l.sqlite", {**cells, **alone, **anybody}, TESTS) as ledger:
         scores = scores_of(ledger)
-    table = {(row.question, row.name): row for row in membership_table(scores, ["membership", "over"])}
+    table = {(row[0], row[1]): row for row in membership_tests(scores, ["membership", "over"]).rows}
     for metric, (question, _) in QUESTIONS.items():
         pooled = {leak.attack: leak for leak in leakage(scores, metric) if leak.round is None}
         assert {(q, name) for q, name in table if q == question} == {(question, name) for name in pooled}
         for name, leak in pooled.items():
-            row = table[question, name]
-            assert (row.n, row.area, row.low, row.high) == (leak.n, leak.mean, leak.low, leak.high)
-    assert table[QUESTIONS["held_membership"].asked, "over"].area == pytest.approx(0.9)
-    assert table[QUESTIONS["anybody_membership"].asked, "membership"].low is None, "one round"
+            within = "–" if leak.low is None else f"{percent(leak.low)} to {percent(leak.high)}"
+            assert table[question, name][2:5] == [str(leak.n), percent(leak.mean), within]
+    assert table[QUESTIONS["held_membership"].asked, "over"][3] == "90\u00a0%"
+    assert table[QUESTIONS["anybody_membership"].asked, "membership"][4] == "–", "one round"
     (hits,) = leakage_of_all(scores, "held_membership_at_1_percent")
     assert (hits.n, hits.mean) == (2, 1.0)
 
@@ -183,30 +167,6 @@ def test_the_clients_view_counts_the_same_rows(tmp_path: Path) -> None:
         assert [r["mean"] for r in clients(reading, "held_membership", "second")["table"]] == [None] * 2
 
 
-def test_many_clients_are_not_looked_at_one_by_one(tmp_path: Path) -> None:
-    """60,000 clients in a ledger of 13 MB: every row was looked at once for each of them."""
-    clients, rounds, counted = 500, 2, 0
-
-    def note(frame: object, event: str, function: object) -> None:
-        nonlocal counted
-        counted += event == "c_call"
-
-    many = {
-        (round, client, "over"): {"held_membership": [0.5 + 0.1 * round]}
-        for round in range(1, rounds + 1)
-        for client in range(clients)
-    }
-    with written(tmp_path / "ledger.sqlite", many, (*TESTS,)) as ledger:
-        scores = scores_of(ledger)
-    sys.setprofile(note)
-    try:
-        (told,) = told_members(scores)
-    finally:
-        sys.setprofile(None)
-    assert told.area == pytest.approx(0.7), "the last round counts"
-    assert counted < 1300, counted  # some 1,000 whatever the clients are
-
-
 def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> None:
     mus = [0.5, 1.5]
     cells = {
@@ -219,9 +179,9 @@ def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> Non
     plan = (*TESTS, PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}))
     with written(tmp_path / "l.sqlite", cells, plan) as ledger:
         curves = roc_curves(scores_of(ledger))
-        row = next(row for row in membership_table(scores_of(ledger), [MEMBERSHIP_LIMIT]) if row.kind == "limit")
+        (row,) = membership_tests(scores_of(ledger), [MEMBERSHIP_LIMIT]).rows
     by_curve = dict(zip(RATES_SHOWN, curves[MEMBERSHIP_LIMIT], strict=True))[0.01]
-    assert row.shares == {0.01: pytest.approx(by_curve)} and not row.told, "a power is no count of members"
+    assert row[5] == percent(by_curve), "a power is no count of members"
     assert curves[MEMBERSHIP_LIMIT] == pytest.approx([np.mean([power(r, mu) for mu in mus]) for r in RATES_SHOWN])
     known = dict(zip(RATES_SHOWN, curves["membership"], strict=True))
     assert known[0.001] is None and known[0.01] == 0.5 and known[0.5] == 0.5 and known[1.0] == 1.0
@@ -236,7 +196,7 @@ def test_values_that_no_test_gives_break_nothing(tmp_path: Path) -> None:
         cells = {(1, client, name): odd for client in range(2) for name in names}
         with written(tmp_path / f"{value}.sqlite", cells, plan) as ledger:
             scores = scores_of(ledger)
-            assert roc_curves(scores) and membership_table(scores, list(names)) and told_members(scores)
+            assert roc_curves(scores) and membership_tests(scores, list(names)).rows and told_members(scores)
             assert verdict_on(ledger).sentence
 
 

@@ -18,6 +18,6 @@ def test_under_a_secure_sum_every_member_has_taken_part(tables: Callable[..., di
 
 def test_a_client_that_says_another_number_of_examples_in_every_round_makes_no_long_sentence() -> None:
     client = AppClient(0, "1", tuple(range(10**8, 10**8 + 3000)))
-    assert client.size == "100000000 or 100000001 or 100000002 (and 2997 more numbers)"
+    assert client.size.endswith("2997 more") and len(client.size) < 50
     assert len(numbering([client])) < 200 and len(other_sizes([client], 5)) < 300
     assert AppClient(0, "1", (4, 5, 6)).size == "4 or 5 or 6"

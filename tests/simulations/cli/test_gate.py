@@ -194,14 +194,14 @@ def test_membership_is_compared_by_its_area(tmp_path: Path) -> None:
     from fedgauge.server.pool.executors import LocalExecutor
     from fedgauge.server.pool.service import serve
     from fedgauge.server.views.assurance.gate import gate_of_run
-    from fedgauge.server.views.membership import membership_table
+    from fedgauge.server.views.membership import told_members
 
     tables = {**TABLES, "attack": [{"use": "membership"}]}
     run = taped_run(tmp_path / "runs", tables)
     serve(run, LocalExecutor())
     with read_once(run) as reading:
         (result,) = gate_of_run(reading, [Threshold("membership", 0.7)])
-        areas = [row.area for row in membership_table(reading.scores, reading.order) if row.kind == "attack"]
+        areas = [told.area for told in told_members(reading.scores)]
         (held,) = gate_of_run(reading, [Threshold("held_membership", 0.7)])
         tested = {row.question: row for row in coverage(reading)}
     assert result.measurement.value == max(areas) > 0.7 and result.outcome == "failed"

@@ -9,12 +9,13 @@ from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, norm
+from fedgauge.defenses.accounting import Mechanism
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian, identity, laplace
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
 from fedgauge.server.views.intervals import Rate
-from fedgauge.simulations.reports.certificates import GaussianMechanism, certified, gaussian_mechanism
+from fedgauge.simulations.reports.certificates import certified, gaussian_mechanism
 
 EACH, SGD = per_example(clip(2.0)), local_sgd(0.1)
 
@@ -37,8 +38,8 @@ def test_clipping_and_noise_are_a_gaussian_mechanism(
 ) -> None:
     found = gaussian_mechanism(links, batch_size)
     assert found is not None
-    assert found.multiplier == pytest.approx(multiplier)
-    assert found.releases == releases
+    assert found.record == pytest.approx(multiplier)
+    assert found.uses == releases
 
 
 @pytest.mark.parametrize("links", [
@@ -68,7 +69,7 @@ def test_no_client_moves_its_release_by_more_than_the_certificate_says() -> None
     params, rng = detached_params(model), torch.Generator().manual_seed(0)
     mechanism = gaussian_mechanism(chain(per_example(clip(0.3)), gaussian(1.0), local_sgd(0.5)), 4)
     assert mechanism is not None
-    reach = 0.5 / mechanism.multiplier  # in units of the update
+    reach = 0.5 / mechanism.record  # in units of the update
     release = chain(per_example(clip(0.3)), local_sgd(0.5))(gradient(model))
     moved = []
     for _ in range(50):
@@ -87,10 +88,10 @@ def test_certified_rates_start_from_the_best_baseline() -> None:
         "mean_image": [Rate(1, 10)] * 51,
         "random_image": [Rate(0, 10)] * 51,
     }
-    found = certified(curve, GaussianMechanism(2.0, 1))
+    found = certified(curve, Mechanism("normal", 2.0, 2.0, 1, 1))
     assert found is not None
     prior = Rate(1, 10).interval[1]
     assert found == pytest.approx([scipy.stats.norm.cdf(scipy.stats.norm.ppf(prior) + 0.5)] * 51)
-    four = certified(curve, GaussianMechanism(2.0, 2), rounds=2)
+    four = certified(curve, Mechanism("normal", 2.0, 2.0, 2, 2), rounds=2)
     assert four == pytest.approx([scipy.stats.norm.cdf(scipy.stats.norm.ppf(prior) + 1.0)] * 51)
-    assert certified({"matching": [Rate(9, 10)] * 51}, GaussianMechanism(2.0, 1)) is None
+    assert certified({"matching": [Rate(9, 10)] * 51}, Mechanism("normal", 2.0, 2.0, 1, 1)) is None

@@ -1,7 +1,6 @@
 """The report of a complete run shows what ledger, tape and data hold, and needs no network."""
 
 import json
-import math
 import re
 import subprocess
 from pathlib import Path
@@ -15,7 +14,6 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.formatting import number
 from fedgauge.server.views.leakage import leakage
 from fedgauge.simulations.reports.report import write_comparison, write_report
 from tests.simulations.reports.report_pages import BROWSER, HOSTILE, Page, as_bytes, page_of, pixels, taped
@@ -99,18 +97,6 @@ def test_the_figures_data_is_the_analysis(attacked: Run) -> None:
     assert page.success["analytic"]["mean"] == [0] * 51
 
 
-def test_the_heat_map_holds_each_clients_worst_case(attacked: Run) -> None:
-    heat = page_of(attacked).data["clients"]["figure"]
-    with attacked.ledger() as ledger:
-        rows = [r for r in ledger.scores("psnr") if r["attack"] == "inverting_gradients"]
-    worst = {
-        c: max(r["value"] for r in rows if (r["client"], r["round"]) == c) for c in ((0, 1), (0, 2), (1, 1), (1, 2))
-    }
-    assert (heat["clients"], heat["rounds"]) == ([0, 1, 2], [1, 2])
-    assert heat["values"][:2] == [[pytest.approx(worst[c, r], rel=1e-4) for r in (1, 2)] for c in (0, 1)]
-    assert heat["values"][2] == [None, None], "the client whose replies were refused was not attacked"
-
-
 def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None:
     page = page_of(attacked)
     headings = re.findall(r"<h2>(.*?)</h2>", page.html)
@@ -172,9 +158,7 @@ def test_what_others_wrote_is_text_not_markup(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium on the path")
-@pytest.mark.parametrize("state", ["complete", "empty"])
-def test_a_browser_draws_it_without_a_complaint(attacked: Run, tmp_path: Path, state: str) -> None:
-    run = attacked if state == "complete" else Run.create(tmp_path / "empty", scenario())
+def test_a_browser_draws_it_without_a_complaint(attacked: Run, tmp_path: Path) -> None:
     assert BROWSER is not None
     quiet = [
         "--headless",
@@ -183,12 +167,10 @@ def test_a_browser_draws_it_without_a_complaint(attacked: Run, tmp_path: Path, s
         "--enable-logging=stderr",
         f"--user-data-dir={tmp_path}/profile",
     ]
-    command = [BROWSER, *quiet, "--virtual-time-budget=5000", "--dump-dom", write_report(run).resolve().as_uri()]
+    command = [BROWSER, *quiet, "--virtual-time-budget=5000", "--dump-dom", write_report(attacked).resolve().as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0
+    assert done.returncode == 0 and done.stdout.count('class="js-line"') > 10
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-    lines = done.stdout.count('class="js-line"')
-    assert lines > 10 if state == "complete" else lines == 0
 
 
 def test_a_quickstart_is_shown_whole_below_six_megabytes(tmp_path: Path) -> None:
@@ -227,7 +209,3 @@ def test_a_comparison_holds_every_run_and_metric(attacked: Run, copied: Run, tmp
         assert points[name, "inverting_gradients"] == pytest.approx(pooled["inverting_gradients"].mean, rel=1e-4)
     assert "default-src 'none'" in page.policy
     assert all(link.startswith(("data:", "#")) for link in page.links)
-
-
-def test_numbers_in_words() -> None:
-    assert [number(v, 1) for v in (None, math.nan, math.inf, -math.inf, 12.345)] == ["–", "–", "∞", "−∞", "12.3"]

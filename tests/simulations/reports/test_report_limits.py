@@ -3,7 +3,6 @@
 import csv
 import io
 import math
-import re
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -21,14 +20,16 @@ from fedgauge.server.views.participation import may_have_sent
 from fedgauge.server.views.privacy import Spending, privacy
 from fedgauge.server.views.reading import read_once
 from fedgauge.simulations.reports.export import write_csv
-from tests.simulations.reports.report_pages import NOISY, Page, page_of, taped
+from tests.simulations.reports.report_pages import NOISY, page_of, taped
 from tests.small_runs import scenario
+
+FEW = [{"use": "inverting_gradients", "iterations": 5}]
 
 
 @pytest.fixture(scope="module")
 def hidden(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A complete run of a chain whose noise has a known density."""
-    run = taped(tmp_path_factory.mktemp("runs") / "hidden", scenario(chain=NOISY))
+    run = taped(tmp_path_factory.mktemp("runs") / "hidden", scenario(chain=NOISY, attack=FEW))
     serve(run, LocalExecutor())
     return run
 
@@ -37,11 +38,6 @@ def exported(run: Run) -> str:
     out = io.StringIO()
     write_csv(run, out)
     return out.getvalue()
-
-
-def page_of_words_without_noise(page: Page) -> str:
-    """All but the certificate's own sentence and curve."""
-    return re.sub(r"Certified \(reconstruction robustness, ReRo\).*?in each\.", "", page.words)
 
 
 def test_a_chain_with_noise_gets_its_limit_beside_the_attacks(hidden: Run) -> None:
@@ -101,7 +97,6 @@ def test_noise_over_clipping_is_certified(hidden: Run) -> None:
     assert found["mean"] == sorted(found["mean"], reverse=True)
     assert all(c >= a for c, a in zip(found["mean"], curves["inverting_gradients"]["mean"], strict=True))
     assert "normal noise of 0.400 times the largest effect" in page.words
-    assert "ReRo" not in page_of_words_without_noise(page)
 
 
 def test_epsilon_is_told_with_the_figures(hidden: Run) -> None:
@@ -146,11 +141,6 @@ def test_a_gate_compares_the_exact_epsilon_and_not_the_five_digits_shown(hidden:
         for bound, outcome in ((exact, "passed"), (math.nextafter(exact, 0), "failed")):
             (result,) = gate_of_run(reading, [Threshold("epsilon", bound)])
             assert result.outcome == outcome
-
-
-def test_the_replay_of_a_noisy_chain_is_exact(hidden: Run) -> None:
-    with hidden.ledger() as ledger:
-        assert ledger.meta()["replay"] == "ok", "the tape gives names back in the order in which noise was drawn"
 
 
 @pytest.mark.parametrize(("chain", "words"), [

@@ -52,7 +52,7 @@ def test_where_a_lower_value_leaks_more_the_lowest_is_the_worst(run: Run) -> Non
 
 
 def test_many_cells_stay_a_small_file(tmp_path: Path) -> None:
-    run = graded(tmp_path / "large", lambda a, r, c: {"psnr": 10.0 + r % 7 + c}, ("first",), clients=20, rounds=120)
+    run = graded(tmp_path / "large", lambda a, r, c: {"psnr": 10.0 + r % 7 + c}, ("first",), clients=20, rounds=101)
     write_figures([run], tmp_path / "figures")
     assert (tmp_path / "figures" / "clients.svg").stat().st_size < 300_000
     assert {p.name for p in (tmp_path / "figures").glob("*.svg")} == {

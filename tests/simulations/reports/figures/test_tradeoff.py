@@ -34,7 +34,7 @@ def test_the_front_is_what_nothing_dominates(drawn: list[tuple[str, float, list[
 
     best = {place for place in places if not dominated(*place)}
     assert {p for p, run in zip(places, runs, strict=True) if run.is_optimal(runs)} == best
-    lines = [[(accuracy, sign * leak) for leak, accuracy in line] for line in fronts(runs).values()]
+    lines = [[(accuracy, sign * leak) for accuracy, leak in line] for line in fronts(runs).values()]
     expected = [sorted((a, m) for d, a, m in best if d == data) for data in dict.fromkeys(d for d, _, _ in places)]
     assert sorted(lines) == sorted(expected)
 

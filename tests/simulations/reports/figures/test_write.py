@@ -6,15 +6,12 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-import matplotlib
 import pytest
 from PIL import Image
 
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.reading import read_once
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.reports.figures.style import PaperFigure
-from fedgauge.simulations.reports.figures.write import run_figures, write_figures
+from fedgauge.simulations.reports.figures.write import write_figures
 from tests.simulations.reports.figures.graded_runs import METRICS, SVG, graded, only_psnr
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -82,12 +79,6 @@ def test_a_file_says_what_the_attackers_knew(written: Path) -> None:
         assert "first: honest server; first knows it all" in output
 
 
-def test_the_style_of_others_is_as_it_was(tmp_path: Path) -> None:
-    before = dict(matplotlib.rcParams)
-    write_figures([graded(tmp_path / "run", only_psnr)], tmp_path / "figures")
-    assert dict(matplotlib.rcParams) == before
-
-
 def test_without_scores_nothing_is_drawn_and_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     silent = graded(tmp_path / "silent", lambda attack, round, client: {})
     assert main(["report", str(silent.folder), "--figures", str(tmp_path / "figures")]) == 0
@@ -130,16 +121,3 @@ def test_names_are_text_and_no_formula(tmp_path: Path) -> None:
     assert "_hidden" in words, "Matplotlib leaves names that begin so out of its own legends"
     assert not [e for e in page.iter() if e.tag.endswith("}script")]
     assert len(paths) == 2 * 4
-
-
-def test_a_place_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = graded(tmp_path / "run", only_psnr, clients=1, rounds=1)
-    (tmp_path / "file").write_text("mine")
-    assert main(["report", str(run.folder), "--figures", str(tmp_path / "file")]) == 2
-    assert str(tmp_path / "file") in capsys.readouterr().err
-
-
-def test_drawings_carry_their_run(run: Run) -> None:
-    with read_once(run) as reading:
-        drawn = list(run_figures(reading))
-    assert drawn and all(isinstance(d, PaperFigure) and d.about.startswith("graded. ") for d in drawn)
