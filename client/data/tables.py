@@ -249,10 +249,10 @@ def _column(name: str, column: np.ndarray, trained: np.ndarray, path: Path, one_
     if column.dtype == np.float64:
         every, own = column[~absent], column[trained & ~absent]
         low, high = float(every.min()), float(every.max())
-        bounds = (low, high) if low < high else (None, None)
+        least, most = (low, high) if low < high else (None, None)
         decimals = next((d for d in range(DECIMALS) if np.array_equal(np.round(every, d), every)), DECIMALS)
         spread, optional = float(own.std()) or 1.0, bool(absent.any())
-        return Column(name, (), float(own.mean()), spread, *bounds, decimals, optional)
+        return Column(name, (), float(own.mean()), spread, least, most, decimals, optional)
     texts = [MISSING if cell is None else cell for cell in column.tolist()]
     found = [k for k in _categories(column, name, path) if k != MISSING] + [MISSING] * (MISSING in texts)
     if one_hot == "plain":

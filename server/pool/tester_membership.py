@@ -87,7 +87,8 @@ def _numbered(*parts: Tensor) -> tuple[Tensor, ...]:
     """A number of each example, equal for equal ones; pixels count as bytes, since files may round them otherwise."""
     rows = torch.cat([(x * 255).round().to(torch.uint8) if x.is_floating_point() else x for x in parts])
     numbers: Tensor = rows.flatten(1).unique(dim=0, return_inverse=True)[1]
-    return numbers.split([len(x) for x in parts])
+    split: tuple[Tensor, ...] = numbers.split([len(x) for x in parts])
+    return split
 
 
 def retest(

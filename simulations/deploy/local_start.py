@@ -14,7 +14,7 @@ from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.views.participation import absences
 from fedgauge.server.views.server_attacks import Row
-from fedgauge.simulations.deploy.folder import Deployment, state_of_training
+from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.deploy.supervisor import FACTS, LocalDeployment
 from fedgauge.simulations.live.choose_view import view_of
 from fedgauge.simulations.live.log import Log
@@ -128,7 +128,7 @@ class AbsenceReporter:
     def report(self) -> None:
         """Report the rounds that are new."""
         by_round: dict[int, list[Row]] = {}
-        for observation in self.ledger.observations_since(self.round + 1):
+        for observation in self.ledger.observations(self.round + 1):
             by_round.setdefault(observation["round"], []).append(observation)
         for round, observations in sorted(by_round.items()):
             if text := absences(round, observations):

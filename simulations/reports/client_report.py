@@ -118,7 +118,7 @@ def _privacy(owner: OwnerConfig, made: Sequence[Mapping[str, Any]]) -> PrivacySt
     try:
         # what was spent does not depend on who is a canary, of which the owner may think otherwise by now
         own = DeployedClient.of(replace(owner, canary=False), replace(ServerTerms.parse(protocol), canaries=0))
-    except (RequestRefused, DamagedState) as error:
+    except (RequestRefused, ValueError) as error:
         raise SpecError(f"{owner.state}: the last protocol cannot be used: {error}") from error
     today = json.loads(json.dumps(own.terms))
     if any(event.get("terms", today) != today for event in made):
@@ -138,7 +138,7 @@ def show(report: ClientReport, console: Console) -> None:
     owner, grading = report.owner, report.owner.grading
     say(f"client {owner.client}, as {owner.path} says")
     chain = " > ".join(map(describe, owner.chain))
-    say(f"chain: {chain}; {owner.batch_size} examples a round, sampling {owner.sampling}")
+    say(f"chain: {chain}; {owner.draw.batch_size} examples a round, sampling {owner.draw.sampling}")
     scores = f"scores, to {grading.precision:g} {GRADED.unit}, at most {grading.queries} of one batch"
     say(f"grading: {'off, no reconstruction is scored' if grading.mode == 'off' else scores}")
     say(f"guard: {_guard(owner)}")

@@ -48,8 +48,8 @@ def test_clipping_each_example_is_the_loop_over_samples(max_norm: float) -> None
 
 def test_a_deployment_draws_discrete_noise_wherever_it_stands() -> None:
     links = chain(per_example(clip(1.0)), per_example(gaussian(1.0)), per_example(laplace(1.0)), gaussian(1.0))
-    discrete = (per_example(discrete_gaussian(1.0)), per_example(discrete_laplace(1.0)), discrete_gaussian(1.0))
-    assert links.deployed == chain(per_example(clip(1.0)), *discrete)
+    expected = [per_example(discrete(gaussian(1.0))), per_example(discrete(laplace(1.0))), discrete(gaussian(1.0))]
+    assert links.deployed == chain(per_example(clip(1.0)), *expected)
 
 
 @pytest.mark.parametrize("noise", [per_example(gaussian(1.0)), per_example(gaussian(1.0)).deployed], ids=repr)
@@ -60,12 +60,6 @@ def test_each_example_gets_its_own_noise(noise: per_example) -> None:
     sixteen = noise(zeros)({}, examples(16), Generator().manual_seed(1))["w"]
     # a mean of 16 independent draws has deviation 1/4; the sample deviation of n draws errs by 1/sqrt(2n)
     assert abs(float(sixteen.std()) * 4 - 1) < 5 / (2 * 10_000) ** 0.5
-
-
-def test_a_deployment_draws_discrete_noise_wherever_it_stands() -> None:
-    links = chain(per_example(clip(1.0)), per_example(gaussian(1.0)), per_example(laplace(1.0)), gaussian(1.0))
-    expected = [per_example(discrete(gaussian(1.0))), per_example(discrete(laplace(1.0))), discrete(gaussian(1.0))]
-    assert links.deployed == chain(per_example(clip(1.0)), *expected)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError
 from tests.server.dashboard.pages import Http
 
@@ -122,49 +123,3 @@ def test_no_score_makes_a_view_overflow(attacked_run: Run, tmp_path: Path, value
     with Http(make_app(tmp_path), base_url="http://localhost") as http:
         for address in ("", "/run/overview", "/run/clients"):
             assert http.get(f"/api/runs{address}").status_code == 200
-
-
-def test_of_infinite_values_only_an_exact_hit_is_one() -> None:
-    values = (2.0, LARGEST, -LARGEST, 2 * LARGEST, float("inf"), float("-inf"))
-    read = Scores.empty().extended(
-        (1, 0, "dlg", example, metric, "converged", value)
-        for metric in ("psnr", "mse")
-        for example, value in enumerate(values)
-    )
-    known = [repr(v) for v in read.of_metric("psnr").value.tolist()]
-    assert known == ["2.0", "1e+100", "-1e+100", "nan", "inf", "nan"]
-    assert [repr(v) for v in read.of_metric("mse").value.tolist()] == [*known[:4], "nan", "nan"]
-
-
-MANY = 2000  # clients, and rounds: a table of all would have four million cells
-
-
-def test_no_heat_map_has_as_many_cells_as_a_ledgers_clients_times_its_rounds(attacked_run: Run, tmp_path: Path) -> None:
-    run = Run(Path(shutil.copytree(attacked_run.folder, tmp_path / "run")))
-    db = sqlite3.connect(run.folder / "ledger.sqlite")
-    numbers = f"WITH RECURSIVE n(i) AS (SELECT 3 UNION ALL SELECT i + 1 FROM n WHERE i < {MANY})"
-    names = [row[1] for row in db.execute("PRAGMA table_info(observations)")]
-    own = ", ".join("n.i" if name == "client" else name for name in names)
-    db.execute(f"INSERT INTO observations {numbers} SELECT {own} FROM observations, n WHERE round = 2 AND client = 0")
-    db.execute(
-        f"INSERT INTO scores {numbers} SELECT job_id, attack, client, n.i, metric, n.i, n.i / 100.0, status, seconds"
-        " FROM scores, n WHERE round = 1 AND client = 0 AND example = 0"
-    )
-    db.commit()
-    db.close()
-    reading = Reading(run)
-    tracemalloc.start()
-    try:
-        with reading.now():
-            found, heat = clients(reading, "psnr", None), heat_map(reading, "psnr")
-            assert heat is not None
-            draw_heat_map(heat)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-        reading.close()
-    assert (len(heat.clients), len(heat.rounds)) == (len(heat.values), len(heat.values[0])) == (100, 500)
-    assert f"{MANY + 1 - 100} clients" in heat.meaning and f"{MANY - 500} rounds" in heat.meaning
-    assert len(found["table"]) == MANY + 1 and found["table"][0]["client"] in heat.clients
-    assert heat.rounds[0] == 1 and heat.rounds[-1] == MANY
-    assert peak < 64 << 20

@@ -5,6 +5,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 

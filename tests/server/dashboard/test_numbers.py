@@ -20,9 +20,6 @@ from fedgauge.server.store.expected_jobs import expected_jobs
 from fedgauge.server.store.ledger_types import DeviceUse, Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.clients import clients
-from fedgauge.server.views.compare import compare
-from fedgauge.server.views.intervals import guessed_labels
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_baseline
@@ -76,39 +73,6 @@ def test_the_list_has_each_runs_verdict_and_waits_for_none(
     with Run(folder / "complete").ledger() as ledger:
         ledger.record_round(3, 0.4, 2.0, 1.0, 0.01)
     assert get("/api/runs")["runs"][0]["verdict"] is None, "and no longer once the run has changed"
-
-
-def test_accuracy_is_of_the_last_round_that_was_tested(get: Get, folder: Path) -> None:
-    with Run(folder / "complete").ledger() as ledger:
-        ledger.record_round(3, None, None, 1.0, 0.01)
-    (line,) = get("/api/runs")["runs"]
-    page = get("/api/runs/complete/overview")["training"]
-    (compared, *_) = get("/api/compare")["points"]
-    assert line["accuracy"] == page["accuracy"] == compared["accuracy"] == 0.3
-    assert line["round"] == page["round"] == 3
-
-
-def test_classes_are_called_by_their_names(
-    make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
-) -> None:
-    rng = np.random.default_rng(0)
-    for name in ("ant", "bee<b>"):
-        (tmp_path / "pictures" / name).mkdir(parents=True)
-        for i in range(12):
-            pixels_of_one = rng.integers(0, 256, (8, 8, 3), np.uint8)
-            Image.fromarray(pixels_of_one).save(tmp_path / "pictures" / name / f"{i}.png")
-    data = {"use": "image_folder", "path": str(tmp_path / "pictures"), "size": 8, "batch_size": 2, "auxiliary": 4}
-    run = make_taped(tmp_path / "named", make_scenario(data=data))
-    score_all(run)
-    names = ["ant", "bee<b>"]
-    with Http(make_app(run.folder), base_url="http://localhost") as http:
-        page = http.get("/api/runs/named/gallery?round=all").json()
-        assert (page["class_names"], page["labels"]) == (names, [0, 1])
-        assert all(card["label_name"] == names[card["label"]] for card in page["cards"]) and page["cards"]
-        assert http.get("/api/runs/named/clients/0").json()["class_names"] == names
-        card = page["cards"][0]
-        found = http.get(f"/api/runs/named/image/{card['image']}?client={card['client']}").json()
-        assert found["label_name"] == names[found["label"]]
 
 
 def test_the_list_counts_the_attacks_of_rounds_to_come(
@@ -277,41 +241,6 @@ def test_epsilon_stands_beside_every_point(
         ledger.record_round(4, 0.4, 2.0, 1.0, 0.01)
     silent = spent(chosen.federation, {1: 4}, 1e-4)
     assert get("/api/runs/private/overview")["privacy"]["epsilon"] == pytest.approx(silent.record, rel=1e-4)
-
-
-def test_runs_that_share_a_name_are_told_apart(attacked_run: Run, tmp_path: Path) -> None:
-    shutil.copytree(attacked_run.folder, tmp_path / "complete")
-    readings = [Reading(attacked_run), Reading(Run(tmp_path / "complete"))]
-    for reading in readings:
-        with reading.now():
-            pass
-    page = compare(readings, "psnr")
-    assert [run["id"] for run in page["runs"]] == ["complete", "complete-2"]
-    assert sorted({row["run"] for row in page["points"]}) == ["complete", "complete-2"]
-
-
-def test_the_worst_of_all_attacks_counts_an_example_once(
-    make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
-) -> None:
-    run = make_taped(tmp_path / "two", make_scenario())
-    with run.ledger() as ledger:
-        while (lease := ledger.lease()) is not None:
-            psnr, hit = (30.0, 1.0) if lease.attack.name == "analytic" else (10.0, 0.0)
-            values = {"psnr": psnr, "identified": hit, "label_accuracy": hit}
-            ledger.finish(
-                lease,
-                {
-                    c: [ScoreRecord(lease.round, c, lease.attack.name, 0, m, v, "", 0.1) for m, v in values.items()]
-                    for c in lease.clients
-                },
-            )
-    with closing(Reading(run)) as reading, reading.now():
-        (row, *_) = clients(reading, "psnr", None)["table"]
-        assert (row["n"], row["mean"], row["identified"]) == (2, 30.0, {"count": 2, "n": 2}), (
-            "two rounds, an example each"
-        )
-        (row, *_) = clients(reading, "psnr", "inverting_gradients")["table"]
-        assert (row["n"], row["mean"], row["identified"]) == (2, 10.0, {"count": 0, "n": 2})
 
 
 def test_differences_name_each_setting_by_its_place() -> None:

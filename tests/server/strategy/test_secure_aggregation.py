@@ -277,67 +277,6 @@ def test_an_answer_that_cannot_be_decoded_is_none(kit: Any) -> None:
     assert reply.content.metric_records["metrics"]["num-examples"] == 1 + 2 + 4 + 5
 
 
-@pytest.mark.parametrize(
-    ("step", "name", "value"),
-    [
-        ("share", "receivers", np.array([1, 2, 4, 5])),
-        ("confirm", "receivers", np.array([1, 2, 4, 5])),
-        ("unmask", "owners", np.array([1, 2, 3, 4, 5])),
-    ],
-)
-def test_an_odd_answer_costs_its_client_alone(kit: Any, step: str, name: str, value: Any) -> None:
-    """Keys with which nobody can agree on a secret, and arrays where lists belong."""
-    grid, recorder = kit.MemoryGrid("", 5, app=app_of(FIVE)), Recorder()
-
-    def spoil(round: int, replies: list[Message]) -> list[Message]:
-        for m in replies:
-            if grid.nodes[m.metadata.src_node_id] == 2 and grid.sent[-1].content[RECORD]["step"] == step:
-                m.content = to_config_record({**read(m.content), name: value})
-        return replies
-
-    grid.tamper = spoil
-    SecureSumStrategy(recorder, FIVE).start(grid, ArrayRecord(THETA), 1)
-    (reply,) = (m for m in recorder.handed[0] if not m.has_error())
-    lost = {grid.nodes[m.metadata.src_node_id] for m in recorder.handed[0] if m.has_error() and m.error.code == NO_SUM}
-    examples = reply.content.metric_records["metrics"]["num-examples"]
-    assert (examples, lost) == ((1 + 2 + 4 + 5, {2}) if step in ("advertise", "share") else (15, set()))
-
-
-def test_a_clients_error_keeps_it_out_of_the_sum(kit: Any) -> None:
-    app = ClientApp()
-
-    @app.train(mods=[secure_sum(FIVE)])
-    def train(message: Message, context: Context) -> Message:
-        client = int(context.node_config["partition-id"])
-        if client == 3:
-            return Message(Error(100, "too late"), reply_to=message)
-        arrays = message.content.array_records["arrays"]
-        content = RecordDict({"model": arrays, "m": MetricRecord({"num-examples": 10 + client})})
-        return Message(content, reply_to=message)
-
-    grid, recorder = kit.MemoryGrid("", 5, app=app), Recorder()
-    SecureSumStrategy(recorder, FIVE).start(grid, ArrayRecord(THETA), 1)
-    (reply,) = (m for m in recorder.handed[0] if not m.has_error())
-    assert reply.content.metric_records["metrics"]["num-examples"] == 10 + 11 + 12 + 14
-
-
-def test_fedgauges_own_clients_under_the_mod_train_what_they_train_without_it(kit: Any) -> None:
-    """Real updates of a real model: to the precision of the fixed point."""
-    terms = PairwiseMasking(group=4, clip=0.5)
-    app = ClientApp()
-    app.train(mods=[secure_sum(terms, replies="updates")])(fedgauges_train)
-    scenario = kit.scenario()
-    params, _ = Federation(scenario.protocol).initial()
-    trained = []
-    for secure in (False, True):
-        grid = kit.grid(scenario, **({"app": app} if secure else {}))
-        validator = CheckedStrategy(FedAvg(1.0, 0.0, 1, 0, 4), seed=1, clients=dict(grid.nodes))
-        strategy = SecureSumStrategy(validator, terms, replies="updates") if secure else validator
-        trained.append(dict(strategy.start(grid, ArrayRecord(params), 2).arrays.to_torch_state_dict()))
-    assert 0 < distance(*trained) < 2 * 0.5 / 2**23
-    assert distance(trained[0], params) > 1e-3
-
-
 # ------------------------------------------------------------------------------------------- the ideal one of simulations
 
 EIGHT: dict[str, Any] = {"clients": 8, "data": {"use": "mnist5k", "batch_size": 1, "auxiliary": 64}}
