@@ -87,17 +87,26 @@ def trained(folder: Path, chosen: Scenario) -> list[Observation]:
 
 def taped(folder: Path, chosen: Scenario, rounds: int = 2, reason: str = "refused") -> Run:
     """A run as training leaves it: real updates on the tape, the last client's replies refused, jobs queued."""
-    run, federation = Run.create(folder, chosen), Federation(chosen.protocol)
-    params, buffers = federation.initial()
-    tape, clients = run.tape(), range(chosen.protocol.clients - 1)
+    run = Run.create(folder, chosen)
     with run.ledger() as ledger:
-        ledger.add_attacks(chosen.plan, {p.name: knowledge_card(federation, p) for p in chosen.plan.attacks})
+        ledger.add_attacks(chosen.plan, {p.name: knowledge_card(chosen.federation, p) for p in chosen.plan.attacks})
+        ledger.set_meta(rounds=str(chosen.protocol.rounds))
+    return fill_tape(run, chosen, rounds, reason)
+
+
+def fill_tape(run: Run, chosen: Scenario, rounds: int, refused: str = "") -> Run:
+    """Put real updates on a run's tape; the last client's replies are refused if there is a reason."""
+    federation = Federation(chosen.protocol)
+    params, buffers = federation.initial()
+    tape, clients = run.tape(), range(chosen.protocol.clients - bool(refused))
+    with run.ledger() as ledger:
         ledger.record_round(0, 0.1, 2.3, 0.1, 0.0)
         for r in range(1, rounds + 1):
             tape.write_round(r, params, buffers)
             digests = {c: tape.write_update(r, c, federation.client_update(params, buffers, c, r)) for c in clients}
             seen = [Participation(c, "accepted", "", federation.shards.batch_size, d) for c, d in digests.items()]
-            ledger.record_intake(r, [*seen, Participation(len(clients), "rejected", reason)], chosen.plan)
+            seen += [Participation(len(clients), "rejected", refused)] if refused else []
+            ledger.record_intake(r, seen, chosen.plan)
             ledger.record_round(r, 0.1 + 0.1 * r, 2.0, 1.0, 0.01)
-        ledger.set_meta(state="trained", rounds=str(chosen.protocol.rounds))
+        ledger.set_meta(state="trained")
     return run

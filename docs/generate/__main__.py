@@ -8,7 +8,7 @@ from docs.generate import kept_figures, keys, ledger, options, signatures
 from docs.generate.markdown import escaped, fill_blocks
 from fedgauge.simulations.cli.components import components_of
 from fedgauge.simulations.experiments.sweep_file import Sweep
-from fedgauge.simulations.experiments.sweep_rows import SweepRow, summary
+from fedgauge.simulations.experiments.sweep_rows import SweepRow, markdown, summary
 
 DOCS = Path(__file__).parents[1]
 SIMULATIONS = DOCS.parent / "simulations"
@@ -27,7 +27,7 @@ def sweep(name: str) -> str:
     """Return the kept rows of a sweep with a line for each defense."""
     rows = json.loads((SIMULATIONS / "results" / name / "sweep.json").read_text())
     promises = {cell.defense: cell.promise for cell in Sweep.load(SIMULATIONS / f"{name}.toml").cells}
-    return "\n".join([*summary([SweepRow(**row) for row in rows], promises), ""])
+    return markdown(summary([SweepRow(**row) for row in rows], promises))
 
 
 BLOCKS: Mapping[str, tuple[str, Callable[[str], str]]] = {

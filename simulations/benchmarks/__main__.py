@@ -10,13 +10,12 @@ from typing import Any
 
 from fedgauge.simulations.benchmarks.engine import engine
 from fedgauge.simulations.benchmarks.intercept import intercept
-from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Progress, cells, record
-from fedgauge.simulations.benchmarks.text_matching_cost import text
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, cells, record
+from fedgauge.simulations.benchmarks.text import text
 
-Benchmark = Callable[[Progress], BenchmarkReport]
+Benchmark = Callable[[], BenchmarkReport]
 BENCHMARKS: Mapping[str, Benchmark] = {"engine": engine, "text": text, "intercept": intercept}
 RESULTS = Path(__file__).parent / "results"
-PROGRESS_EVERY = 10.0  # seconds between lines of progress
 
 
 def main(
@@ -31,7 +30,7 @@ def main(
     missed = False
     for name in names:
         started = time.monotonic()
-        result = record(name, benchmarks[name](_progress(name)), time.monotonic() - started)
+        result = record(name, benchmarks[name](), time.monotonic() - started)
         keep(result, results)
         print(
             f"{name} ({result['seconds']:.0f} s)",
@@ -40,20 +39,6 @@ def main(
         )
         missed |= any(figure["met"] is False for figure in result["figures"])
     return int(missed)
-
-
-def _progress(name: str) -> Progress:
-    """Return a callback that prints the steps done and the time left now and then."""
-    started = reported = time.monotonic()
-
-    def progress(done: int, total: int) -> None:
-        nonlocal reported
-        now = time.monotonic()
-        if now - reported >= PROGRESS_EVERY:
-            reported, left = now, (now - started) * (total - done) / done
-            print(f"{name}: {done} of {total} steps, about {left:.0f} s left", file=sys.stderr, flush=True)
-
-    return progress
 
 
 def keep(result: Mapping[str, Any], folder: Path) -> None:

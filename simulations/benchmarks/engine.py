@@ -1,19 +1,18 @@
 """How much faster the engine advances K problems together than the published loop advances them one by one."""
 
 import gc
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from statistics import mean, median
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedgauge.attacks.base import Budget, Knowledge, Stream, Wave
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.engine.scheduler import Variables
@@ -22,23 +21,22 @@ from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.attacks.matching.search import AdamSearch, Step
-from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import mnist5k
-from fedgauge.client.models.vision import convnet, lenet, mlp, resnet, resnet20
+from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet, resnet20
 from fedgauge.client.rng import generator
 from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
 from fedgauge.simulations.benchmarks.published import invert
-from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread
-from fedgauge.simulations.benchmarks.updates import observed, singles, untrained
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, interleaved, one_thread
 
 RATE = 0.1  # of the client's local steps
 TV = 0.1
-PUBLISHED, LEAN = "published loop", "published loop without parameter gradients"
+PUBLISHED = "published loop"
 CIFAR_SHAPE, DIGITS, SMOOTH = "random 3x32x32", "mnist5k 1x28x28", "smooth random"
 COARSE = 6  # pixels of a smooth image before it is enlarged
 Make = Callable[[tuple[int, int, int], int], nn.Module]
+Network = TypeVar("Network", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,22 @@ class CompiledOnce(AdamSearch):
         return kept
 
 
+def untrained(make: Callable[[], Network], seed: int = 0) -> Network:
+    """Return a network in eval mode with the initial weights of a seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make().eval()
+
+
+def observed(known: Knowledge, examples: Batch) -> Wave:
+    """Return the updates of clients that hold one example each."""
+    params = detached_params(known.model)
+    updates = (known.forward(params, Batch(x[None], y[None]), None) for x, y in zip(*examples, strict=True))
+    return Wave.stack(
+        [Observation(1, k, params, {name: t.detach() for name, t in u.items()}) for k, u in enumerate(updates)]
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class ImageProblem:
     """K observations of an untrained network, one image each, with what an attack needs, and the true images."""
@@ -109,26 +123,14 @@ class ImageProblem:
             raise RuntimeError(f"the attack gave no image: {refused[0]}")
         return torch.stack([r.x for r in found if r.x is not None])
 
-    def published(self, iterations: int, lean: bool = False) -> Tensor:
+    def published(self, iterations: int) -> Tensor:
         """The published loop's image (1, C, H, W) in [0, 1] of the first observation, from the engine's start."""
         known, y = self.known, self.known.labels
         assert y is not None
         seen = [-t / RATE for t in self.wave.alone(0).values()]
         start = torch.randn(1, *known.shape, generator=self.streams[0]("start", 0)).to(seen[0])
-        z = invert(
-            self.model,
-            seen,
-            y[0],
-            start,
-            known.mean,
-            known.std,
-            iterations,
-            TV,
-            lean=lean,
-            steps=self.steps,
-            local=RATE,
-        )
-        return known.pixels(z)
+        box = known.mean, known.std
+        return known.pixels(invert(self.model, seen, y[0], start, *box, iterations, TV, steps=self.steps, local=RATE))
 
     def forwards(self, repetitions: int) -> None:
         """The network's plain forward passes over the K images."""
@@ -164,62 +166,39 @@ def problem(
     x, y = x.to(device, torch.get_default_dtype()), y.to(device)
     known = Knowledge(model, chain(local_sgd(RATE, steps)), shape, 10, 1, centre, spread, labels=y[:, None])
     streams: list[Stream] = [partial(generator, seed, "benchmark", k) for k in range(size)]
-    return ImageProblem(model, observed(known, singles(Batch(x, y))), known, streams, x[:, None], steps)
+    return ImageProblem(model, observed(known, Batch(x, y)), known, streams, x[:, None], steps)
 
 
-def engine(progress: Progress, cells: Sequence[SpeedCase] = CELLS, repetitions: int = 3) -> BenchmarkReport:
+def engine(cells: Sequence[SpeedCase] = CELLS, repetitions: int = 3) -> BenchmarkReport:
     """Milliseconds per iteration and problem, by the engine and by the published loop, for each case."""
-    rows: list[dict[str, object]] = []
-    figures: list[Figure] = []
     with one_thread():
-        for done, cell in enumerate(cells):
-            lacks = missing(torch.device("cpu")) if cell.compiled else ""
-            if lacks:
-                figures.append(
-                    Figure(f"{_named(cell)}: engine / {PUBLISHED}", None, "x", note=f"skipped: needs {lacks}")
-                )
-            else:
-                row, found = _compare(cell, repetitions)
-                rows.append(row)
-                figures += found
-            progress(done + 1, len(cells))
+        figures = [figure for cell in cells for figure in _compare(cell, repetitions)]
     settings = dict(
         attack=f"inverting_gradients(tv={TV})", networks="untrained, BatchNorm in eval mode", threads=1, seed=0,
         repetitions=repetitions, clock="CPU seconds, medians of interleaved repetitions",
     )  # fmt: skip
-    return BenchmarkReport(tuple(figures), settings, tuple(rows))
+    return BenchmarkReport(tuple(figures), settings)
 
 
-def _compare(cell: SpeedCase, repetitions: int) -> tuple[dict[str, object], list[Figure]]:
+def _compare(cell: SpeedCase, repetitions: int) -> Iterator[Figure]:
+    name, n = _named(cell), cell.iterations
+    if lacks := missing(CPU) if cell.compiled else "":
+        yield Figure(f"{name}: engine / {PUBLISHED}", None, "x", note=f"skipped: needs {lacks}")
+        return
     posed = replace(problem(cell.source, cell.size, make=cell.make, steps=cell.steps), compiled=cell.compiled)
-    n, started = cell.iterations, time.monotonic()
     posed.engine(2)  # the second step is the one that is compiled
-    first = time.monotonic() - started
     works: dict[str, Callable[[], object]] = {
         "engine": partial(posed.engine, n),
         PUBLISHED: partial(posed.published, n),
-        LEAN: partial(posed.published, n, True),
         "forward": partial(posed.forwards, n),
     }
-    seconds = interleaved(works, repetitions, lambda done, total: None)
-    counts = {"engine": cell.size * n, PUBLISHED: n, LEAN: n, "forward": cell.size * n}
+    counts = {"engine": cell.size * n, PUBLISHED: n, "forward": cell.size * n}
+    seconds = interleaved(works, repetitions)
     ms = {name: 1e3 * median(spent) / counts[name] for name, spent in seconds.items()}
-    quality = psnr(posed.truth[:, 0], posed.engine(n)[:, 0])
-    row = dict(
-        recipe="inverting_gradients", network=f"{cell.name}, {cell.source}", k=cell.size, compiled=cell.compiled,
-        ratio=ms[PUBLISHED] / ms["engine"], ms=ms["engine"], psnr=mean(min(v, PSNR_CAP) for v in quality.tolist()),
-        published_ms=ms[PUBLISHED], lean_ratio=ms[LEAN] / ms["engine"], forwards=ms["engine"] / ms["forward"],
-        iterations=n,
-    )  # fmt: skip
-    name = _named(cell)
-    note = f"{ms['engine']:.3g} ms against {ms[PUBLISHED]:.3g}; {row['lean_ratio']:.2f} x the {LEAN}"
-    if cell.compiled:
-        note += f"; compiled in {first:.0f} s"
-    wide = cell.target == 1.15
-    return row, [
-        Figure(f"{name}: engine / {PUBLISHED}", ms[PUBLISHED] / ms["engine"], "x", at_least=cell.target, note=note),
-        Figure(f"{name}: cost", ms["engine"] / ms["forward"], "forwards", at_most=8.5 if wide else None),
-    ]
+    note = f"{ms['engine']:.3g} ms against {ms[PUBLISHED]:.3g}"
+    yield Figure(f"{name}: engine / {PUBLISHED}", ms[PUBLISHED] / ms["engine"], "x", at_least=cell.target, note=note)
+    most = 8.5 if cell.target == 1.15 else None
+    yield Figure(f"{name}: cost", ms["engine"] / ms["forward"], "forwards", at_most=most)
 
 
 def _named(cell: SpeedCase) -> str:
@@ -249,38 +228,11 @@ def step_of(posed: ImageProblem) -> tuple[Problems, Variables, Tensor]:
     return problems, {"x": x}, torch.arange(len(posed.wave))
 
 
-def way(posed: ImageProblem) -> str:
-    """How the attack differentiates the network."""
-    problems, variables, rows = step_of(posed)
-    problems.value_and_slopes({"x": variables["x"][:2]}, rows[:2])
-    return problems.way.route
-
-
 def flops(work: Callable[[], object]) -> int:
     """Floating-point operations of matrix products and convolutions."""
     with FlopCounterMode(display=False) as counter:
         work()
     return int(counter.get_total_flops())
-
-
-def replayed(step: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
-    """A step captured as a CUDA graph for one x."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # what is allocated or chosen once must not be captured
-        for _ in range(3):
-            step(x)
-    torch.cuda.current_stream().wait_stream(aside)
-    graph, held = torch.cuda.CUDAGraph(), x.clone()
-    with torch.cuda.graph(graph):
-        found = step(held)
-
-    def replay(x: Tensor) -> Tensor:
-        held.copy_(x)
-        graph.replay()
-        return found
-
-    return replay
 
 
 def peak_memory(device: torch.device) -> float | None:

@@ -23,7 +23,6 @@ def invert(
     iterations: int,
     tv: float,
     rate: float = 0.1,
-    lean: bool = False,
     steps: int = 1,
     local: float = 0.1,
 ) -> Tensor:
@@ -34,7 +33,6 @@ def invert(
         start: the first guess, normalised.
         steps, local: the client's local steps on the image, which are unrolled, and their rate; `seen` is then the change of
             the weights over -local.
-        lean: skip the gradients of the parameters, which the published code computes with the image's and discards.
     """
     x = start.clone().requires_grad_()
     low, high = ((v - torch.tensor(mean).to(x)[:, None, None]) / torch.tensor(std).to(x)[:, None, None] for v in (0, 1))
@@ -46,10 +44,7 @@ def invert(
         model.zero_grad()
         gradient = unrolled(model, x, y, steps, local)
         objective = cosine_distance(gradient, seen) + tv * total_variation(x)
-        if lean:
-            (x.grad,) = torch.autograd.grad(objective, x)
-        else:
-            objective.backward()
+        objective.backward()
         assert x.grad is not None
         x.grad.sign_()
         optimizer.step()

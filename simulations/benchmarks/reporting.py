@@ -9,8 +9,6 @@ from typing import Any
 from fedgauge.simulations.run.environment import environment
 from fedgauge.simulations.run.environment import one_thread as one_thread
 
-Progress = Callable[[int, int], None]  # (steps done, steps in all)
-
 
 @dataclass(frozen=True)
 class Figure:
@@ -35,14 +33,12 @@ class Figure:
         """Whether the target is met; None without a target or a value."""
         if self.value is None or not self.target:
             return None
-        return (self.at_least is None or self.value >= self.at_least) and (
-            self.at_most is None or self.value <= self.at_most
-        )
+        return self.value >= self.at_least if self.at_least is not None else self.value <= (self.at_most or 0.0)
 
 
 @dataclass(frozen=True)
 class BenchmarkReport:
-    """A benchmark's figures and settings (n, seeds, budgets); rows: the figures as plain records, if it has any."""
+    """A benchmark's figures and settings (n, seeds, budgets); rows: further records, if it has any."""
 
     figures: tuple[Figure, ...]
     settings: Mapping[str, object]
@@ -51,15 +47,12 @@ class BenchmarkReport:
 
 def record(name: str, report: BenchmarkReport, seconds: float) -> dict[str, Any]:
     """A report for a results file: figures, settings, machine, date."""
-    figures = [
-        {"name": f.name, "value": f.value, "unit": f.unit, "target": f.target, "met": f.met, "note": f.note}
-        for f in report.figures
-    ]
+    keys = ("name", "value", "unit", "target", "met", "note")
     return {
         "benchmark": name,
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "seconds": round(seconds, 1),
-        "figures": figures,
+        "figures": [{key: getattr(figure, key) for key in keys} for figure in report.figures],
         "rows": [dict(row) for row in report.rows],
         "settings": dict(report.settings),
         "environment": environment(),
@@ -83,24 +76,11 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 def interleaved(
     works: Mapping[str, Callable[[], object]],
     repetitions: int,
-    progress: Progress,
     clock: Callable[[Callable[[], object]], float] = cpu_seconds,
 ) -> dict[str, list[float]]:
     """Seconds of each work in each repetition, in turns, so that a slow minute of the machine affects all equally.
 
     Every work runs once before, unmeasured.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    done, total = 0, (repetitions + 1) * len(works)
-    for repetition in range(repetitions + 1):
-        for name, work in works.items():
-            spent = clock(work)
-            if repetition:
-                seconds[name].append(spent)
-            progress(done := done + 1, total)
-    return seconds
-
-
-def sentence(error: BaseException) -> str:
-    """The first line of an error."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    rounds = [{name: clock(work) for name, work in works.items()} for _ in range(repetitions + 1)]
+    return {name: [seconds[name] for seconds in rounds[1:]] for name in works}

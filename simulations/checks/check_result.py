@@ -10,24 +10,37 @@ from fedgauge.simulations.checks.remedies import remedy, sentence
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check: whether it works (None: not checked), whether fedgauge needs it, and a sentence."""
+    """One check and a sentence.
+
+    Args:
+        works: None: not checked.
+        needed: whether fedgauge needs it, to train, to replay an update or for a planned attack.
+        stops: whether nothing is trained where it does not work.
+    """
 
     name: str
     works: bool | None
     needed: bool
     message: str
+    stops: bool = False
 
 
 class CheckFailed(Exception):
     """What is wrong, and what to change."""
 
 
-def attempt(name: str, check: Callable[[], str], needed: bool = True) -> CheckResult:
+def require(holds: object, words: str) -> None:
+    """Raise CheckFailed with these words unless something holds."""
+    if not holds:
+        raise CheckFailed(words)
+
+
+def attempt(name: str, check: Callable[[], str], needed: bool = True, stops: bool = False) -> CheckResult:
     """Carry out a check that returns a sentence, or raises one; a user's own code may raise anything."""
     try:
-        return CheckResult(name, True, needed, check())
+        return CheckResult(name, True, needed, check(), stops)
     except Exception as error:  # the failure is what the user asked to see
-        return CheckResult(name, False, needed, explain(error))
+        return CheckResult(name, False, needed, explain(error), stops)
 
 
 def attempt_all(name: str, checks: Iterable[CheckResult]) -> Iterator[CheckResult]:
@@ -35,7 +48,7 @@ def attempt_all(name: str, checks: Iterable[CheckResult]) -> Iterator[CheckResul
     try:
         yield from checks
     except Exception as error:  # a check calls a user's own code, which may raise anything
-        yield CheckResult(name, False, True, explain(error))
+        yield CheckResult(name, False, True, explain(error), stops=True)
 
 
 def explain(error: Exception) -> str:

@@ -19,31 +19,32 @@ from fedgauge.client.local_data import data_folder, has_images
 from fedgauge.simulations.checks.check_result import CheckResult, attempt
 from fedgauge.simulations.run.environment import PACKAGES, package
 
-EMBEDDED = ("mnist5k", "phrases", "census")  # datasets that need no file
+EMBEDDED = "mnist5k"  # the dataset of images that needs no file
 
 
 def examine() -> list[CheckResult]:
     """Try everything that fedgauge depends on; starting Ray takes some seconds."""
-    results = [_python()]
+    results = [CheckResult("Python", sys.version_info >= (3, 11), True, platform.python_version())]
     for name in PACKAGES:
         version = package(name)
         needed = name not in ("transformers", "rouge-score", "fedgauge")
         results.append(CheckResult(name, version is not None, needed, version or f"not installed: pip install {name}"))
     results += [attempt("torchvision import", _torchvision), *gpus(), attempt("Ray", _ray, needed=False)]
-    search_path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    program = shutil.which("flower-superlink", path=search_path)
-    message = program or "flower-superlink is not on the path"
-    results.append(CheckResult("Flower's programs", program is not None, True, message))
+    program = shutil.which(
+        "flower-superlink", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    )
+    results.append(
+        CheckResult("Flower's programs", program is not None, True, program or "no flower-superlink on the path")
+    )
     folder = data_folder()
-    message = str(folder) if folder else "none (set FEDGAUGE_DATA to a folder); public data is downloaded on first use"
+    message = str(folder or "none (set FEDGAUGE_DATA to a folder); public data is downloaded on first use")
     results.append(CheckResult("local data", folder is not None, False, message))
-    results += [_dataset(e.name, folder is not None) for e in DATASET.entries() if e.module == images.__name__]
+    results += [_dataset(e.name) for e in DATASET.entries() if e.module == images.__name__]
     for net, backbone in BACKBONES.items():
         weights = lpips_weights(net)
         missing = f"missing: weights/{backbone.local} in the local data folder, or FEDGAUGE_LPIPS=download"
         results.append(CheckResult(f"LPIPS weights, {net}", weights is not None, False, str(weights or missing)))
-    results.append(CheckResult("cache", True, False, str(cache_folder())))
-    return results
+    return [*results, CheckResult("cache", True, False, str(cache_folder()))]
 
 
 def gpus() -> Iterator[CheckResult]:
@@ -65,10 +66,6 @@ def _gpu(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)}, {free:.1f} of {total:.1f} GiB free, driver {driver() or 'unknown'}"
 
 
-def _python() -> CheckResult:
-    return CheckResult("Python", sys.version_info >= (3, 11), True, platform.python_version())
-
-
 def _torchvision() -> str:
     import torchvision
 
@@ -86,20 +83,12 @@ def _ray() -> str:
         executor.close()
 
 
-def _dataset(short: str, local: bool) -> CheckResult:
-    embedded = short in EMBEDDED
-    if not embedded and not local:
-        return CheckResult(short, None, False, "downloaded on first use")
-    try:
-        dataset = build({"use": short}, f"dataset {short}", DATASET) if embedded or _has_local(short) else None
-    except SpecError as error:
-        return CheckResult(short, False, short == "mnist5k", str(error))  # text is an extra
-    if dataset is None:
-        return CheckResult(short, None, False, "not in the local data folder; downloaded on first use")
-    return CheckResult(short, True, short == "mnist5k", f"{len(dataset.y):,} + {len(dataset.y_test):,} examples")
-
-
-def _has_local(short: str) -> bool:
+def _dataset(short: str) -> CheckResult:
     folder = data_folder()
-    places = [] if folder is None else [folder / part / short for part in ("", "text", "tables")]
-    return folder is not None and (any(p.is_dir() for p in places) or has_images(short))
+    if short != EMBEDDED and (folder is None or not ((folder / short).is_dir() or has_images(short))):
+        return CheckResult(short, None, False, "not in a local data folder; downloaded on first use")
+    try:
+        dataset = build({"use": short}, f"dataset {short}", DATASET)
+    except SpecError as error:
+        return CheckResult(short, False, short == EMBEDDED, str(error))
+    return CheckResult(short, True, short == EMBEDDED, f"{len(dataset.y):,} + {len(dataset.y_test):,} examples")

@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +16,28 @@ from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.training import without_running_stats
-from fedgauge.simulations.checks.check_result import CheckFailed
+from fedgauge.simulations.checks.check_result import CheckFailed, CheckResult, attempt, require
 from fedgauge.simulations.checks.remedies import COPY, remedy, sentence
 
 TRIED = 4  # examples on which a network is tried
 PAIR = 2  # examples of a gradient: BatchNorm in train mode cannot normalise by one
 UNIT = 1e-4  # how far a sum of probabilities may be from one
+
+
+SOFTMAX = (
+    "its outputs are probabilities (none is negative, they sum to one), of which the cross-entropy takes the softmax again: "
+    "gradients are weaker and learning is slower; let it return logits, without its last softmax"
+)
+
+
+def check_network(fed: Federation) -> Iterator[CheckResult]:
+    """Try the network on a few examples: first what training needs, then what only attacks or speed suffer from."""
+    for name, check in (("model", try_network), ("gradient", try_gradient)):
+        yield (result := attempt(name, partial(check, fed), stops=True))
+        if not result.works:
+            return
+    for name, check in (("model, copied", try_copy), ("input", try_input), ("softmax", try_softmax)):
+        yield attempt(name, partial(check, fed), needed=False)
 
 
 def inputs(fed: Federation, count: int = TRIED) -> Tensor:
@@ -28,53 +46,43 @@ def inputs(fed: Federation, count: int = TRIED) -> Tensor:
     return data.normalise(batch_of(data.x, data.y, torch.arange(min(count, len(data.y)))).x)
 
 
-def outputs(fed: Federation) -> Tensor:
-    """What the network makes of them."""
+def outputs(fed: Federation, given: Tensor) -> Tensor:
+    """What the network makes of normalised examples."""
     with torch.no_grad(), without_running_stats(fed.model):  # a check must not change BatchNorm's statistics
-        made: Tensor = functional_call(fed.model, fed.initial()[0], (inputs(fed),))
+        made: Tensor = functional_call(fed.model, fed.initial()[0], (given,))
     return made
 
 
 def try_network(fed: Federation) -> str:
     """Run the network forward; CheckFailed names the layer that cannot take these examples, or what else is wrong."""
     model, data, params = fed.model, fed.shards.dataset, fed.initial()[0]
-    if further := _further_arguments(model):
-        raise CheckFailed(
-            f"its forward needs {' and '.join(map(repr, further))} besides the {examples_of(data)}: give it a default, or wrap the "
-            "network in a module whose forward takes one argument"
-        )
-    if bad := [name for name, p in params.items() if not p.isfinite().all()]:
-        raise CheckFailed(f"parameter {bad[0]!r} is not finite at the start: check how the network is initialised")
+    further, held = _further_arguments(model), examples_of(data)
+    words = "give it a default, or wrap the network in a module whose forward takes one argument"
+    require(not further, f"its forward needs {' and '.join(map(repr, further))} besides the {held}: {words}")
+    bad = [name for name, p in params.items() if not p.isfinite().all()]
+    require(not bad, f"parameter {bad[:1]} is not finite at the start: check how the network is initialised")
     x = inputs(fed)
     try:
         check_parameters(model, params)
         logits = check_forward(model, params, x)
-    except ValueError as words:
-        shape = " x ".join(map(str, data.shape))
-        given = f"[data] gives {examples_of(data)} of {shape}"
+    except ValueError as error:
+        given = f"[data] gives {held} of {' x '.join(map(str, data.shape))}"
         fits = f"{given}: build the network for them (its factory is offered `shape` and `classes`)"
-        change = f"; {remedy(words.__cause__, fits)}" if words.__cause__ else ""
-        raise CheckFailed(f"{words}{change}") from words
-    expected = (len(x), *data.y.shape[1:], data.classes)
-    if logits.shape != expected:
-        raise CheckFailed(
-            f"it gives {tuple(logits.shape)} for {len(x)} {examples_of(data)}, expected logits {expected}: let its "
-            "factory take `shape` and `classes`, which it is offered"
-        )
-    return f"{type(model).__name__}, outputs for {data.classes} classes"
+        raise CheckFailed(f"{error}; {remedy(error.__cause__, fits)}" if error.__cause__ else str(error)) from error
+    expected, made = (len(x), *data.y.shape[1:], data.classes), tuple(logits.shape)
+    words = "let its factory take `shape` and `classes`, which it is offered"
+    require(made == expected, f"it gives {made} for {len(x)} {held}, expected logits {expected}: {words}")
+    count = sum(p.numel() for p in params.values())
+    return f"{type(model).__name__}, outputs for {data.classes} classes, {count:,} parameters"
 
 
 def try_input(fed: Federation) -> str:
     """Run it on examples that must stay as they are."""
     given = inputs(fed)
     before = given.clone()
-    with torch.no_grad(), without_running_stats(fed.model):
-        functional_call(fed.model, fed.initial()[0], (given,))
-    if not torch.equal(given, before):
-        raise CheckFailed(
-            "it changes its input in place, which slows every gradient and ruins a batch that is used twice: let its forward "
-            "begin with x = x.clone(), or leave out inplace=True in its first layer"
-        )
+    outputs(fed, given)
+    words = "it changes its input in place, which ruins a batch that is used twice: begin with x = x.clone(), or set inplace=False"
+    require(torch.equal(given, before), words)
     return "unchanged"
 
 
@@ -86,12 +94,12 @@ def try_gradient(fed: Federation) -> str:
     update = fed.gradient(params, batch, None)
     try:
         check_lookups(fed.model, params, inputs(fed, len(batch.x)))
-    except ValueError as words:
-        raise CheckFailed(str(words)) from words
-    if bad := [name for name, t in update.items() if not t.isfinite().all()]:
-        raise CheckFailed(f"the gradient of {bad[0]!r} is not finite: a square root, norm or division at zero?")
-    if not any(t.any() for t in update.values()):
-        raise CheckFailed("every gradient is zero: is the loss detached from the parameters, or every unit dead?")
+    except ValueError as error:
+        raise CheckFailed(str(error)) from error
+    bad = [name for name, t in update.items() if not t.isfinite().all()]
+    require(not bad, f"the gradient of {bad[:1]} is not finite: a square root, norm or division at zero?")
+    moved = any(t.any() for t in update.values())
+    require(moved, "every gradient is zero: is the loss detached from the parameters, or every unit dead?")
     return "finite"
 
 
@@ -104,17 +112,13 @@ def try_copy(fed: Federation) -> str:
     return "it can be copied"
 
 
-def ends_in_softmax(fed: Federation) -> bool:
-    """Whether its outputs are probabilities, of which the cross-entropy takes the softmax a second time."""
-    made = outputs(fed)
+def try_softmax(fed: Federation) -> str:
+    """Look at its outputs: of probabilities the cross-entropy would take the softmax a second time."""
+    made = outputs(fed, inputs(fed))
     sums_to_one = bool(((made.sum(-1) - 1).abs() < UNIT).all())
-    return is_cross_entropy(fed.loss) and made.shape[-1] > 1 and bool((made >= 0).all()) and sums_to_one
-
-
-SOFTMAX = (
-    "its outputs are probabilities (none is negative, they sum to one), of which the cross-entropy takes the softmax again: "
-    "gradients are weaker and learning is slower; let it return logits, without its last softmax"
-)
+    probabilities = made.shape[-1] > 1 and bool((made >= 0).all()) and sums_to_one
+    require(not (is_cross_entropy(fed.loss) and probabilities), SOFTMAX)
+    return "no probabilities"
 
 
 def try_derivatives(fed: Federation) -> str:
@@ -123,8 +127,7 @@ def try_derivatives(fed: Federation) -> str:
     size = min(PAIR, fed.shards.batch_size)
     known = Knowledge(fed.model, fed.chain, data.shape, data.classes, size, data.mean, data.std, loss=fed.loss)
     found = differentiation_of(known, fed.initial()[0], one_pass=False)
-    if found.note:
-        raise CheckFailed(f"{found.note}; let forward compute with tensors throughout, or take another layer")
+    require(not found.note, f"{found.note}; let forward compute with tensors throughout, or take another layer")
     return "as the gradient changes"
 
 

@@ -9,7 +9,7 @@ from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.deployment.terms import ServerTerms
-from fedgauge.simulations.checks.check_result import CheckFailed, CheckResult, attempt
+from fedgauge.simulations.checks.check_result import CheckResult, attempt, require
 from fedgauge.simulations.checks.scenario_check import describe_data
 
 
@@ -48,6 +48,5 @@ def _one_step(client: DeployedClient) -> str:
     params, buffers = client.initial()
     update = client.compute(params, buffers, client.owner.batch(client.draw(1)), {})
     norm = math.sqrt(sum(float(t.double().square().sum()) for t in update.values()))
-    if not math.isfinite(norm):
-        raise CheckFailed("the update is not finite: is the rate too high?")
+    require(math.isfinite(norm), "the update is not finite: is the rate too high?")
     return f"an update of norm {norm:.3g}"

@@ -19,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from fedgauge.attacks.engine.computation import dense_input_layer
 from fedgauge.attacks.gaussian_prior import class_means
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit, noise_is_known
@@ -28,11 +27,9 @@ from fedgauge.attacks.membership.limit import area, detectability, power
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy
 from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.plan import PlannedAttack, modalities_of
-from fedgauge.client.chain import trained_on
 from fedgauge.client.collusion import tolerance
-from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.pairing import in_db, one_to_one
+from fedgauge.client.pairing import in_db
 from fedgauge.client.rng import generator
 from fedgauge.client.training import evaluated
 from fedgauge.client.transforms import is_identity
@@ -41,7 +38,8 @@ from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.assurance.gate import EPSILON, Measurement
 from fedgauge.server.views.formatting import decibel, finite, in_unit, percent
-from fedgauge.simulations.checks.network_check import SOFTMAX, ends_in_softmax
+from fedgauge.simulations.checks.check_result import attempt
+from fedgauge.simulations.checks.network_check import try_softmax
 from fedgauge.simulations.checks.stand_ins import StandIns
 
 STAND_INS = 8  # clients, with batches of auxiliary images
@@ -51,14 +49,20 @@ TESTED = 512  # auxiliary images on which the mean image is measured
 MEASURE = "measure it with fedgauge run, then fedgauge gate"
 NO_SEARCH = f"without noise of a known density nothing limits a search: {MEASURE}"
 NOT_BEFORE_TRAINING = f"not estimated before training, or not for such a chain; {MEASURE}"
+CLOSED_FORMS = (  # attacks, what they read, and what to change
+    (
+        "analytic",
+        "the first fully connected layer's gradient",
+        "more examples an update, a convolution before the first fully connected layer, or noise after it",
+    ),
+    (
+        "patch_embedding",
+        "the gradient of the patches' and positions' embeddings",
+        "more examples an update, positions that are not learnt, or noise after it",
+    ),
+)
 Severity = Literal["leaks", "weak", "unknown", "note", "holds"]
-_STYLES: Mapping[Severity, str] = {
-    "leaks": "bold red",
-    "weak": "yellow",
-    "unknown": "yellow",
-    "note": "",
-    "holds": "green",
-}
+_STYLES: Mapping[Severity, str] = dict(leaks="bold red", weak="yellow", unknown="yellow", note="", holds="green")
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class LayerExposure:
 
 
 @dataclass(frozen=True)
-class PreflightFinding:
+class Finding:
     """One finding: how bad it is, what it is, and what to change (empty: nothing)."""
 
     severity: Severity
@@ -91,7 +95,7 @@ class Preflight:
     """The exposure of each layer, all findings, and what was measured of each metric, for a gate."""
 
     layers: tuple[LayerExposure, ...]
-    findings: tuple[PreflightFinding, ...]
+    findings: tuple[Finding, ...]
     measured: Mapping[str, Measurement]
 
     def to_json(self, **more: object) -> str:
@@ -110,28 +114,22 @@ class _Probe:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.fed = scenario, scenario.federation
-        self.auditor = Auditor(self.fed, scenario.plan.seed)
-        self.stand_ins = StandIns(self.fed, STAND_INS)
-        self.params, _ = self.stand_ins.start
-        self.members, self.size = self.stand_ins.members, self.stand_ins.size
-        self.batches, self.wave = self.stand_ins.batches, self.stand_ins.wave
+        self.auditor, stand_ins = Auditor(self.fed, scenario.plan.seed), StandIns(self.fed, STAND_INS)
+        self.params, self.members, self.size = stand_ins.params, stand_ins.members, stand_ins.size
+        self.batches, self.wave = stand_ins.batches, stand_ins.wave
         self.measured: dict[str, Measurement] = {}
 
     # ----------------------------------------------------------------------------------------------------- layers
 
     def layers(self) -> Iterator[LayerExposure]:
         """Every layer with parameters of its own, in the order of the forward pass."""
-        for name, (module, given) in self._inputs().items():
+        found: dict[str, LayerExposure] = {}
+
+        def note(name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
             names = [f"{name}.{n}" if name else n for n, _ in module.named_parameters(recurse=False)]
             entries = sum(self.params[n].numel() for n in names)
             visible = sum(int(self.wave.update[n].count_nonzero()) for n in names) // STAND_INS
-            yield LayerExposure(name, type(module).__name__, entries, visible, given.numel())
-
-    def _inputs(self) -> dict[str, tuple[nn.Module, Tensor]]:
-        inputs: dict[str, tuple[nn.Module, Tensor]] = {}
-
-        def note(name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            inputs.setdefault(name, (module, given[0].detach()))
+            found.setdefault(name, LayerExposure(name, type(module).__name__, entries, visible, given[0].numel()))
 
         model = self.fed.model
         with ExitStack() as hooks, evaluated(model), torch.no_grad():  # BatchNorm's statistics must not change
@@ -139,150 +137,73 @@ class _Probe:
                 if next(module.parameters(recurse=False), None) is not None:
                     hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
             model(self.fed.shards.dataset.normalise(self.batches[0].x))
-        return inputs
+        yield from found.values()
 
     # --------------------------------------------------------------------------------------------------- findings
 
-    def findings(self) -> Iterator[PreflightFinding]:
+    def findings(self) -> Iterator[Finding]:
         """The worst first."""
         model = self.fed.model
         own = self._word_embeddings(model) if isinstance(model, LanguageModel) else self._structure()
-        findings = [f for f in (*own, *self._closed_forms(), self._labels(), *self._chain()) if f is not None]
+        closed_forms = [self._closed_form(*form) for form in CLOSED_FORMS]
+        findings = [f for f in (*own, *closed_forms, self._labels(), *self._chain()) if f is not None]
         yield from sorted(findings, key=lambda f: list(_STYLES).index(f.severity))
 
-    def _word_embeddings(self, model: LanguageModel) -> Iterator[PreflightFinding]:
+    def _word_embeddings(self, model: LanguageModel) -> Iterator[Finding]:
         """What the rows of the word embeddings' gradient reveal."""
         parts = model.parts
         seen = self.wave.update.get(parts.word)
-        if seen is None:
-            yield PreflightFinding("note", "the word embeddings are frozen, so no row of their gradient names a word")
-        elif parts.tied:
-            yield PreflightFinding(
-                "note", "the head shares the word embeddings: every row has a gradient, whether its word occurs or not"
-            )
-        else:
-            rows = [set(t.flatten(1).any(1).nonzero().flatten().tolist()) for t in seen]
-            words = [set(_fed(b, model.pad).tolist()) for b in self.batches]
-            right = sum(named == used for named, used in zip(rows, words, strict=True))
-            change = '[model] freeze = ["words"], or noise after local_sgd'
-            yield PreflightFinding(
-                "leaks" if right else "note",
-                f"the nonzero rows of the word embeddings' update are the sentences' words for {right} of {len(rows)} stand-ins",
-                change if right else "",
-            )
+        if seen is None or parts.tied:
+            frozen = "the word embeddings are frozen, so no row of their gradient names a word"
+            tied = "the head shares the word embeddings: every row has a gradient, whether its word occurs or not"
+            yield Finding("note", frozen if seen is None else tied)
+            return
+        rows = [set(t.flatten(1).any(1).nonzero().flatten().tolist()) for t in seen]
+        used = [set(_fed(b, model.pad).tolist()) for b in self.batches]
+        right = sum(map(set.__eq__, rows, used))
+        words = f"the nonzero rows of the word embeddings' update are the sentences' words for {right} of {len(rows)} stand-ins"
+        change = '[model] freeze = ["words"], or noise after local_sgd'
+        yield Finding("leaks", words, change) if right else Finding("note", words)
 
-    def _structure(self) -> Iterator[PreflightFinding]:
+    def _structure(self) -> Iterator[Finding]:
         unknowns = self.size * math.prod(self.fed.shards.dataset.shape)
-        noun = self.auditor.modality.parts
         visible = sum(int(t.count_nonzero()) for t in self.wave.update.values()) // STAND_INS
-        counts = (
-            f"{visible:,} entries of an update are not zero, for {unknowns:,} unknown {noun} of {_examples(self.size)}"
-        )
+        noun, count = self.auditor.modality.parts, "1 example" if self.size == 1 else f"{self.size} examples"
+        words = f"{visible:,} entries of an update are not zero, for {unknowns:,} unknown {noun} of {count}"
         if visible >= unknowns:
-            change = "larger batches and more noise; dropping entries would have to drop many more"
-            yield PreflightFinding(
-                "weak", f"{counts}: enough to determine them, unless something random hides them", change
-            )
+            words += ": enough to determine them, unless something random hides them"
+            yield Finding("weak", words, "larger batches and more noise; dropping entries would have to drop many more")
         else:
-            yield PreflightFinding(
-                "note", f"{counts}: too few to determine them without a prior, such as the one of images"
-            )
+            yield Finding("note", f"{words}: too few to determine them without a prior, such as the one of images")
         for name, module in self.fed.model.named_modules():
             if isinstance(module, nn.Embedding):
-                yield PreflightFinding(
-                    "leaks",
-                    f"layer {name!r} is an embedding: the nonzero rows of its gradient name the tokens",
-                    "freeze it (freeze)",
-                )
+                words = f"layer {name!r} is an embedding: the nonzero rows of its gradient name the tokens"
+                yield Finding("leaks", words, "freeze it (freeze)")
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-                yield PreflightFinding(
-                    "leaks",
-                    f"BatchNorm in train mode ({name!r} and others): the batch's means and variances are uploaded unchanged",
-                    self.fed.without_batch_statistics,
-                )
-                break
-        if self.size > 1 and (share := self._held_by_a_neuron()) > 0:
-            self._reaches(
-                share * self.auditor.modality.main.complete,
-                f"{percent(share)} of the stand-ins' examples are read off exactly",
-            )
-            yield PreflightFinding(
-                "leaks",
-                f"{percent(share)} of the stand-ins' examples are read off a row of the first fully connected layer's gradient: "
-                "each is the only one that excites its neuron",
-                "larger batches, a convolution before it, or noise after it; a malicious server raises that share to 100 %",
-            )
+                words = f"BatchNorm in train mode ({name!r} and others): the batch's means and variances are uploaded unchanged"
+                yield Finding("leaks", words, self.fed.without_batch_statistics)
+                return
 
-    def _reaches(self, value: float, words: str) -> None:
-        """Note what an attacker reaches at least of the main metric, on average and without any search."""
-        metric = self.auditor.modality.main.metric
-        before = self.measured.get(metric)
-        if before is None or before.value is None or before.value < value:
-            self.measured[metric] = Measurement(value, f"at least, as {words}; {NO_SEARCH}", conclusive=False)
-
-    def _held_by_a_neuron(self) -> float:
-        """The share of examples, as they were trained on, that some row's weight over bias gradient gives exactly."""
-        known = self.auditor.knowledge(PlannedAttack("rows", {"use": "analytic"}), self.members)
-        try:
-            layer = dense_input_layer(known.model, known.shape)
-        except ValueError:  # no layer reads whole examples
-            return 0.0
-        shares = []
-        for k, batch in enumerate(self._trained_on()):
-            weight, bias = (self.wave.update[of][k].double() for of in (layer.call.weight, layer.call.bias))
-            rows = (weight / bias[:, None])[bias != 0].view(-1, *known.shape)
-            rows = known.pixels(layer.example(rows)).flatten(1)
-            errors = torch.cdist(batch.x.double().flatten(1), rows).square() / math.prod(known.shape)
-            shares.append(one_to_one(errors <= 10 ** (-PSNR_CAP / 10)) / len(batch.y))
-        return sum(shares) / len(shares)
-
-    def _trained_on(self) -> list[Batch]:
-        """The stand-ins' batches as the chain changes them; unchanged under a secure sum, whose members train separately."""
-        if self.members > 1:
-            return self.batches
-        bare = self.fed.gradient
-        made = [
-            trained_on(self.fed.chain, bare, self.params, b, self.stand_ins.draws(k))
-            for k, b in enumerate(self.batches)
-        ]
-        return [batch if changed is None else changed for batch, changed in zip(self.batches, made, strict=True)]
-
-    def _closed_forms(self) -> Iterator[PreflightFinding | None]:
-        yield self._without_search(
-            "analytic",
-            "the first fully connected layer's gradient",
-            "more examples an update, a convolution before the first fully connected layer, or noise after it",
-        )
-        yield self._without_search(
-            "patch_embedding",
-            "the gradient of the patches' and positions' embeddings",
-            "more examples an update, positions that are not learnt, or noise after it",
-        )
-
-    def _without_search(self, use: str, where: str, remedy: str) -> PreflightFinding | None:
-        """What an attack by a closed form reads off stand-ins' updates."""
+    def _closed_form(self, use: str, where: str, remedy: str) -> Finding | None:
+        """Result of an attack by a closed form on the stand-ins' updates."""
         if type(self.auditor.modality) not in modalities_of(use):
             return None
-        planned = PlannedAttack(use, {"use": use})
-        results = self.auditor.attack(planned, self.wave, self.members)  # stand-ins are no clients: no audit
-        grader = self.auditor.grader
+        results = self.auditor.attack(PlannedAttack(use, {"use": use}), self.wave, self.members)
+        grader, main = self.auditor.grader, self.auditor.modality.main
         values = [v for (r, _), b in zip(results, self.batches, strict=True) for v in grader.leaked(r, b)]
         if not values:
             return None
         mean = sum(values) / len(values)
-        self._reaches(mean, f"{use} on {len(values)} stand-ins")
-        if exact := sum(map(grader.modality.main.came_back_whole, values)):
-            return PreflightFinding(
-                "leaks",
-                f"{where} holds the {grader.modality.main.private}: read off {exact} of {len(values)} stand-ins without any search "
-                f"({use})",
-                remedy,
-            )
-        return PreflightFinding(
-            "note", f"{use} reads {where} and gets {in_unit(mean, grader.modality.main)} through this chain"
-        )
+        before = self.measured.get(main.metric)
+        if before is None or before.value is None or before.value < mean:
+            words = f"at least, as {use} on {len(values)} stand-ins; {NO_SEARCH}"
+            self.measured[main.metric] = Measurement(mean, words, conclusive=False)
+        if exact := sum(map(main.came_back_whole, values)):
+            words = f"{where} holds the {main.private}: read off {exact} of {len(values)} stand-ins without any search ({use})"
+            return Finding("leaks", words, remedy)
+        return Finding("note", f"{use} reads {where} and gets {in_unit(mean, main)} through this chain")
 
-    def _labels(self) -> PreflightFinding | None:
+    def _labels(self) -> Finding | None:
         from fedgauge.attacks.labels import restore
 
         if not self.fed.shards.dataset.labelled:  # the labels are the sentences
@@ -291,116 +212,98 @@ class _Probe:
         try:
             restored = restore(self.wave, known)
         except ValueError as error:
-            return PreflightFinding("note", f"labels cannot be restored: {error}")
+            return Finding("note", f"labels cannot be restored: {error}")
         right = [label_accuracy(b.y, y) for b, y in zip(self.batches, restored, strict=True)]
         share = sum(right) / len(right)
         where = f"read off the updates of {len(right)} stand-ins at the untrained weights"
         self.measured["label_accuracy"] = Measurement(share, where, estimated=True)
         chance = 1 / self.fed.shards.dataset.classes
         words = f"labels: {percent(share)} of the stand-ins' are read off the classifier's gradient (chance: {percent(chance)})"
-        return PreflightFinding("leaks" if share > 0.9 else "weak" if share > 3 * chance else "note", words)
+        return Finding("leaks" if share > 0.9 else "weak" if share > 3 * chance else "note", words)
 
-    def _chain(self) -> Iterator[PreflightFinding]:
-        if ends_in_softmax(self.fed):
-            yield PreflightFinding("note", f"the model: {SOFTMAX}")
-        local = self.fed.chain.local
+    def _chain(self) -> Iterator[Finding]:
+        if not (softmax := attempt("softmax", partial(try_softmax, self.fed))).works:
+            yield Finding("note", f"the model: {softmax.message}")
+        local, chain = self.fed.chain.local, self.fed.chain
         if local.steps > 1:
-            yield PreflightFinding(
-                "note",
-                f"{local.steps} local steps at rate {local.rate:g}: attacks unroll them at {local.steps} times the cost, "
-                "or match one gradient between their ends (surrogate); more steps alone hide nothing",
+            words = f"{local.steps} local steps at rate {local.rate:g}: attacks unroll them at {local.steps} times the cost, or"
+            yield Finding(
+                "note", f"{words} match one gradient between their ends (surrogate); more steps alone hide nothing"
             )
-        if _is_bare(self.fed):
-            yield PreflightFinding("leaks", "the chain has no defense: the result of local training is uploaded unchanged",
-                          "see docs/defenses.md; clipping each example and adding noise (dp_sgd) give a "
-                          "guarantee")  # fmt: skip
+        protected = self.fed.protocol.model.get("defense") or self.fed.protocol.secure_sum
+        if not protected and all(link is local or is_identity(link) for link in chain.links):
+            words = "the chain has no defense: the result of local training is uploaded unchanged"
+            yield Finding(
+                "leaks", words, "see docs/defenses.md; clipping each example and adding noise (dp_sgd) guarantee"
+            )
         if together := self.fed.protocol.secure_sum:
-            yield PreflightFinding("note", f"the real one is {tolerance(together.group, together.least).words}")
+            yield Finding("note", f"the real one is {tolerance(together.group, together.least).words}")
         if self.auditor.modality.limits:
             yield self._limit()
         yield self._membership()
         yield self._epsilon()
 
-    def _limit(self) -> PreflightFinding:
-        floor = self._class_mean_image()
+    def _limit(self) -> Finding:
+        # the PSNR of the mean squared error of each class's mean auxiliary image
+        some = Batch(*(t[:TESTED] for t in self.auditor.auxiliary))
+        floor = in_db(float((class_means(self.auditor.auxiliary, some.y) - some.x).square().mean()))
+        guessing = f"guessing the mean image of each class gets {decibel(floor)} dB"
         if not noise_is_known(self.fed):
-            return PreflightFinding(
-                "weak",
-                "no limit: the chain declares no noise of a known density, so only the cost of a search stops an "
-                f"attacker; guessing the mean image of each class gets {decibel(floor)} dB",
-                "noise whose density is known (gaussian, dp_sgd)",
-            )
+            words = f"no limit: the chain declares no noise of a known density, so only a search's cost stops it; {guessing}"
+            return Finding("weak", words, "noise whose density is known (gaussian, dp_sgd)")
         known = self.auditor.knowledge(PlannedAttack("limit", {"use": "idlg"}))
         try:
             mse = bayes_limit(known, self.params, self.auditor.priors, generator(self.auditor.seed, "preflight"))
         except ValueError as error:
-            return PreflightFinding("note", f"no limit: {error}")
+            return Finding("note", f"no limit: {error}")
         limit = in_db(mse)
         reached = self.measured.get("psnr", Measurement(None, "")).value
         words = "the limit of one round, an estimate for Gaussian images, or what is reached without any search, if that is more"
         value = limit if reached is None else min(PSNR_CAP, max(limit, reached))
         self.measured["psnr"] = Measurement(value, words, estimated=True)
         words = (
-            f"limit of one round, an estimate for Gaussian images: {decibel(limit)} dB as the PSNR of the mean error; "
-            f"guessing the mean image of each class gets {decibel(floor)} dB"
+            f"limit of one round, an estimate for Gaussian images: {decibel(limit)} dB as the PSNR of the mean error"
         )
         if limit < floor + 3:
-            return PreflightFinding("holds", words)
-        return PreflightFinding("weak", f"{words}: there is room for a leak", "more noise, or larger batches")
+            return Finding("holds", f"{words}; {guessing}")
+        return Finding("weak", f"{words}; {guessing}: there is room for a leak", "more noise, or larger batches")
 
-    def _membership(self) -> PreflightFinding:
+    def _membership(self) -> Finding:
         """Who was in a batch, in closed form: from the norms of gradients and the noise."""
         known, shards = self.auditor.knowledge(PlannedAttack("limit", {"use": "membership"})), self.fed.shards
         density = known.chain.update_distribution
         if density is not None and not density.noisy:
+            words = "no noise hides who was in a batch from whoever knows the rest of it"
+            self.measured[MEMBER] = Measurement(1.0, words)
             words = "who was in a batch: no noise hides it, as an update moves with each example's gradient"
-            self.measured[MEMBER] = Measurement(
-                1.0, "no noise hides who was in a batch from whoever knows the rest of it"
-            )
-            return PreflightFinding("weak", words, 'noise; measure it with [[attack]] use = "membership"')
+            return Finding("weak", words, 'noise; measure it with [[attack]] use = "membership"')
         some = Batch(*(t[:STAND_INS] for t in self.auditor.auxiliary))
         try:
             mu = float(detectability(CandidateGradients(known, self.params, some)).median())
         except ValueError as error:
-            return PreflightFinding("unknown", f"who was in a batch: {error}")
+            return Finding("unknown", f"who was in a batch: {error}")
         times = max(1.0, self.fed.protocol.rounds * shards.batch_size / min(map(len, shards.indices)))
         once, often = (percent(power(0.01, math.sqrt(n) * mu)) for n in (1, times))
-        told = (
-            "the area under the ROC curve of whoever knows the rest of the batch, after all rounds, for the median stand-in at the "
-            "untrained weights, so that half of them are told better"
-        )
-        self.measured[MEMBER] = Measurement(area(math.sqrt(times) * mu), told, estimated=True)
+        words = "the area under the ROC curve after all rounds, for the median stand-in at the untrained weights"
+        self.measured[MEMBER] = Measurement(area(math.sqrt(times) * mu), words, estimated=True)
         words = (
-            f"who was in a batch: whoever knows the rest of it tells half of the members with a probability of {once} or more at "
+            f"who was in a batch: whoever knows the rest of it detects half of the members with a probability of {once} or more at "
             f"1 % false positives, {often} after all rounds"
         )
         if power(0.01, math.sqrt(times) * mu) <= FAINT:
-            return PreflightFinding("holds", words)
-        return PreflightFinding("weak", words, "more noise, larger batches, fewer rounds")
+            return Finding("holds", words)
+        return Finding("weak", words, "more noise, larger batches, fewer rounds")
 
-    def _class_mean_image(self) -> float:
-        """The PSNR of the mean squared error of each class's mean auxiliary image, over auxiliary images."""
-        some = Batch(*(t[:TESTED] for t in self.auditor.auxiliary))
-        error = (class_means(self.auditor.auxiliary, some.y) - some.x).square().mean()
-        return in_db(float(error))
-
-    def _epsilon(self) -> PreflightFinding:
+    def _epsilon(self) -> Finding:
         rounds = {client: self.fed.protocol.rounds for client in range(self.fed.protocol.clients)}
         statement = privacy_statement(self.fed, rounds, self.scenario.privacy.delta)
-        self.measured[EPSILON] = Measurement(
-            finite(statement.record), f"if every client takes part in every round: {statement.words}"
-        )
-        if statement.record is None:  # nobody knows: neither a leak nor a guarantee
-            return PreflightFinding("unknown" if statement.state == "unknown" else "note", statement.words)
-        strong = statement.record <= STRONG
-        change = "" if strong else "more noise, fewer rounds, larger shards"
-        return PreflightFinding(
-            "holds" if strong else "weak", f"if every client takes part in every round: {statement.words}", change
-        )
-
-
-def _examples(n: int) -> str:
-    return "1 example" if n == 1 else f"{n} examples"
+        words = f"if every client takes part in every round: {statement.words}"
+        self.measured[EPSILON] = Measurement(finite(statement.record), words)
+        if statement.record is None:  # neither a leak nor a guarantee
+            return Finding("unknown" if statement.state == "unknown" else "note", statement.words)
+        if statement.record <= STRONG:
+            return Finding("holds", words)
+        return Finding("weak", words, "more noise, fewer rounds, larger shards")
 
 
 def _fed(batch: Batch, pad: int) -> Tensor:
@@ -410,28 +313,17 @@ def _fed(batch: Batch, pad: int) -> Tensor:
     return batch.x[:, :-1][batch.x[:, 1:] != pad]
 
 
-def _is_bare(fed: Federation) -> bool:
-    """Whether the chain is local training only."""
-    protected = fed.protocol.model.get("defense") or fed.protocol.secure_sum
-    return not protected and all(link is fed.chain.local or is_identity(link) for link in fed.chain.links)
-
-
 def show(result: Preflight, console: Console) -> None:
     """Print the layers as a table, then the findings, the worst first."""
     table = Table("layer", "kind", "entries", "visible", "inputs of the batch", "visible / inputs", box=None)
     for layer in result.layers:
-        ratio = layer.visible / layer.unknowns
-        table.add_row(
-            layer.name, layer.kind, f"{layer.entries:,}", f"{layer.visible:,}", f"{layer.unknowns:,}", f"{ratio:.2g}"
-        )
+        counts = (f"{n:,}" for n in (layer.entries, layer.visible, layer.unknowns))
+        table.add_row(layer.name, layer.kind, *counts, f"{layer.visible / layer.unknowns:.2g}")
     console.print(table)
-    console.print(
-        "visible: entries of an uploaded update that are not zero; above 1 a layer gives more equations than unknowns"
-    )
+    console.print("visible: entries of an uploaded update that are not zero; above 1: more equations than unknowns\n")
     findings = Table(box=None, show_header=False, padding=(0, 1))
     for finding in result.findings:
         findings.add_row(Text(finding.severity, style=_STYLES[finding.severity]), finding.words)
         if finding.change:
             findings.add_row("", Text(f"change: {finding.change}", style="dim"))
-    console.print()
     console.print(findings)

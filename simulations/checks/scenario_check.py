@@ -1,15 +1,15 @@
-"""What is wrong with a scenario: its data, model, loss, chain and attacks.
+"""What is wrong with a scenario: its data, model, loss, chain and attacks, in one sequence of checks.
 
-Everything is built twice and compared. Then one client trains one step in memory and its update is recomputed, the replay
-check of a run; and every planned attack is tried for a few iterations.
+The doctor carries out all of them. A run carries out those that need no second build, before anything is trained.
 """
 
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from fedgauge.attacks.base import Observation
@@ -17,28 +17,18 @@ from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.attacks.modality.registry import modality_of
+from fedgauge.client.components import SpecError
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy, is_mean, takes_probabilities
-from fedgauge.client.training import StochasticLayer, without_running_stats
+from fedgauge.client.training import without_running_stats
 from fedgauge.server.pool.service import attack_devices
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.checks.attack_trial import try_attacks
-from fedgauge.simulations.checks.before_training import try_strategy
-from fedgauge.simulations.checks.chain_check import check_chain
-from fedgauge.simulations.checks.check_result import CheckFailed, CheckResult, attempt, attempt_all
-from fedgauge.simulations.checks.network_check import (
-    SOFTMAX,
-    TRIED,
-    ends_in_softmax,
-    inputs,
-    try_copy,
-    try_derivatives,
-    try_gradient,
-    try_input,
-    try_network,
-)
+from fedgauge.simulations.checks.attack_trial import NONE_APPLIES, PATIENCE, estimate_attacks, try_attacks
+from fedgauge.simulations.checks.chain_check import check_links, try_links
+from fedgauge.simulations.checks.check_result import CheckResult, attempt, attempt_all, require
+from fedgauge.simulations.checks.network_check import TRIED, check_network, inputs, try_derivatives
 
 BETWEEN_BUILDS = "draw with torch's generator, which the seed sets, or read it from a file"
 
@@ -46,39 +36,119 @@ BETWEEN_BUILDS = "draw with torch's generator, which the seed sets, or read it f
 def check(scenario: Scenario) -> list[CheckResult]:
     """Check a scenario that could be built; the last checks are left out where an earlier one failed."""
     fed, again = scenario.federation, Federation(scenario.protocol)
+    model = list(attempt_all("model", check_network(fed)))
     results = [
         *attempt_all("data", _check_data(fed, again)),
-        *attempt_all("model", _check_model(fed, again)),
+        *(result for result in model if result.needed or not result.works),
+        attempt("model, built again", partial(_same_model, fed, again)),
+        *(attempt_all("engine", _check_engine(fed)) if model[0].works else ()),
         *attempt_all("loss", _check_loss(fed)),
+        attempt("strategy", partial(try_strategy, scenario)),
     ]
-    results.append(attempt("strategy", partial(try_strategy, scenario)))
-    if all(r.works or not r.needed for r in results):
-        results += [
-            *(() if isinstance(fed.model, LanguageModel) else (_tried("second derivative", fed, try_derivatives),)),
-            *attempt_all("chain", check_chain(scenario)),
-            _tried("one client's step", fed, _one_step),
-        ]
-    if all(r.works or not r.needed for r in results):
-        results += attempt_all("attacks", try_attacks(scenario))
+    if _all_work(results):
+        if not isinstance(fed.model, LanguageModel):
+            results.append(attempt("second derivative", partial(try_derivatives, fed)))
+        results += attempt_all("chain", check_links(scenario))
+        results.append(attempt("one client's step", partial(_one_step, fed)))
+    if _all_work(results):
+        results += attempt_all("attacks", estimate_attacks(scenario))
     return [*results, attempt("devices", partial(_devices, scenario))] if scenario.audit.curious else results
 
 
+def _all_work(results: list[CheckResult]) -> bool:
+    return all(result.works or not result.needed for result in results)
+
+
+# ---------------------------------------------------------------------------------------------------- before training
+
+
+def refuse_misfit(fed: Federation, where: str = "") -> None:
+    """Try network, loss and chain on a few examples.
+
+    Args:
+        where: the scenario's file, which begins the sentence.
+
+    Raises:
+        SpecError: the network cannot take these examples, return their logits or be differentiated (it names the layer), or a
+            link cannot transform an update.
+    """
+    _stop(attempt_all("model", check_network(fed)), f"{where}: [model]" if where else "[model]")
+    _stop(attempt_all("links", try_links(fed)), f"{where}: [[chain]]" if where else "[[chain]]")
+
+
+def _stop(results: Iterator[CheckResult], where: str) -> list[str]:
+    """Sentences on what does not work; SpecError where nothing can be trained with it."""
+    words = []
+    for result in results:
+        if not result.works:
+            words.append(f"{where}: {result.name}: {result.message}")
+            if result.stops:
+                raise SpecError(words[-1])
+    return words
+
+
+def try_strategy(scenario: Scenario) -> str:
+    """Build the server's strategy; SpecError if it could not aggregate a round's replies."""
+    from fedgauge.server.strategy.build import build_strategy  # imports Flower: seconds
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)  # it warns that evaluation is off, which is our own choice
+    protocol = scenario.protocol
+    groups = len(protocol.groups(1)) if protocol.secure_sum is not None else None
+    return type(build_strategy(scenario.strategy, protocol.clients, groups=groups)).__name__
+
+
+def try_first(scenario: Scenario, console: Console, where: str, patience: float = PATIENCE) -> None:
+    """Try a scenario, its server's strategy included, and print what will not work as it should.
+
+    Args:
+        where: a name that begins each sentence.
+        patience: seconds, after which no further attack is tried.
+
+    Raises:
+        SpecError: it cannot be trained, its updates not be computed again, or none of the planned attacks works.
+    """
+    try:
+        try_strategy(scenario)
+        for words in warnings_before(scenario, patience):
+            console.print(f"warning: {where}: {words}", highlight=False, markup=False, soft_wrap=True)
+    except SpecError as error:
+        raise SpecError(f"{where}: {error}") from error
+
+
+def warnings_before(scenario: Scenario, patience: float = PATIENCE) -> Iterator[str]:
+    """Try a scenario once; yields what will not work as it should.
+
+    Args:
+        patience: seconds, after which no further attack is tried.
+
+    Raises:
+        SpecError: clients cannot train, no update could be computed again, or none of the planned attacks works.
+    """
+    fed = scenario.federation
+    yield from _stop(attempt_all("model", check_network(fed)), "[model]")
+    causes = _stop(attempt_all("links", check_links(scenario)), "[[chain]]")
+    yield from causes
+    tried = list(try_attacks(scenario, patience))
+    failed = [r for r in tried if r.needed and r.works is False]
+    yield from (f"{r.name}: {r.message}" for r in failed)
+    if tried and len(failed) == len(tried):
+        cause = (causes or [f"{r.name}: {r.message}" for r in failed])[0]
+        raise SpecError(f"none of the planned attacks works: {cause}")
+    if tried and all(r.works is False and not r.needed for r in tried):
+        yield from (f"{r.name}: {r.message}" for r in tried)
+        yield NONE_APPLIES
+
+
+# --------------------------------------------------------------------------------------------------------- the checks
+
+
 def _devices(scenario: Scenario) -> str:
-    audit = scenario.audit
-    found = attack_devices(audit, in_cluster="RAY_ADDRESS" in os.environ)
+    found = attack_devices(scenario.audit, in_cluster="RAY_ADDRESS" in os.environ)
     if found == [CPU]:
         return "attacks run on the CPU"
     places = " and ".join(map(str, found)) or "the GPUs of the Ray cluster, or its cores"
-    products = "" if audit.precision == "ieee" else f", with products in {audit.precision}"
-    return f"attacks run on {places}{products}; the times of trials are this machine's CPU's"
-
-
-def _tried(name: str, fed: Federation, check: Callable[[Federation], str]) -> CheckResult:
-    return attempt(name, partial(check, fed))
-
-
-def _noted(name: str, fed: Federation, check: Callable[[Federation], str]) -> CheckResult:
-    return attempt(name, partial(check, fed), needed=False)
+    precision = scenario.audit.precision
+    return f"attacks run on {places}, with {precision} products; the times of trials are this machine's CPU's"
 
 
 def _check_data(fed: Federation, again: Federation) -> Iterator[CheckResult]:
@@ -111,52 +181,34 @@ def describe_data(data: Dataset) -> str:
 def _same_data(fed: Federation, other: Federation) -> str:
     first, again = fed.shards.dataset, other.shards.dataset
     for name in ("x", "y", "x_test", "y_test"):
-        if not torch.equal(getattr(first, name), getattr(again, name)):
-            raise CheckFailed(
-                f"two builds differ in {name}, so clients and auditor would see other examples: sort lists of files, "
-                f"and {BETWEEN_BUILDS}"
-            )
+        alike = torch.equal(getattr(first, name), getattr(again, name))
+        require(alike, f"two builds differ in {name}: sort lists of files, and {BETWEEN_BUILDS}")
     return "the same bits"
 
 
-def _check_model(fed: Federation, again: Federation) -> Iterator[CheckResult]:
-    count = sum(p.numel() for p in fed.model.parameters())
-    built = _tried("model", fed, try_network)
-    yield replace(built, message=f"{built.message}, {count:,} parameters") if built.works else built
-    yield attempt("model, built again", partial(_same_model, fed, again))
-    if built.works:
-        yield from (r for r in (_noted("model, copied", fed, try_copy), _noted("input", fed, try_input)) if not r.works)
-        yield _tried("gradient", fed, try_gradient)
-        if ends_in_softmax(fed):
-            yield CheckResult("softmax", False, False, SOFTMAX)
+def _same_model(fed: Federation, other: Federation) -> str:
+    again = other.model.state_dict()
+    for name, tensor in fed.model.state_dict().items():
+        # a NaN equals nothing, itself included
+        alike = name in again and torch.equal(tensor.nan_to_num(), again[name].nan_to_num())
+        require(alike, f"two builds differ in {name!r}, so equal seeds would not give equal runs: {BETWEEN_BUILDS}")
+    return "the same weights"
+
+
+def _check_engine(fed: Federation) -> Iterator[CheckResult]:
+    """What is lost in eval mode, and what makes matching slower."""
     dropout = [n for n, m in fed.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
     if dropout and not fed.model.training:
         message = f"layer {dropout[0]!r} is dropout, which eval mode turns off: clients train without it"
         yield CheckResult("dropout", False, False, message)
-    if built.works and not _independent(fed):
-        drawn = any(isinstance(m, StochasticLayer) for m in fed.model.modules())
-        message = "a layer draws" if drawn else "the model mixes the examples of a batch"
-        yield CheckResult("engine", False, False, f"{message}, so matching uses vmap and is several times slower")
-
-
-def _independent(fed: Federation) -> bool:
     x = inputs(fed, 2 * TRIED)
     if len(x) < 2 * TRIED:
-        return True
+        return
     with without_running_stats(fed.model):
-        return examples_are_independent(fed.model, fed.initial()[0], x.view(2, TRIED, *x.shape[1:]))
-
-
-def _same_model(fed: Federation, other: Federation) -> str:
-    first, again = fed.model.state_dict(), other.model.state_dict()
-    if first.keys() != again.keys():
-        raise CheckFailed("two builds have parameters of different names: build the same network each time")
-    for name, tensor in first.items():
-        if not torch.equal(tensor.nan_to_num(), again[name].nan_to_num()):  # a NaN equals nothing, itself included
-            raise CheckFailed(
-                f"two builds differ in {name!r}, so equal seeds would not give equal runs: {BETWEEN_BUILDS}"
-            )
-    return "the same weights"
+        independent = examples_are_independent(fed.model, fed.initial()[0], x.view(2, TRIED, *x.shape[1:]))
+    if not independent:
+        message = "a layer draws, or the model mixes the examples of a batch, so matching uses vmap and is several times slower"
+        yield CheckResult("engine", False, False, message)
 
 
 def _check_loss(fed: Federation) -> Iterator[CheckResult]:
@@ -174,43 +226,11 @@ def _check_loss(fed: Federation) -> Iterator[CheckResult]:
 
 
 def _one_step(fed: Federation) -> str:
-    """Let one client compute an update with the real client app and server check, and run the replay check on it."""
-    result = replay(Federation(fed.protocol), _observed(fed))
+    """Let a client, or a group of a secure sum, compute an update, and run the replay check on it in another federation."""
+    own, client = Federation(fed.protocol), fed.protocol.groups(1)[0][0]
+    params, buffers = own.initial()
+    update = own.client_update(params, buffers, client, 1)
+    result = replay(Federation(fed.protocol), Observation(1, client, params, update, buffers))
     message = f"replay check: cosine {result.cosine:.7f}, relative error {result.relative_error:.1e}: {result.verdict}"
-    if not result.ok:
-        raise CheckFailed(message)
+    require(result.ok, message)
     return message
-
-
-def _observed(fed: Federation) -> Observation:
-    """What the server sees of the first client that answers in the first round."""
-    from flwr.app import ArrayRecord, ConfigRecord
-    from flwr.serverapp.strategy import FedAvg
-
-    from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
-    from fedgauge.simulations.run.in_memory import MemoryGrid, flower
-
-    received: list[RoundReplies] = []
-    params, buffers = fed.initial()
-    protocol = fed.protocol
-    grid = MemoryGrid(protocol)
-    with flower():
-        inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
-        checked = CheckedStrategy(inner, received.append, buffers, protocol.seed, grid.clients, protocol=protocol)
-        group = _first_group(fed)
-        sent = checked.configure_train(1, ArrayRecord(params), ConfigRecord(), grid)
-        chosen = [m for m in sent if grid.clients[m.metadata.dst_node_id] in group]
-        checked.aggregate_train(1, grid.send_and_receive(chosen))
-    (replies,) = received
-    if not replies.accepted:
-        reasons: Mapping[int, str] = {s.client: s.reason for s in replies.refused if s.client in group}
-        raise CheckFailed(f"client {group[0]} gave no update: {reasons.get(group[0], 'no reply')}")
-    one = replies.accepted[0]
-    return Observation(1, one.client, replies.params, one.update, replies.buffers)
-
-
-def _first_group(fed: Federation) -> tuple[int, ...]:
-    """The first group of clients of round 1 that is not prevented by stragglers; without a secure sum a group is one client."""
-    groups = fed.protocol.groups(1)
-    least = fed.protocol.secure_sum.least if fed.protocol.secure_sum else 1
-    return next((g for g in groups if sum(not fed.protocol.misses(c, 1) for c in g) >= least), groups[0])

@@ -3,13 +3,11 @@
 import argparse
 import json
 import shlex
-import sys
-from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
 
-from fedgauge.simulations.cli.options import Command, Commands, positive
+from fedgauge.simulations.cli.options import Command, Commands, flag, path, positive, several, tell
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.run.exit_status import FAILED, exit_status
@@ -22,28 +20,26 @@ def add_to(commands: Commands) -> None:
     def add(name: str, action: Command, summary: str) -> argparse.ArgumentParser:
         added = actions.add_parser(name, help=summary, description=summary)
         added.set_defaults(action=action)
-        added.add_argument("folder", type=Path, metavar="DIR", help="the deployment's folder")
+        path(added, "folder", "DIR", "the deployment's folder")
         text = "allow components from this package of your own; its code is run here (repeatable)"
         # a name of its own: an --allow before the action must not be overwritten
-        added.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help=text, dest="allow_too")
+        several(added, "--allow", "PACKAGE", text, dest="allow_too")
         return added
 
     created = add("init", init, "write certificates, keys, a file for each client's owner, and settings for containers")
     created.add_argument("--clients", type=positive, required=True, metavar="N")
-    text = "a name or address by which clients on other machines reach the server (repeatable)"
-    created.add_argument("--host", action="append", default=[], metavar="NAME", help=text)
-    created.add_argument("--scenario", type=Path, metavar="FILE", help="the server's (default: a demo of three rounds)")
+    several(
+        created, "--host", "NAME", "a name or address by which clients on other machines reach the server (repeatable)"
+    )
+    path(created, "--scenario", "FILE", "the server's (default: a demo of three rounds)")
     text = "scores: clients report to the server how well its attacks did, to 0.5 dB (default: off)"
     created.add_argument("--grading", choices=("off", "scores"), default="off", help=text)
     text = "agreed: the seed decides which examples each client trains on, as in a simulation (default: secret)"
     created.add_argument("--sampling", choices=("secret", "agreed"), default="secret", help=text)
-    begun = add(
-        "up", up, "start every process on this machine, train, attack, end; a second call continues where it stopped"
-    )
-    begun.add_argument(
-        "--local", action="store_true", required=True, help="without containers (with containers: docker compose)"
-    )
-    begun.add_argument("--new", action="store_true", help="begin another run, even if the last one is unfinished")
+    text = "start every process on this machine, train, attack, end; a second call continues where it stopped"
+    begun = add("up", up, text)
+    flag(begun, "--local", "without containers (with containers: docker compose)", required=True)
+    flag(begun, "--new", "begin another run, even if the last one is unfinished")
     begun.add_argument("--log", choices=get_args(Log), default="auto", help="as in fedgauge run")
     add("status", status, "which processes of a local start are alive, and the state of its last run")
     add("down", down, "end a local start, and the processes that a killed one has left behind")
@@ -66,7 +62,7 @@ def deploy(options: argparse.Namespace) -> int:
 def init(options: argparse.Namespace) -> int:
     """Write a deployment's folder."""
     from fedgauge.server.store.scenario import Scenario
-    from fedgauge.simulations.checks.before_training import try_first
+    from fedgauge.simulations.checks.scenario_check import try_first
     from fedgauge.simulations.deploy.folder import DEMO, Deployment
 
     chosen = options.scenario or DEMO
@@ -93,10 +89,9 @@ def up(options: argparse.Namespace) -> int:
     from fedgauge.simulations.run.simulate import Interrupt
 
     deployment = Deployment.open(options.folder)
-    print(
-        "fedgauge: while it is up, every user of this machine can run code in it and read its updates, as Flower's SuperLink and "
-        "SuperNodes ask nobody here who they are: use a machine of your own (SECURITY.md)",
-        file=sys.stderr,
+    tell(
+        "while it is up, every user of this machine can run code in it and read its updates, as Flower's SuperLink and "
+        "SuperNodes ask nobody here who they are: use a machine of your own (SECURITY.md)"
     )
     run, ended = None, FAILED
     with Interrupt().caught() as interrupt:
@@ -104,11 +99,11 @@ def up(options: argparse.Namespace) -> int:
             run, ended = start_here(deployment, Console(stderr=True), interrupt, options.log, options.new)
             ended = ended or exit_status(run)
         except TrainingFailed as error:
-            print(f"fedgauge: {error}", file=sys.stderr)
+            tell(error)
             run = next(iter(deployment.runs()[-1:]), None)
     if run is not None and ended and not run.model.exists():
         command = f"fedgauge deploy up {shlex.quote(str(options.folder))} --local"
-        print(f"fedgauge: continue the training with: {command}", file=sys.stderr)
+        tell(f"continue the training with: {command}")
     if run is not None:
         print_summary(run, options.log)
     return ended
@@ -153,13 +148,10 @@ def down(options: argparse.Namespace) -> int:
 
     deployment = Deployment.open(options.folder)
     if (holder := Run(deployment.folder).holder("up")) is not None:
-        print(
-            f"fedgauge: asking process {holder} to end: it parks its attacks first, then ends every process it started",
-            file=sys.stderr,
-        )
+        tell(f"asking process {holder} to end: it parks its attacks first, then ends every process it started")
     left = end(deployment)
     if Run(deployment.folder).holder("up") is not None:
-        print(f"fedgauge: {deployment.folder} is still finishing its attacks in flight", file=sys.stderr)
+        tell(f"{deployment.folder} is still finishing its attacks in flight")
         return FAILED
     print(f"{deployment.folder}: down" + (f"; {len(left)} processes had been left behind" if left else ""))
     return 0

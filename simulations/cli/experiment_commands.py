@@ -3,12 +3,12 @@
 import argparse
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 
 from rich.console import Console
 
 from fedgauge.client.components import SpecError
-from fedgauge.simulations.cli.options import Commands
+from fedgauge.simulations.cli.options import Commands, flag, path, several, whole
 from fedgauge.simulations.cli.run_summary import wide_console
 
 SUITE = "suite"
@@ -17,29 +17,24 @@ SUITE = "suite"
 def add_to(commands: Commands) -> None:
     """Register these commands."""
     grid = commands.add(sweep, with_run=False)
-    grid.add_argument("sweep", type=Path, metavar="SWEEP.toml")
-    grid.add_argument("--output", "-o", type=Path, metavar="FOLDER", help="default: the file's name under runs/")
-    grid.add_argument(
-        "--parallel", type=int, default=2, metavar="N", help="cells at a time, one core each (default: 2)"
-    )
+    path(grid, "sweep", "SWEEP.toml")
+    path(grid, "--output -o", "FOLDER", "default: the file's name under runs/")
+    whole(grid, "--parallel", "cells at a time, one core each (default: 2)", default=2)
     table = commands.add(reproduce, with_run=False)
     table.add_argument("name", metavar="NAME", help="a published table: a file's name in simulations/papers; or suite")
     table.add_argument("--level", choices=("small", "full"), help="of the suite (default: small)")
     text = "attack every chosen cell with this, too, on the cell's terms (repeatable)"
-    table.add_argument("--attack", action="append", default=[], metavar="'NAME KEY=VALUE ...'", help=text)
+    several(table, "--attack", "'NAME KEY=VALUE ...'", text)
     text = "add a cell with this defense beside each chosen cell that has none (repeatable)"
-    table.add_argument("--defense", action="append", default=[], metavar="'NAME KEY=VALUE ...'", help=text)
-    table.add_argument("--n", type=int, metavar="N", help="updates attacked in each setting, instead of the table's")
-    table.add_argument("--budget", type=int, metavar="N", help="iterations of every attack, instead of the table's")
-    table.add_argument("--cells", metavar="PATTERN", help="only these settings: part of their name, or with * and ?")
-    table.add_argument("--attacks", metavar="PATTERN", help="only these attacks: part of their name, or with * and ?")
-    table.add_argument("--json", action="store_true", help="one object per line instead of a table")
-    table.add_argument(
-        "--output", "-o", type=Path, metavar="FILE", help="keep the figures too, and continue what it holds"
-    )
-    several = commands.add(compare, with_run=False)
+    several(table, "--defense", "'NAME KEY=VALUE ...'", text)
+    whole(table, "--n", "updates attacked in each setting, instead of the table's")
+    whole(table, "--budget", "iterations of every attack, instead of the table's")
+    for option, of in (("--cells", "settings"), ("--attacks", "attacks")):
+        table.add_argument(option, metavar="PATTERN", help=f"only these {of}: part of their name, or with * and ?")
+    flag(table, "--json", "one object per line instead of a table")
+    path(table, "--output -o", "FILE", "keep the figures too, and continue what it holds")
     text = "what fedgauge reproduce --output wrote; or suite_small: the figures that fedgauge keeps of it"
-    several.add_argument("files", type=Path, nargs="+", metavar="FILE", help=text)
+    path(commands.add(compare, with_run=False), "files", "FILE", text, nargs="+")
 
 
 def sweep(options: argparse.Namespace) -> int:
@@ -54,29 +49,36 @@ def sweep(options: argparse.Namespace) -> int:
 def reproduce(options: argparse.Namespace) -> int:
     """fedgauge reproduce NAME: attack what a paper attacked, and print its figures beside ours."""
     from fedgauge.simulations.experiments import reproduce as reproduction
+    from fedgauge.simulations.experiments.measures import ComparedFigure
     from fedgauge.simulations.experiments.paper_table_files import load, restrict
     from fedgauge.simulations.experiments.reproduce_output import FiguresFile, ProgressReporter, show
     from fedgauge.simulations.experiments.suite.submissions import called, with_submissions
 
-    chosen = restrict(load(_table_name(options)), options.n, options.budget, options.cells)
+    if options.level is not None and options.name != SUITE:
+        raise SpecError(f"--level is the suite's: leave it out, or write: fedgauge reproduce {SUITE} --level small")
+    name = f"{SUITE}_{options.level or 'small'}" if options.name == SUITE else options.name
+    chosen = restrict(load(name), options.n, options.budget, options.cells)
     paper_table = with_submissions(chosen, options.attack, options.defense)
     if options.attacks is not None:
-        always = map(called, options.attack)
-        paper_table = restrict(paper_table, None, None, "*", options.attacks, tuple(always))
+        always = tuple(map(called, options.attack))
+        paper_table = restrict(paper_table, None, None, "*", options.attacks, always)
     kept = None if options.output is None else FiguresFile(options.output, paper_table)
     rows = [] if kept is None else list(kept.rows)
     started = time.monotonic()
     if rows:
         print(f"{options.output} holds {len(rows)} of the figures; the others follow", file=sys.stderr)
-    if options.json:
-        print(*(row.to_json() for row in rows), sep="\n", end="\n" if rows else "", flush=True)
+
+    def say(found: Sequence[ComparedFigure]) -> None:
+        for row in found if options.json else ():
+            print(row.to_json(), flush=True)
+
+    say(rows)
     with ProgressReporter(paper_table.name, Console(stderr=True)) as reporter:
         for found in reproduction.reproduce(paper_table, reporter, () if kept is None else kept.done):
             rows += found
             if kept is not None:  # after every attack: an interruption loses no more than one
                 kept.add(found, time.monotonic() - started)
-            if options.json:
-                print(*(row.to_json() for row in found), sep="\n", flush=True)
+            say(found)
     if not options.json:
         show(paper_table, rows, wide_console())
     if kept is not None:
@@ -84,24 +86,12 @@ def reproduce(options: argparse.Namespace) -> int:
     return 0
 
 
-def _table_name(options: argparse.Namespace) -> str:
-    name: str = options.name
-    if name == SUITE:
-        return f"{SUITE}_{options.level or 'small'}"
-    if options.level is not None:
-        raise SpecError(
-            f"--level is the suite's: leave it out, or write: fedgauge reproduce {SUITE} --level {options.level}"
-        )
-    return name
-
-
 def compare(options: argparse.Namespace) -> int:
     """fedgauge compare FILE ...: figures that several people computed of the same cells and attacks, side by side."""
     from fedgauge.simulations.experiments.suite.compare_figures import compared, comparison, read_figures
 
-    if len({str(path) for path in options.files}) < len(options.files):
+    if len(set(map(str, options.files))) < len(options.files):
         raise SpecError("fedgauge compare takes each file once")
-    files = {str(path): read_figures(path) for path in options.files}
-    table = comparison(compared(files), files)
-    wide_console().print(table)
+    files = {str(file): read_figures(file) for file in options.files}
+    wide_console().print(comparison(compared(files), files))
     return 0

@@ -1,14 +1,12 @@
 """Finds runs by folder, or by name under runs/."""
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.run_files import printable
-from fedgauge.simulations.cli.options import RUNS
+from fedgauge.simulations.cli.options import RUNS, tell
 
 
 def find_run(named: Path, folder: Path) -> Run:
@@ -36,9 +34,7 @@ def _without_links(folders: Iterable[Path]) -> list[Run]:
     for folder in folders:
         run = Run(folder)  # which has resolved a link; asking the folder again may give another answer
         if run.folder != folder:
-            print(
-                printable(f"fedgauge: {folder} is a link and left out: name the run that it points to"), file=sys.stderr
-            )
+            tell(f"{folder} is a link and left out: name the run that it points to")
         else:
             kept.append(run)
     return kept

@@ -2,9 +2,7 @@
 
 import argparse
 import math
-import sys
 import time
-from pathlib import Path
 
 from rich.table import Table
 
@@ -14,8 +12,8 @@ from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import in_unit
 from fedgauge.server.views.reading import run_summary, tables_of
-from fedgauge.simulations.cli.finding_runs import all_runs, cells, find_run
-from fedgauge.simulations.cli.options import NO_RUNS, Commands, days
+from fedgauge.simulations.cli.finding_runs import all_runs, find_run, find_runs
+from fedgauge.simulations.cli.options import NO_RUNS, Commands, days, path, tell
 from fedgauge.simulations.cli.run_summary import next_step, wide_console
 from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 
@@ -23,12 +21,10 @@ from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 def add_to(commands: Commands) -> None:
     """Register these commands."""
     commands.add(runs, with_run=False)
-    end = commands.add(stop)
-    end.add_argument(
-        "--patience", type=float, default=120.0, metavar="SECONDS", help="for attacks in flight (default: 120)"
-    )
+    text = "for attacks in flight (default: 120)"
+    commands.add(stop).add_argument("--patience", type=float, default=120.0, metavar="SECONDS", help=text)
     old = commands.add(prune, with_run=False)
-    old.add_argument("run", type=Path, nargs="*", metavar="RUN", help="default: all of --runs")
+    path(old, "run", "RUN", "default: all of --runs", nargs="*")
     old.add_argument("--days", type=days, metavar="N", help="instead of the scenario's [tape] retention_days")
 
 
@@ -41,12 +37,12 @@ def runs(options: argparse.Namespace) -> int:
             columns = _columns(run)
         except (LedgerError, OSError) as error:
             columns = ["unreadable"]
-            print(printable(f"fedgauge: {error}"), file=sys.stderr)
+            tell(error)
         table.add_row(*map(printable, (run.folder.name, *columns)))
     if found:
         wide_console().print(table)
     else:
-        print(f"fedgauge: no runs in {options.runs}; {NO_RUNS}", file=sys.stderr)
+        tell(f"no runs in {options.runs}; {NO_RUNS}")
     return 0
 
 
@@ -72,7 +68,7 @@ def stop(options: argparse.Namespace) -> int:
     deadline = time.monotonic() + options.patience
     while any(run.at_work(purpose) for purpose in ("training", "audit")):
         if time.monotonic() > deadline:
-            print(printable(f"fedgauge: {run.name} is still finishing its attacks in flight"), file=sys.stderr)
+            tell(f"{run.name} is still finishing its attacks in flight")
             return FAILED
         time.sleep(0.2)
     with run.ledger() as ledger:
@@ -85,36 +81,20 @@ def prune(options: argparse.Namespace) -> int:
     """fedgauge prune [RUN ...]: delete what can be inverted, of runs older than --days or their retention_days; scores stay."""
     from fedgauge.simulations.run.retention import prune as delete
 
-    status = 0
-    for named in _named(options) if options.run else reversed(all_runs(options.runs)):
-        name = printable(named.name)
+    status, named = 0, [run for name in options.run for run in find_runs(name, options.runs)]
+    for run in named if options.run else reversed(all_runs(options.runs)):
         try:
-            run = find_run(named, options.runs) if isinstance(named, Path) else named
             run.check()
-            name = printable(run.name)
             age = options.days if options.days is not None else tables_of(run).get("tape", {}).get("retention_days")
             if age is None:
-                print(f"{name}: kept; set --days, or [tape] retention_days in its scenario, to delete it")
-                continue
-            deleted = delete(run, age, time.time())
+                words = "kept; set --days, or [tape] retention_days in its scenario, to delete it"
+            else:
+                deleted = delete(run, age, time.time())
+                words = f"{deleted} files deleted" if deleted else f"kept; it is younger than {age} days"
         except RunBusy as error:
-            print(printable(f"{name}: kept, as it is at work: {error}"))
-            continue
+            words = f"kept, as it is at work: {error}"
         except (LedgerError, OSError) as error:  # the others' retention does not wait for this one
-            print(f"{name}: kept, as it cannot be read")
-            print(printable(f"fedgauge: {error}"), file=sys.stderr)
-            status = MISTAKE
-            continue
-        print(f"{name}: {deleted} files deleted" if deleted else f"{name}: kept; it is younger than {age} days")
+            tell(error)
+            words, status = "kept, as it cannot be read", MISTAKE
+        print(printable(f"{run.name}: {words}"))
     return status
-
-
-def _named(options: argparse.Namespace) -> list[Path | Run]:
-    """The runs that the command line names, with those of sweeps; each is opened when its turn comes."""
-    places = [named if named.exists() else options.runs / named for named in options.run]
-    sweeps = [(place / "sweep.toml").exists() for place in places]
-    return [
-        p
-        for place, swept, named in zip(places, sweeps, options.run, strict=True)
-        for p in (cells(place) if swept else [named])
-    ]

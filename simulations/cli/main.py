@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module, metadata
 from pathlib import Path
 
-from fedgauge.simulations.cli.options import Command, Commands
+from fedgauge.simulations.cli.options import Command, Commands, tell
 
 # Each module with its commands, as help lists them. Only the module of the command that is run is imported: torch and
 # Flower take seconds, which help, --version and a misspelt command need not wait for.
@@ -61,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from fedgauge.client.local_data import data_folder
     from fedgauge.server.store.ledger_connection import LedgerError
     from fedgauge.server.store.run import RunBusy
-    from fedgauge.server.store.run_files import printable
     from fedgauge.server.store.tape import TapeError
     from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
     from fedgauge.simulations.run.launch import TrainingFailed
@@ -72,19 +71,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _own_packages(options), users_errors():
             return command(options)
     except (SpecError, LedgerError, TapeError, RunBusy) as error:
-        print(printable(f"fedgauge: {error}"), file=sys.stderr)
+        tell(error)
         return MISTAKE
     except TrainingFailed as error:
-        print(printable(f"fedgauge: {error}"), file=sys.stderr)
+        tell(error)
         return FAILED
     except KeyboardInterrupt:
-        print("fedgauge: stopped", file=sys.stderr)
+        tell("stopped")
         return 130
     except BrokenPipeError:  # the reader of our output (head, less) has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(printable(f"fedgauge: {_of_a_file(error)}"), file=sys.stderr)
+        tell(_of_a_file(error))
         return MISTAKE
 
 

@@ -2,15 +2,23 @@
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from fedgauge.simulations.live.log import Log, with_errors
 
 RUNS = Path("runs")
 NO_RUNS = "start one with: fedgauge init, then fedgauge run scenario.toml"
 Command = Callable[[argparse.Namespace], int]
+
+
+def tell(text: object) -> None:
+    """Print a sentence on standard error."""
+    from fedgauge.server.store.run_files import printable  # not for help, which waits for nothing
+
+    print(printable(f"fedgauge: {text}"), file=sys.stderr)
 
 
 class Commands:
@@ -34,14 +42,33 @@ class Commands:
         called = name or command.__name__.replace("_", "-")
         added = self.commands.add_parser(called, help=summary, description=summary)
         added.set_defaults(command=command)
-        added.add_argument(
-            "--runs", type=Path, default=RUNS, metavar="FOLDER", help="where runs are kept (default: runs)"
+        path(added, "--runs", "FOLDER", "where runs are kept (default: runs)", default=RUNS)
+        several(
+            added, "--allow", "PACKAGE", "allow components from this package of your own; its code is run (repeatable)"
         )
-        text = "allow components from this package of your own; its code is run (repeatable)"
-        added.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help=text)
         if with_run:
-            added.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its name under runs/")
+            path(added, "run", "RUN", "a run's folder, or its name under runs/")
         return added
+
+
+def path(command: argparse.ArgumentParser, name: str, value: str, text: str | None = None, **more: Any) -> None:
+    """Give a command an argument or option that is a path."""
+    command.add_argument(*name.split(), type=Path, metavar=value, help=text, **more)
+
+
+def several(command: argparse.ArgumentParser, name: str, value: str, text: str, **more: Any) -> None:
+    """Give a command an option that may be repeated."""
+    command.add_argument(name, action="append", default=[], metavar=value, help=text, **more)
+
+
+def whole(command: argparse.ArgumentParser, name: str, text: str, **more: Any) -> None:
+    """Give a command an option that is a whole number."""
+    command.add_argument(name, type=int, metavar="N", help=text, **more)
+
+
+def flag(command: argparse.ArgumentParser, name: str, text: str, **more: Any) -> None:
+    """Give a command an option without a value."""
+    command.add_argument(name, action="store_true", help=text, **more)
 
 
 def add_log(command: argparse.ArgumentParser) -> None:
@@ -53,8 +80,7 @@ def add_log(command: argparse.ArgumentParser) -> None:
 
 def add_settings(command: argparse.ArgumentParser) -> None:
     """Give a command --set."""
-    text = "set one value, e.g. chain.0.max_norm=2 (repeatable)"
-    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+    several(command, "--set", "KEY=VALUE", "set one value, e.g. chain.0.max_norm=2 (repeatable)")
 
 
 def add_gate(command: argparse.ArgumentParser) -> None:
@@ -64,10 +90,8 @@ def add_gate(command: argparse.ArgumentParser) -> None:
             f"end with status 1 if a metric lies {way} this value, with 3 if it was not measured, with 4 if part of the plan "
             "was never attacked (repeatable)"
         )
-        command.add_argument(
-            f"--fail-{way}", action="append", default=[], type=metric_value, metavar="METRIC=VALUE", help=text
-        )
-    command.add_argument("--junit", type=Path, metavar="FILE", help="write the gate's results as JUnit XML")
+        several(command, f"--fail-{way}", "METRIC=VALUE", text, type=metric_value)
+    path(command, "--junit", "FILE", "write the gate's results as JUnit XML")
 
 
 # -------------------------------------------------------------------------------------------------- values of options
@@ -76,13 +100,9 @@ def add_gate(command: argparse.ArgumentParser) -> None:
 def metric_value(text: str) -> tuple[str, float]:
     """A metric and a finite number: psnr=20."""
     name, _, value = text.partition("=")
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not name or not math.isfinite(number):
+    if not name or not math.isfinite(bound := _number(value)):
         raise argparse.ArgumentTypeError(f"expected a metric and a number, psnr=20, got {text!r}")
-    return name, number
+    return name, bound
 
 
 def port(text: str) -> int:
@@ -94,13 +114,16 @@ def port(text: str) -> int:
 
 def days(text: str) -> float:
     """A number of days, 0 or more."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
+    if not 0 <= (number := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number of days, got {text!r}")
     return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def numbers(text: str) -> list[int]:

@@ -3,56 +3,43 @@
 import argparse
 import sys
 import webbrowser
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.store.run_files import printable
+from fedgauge.server.views.assurance.gate import GateResult, Threshold
 from fedgauge.simulations.cli.finding_runs import find_run, find_runs
-from fedgauge.simulations.cli.gate_options import chosen_thresholds, conclude_gate
-from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, port
+from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, flag, path, port, tell
 from fedgauge.simulations.cli.run_summary import wide_console
+from fedgauge.simulations.reports.gate_output import gate_lines, gate_status, write_junit
 from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE, MISTAKE
 
 
 def add_to(commands: Commands) -> None:
     """Register these commands."""
     page = commands.add(watch, with_run=False)
-    page.add_argument("path", type=Path, nargs="?", metavar="RUN|FOLDER", help="default: all of --runs")
+    path(page, "path", "RUN|FOLDER", "default: all of --runs", nargs="?")
     page.add_argument("--host", default="127.0.0.1", help="default: this machine only")
     page.add_argument("--port", type=port, metavar="N", help="default: 8765, or a free one if that is taken")
     page.add_argument("--token", default="", help="required of every visitor (default: a fresh one)")
-    page.add_argument("--token-file", type=Path, metavar="FILE", help="a file that holds the token")
-    page.add_argument("--open", action="store_true", help="open the browser")
+    path(page, "--token-file", "FILE", "a file that holds the token")
+    flag(page, "--open", "open the browser")
     written = commands.add(report, with_run=False)
-    written.add_argument("run", type=Path, nargs="+", metavar="RUN", help="a run's folder, or its name under runs/")
-    written.add_argument("--figures", type=Path, metavar="FOLDER", help="each plot as PNG and SVG, one column wide")
-    written.add_argument(
-        "--output",
-        "-o",
-        type=Path,
-        metavar="FILE",
-        help="where the comparison of several runs goes (default: comparison.html beside the first)",
-    )
-    written.add_argument("--pdf", action="store_true", help="report.pdf beside report.html, by an installed Chromium")
+    path(written, "run", "RUN", "a run's folder, or its name under runs/", nargs="+")
+    path(written, "--figures", "FOLDER", "each plot as PNG and SVG, one column wide")
+    text = "where the comparison of several runs goes (default: comparison.html beside the first)"
+    path(written, "--output -o", "FILE", text)
+    flag(written, "--pdf", "report.pdf beside report.html, by an installed Chromium")
     add_gate(commands.add(gate))
-    commands.add(verify).add_argument(
-        "--last", default="", metavar="DIGEST", help="of the last entry, as kept elsewhere"
-    )
+    text = "of the last entry, as kept elsewhere"
+    commands.add(verify).add_argument("--last", default="", metavar="DIGEST", help=text)
     table = commands.add(export)
     table.add_argument("--to", choices=("csv", "parquet"), default="csv")
-    table.add_argument(
-        "--output",
-        "-o",
-        type=Path,
-        metavar="PATH",
-        help="default: standard output (csv), or scores.parquet in the run",
-    )
-    commands.add(client_report, with_run=False).add_argument(
-        "file", type=Path, metavar="CLIENT.toml", help="the owner's file"
-    )
+    path(table, "--output -o", "PATH", "default: standard output (csv), or scores.parquet in the run")
+    path(commands.add(client_report, with_run=False), "file", "CLIENT.toml", "the owner's file")
 
 
 def watch(options: argparse.Namespace) -> int:
@@ -60,15 +47,15 @@ def watch(options: argparse.Namespace) -> int:
     from fedgauge.server.dashboard.web import serve  # a web framework, which only this command needs
 
     below = options.runs / options.path if options.path is not None else options.runs
-    path = options.path if options.path is not None and options.path.exists() else below
-    if not path.is_dir():
-        raise LedgerError(f"{path} is not a folder: name a run, or the folder in which runs are kept")
+    shown = options.path if options.path is not None and options.path.exists() else below
+    if not shown.is_dir():
+        raise LedgerError(f"{shown} is not a folder: name a run, or the folder in which runs are kept")
 
     def announce(address: str) -> None:
         print(address, flush=True)
         print("showing the runs until Ctrl-C", file=sys.stderr)
-        if not (path / "ledger.sqlite").exists() and not any(path.glob("*/ledger.sqlite")):
-            print(f"{path} has no runs yet; {NO_RUNS}", file=sys.stderr)
+        if not (shown / "ledger.sqlite").exists() and not any(shown.glob("*/ledger.sqlite")):
+            print(f"{shown} has no runs yet; {NO_RUNS}", file=sys.stderr)
         if options.open:  # by a file, as every user of this machine can read the browser's command line
             opened = Path(private) / "open.html"
             opened.write_text(leading_to(address))
@@ -76,7 +63,7 @@ def watch(options: argparse.Namespace) -> int:
 
     token = options.token if options.token_file is None else options.token_file.read_text().strip()
     with TemporaryDirectory(prefix="fedgauge-") as private:
-        serve(path, options.host, options.port, token, announce)
+        serve(shown, options.host, options.port, token, announce)
     return 0
 
 
@@ -106,7 +93,7 @@ def report(options: argparse.Namespace) -> int:
         except LedgerError as error:
             if len(chosen) == 1:
                 raise
-            print(printable(f"fedgauge: {error}"), file=sys.stderr)  # and the others are shown
+            tell(error)  # and the others are shown
     if len(shown) > 1:
         beside = shown[0].folder.absolute().parent / "comparison.html"
         print(write_comparison(shown, options.output or beside))
@@ -116,7 +103,7 @@ def report(options: argparse.Namespace) -> int:
         paths, missing = write_figures(shown, options.figures)
         print(*paths, sep="\n", end="\n" if paths else "")
         for reason in missing:
-            print(f"fedgauge: {reason}", file=sys.stderr)
+            tell(reason)
     return 0 if len(shown) == len(chosen) else MISTAKE
 
 
@@ -134,6 +121,29 @@ def gate(options: argparse.Namespace) -> int:
     return conclude_gate(options, results, run.folder)
 
 
+def chosen_thresholds(options: argparse.Namespace) -> list[Threshold]:
+    """The thresholds of --fail-above and --fail-below; SpecError if a file is named and no threshold."""
+    found = [Threshold(name, bound) for name, bound in options.fail_above]
+    found += [Threshold(name, bound, above=False) for name, bound in options.fail_below]
+    if not found and options.junit:
+        raise SpecError("--junit writes what a gate found: add a threshold, --fail-above psnr=20")
+    return found
+
+
+def conclude_gate(options: argparse.Namespace, results: Sequence[GateResult], of: Path, quiet: bool = False) -> int:
+    """Write the files that were asked for, print a line for each threshold, and return the exit status.
+
+    Args:
+        of: the scenario, or the run's folder.
+        quiet: print nothing, as standard output holds JSON.
+    """
+    if options.junit:
+        write_junit(results, of.name, options.junit)
+    if not quiet:
+        print(*gate_lines(results), sep="\n", end="\n" if results else "")
+    return gate_status(results)
+
+
 def verify(options: argparse.Namespace) -> int:
     """fedgauge verify RUN: check a run's audit record: its chain of digests, and what the run's folder holds."""
     from fedgauge.simulations.reports.audit_record import NAME, disagreements, read_record, words_unchecked
@@ -142,16 +152,13 @@ def verify(options: argparse.Namespace) -> int:
     found = disagreements(run, options.last.strip().lower())
     entries = read_record(run.folder / NAME)
     for why in found:
-        print(printable(f"fedgauge: {run.folder / NAME}: {why}"), file=sys.stderr)
+        tell(f"{run.folder / NAME}: {why}")
     if found:
         return FAILED
     print(f"{len(entries)} entries hold; the last digest is {entries[-1].digest}")
     if options.last or not (why := words_unchecked(entries)):
         return 0
-    print(
-        printable(f"fedgauge: its verdict was not compared: {why}; give the digest that was kept: --last DIGEST"),
-        file=sys.stderr,
-    )
+    tell(f"its verdict was not compared: {why}; give the digest that was kept: --last DIGEST")
     return INAPPLICABLE
 
 

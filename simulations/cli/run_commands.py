@@ -2,10 +2,9 @@
 
 import argparse
 import os
-import sys
+from collections import Counter
 from contextlib import closing
 from hashlib import sha256
-from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
@@ -21,7 +20,7 @@ from fedgauge.server.store.scenario import Scenario, component_of, plan_of
 from fedgauge.server.store.tester_truth import TesterTruth
 from fedgauge.server.views.participation import app_clients, other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
-from fedgauge.simulations.cli.options import Commands, add_log, add_settings, numbers
+from fedgauge.simulations.cli.options import Commands, add_log, add_settings, flag, numbers, path, several, tell, whole
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.live.choose_view import view_of
 from fedgauge.simulations.live.log import emit
@@ -31,53 +30,47 @@ from fedgauge.simulations.run.exit_status import FAILED, INTERRUPTED, exit_statu
 def add_to(commands: Commands) -> None:
     """Register these commands."""
     start = commands.add(run, with_run=False)
-    start.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml")
-    start.add_argument(
-        "--resume", type=Path, metavar="RUN", help="continue a run that was interrupted, failed or was killed"
-    )
+    path(start, "scenario", "SCENARIO.toml", nargs="?")
+    path(start, "--resume", "RUN", "continue a run that was interrupted, failed or was killed")
     text = "train in one process, without Flower's servers: the same messages, the same bits, and no minute of waiting"
-    start.add_argument("--in-memory", action="store_true", help=text)
-    start.add_argument("--rounds", type=int, metavar="N", help="instead of the scenario's")
+    flag(start, "--in-memory", text)
+    whole(start, "--rounds", "instead of the scenario's")
     add_log(start)
     add_settings(start)
     again = commands.add(audit)
     add_log(again)
-    again.add_argument(
-        "--attack", action="append", default=[], metavar="'NAME KEY=VALUE ...'", help="attack with this (repeatable)"
-    )
+    several(again, "--attack", "'NAME KEY=VALUE ...'", "attack with this (repeatable)")
     again.add_argument("--rounds", type=numbers, metavar="1,2,3", help="with --attack: which rounds")
     again.add_argument("--clients", type=numbers, metavar="0,1", help="with --attack: which clients")
-    again.add_argument(
-        "--retry",
-        action="append",
-        choices=("failed", "not-applicable", "all"),
-        default=[],
-        help="try these again, after their cause is mended, or all after the run's scenario.toml was changed (repeatable)",
-    )
-    again.add_argument(
-        "--truth",
-        metavar="FOLDER|'NAME KEY=VALUE ...'",
-        help="grade what came back by the clients' own examples: files of them, or a dataset with --truth-rows",
-    )
-    again.add_argument("--truth-rows", type=Path, metavar="FILE.json", help="which rows of the dataset each client has")
+    text = "try these again, after their cause is mended, or all after the run's scenario.toml was changed (repeatable)"
+    again.add_argument("--retry", action="append", choices=("failed", "not-applicable", "all"), default=[], help=text)
+    text = "grade what came back by the clients' own examples: files of them, or a dataset with --truth-rows"
+    again.add_argument("--truth", metavar="FOLDER|'NAME KEY=VALUE ...'", help=text)
+    path(again, "--truth-rows", "FILE.json", "which rows of the dataset each client has")
     again.add_argument("--executor", choices=("ray", "local"), help="instead of the scenario's")
-    again.add_argument("--workers", type=int, metavar="N", help="instead of the scenario's")
+    whole(again, "--workers", "instead of the scenario's")
     again.add_argument("--devices", metavar="cuda:0,cuda:1", help="instead of the scenario's; auto, cpu, cuda or names")
-    again.add_argument("--force", action="store_true", help="attack although the replay check fails")
-    again.add_argument("--follow", action="store_true", help="wait for jobs while the training continues")
+    flag(again, "--force", "attack although the replay check fails")
+    flag(again, "--follow", "wait for jobs while the training continues")
 
 
 def run(options: argparse.Namespace) -> int:
     """fedgauge run SCENARIO.toml: train a federation and attack it, or continue a run that was interrupted."""
-    from fedgauge.simulations.checks.before_training import try_first
+    from fedgauge.simulations.checks.scenario_check import try_first
     from fedgauge.simulations.run.create import new_run, resume
     from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
     from fedgauge.simulations.run.simulate import Interrupt, simulate
 
-    if (options.scenario is None) == (options.resume is None):
-        raise SpecError("fedgauge run needs either a SCENARIO.toml to start, or --resume RUN to continue a run")
-    if options.resume is not None and (options.set or options.rounds is not None):
-        raise SpecError("--resume continues with the run's own scenario: leave out --set and --rounds")
+    _refuse(
+        (
+            (options.scenario is None) == (options.resume is None),
+            "name either a SCENARIO.toml to start, or --resume RUN",
+        ),
+        (
+            options.resume is not None and (options.set or options.rounds is not None),
+            "--resume continues with the run's own scenario: leave out --set and --rounds",
+        ),
+    )
     before = find_run(options.resume, options.runs) if options.resume is not None else None
     scenario = resume(before) if before else Scenario.load(options.scenario, options.set, options.rounds)
     if scenario.audit.curious:
@@ -101,13 +94,13 @@ def run(options: argparse.Namespace) -> int:
             simulate(folder, scenario, console, interrupt, options.log, options.in_memory)
             status = INTERRUPTED if interrupt.asked else exit_status(folder)
         except (TrainingFailed, AuditFailed) as error:
-            print(f"fedgauge: {error}", file=sys.stderr)
+            tell(error)
             if options.log == "json":
                 emit("error", words=str(error))
             status = FAILED
     if status and not folder.model.exists():
         also = " --in-memory" if options.in_memory else ""
-        print(f"fedgauge: continue the training with: fedgauge run --resume {folder.folder}{also}", file=sys.stderr)
+        tell(f"continue the training with: fedgauge run --resume {folder.folder}{also}")
     print_summary(folder, options.log)
     return status
 
@@ -116,15 +109,28 @@ def audit(options: argparse.Namespace) -> int:
     """fedgauge audit RUN: attack the updates on the tape, by the run's plan or another attack; continues where it stopped."""
     from fedgauge.server.pool.service import attack_devices
     from fedgauge.server.pool.tester_grading import grade, regrade
-    from fedgauge.simulations.checks.before_training import refuse_misfit
+    from fedgauge.simulations.checks.scenario_check import refuse_misfit
     from fedgauge.simulations.run.create import enter_attacks, prepare_app
 
-    if options.follow and options.attack:
-        raise SpecError("--follow carries out the plan that the run started with: leave out --attack")
-    if options.follow and options.retry:
-        raise SpecError("--follow attacks what the training adds: leave out --retry, or wait for the training's end")
-    if not options.attack and (options.rounds or options.clients):
-        raise SpecError("--rounds and --clients choose what --attack attacks: add an --attack, or leave them out")
+    _refuse(
+        (options.follow and options.attack, "--follow carries out the run's own plan: leave out --attack"),
+        (
+            options.follow and options.retry,
+            "--follow attacks what the training adds: leave out --retry, or wait for its end",
+        ),
+        (
+            options.follow and options.truth,
+            "--follow attacks while the training continues: grade by --truth afterwards",
+        ),
+        (
+            not options.attack and (options.rounds or options.clients),
+            "--rounds and --clients choose for --attack: add one",
+        ),
+        (
+            options.truth_rows and not options.truth,
+            "--truth-rows chooses rows of the dataset that --truth names: add --truth",
+        ),
+    )
     run = find_run(options.run, options.runs)
     names = (options.devices or "").split(",")
     devices = None if options.devices is None else names[0] if len(names) == 1 else names
@@ -144,7 +150,7 @@ def audit(options: argparse.Namespace) -> int:
             enter_attacks(ledger, scenario, scenario.plan)
         if not options.follow:
             if truth is None and not any(o["digest"] for o in ledger.observations()):
-                raise LedgerError(f"{run.folder} has no updates on its tape: {_why_empty(ledger, scenario)}")
+                raise LedgerError(f"{run.folder} has no updates on its tape: {_no_updates(ledger, scenario)}")
             refuse_misfit(scenario.federation, str(run.folder / "scenario.toml"))
             plan = _extra_plan(options, scenario) if options.attack else scenario.plan
             known = enter_attacks(ledger, scenario, plan)
@@ -174,14 +180,21 @@ def audit(options: argparse.Namespace) -> int:
     return INTERRUPTED if interrupted else exit_status(run, judged, options.force)
 
 
+def _refuse(*conflicts: tuple[object, str]) -> None:
+    """SpecError if one of these conflicts holds."""
+    for holds, words in conflicts:
+        if holds:
+            raise SpecError(words)
+
+
 def _repeat_problems(run: Run) -> None:
     """Print what the recording of a user's app could not do, each kind once."""
     with run.ledger(readonly=True) as ledger:
         problems = ledger.problems()
-    for code in dict.fromkeys(problem.code for problem in problems):
-        alike = [problem for problem in problems if problem.code == code]
-        more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
-        print(f"fedgauge: recording: {alike[0].words}{more}", file=sys.stderr)
+    counts = Counter(problem.code for problem in problems)
+    for problem in {problem.code: problem for problem in reversed(problems)}.values():
+        more = f" (and {counts[problem.code] - 1} more)" if counts[problem.code] > 1 else ""
+        tell(f"recording: {problem.words}{more}")
 
 
 def _attack(options: argparse.Namespace, run: Run, ledger: Ledger, scenario: Scenario, console: Console) -> bool:
@@ -208,16 +221,9 @@ def _attack(options: argparse.Namespace, run: Run, ledger: Ledger, scenario: Sce
 def _truth(options: argparse.Namespace, run: Run, ledger: Ledger) -> TesterTruth | None:
     """The truth that --truth names; SpecError if the run has one of its own."""
     if options.truth is None:
-        if options.truth_rows is not None:
-            raise SpecError("--truth-rows chooses rows of the dataset that --truth names: add --truth")
         return None
-    if options.follow:
-        raise SpecError("--follow attacks while the training continues: leave out --truth, and grade afterwards")
     if not ledger.deployed:
-        raise SpecError(
-            f"{run.folder} is a run that its own data grades: --truth is for deployments and your own Flower app, whose data "
-            "is not here"
-        )
+        raise SpecError(f"--truth is for deployments and your own Flower app; {run.folder} is graded by its own data")
     return TesterTruth.named(options.truth, options.truth_rows)
 
 
@@ -246,20 +252,13 @@ def _retry(run: Run, ledger: Ledger, scenario: Scenario, kinds: list[str], conso
     console.print(f"fedgauge: {words}", highlight=False)
 
 
-def _why_empty(ledger: Ledger, scenario: Scenario) -> str:
+def _no_updates(ledger: Ledger, scenario: Scenario) -> str:
     """Why a tape holds no update."""
-    observations = ledger.observations()
     if not scenario.audit.curious:
         return "the server was not curious ([audit] curious = false)"
-    if not observations:
-        return "the run ended before its first round"
-    if not any(o["status"] == "accepted" for o in observations):
+    if not any(row["status"] == "accepted" for row in ledger.observations()):
         return "no reply was accepted"
-    if "pruned" in ledger.meta():
-        return "fedgauge prune has deleted them"
-    if reasons := {o["reason"] for o in observations if o["status"] == "accepted" and o["reason"]}:
-        return "; ".join(sorted(reasons))
-    return f'[tape] keep = "{scenario.tape.keep}" has deleted them'
+    return f'[tape] keep = "{scenario.tape.keep}" or fedgauge prune has deleted them, or they could not be written'
 
 
 def _extra_plan(options: argparse.Namespace, scenario: Scenario) -> AttackPlan:

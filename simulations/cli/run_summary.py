@@ -22,6 +22,7 @@ from fedgauge.server.views.strength import RoundLeak, round_table
 from fedgauge.server.views.tables import Table as ShownTable
 from fedgauge.server.views.tables import without_truth
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
+from fedgauge.simulations.cli.options import tell
 from fedgauge.simulations.live import json_log
 from fedgauge.simulations.live.log import Log
 
@@ -34,7 +35,17 @@ def print_summary(run: Run, log: Log) -> None:
         json_log.finish(run, write_report(run))
         return
     with read_once(run) as reading:
-        (_print_errors if log == "quiet" else _print_results)(reading)
+        if log == "quiet":
+            mismatch = reading.meta.get("replay") == "mismatch"
+            for text in (
+                reading.meta.get("replay_detail", "") if mismatch else "",
+                _clients(reading.ledger),
+                *_problems(reading),
+            ):
+                if text:
+                    tell(text)
+        else:
+            _print_results(reading)
     print(f"report: {write_report(run)}")
     print(run.folder)
 
@@ -43,24 +54,21 @@ def next_step(run: Run, ledger: Ledger) -> str:
     """What is left to do on a run that is at rest, and the command for it; empty if nothing is."""
     from fedgauge.simulations.run.create import restart_command
 
-    progress = ledger.progress()
-    waiting = progress.waiting
+    audit, progress = f"fedgauge audit {run.folder}", ledger.progress()
     if not ledger.attacks():
         return "the server was not curious ([audit] curious = false): there is nothing to attack"
-    if waiting and ledger.meta().get("replay") == "mismatch":
+    if progress.waiting and ledger.meta().get("replay") == "mismatch":
         return (
-            f"{waiting} attacks wait: they would invert a computation that differs from the clients'. Correct what differs, "
-            f"in the scenario or in the code, and check again with: fedgauge audit {run.folder} (--force: attack anyway)"
+            f"{progress.waiting} attacks wait: they would invert a computation that differs from the clients'. Correct what "
+            f"differs, in the scenario or in the code, and check again with: {audit} (--force: attack anyway)"
         )
-    if waiting:
-        return f"{waiting} attacks are parked; continue with: fedgauge audit {run.folder}"
+    if progress.waiting:
+        return f"{progress.waiting} attacks are parked; continue with: {audit}"
     if not ledger.observations():
-        command = restart_command(run, ledger)
-        return f"it ended before its first round: there is nothing to attack; begin again with: {command}"
+        return f"it ended before its first round; begin again with: {restart_command(run, ledger)}"
     if progress.failed:
-        again = f"fedgauge audit {run.folder} --retry failed"
         return (
-            f"when the cause is mended ({run.folder / 'scenario.toml'} is what the run reads), try again with: {again}"
+            f"when the cause is mended, also in {run.folder / 'scenario.toml'}, try again with: {audit} --retry failed"
         )
     return ""
 
@@ -70,15 +78,13 @@ def wide_console() -> Console:
     return Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=160)
 
 
-def _print_errors(reading: Reading) -> None:
-    """Print on standard error why some attacks were not carried out."""
+def _problems(reading: Reading) -> list[str]:
+    """What makes the figures doubtful, what failed, and what to do next."""
     ledger = reading.ledger
-    if reading.meta.get("replay") == "mismatch":
-        print(printable(f"fedgauge: replay check: {reading.meta.get('replay_detail', '')}"), file=sys.stderr)
-    for text in _warnings(reading):
-        print(printable(f"fedgauge: WARNING: {text}"), file=sys.stderr)
-    for text in filter(None, (*_nothing_came_back(reading), _clients(ledger), next_step(reading.run, ledger))):
-        print(printable(f"fedgauge: {text}"), file=sys.stderr)
+    sizes = other_sizes(app_clients(ledger), reading.tables["data"].get("batch_size", 1))
+    doubts = [f"WARNING: {text}" for text in (sizes, reading.meta.get("truth_doubts")) if text]
+    failures = none_accepted(ledger), failure(ledger), inapplicable(ledger), reading.plan_coverage.words
+    return [*doubts, *filter(None, (*failures, next_step(reading.run, ledger)))]
 
 
 def _print_results(reading: Reading) -> None:
@@ -112,17 +118,13 @@ def _print_results(reading: Reading) -> None:
         _print_line(console, f"malicious server, {name}: {effect}")
     for text in filter(None, (attacked_on(ledger), numbering(app_clients(ledger)), _clients(ledger), _grading(ledger))):
         _print_line(console, text)
-    for text in _warnings(reading):
-        _print_line(console, f"WARNING: {text}", "yellow")
     reasons = ledger.reasons()
     for row in reasons[:MOST_REASONS]:
         _print_line(console, f"{row['attack']} ({row['jobs']} x): {row['reason']}")
     if len(reasons) > MOST_REASONS:
         _print_line(console, f"and {len(reasons) - MOST_REASONS} more reasons of attacks")
-    for text in _nothing_came_back(reading):
+    for text in _problems(reading):
         _print_line(console, text, "yellow")
-    if text := next_step(reading.run, ledger):
-        _print_line(console, text, "yellow" if meta.get("replay") == "mismatch" else None)
 
 
 def _print_ungraded(console: Console, ledger: Ledger, found: ShownTable) -> None:
@@ -135,21 +137,8 @@ def _print_ungraded(console: Console, ledger: Ledger, found: ShownTable) -> None
         _print_line(console, f"nobody graded these reconstructions, which the report shows: {reason}")
 
 
-def _warnings(reading: Reading) -> list[str]:
-    """What makes the figures of a user's own app doubtful."""
-    sizes = other_sizes(app_clients(reading.ledger), reading.tables["data"].get("batch_size", 1))
-    return [text for text in (sizes, reading.meta.get("truth_doubts")) if text]
-
-
 def _print_line(console: Console, text: str, style: str | None = None) -> None:
     console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def _nothing_came_back(reading: Reading) -> list[str]:
-    """Sentences on updates that nobody sent, updates that were never attacked, and attacks that failed or do not apply."""
-    ledger = reading.ledger
-    sentences = none_accepted(ledger), failure(ledger), inapplicable(ledger), reading.plan_coverage.words
-    return list(filter(None, sentences))
 
 
 def _clients(ledger: Ledger) -> str:
@@ -167,13 +156,9 @@ def _grading(ledger: Ledger) -> str:
     grading = ledger.meta().get("grading")
     if grading is None or "truth" in ledger.meta():
         return grading or ""
-    allow = 'an owner may allow it: mode = "scores" under [grading] in client.toml (all: fedgauge deploy init --grading scores)'
-    parts = [
-        f"grading: {grading}",
-        *([allow] if any(row["reason"] == NOT_ALLOWED for row in ledger.graded()) else []),
-        "labels are graded by no client",
-    ]
-    return "; ".join(parts)
+    allow = '; an owner may allow it: mode = "scores" under [grading] in client.toml (all: fedgauge deploy init --grading scores)'
+    refused = any(row["reason"] == NOT_ALLOWED for row in ledger.graded())
+    return f"grading: {grading}{allow if refused else ''}; labels are graded by no client"
 
 
 def _without_value(leak: Leak) -> str:

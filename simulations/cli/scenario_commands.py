@@ -15,7 +15,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.files import read_file
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.cli.options import Commands, add_gate, add_settings
+from fedgauge.simulations.cli.options import Commands, add_gate, add_settings, flag, path
 from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 
 QUICKSTARTS = {"images": "quickstart.toml", "text": "quickstart-text.toml", "tables": "quickstart-table.toml"}
@@ -24,26 +24,25 @@ QUICKSTARTS = {"images": "quickstart.toml", "text": "quickstart-text.toml", "tab
 def add_to(commands: Commands) -> None:
     """Register these commands."""
     started = commands.add(init, with_run=False)
-    started.add_argument("file", type=Path, nargs="?", default=Path("scenario.toml"), metavar="FILE")
+    path(started, "file", "FILE", nargs="?", default=Path("scenario.toml"))
     started.add_argument("--data", choices=tuple(QUICKSTARTS), default="images", help="kind of data (default: images)")
-    started.add_argument(
-        "--app", action="store_true", help="write a whole Flower app instead, into the new folder FILE"
-    )
+    flag(started, "--app", "write a whole Flower app instead, into the new folder FILE")
     text = "whose account of Flower Hub publishes the app (default: publisher)"
     started.add_argument("--publisher", metavar="NAME", default="publisher", help=text)
     listed = commands.add(list_components, with_run=False, name="list")
     listed.add_argument("kind", nargs="?", metavar="KIND", help="dataset, model, link, attack, ...; default: all")
-    listed.add_argument("--json", action="store_true", help="one array of objects instead of lines")
+    flag(listed, "--json", "one array of objects instead of lines")
     estimate = commands.add(preflight, with_run=False)
-    estimate.add_argument("scenario", type=Path, metavar="SCENARIO.toml")
+    path(estimate, "scenario", "SCENARIO.toml")
     add_settings(estimate)
-    estimate.add_argument("--json", action="store_true", help="one object instead of tables")
+    flag(estimate, "--json", "one object instead of tables")
     add_gate(estimate)
-    text = "an estimate within its threshold passes, too, though an attack may reach more"
-    estimate.add_argument("--accept-estimates", action="store_true", help=text)
+    flag(
+        estimate, "--accept-estimates", "an estimate within its threshold passes, too, though an attack may reach more"
+    )
     examined = commands.add(doctor, with_run=False)
     text = "a scenario, or a client's own file; default: this machine"
-    examined.add_argument("scenario", type=Path, nargs="?", metavar="SCENARIO.toml|CLIENT.toml", help=text)
+    path(examined, "scenario", "SCENARIO.toml|CLIENT.toml", text, nargs="?")
     add_settings(examined)
 
 
@@ -81,10 +80,10 @@ def preflight(options: argparse.Namespace) -> int:
     """fedgauge preflight SCENARIO.toml: what would leak, in seconds and before any training, and what to change."""
     from fedgauge.attacks.modality.registry import modality_of
     from fedgauge.server.views.assurance.gate import check_thresholds, judged
-    from fedgauge.simulations.checks.before_training import refuse_misfit
     from fedgauge.simulations.checks.preflight import NOT_BEFORE_TRAINING, show
     from fedgauge.simulations.checks.preflight import preflight as examine
-    from fedgauge.simulations.cli.gate_options import chosen_thresholds, conclude_gate
+    from fedgauge.simulations.checks.scenario_check import refuse_misfit
+    from fedgauge.simulations.cli.result_commands import chosen_thresholds, conclude_gate
     from fedgauge.simulations.reports.gate_output import gate_tables
 
     thresholds = chosen_thresholds(options)
@@ -140,10 +139,10 @@ def doctor(options: argparse.Namespace) -> int:
     return broken if any(result.needed and not result.works for result in results) else 0
 
 
-def _is_owners(path: Path) -> bool:
+def _is_owners(file: Path) -> bool:
     """Whether a file is a client's: it gives a client's number, where a scenario counts its clients."""
     try:
-        tables = toml_text.parse(read_file(path, toml_text.MOST))
+        tables = toml_text.parse(read_file(file, toml_text.MOST))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):  # reading it as a scenario reports this
         return False
     return "client" in tables and "clients" not in tables

@@ -24,7 +24,7 @@ from fedgauge.server.pki import alternative_names, write_authority, write_node_k
 from fedgauge.server.pool.service import attack_devices
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.checks.before_training import try_first
+from fedgauge.simulations.checks.scenario_check import try_first
 from fedgauge.simulations.deploy.services import Addresses, supernode
 from fedgauge.simulations.run.create import check_deployable, create_run
 

@@ -104,29 +104,22 @@ def _rate(hits: Mask) -> Interval:
     return rate.fraction, *rate.interval
 
 
+def _clustered(values: Floats, updates: Ints, whole: float | None = None) -> Interval:
+    """A mean, with its interval clustered by update."""
+    if not len(values):
+        return NOTHING
+    return float(values.mean()), *(clustered_interval(values, updates, whole=whole) or (None, None))
+
+
 def _succeeded(outcome: AttackOutcome) -> Mask:
     """(n,) whether every image of an update was recovered."""
     recovered: Mask = np.all(outcome.values("mse") < SUCCESS_MSE, axis=1)
     return recovered
 
 
-def _success(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
-    return _rate(_succeeded(outcome))
-
-
-def _exact(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
-    """The rate of updates whose images were all recovered verbatim: to 60 dB or more."""
-    return _rate(np.all(outcome.psnr >= PSNR_CAP, axis=1))
-
-
 def _isolated_psnr(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
     """PSNR of the example that the server attack isolates, in its one-to-one pair; the others do not count."""
     return NOTHING if outcome.isolated is None else _psnr_of(outcome, np.array(outcome.isolated))
-
-
-def _best(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
-    """Mean PSNR of each update's best image."""
-    return _psnr_of(outcome, outcome.psnr.argmax(1))
 
 
 def _psnr_of(outcome: AttackOutcome, chosen: Ints) -> Interval:
@@ -137,17 +130,14 @@ def _psnr_of(outcome: AttackOutcome, chosen: Ints) -> Interval:
 
 def _verbatim(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
     """The fraction of single images that were recovered verbatim."""
-    hits = (outcome.psnr >= PSNR_CAP).astype(float)
-    n, size = hits.shape
-    interval = clustered_interval(hits.flatten(), np.repeat(np.arange(n), size), whole=1.0)
-    return float(hits.mean()), *(interval or (None, None))
+    n, size = outcome.psnr.shape
+    return _clustered((outcome.psnr >= PSNR_CAP).astype(float).flatten(), np.repeat(np.arange(n), size), whole=1.0)
 
 
 def _iterations(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
     """Mean iterations of the attacks that succeeded."""
     spent = outcome.iterations[_succeeded(outcome)]
-    interval = clustered_interval(spent, np.arange(len(spent))) if len(spent) else None
-    return (float(spent.mean()), *(interval or (None, None))) if len(spent) else NOTHING
+    return _clustered(spent, np.arange(len(spent)))
 
 
 def _success_gain(outcome: AttackOutcome, against: AttackOutcome | None) -> Interval:
@@ -182,10 +172,10 @@ def _paired(ratio: Callable[[np.ndarray], np.ndarray], n: int) -> Interval:
 
 # measures that are no means of a metric, each with the metric that it reads
 DERIVED: Mapping[str, tuple[str, Measure]] = {
-    "best_psnr": ("psnr", _best),
+    "best_psnr": ("psnr", lambda outcome, _: _psnr_of(outcome, outcome.psnr.argmax(1))),
     "isolated_psnr": ("psnr", _isolated_psnr),
-    "success": ("mse", _success),
-    "exact": ("psnr", _exact),
+    "success": ("mse", lambda outcome, _: _rate(_succeeded(outcome))),
+    "exact": ("psnr", lambda outcome, _: _rate(np.all(outcome.psnr >= PSNR_CAP, axis=1))),
     "verbatim": ("psnr", _verbatim),
     "iterations": ("mse", _iterations),
     "success_gain": ("mse", _success_gain),

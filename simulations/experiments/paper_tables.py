@@ -6,7 +6,7 @@ from typing import Literal
 
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
 from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.client.components import Table, build, call, check_arguments, coerce, resolve
+from fedgauge.client.components import Table, build, call, check_arguments, check_at_least, coerce, resolve
 from fedgauge.client.data.corpora import Longer
 from fedgauge.client.federation import TRANSFORM
 from fedgauge.client.models.tokenizer import Task
@@ -126,9 +126,7 @@ class Setting:
     faintest: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("auxiliary", "rounds", "members"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, 1, "auxiliary", "rounds", "members")
 
     def build_server_attack(self) -> ServerAttack | None:
         """The server attack; SpecError if its table has a mistake."""

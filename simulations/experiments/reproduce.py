@@ -1,9 +1,10 @@
 """Reproduce a paper's table: run its attacks and compare our figures with the paper's, with n, interval and budget."""
 
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 from fedgauge.attacks.modality.registry import modality_measured
 from fedgauge.attacks.plan import ATTACK, ERROR_LIMITS
@@ -12,11 +13,14 @@ from fedgauge.client.federation import TRANSFORM
 from fedgauge.simulations.checks.remedies import remedy, sentence
 from fedgauge.simulations.experiments.measures import DERIVED, AttackOutcome, ComparedFigure, measured, metric_of
 from fedgauge.simulations.experiments.paper_tables import AttackSpec, PaperTable, Setting
-from fedgauge.simulations.experiments.run_attack import check_attacks, estimate_seconds, run_attack
+from fedgauge.simulations.experiments.run_attack import check_attacks, run_attack
 from fedgauge.simulations.experiments.setups import Setup, build_setup
 
-REPORT_EVERY = 60.0  # seconds between two progress reports of an attack
-ReportProgress = Callable[[str], None]
+
+class ReportProgress(Protocol):
+    """Told what is done now; passing: of interest only while it lasts."""
+
+    def __call__(self, text: str, *, passing: bool = False) -> None: ...
 
 
 def compared_figures(
@@ -73,30 +77,30 @@ def reproduce(
         done: attacks that need not be run again, as names of cell and attack.
     """
     jobs = [(cell, spec) for cell in paper_table.cells for spec in cell.attacks if (cell.name, spec.name) not in done]
+    cells = list({cell.name: cell for cell, _ in jobs}.values())
     setups: dict[str, Setup] = {}
-    to_do = {cell.name for cell, _ in jobs}
-    cells = [cell for cell in paper_table.cells if cell.name in to_do]
     for i, cell in enumerate(cells, 1):
         report(f"preparing {cell.name}, {i} of {len(cells)} cells")
         with _told(f"cell {cell.name}", all(is_own(link, TRANSFORM) for link in cell.chain)):
             setups[cell.name] = build_setup(cell, paper_table.seed)
         check_attacks(cell, setups[cell.name])
-    expected = []
-    for cell, spec in jobs:
-        with _told(f"cell {cell.name}, attack {spec.name}", spec.is_limit or is_own(spec.table, ATTACK)):
-            expected.append(estimate_seconds(spec, setups[cell.name], cell.wave))
     outcomes: dict[str, dict[str, AttackOutcome]] = {}
-    for i, (cell, spec) in enumerate(jobs):
-        job, setup = f"{i + 1} of {len(jobs)}: {cell.name}, {spec.name}", setups[cell.name]
-        report(f"{job}; about {sum(expected[i:]):.0f} s left")
-        cell_outcomes = outcomes.setdefault(cell.name, {})
-        on_progress = _progress_callback(report, job, len(setup.observations), sum(expected[i + 1 :]))
+    for i, (cell, spec) in enumerate(jobs, 1):
+        job, setup = f"{i} of {len(jobs)}: {cell.name}, {spec.name}", setups[cell.name]
+        report(job)
+        of_cell = outcomes.setdefault(cell.name, {})
         for needed in cell.attacks:  # what it is compared with was perhaps done in an earlier call
-            if needed.name in (spec.name, spec.against) and needed.name not in cell_outcomes:
+            if needed.name in (spec.name, spec.against) and needed.name not in of_cell:
                 own = needed.is_limit or is_own(needed.table, ATTACK)
                 with _told(f"cell {cell.name}, attack {needed.name}", own):
-                    cell_outcomes[needed.name] = run_attack(needed, setup, cell.wave, on_progress)
-        yield compared_figures(cell, spec, cell_outcomes[spec.name], cell_outcomes, setup.note)
+                    of_cell[needed.name] = run_attack(
+                        needed, setup, cell.wave, partial(_in_between, report, job, setup)
+                    )
+        yield compared_figures(cell, spec, of_cell[spec.name], of_cell, setup.note)
+
+
+def _in_between(report: ReportProgress, job: str, setup: Setup, count: int) -> None:
+    report(f"{job}: {count} of {len(setup.observations)} updates", passing=True)
 
 
 @contextmanager
@@ -110,17 +114,3 @@ def _told(where: str, own: bool) -> Iterator[None]:
         if own and not own_line(error):
             raise
         raise SpecError("; ".join(filter(None, (f"{where}: {sentence(error)}", remedy(error, ""))))) from error
-
-
-def _progress_callback(report: ReportProgress, job: str, updates: int, later: float) -> Callable[[int], None]:
-    """A callback that reports an attack's progress every REPORT_EVERY seconds, with the time left at its current pace."""
-    started = reported = time.perf_counter()
-
-    def on_progress(count: int) -> None:
-        nonlocal reported
-        now = time.perf_counter()
-        if count < updates and now - reported >= REPORT_EVERY:
-            reported, left = now, (now - started) / count * (updates - count) + later
-            report(f"{job}: {count} of {updates} updates; about {left:.0f} s left")
-
-    return on_progress

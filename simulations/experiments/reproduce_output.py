@@ -22,6 +22,7 @@ from fedgauge.simulations.experiments.paper_tables import PaperTable
 from fedgauge.simulations.run.environment import environment
 
 LARGEST_FILE = 2**26  # bytes of kept figures
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def show(paper_table: PaperTable, rows: Sequence[ComparedFigure], console: Console) -> None:
@@ -60,22 +61,21 @@ class ProgressReporter:
     """Shows the current step: one live line in a terminal, else a line for each step."""
 
     def __init__(self, name: str, console: Console) -> None:
-        self.name = name
-        self.console = console
-        self._status = console.status(f"{name}: starting")
+        self.name, self.console = name, console
+        self.status = console.status(f"{name}: starting")
 
     def __enter__(self) -> "ProgressReporter":
         if self.console.is_terminal:
-            self._status.start()
+            self.status.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._status.stop()
+        self.status.stop()
 
-    def __call__(self, text: str) -> None:
+    def __call__(self, text: str, *, passing: bool = False) -> None:
         if self.console.is_terminal:
-            self._status.update(f"{self.name}: {text}")
-        else:
+            self.status.update(f"{self.name}: {text}")
+        elif not passing:
             self.console.print(f"{self.name}: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -104,7 +104,7 @@ class FiguresFile:
             return
         except SpecError:
             raise
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise self._refusal(f"is no file of figures ({str(error):.200})") from error
 
     @property
@@ -129,15 +129,11 @@ class FiguresFile:
             file.write((json.dumps(kept, indent=1, allow_nan=False) + "\n").encode())
 
     def _check(self, kept: Any) -> None:
-        later = {"computed", "version"}  # keys that older files lack
-        if not isinstance(kept, dict) or not {*self._head, "rows", "seconds"} - later <= kept.keys():
-            raise self._refusal("does not say with which settings its figures were computed")
-        kept = {"version": 1, **kept}
         for key in ("name", "version", "seed", "settings"):
-            if kept[key] != self._head[key]:
-                told = "" if key == "settings" else f" ({kept[key]!r} there, {self._head[key]!r} here)"
-                what = "of other settings" if key == "settings" else f"of another {'table' if key == 'name' else key}"
-                raise self._refusal(f"holds figures {what}{told}")
+            if kept.get(key, 1 if key == "version" else None) != self._head[key]:
+                raise self._refusal(
+                    f"holds figures of another {key} ({kept.get(key)!r} there, {self._head[key]!r} here)"
+                )
         for key in ("python", "commit", "packages"):
             if (there := kept["environment"].get(key)) != (here := self._head["environment"][key]):
                 raise self._refusal(f"holds figures that were computed with another {key} ({there} there, {here} here)")

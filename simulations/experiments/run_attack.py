@@ -1,4 +1,4 @@
-"""One attack of a paper's table: attack every update of a setup, grade the results, estimate the time."""
+"""One attack of a paper's table: attack every update of a setup and grade the results."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,8 +18,6 @@ from fedgauge.simulations.experiments.measures import AttackOutcome, all_measure
 from fedgauge.simulations.experiments.paper_tables import AttackSpec, Setting
 from fedgauge.simulations.experiments.setups import Setup
 
-PILOT_ITERATIONS = 3  # from which an attack's duration is estimated
-PILOT_UPDATES = 1  # of sentences, for the same: LAMP scores a thousand guesses before its first step
 RANDOM_DRAWS = 10  # of random words for each update, whose mean is the floor
 
 
@@ -60,10 +58,9 @@ def _failed(spec: AttackSpec, result: AuditResult) -> bool:
 
 
 def _published(spec: AttackSpec, setup: Setup, result: AuditResult) -> AuditResult:
-    """A result as a published figure counts it: what a failed attack did not bring back counts as a blank guess.
+    """A result as a published figure counts it: a failed attack counts as a blank guess, so that all are compared on the same.
 
-    So all attacks of a cell are compared on the same examples, and a share of exact ones is of all. A run, which compares an attack
-    with its baselines on the examples that both have, leaves a failure out of its mean and counts it beside n.
+    A run, which compares an attack with its baselines on the examples that both have, leaves a failure out of its mean.
     """
     if spec.is_limit or spec.tells_members or not _failed(spec, result):
         return result
@@ -135,36 +132,16 @@ def _floor(spec: AttackSpec, setup: Setup) -> dict[str, float]:
 def check_attacks(cell: Setting, setup: Setup) -> None:
     """SpecError if an attack asks for knowledge or a metric that the setting's data do not have."""
     modality = setup.auditor.modality
-    noun, use = modality.main.private, cell.images.use
     for spec in cell.attacks:
         where, members = f"cell {cell.name}, attack {spec.name}", not spec.is_limit and spec.tells_members
         if members and cell.images.part == "test":
             raise SpecError(f'{where}: strangers are of the test part, so members must not be: set data part = "train"')
-        members |= spec.name == MEMBERSHIP_LIMIT
-        there_are = [mse.name] if spec.name in ERROR_LIMITS else measures_of(modality, members)
+        there_are = measures_of(modality, members or spec.name == MEMBERSHIP_LIMIT)
+        if spec.name in ERROR_LIMITS:
+            there_are = [mse.name]
         if wrong := [m for m in spec.metrics if m not in there_are]:
-            of = "membership" if members else f"{noun}s"
-            raise SpecError(f"{where}: {wrong[0]} is no metric of {of}; those of {use} are {', '.join(there_are)}")
+            raise SpecError(f"{where}: {wrong[0]} is no metric of it; there are {', '.join(there_are)}")
         if spec.lengths == "given" and not modality.gives_lengths:
-            raise SpecError(f'{where}: lengths = "given" is for sentences, but {use} holds {noun}s')
+            raise SpecError(f'{where}: lengths = "given" is for sentences')
         if spec.labels == "given" and not setup.truth[0].labelled:
             raise SpecError(f'{where}: labels = "given" would hand over the sentences; set labels = "restored"')
-
-
-def estimate_seconds(spec: AttackSpec, setup: Setup, wave: int) -> float:
-    """Seconds that an attack will take, from a few iterations on its first wave; excludes one-off preparation."""
-    if spec.is_limit or spec.budget.iterations <= 2 * PILOT_ITERATIONS:
-        return 0.0
-    # LAMP reorders words once a period, which costs as much as the iterations between; training is for whole waves
-    period = getattr(spec.build(), "period", None)
-    wave = wave if period is None else min(wave, PILOT_UPDATES)
-    pilot = min(period or PILOT_ITERATIONS, spec.budget.iterations // 2)
-    parts = list(_waves(spec, setup, wave))
-    seconds = []
-    # the first run prepares for the others (a language model, simulated updates); no budget twice, as training is cached
-    for iterations in (1, 2, 2 + pilot):
-        started = time.perf_counter()
-        _audit(replace(spec, budget=replace(spec.budget, iterations=iterations)), setup, parts[0])
-        seconds.append(time.perf_counter() - started)
-    each = max(seconds[2] - seconds[1], 0.0) / pilot
-    return len(parts) * (seconds[1] + each * (spec.budget.iterations - 2))

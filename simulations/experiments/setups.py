@@ -1,7 +1,7 @@
 """Setups: what a server observes in one setting of a paper's table, computed by a federation without Flower."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -99,16 +99,15 @@ class Setup:
 
 def build_setup(cell: Setting, seed: int) -> Setup:
     """Compute the n updates of a setting; SpecError if data or weights are missing."""
-    dataset = _dataset(cell)
+    where, dataset = f"cell {cell.name}", _dataset(cell)
     images = replace(cell.images, batch_size=cell.members * cell.images.batch_size)
-    rows = choose(dataset, images, cell.n * (4 if cell.faintest else 1))
-    shards = _shards(cell, dataset, rows, seed)
+    shards = _shards(cell, dataset, choose(dataset, images, cell.n * (4 if cell.faintest else 1)), seed)
     try:
         fed = _federation(cell, shards, seed)
         note = _pretrain(cell, fed)
         _ = fed.chain
     except SpecError as error:
-        raise SpecError(f"cell {cell.name}: {error}") from error
+        raise SpecError(f"{where}: {error}") from error
     if cell.faintest:
         fed = _with(fed, _faintest(fed, cell.members))
     clients = _Clients(cell, fed)
@@ -116,43 +115,29 @@ def build_setup(cell: Setting, seed: int) -> Setup:
     if cell.alone or any("isolated_psnr" in spec.metrics for spec in cell.attacks):
         isolated = tuple(map(clients.isolated, range(cell.n)))
     if cell.alone and isolated is not None:
-        alone = replace(cell, server_attack=None, rounds=1, members=1)
         firsts = [fed.shards.indices[k * cell.members][i : i + 1] for k, i in enumerate(isolated)]
-        isolated = (0,) * cell.n
-        fed = _with(fed, firsts, rounds=1, secure_sum=None)
-        clients = _Clients(alone, fed)
+        isolated, fed = (0,) * cell.n, _with(fed, firsts, rounds=1, secure_sum=None)
+        clients = _Clients(replace(cell, server_attack=None, rounds=1, members=1), fed)
     reported = {metric_of(measure).removesuffix(AUGMENTED) for spec in cell.attacks for measure in spec.metrics}
     auditor = TableAuditor(fed, seed, metrics=frozenset({*reported, modality_of(dataset).main.metric}))
     # every client has equally many images
     turns = max(c for c in range(1, max(cell.clients, 1) + 1) if cell.n % c == 0)
     observations = clients.observed()
-    _check_form(cell, observations[0])
+    sent, update = observations[0].params, observations[0].update
+    if wrong := [k for k, t in update.items() if k not in sent or t.shape != sent[k].shape]:
+        raise SpecError(f"{where}: chain: the update of {wrong[0]!r} has another shape than the parameter")
     return Setup(auditor, observations, note, turns, isolated)
-
-
-def _check_form(cell: Setting, seen: Observation) -> None:
-    """Refuse a chain whose updates have another form than the weights, as a server would."""
-    for name, t in seen.update.items():
-        shape = tuple(seen.params[name].shape) if name in seen.params else "no such parameter"
-        if tuple(t.shape) != shape:
-            raise SpecError(
-                f"cell {cell.name}: chain: the update of {name!r} has the shape {tuple(t.shape)}, and the model has {shape}: a "
-                "defense must return a tensor of the same shape for each parameter"
-            )
 
 
 def _federation(cell: Setting, shards: Shards, seed: int) -> Federation:
     """The federation of a setting."""
-    table, server_attack = cell.model, cell.build_server_attack()
+    table, server_attack = dict(cell.model), cell.build_server_attack()
     if server_attack is not None and server_attack.architecture is not None:
-        table = {**table, "architectures": [server_attack.architecture]}
+        table["architectures"] = [server_attack.architecture]
     if cell.weights:
-        folder = data_folder()
-        if folder is None:
-            raise SpecError(
-                f"weights: {cell.weights} belongs into the local data folder: set FEDGAUGE_DATA to that folder"
-            )
-        table = {**table, "weights": str(folder / cell.weights)}
+        if (folder := data_folder()) is None:
+            raise SpecError(f"weights: {cell.weights} belongs into the local data folder: set FEDGAUGE_DATA")
+        table["weights"] = str(folder / cell.weights)
     protocol = Protocol(
         seed=seed,
         rounds=cell.rounds,
@@ -192,13 +177,11 @@ class _Clients:
 
     def observed(self) -> tuple[Observation, ...]:
         """One observation per batch; neighbours that were sent equal weights share the tensors, so that one wave can hold them."""
-        observations: list[Observation] = []
-        for k in range(self.cell.n):
-            observation = self._observed(k)
-            same_weights = bool(observations) and all(
-                torch.equal(observation.params[name], t) for name, t in observations[-1].params.items()
-            )
-            observations.append(replace(observation, params=observations[-1].params) if same_weights else observation)
+        observations = [self._observed(0)]
+        for k in range(1, self.cell.n):
+            one, before = self._observed(k), observations[-1].params
+            alike = all(torch.equal(one.params[name], t) for name, t in before.items())
+            observations.append(replace(one, params=before) if alike else one)
         return tuple(observations)
 
     def isolated(self, k: int) -> int:
@@ -213,37 +196,33 @@ class _Clients:
         """What the server observes in the last round of its k-th client, or group of clients."""
         cell, fed, server_attack = self.cell, self.fed, self.cell.build_server_attack()
         honest, buffers = fed.initial()
-        first, known = k * cell.members, public_knowledge(fed)
+        first, known, where = k * cell.members, public_knowledge(fed), f"cell {cell.name}: server attack"
         observations: list[Observation] = []
         for round in range(1, cell.rounds + 1):
-            weights_by_member = [honest] * cell.members
+            sent = [honest] * cell.members
             for place in range(cell.members):
                 if server_attack is not None and not (server_attack.spares_one and place == 0 and cell.members > 1):
-                    rng, where = generator(fed.protocol.seed, "malice", k, round), f"cell {cell.name}: server attack"
-                    weights_by_member[place] = craft_weights(
-                        server_attack, where, honest, known, rng, observations, place
-                    )
+                    rng = generator(fed.protocol.seed, "malice", k, round)
+                    sent[place] = craft_weights(server_attack, where, honest, known, rng, observations, place)
             updates = [
                 {name: t.detach() for name, t in fed.own_update(params, buffers, first + i, round).items()}
-                for i, params in enumerate(weights_by_member)
+                for i, params in enumerate(sent)
             ]
             update = updates[0] if cell.members == 1 else average(updates, [1] * cell.members)
-            observations.append(Observation(round, first, weights_by_member[0], update, buffers))
+            observations.append(Observation(round, first, sent[0], update, buffers))
         return observations[-1]
 
 
 def _shards(cell: Setting, dataset: Dataset, rows: Sequence[Tensor], seed: int) -> Shards:
     """The attacked examples, and the last training examples as public ones; SpecError if some are both, or if there are too few."""
-    first = len(dataset.y) - cell.auxiliary
+    first, held = len(dataset.y) - cell.auxiliary, examples_of(dataset)
     if first < 0:
-        raise SpecError(
-            f"cell {cell.name}: auxiliary = {cell.auxiliary:,}, but {dataset.name} has {len(dataset.y):,} {examples_of(dataset)}"
-        )
+        raise SpecError(f"cell {cell.name}: auxiliary = {cell.auxiliary:,}, of {len(dataset.y):,} {held}")
     if cell.images.part == "test":
         rows = [r + len(dataset.y) for r in rows]
-    elif both := sum(int((r >= first).sum()) for r in rows):
+    elif any(bool((r >= first).any()) for r in rows):
         raise SpecError(
-            f"cell {cell.name}: {both} of the {cell.auxiliary:,} auxiliary {examples_of(dataset)} are attacked; lower auxiliary"
+            f"cell {cell.name}: some of the {cell.auxiliary:,} auxiliary {held} are attacked; lower auxiliary"
         )
     clients = tuple(part for group in rows for part in group.chunk(cell.members))
     return ChosenShards(dataset, clients, torch.arange(first, len(dataset.y)), cell.images.batch_size, seed)
@@ -251,14 +230,9 @@ def _shards(cell: Setting, dataset: Dataset, rows: Sequence[Tensor], seed: int) 
 
 def _dataset(cell: Setting) -> Dataset:
     dataset = _read(tuple(cell.images.table.items()), f"cell {cell.name}: data")
-    if not dataset.mean:
-        if cell.images.mean or cell.images.std:
-            held = examples_of(dataset)
-            raise SpecError(f"cell {cell.name}: data: mean and std are for images, but {dataset.name} holds {held}")
-        return dataset
     mean, std = cell.images.mean or dataset.mean, cell.images.std or dataset.std
-    if not len(mean) == len(std) == dataset.shape[0]:
-        raise SpecError(f"cell {cell.name}: data: mean and std need {dataset.shape[0]} numbers each (one a channel)")
+    if not len(mean) == len(std) == (dataset.shape[0] if dataset.mean else 0):
+        raise SpecError(f"cell {cell.name}: data: mean and std need a number for each channel of images")
     return replace(dataset, mean=mean, std=std)
 
 
@@ -283,11 +257,9 @@ def choose(dataset: Dataset, images: Images, n: int) -> list[Tensor]:
                 taken.append(i)
             if len(taken) == images.batch_size:
                 break
-        if len(taken) < images.batch_size:
-            raise SpecError(
-                f"{dataset.name}, {images.part} part, has too few {examples_of(dataset)} for {n} updates of {images.batch_size} "
-                f"from number {images.first} on; lower --n"
-            )
+        else:
+            held = f"{examples_of(dataset)} in the {images.part} part"
+            raise SpecError(f"{dataset.name} has too few {held} for {n} updates of {images.batch_size}; lower --n")
         left = [i for i in left if i not in set(taken)]
         batches.append(torch.tensor(taken))
     return batches
@@ -303,20 +275,15 @@ def _pretrain(cell: Setting, fed: Federation) -> str:
     dataset = fed.shards.dataset
     defended = cell.chain if cell.train.defended else []
     key = json.dumps([fed.protocol.model, defended, asdict(cell.train), asdict(cell.images), fed.protocol.seed])
-    fed.model.load_state_dict(_trained(key, partial(_train, cell.train, fed)))
+    if key not in _STATES:
+        _STATES[key] = _train(cell.train, fed)
+    fed.model.load_state_dict(_STATES[key])
     right = "words" if not dataset.labelled else examples_of(dataset)
     accuracy, _ = fed.evaluate(fed.initial()[0], TESTED)
     return f"{cell.train.steps} steps of training, {accuracy:.0%} of the test {right} right"
 
 
-_STATES: dict[str, dict[str, Tensor]] = {}
-
-
-def _trained(key: str, train: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The trained weights of one network, computed once per process, so that all attacks and both precisions use the same."""
-    if key not in _STATES:
-        _STATES[key] = train()
-    return _STATES[key]
+_STATES: dict[str, dict[str, Tensor]] = {}  # by setting, so that all attacks and both precisions use the same weights
 
 
 def _train(training: Pretraining, fed: Federation) -> dict[str, Tensor]:

@@ -10,15 +10,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.outcomes import failure
-from fedgauge.simulations.checks.before_training import PATIENCE, try_first
+from fedgauge.simulations.checks.attack_trial import PATIENCE
+from fedgauge.simulations.checks.scenario_check import try_first
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
-from fedgauge.simulations.experiments.sweep_rows import SweepRow, is_done, matrix, measure_of, rows, write_rows
+from fedgauge.simulations.experiments.sweep_rows import SweepRow, is_done, rows, summary, write_rows
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE, INCOMPLETE, INTERRUPTED, exit_status
 from fedgauge.simulations.run.launch import OwnProcess, blame
@@ -66,12 +68,6 @@ def run_cells(
     _refuse_folder(sweep, folder)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     run_files.write(folder / "sweep.toml", sweep.text.encode())
-    return _run_cells(sweep, folder, parallel, interrupt, report)
-
-
-def _run_cells(
-    sweep: Sweep, folder: Path, parallel: int, interrupt: Interrupt, report: Callable[[str], None]
-) -> list[SweepRow]:
     waiting = [cell for cell in sweep.cells if not is_done(folder / cell.folder)]
     done = len(sweep.cells) - len(waiting)
     if done:
@@ -95,7 +91,9 @@ def _run_cells(
                     cause = f"its process ended with status {status}"
                     failures[work.cell.folder] = blame(work.run, cause, "cell.log")
                 left = (time.monotonic() - started) / ended * len(waiting + at_work)
-                report(f"{done + ended} of {len(sweep.cells)} cells: {work.cell.folder}{_time_left(left)}")
+                report(
+                    f"{done + ended} of {len(sweep.cells)} cells: {work.cell.folder}, about {left / 60:.0f} min left"
+                )
                 write_rows(folder, rows(sweep, folder, failures), sweep)
             if interrupt.asked:
                 break
@@ -108,33 +106,27 @@ def _run_cells(
     return result
 
 
-def _time_left(seconds: float) -> str:
-    return f", about {seconds / 60:.0f} min left" if seconds >= 30 else ""
-
-
 def _refuse_folder(sweep: Sweep, folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise SpecError(f"{folder} is a file, but --output needs a folder for the sweep's runs")
     kept = Run(folder).folder / "sweep.toml"
-    holds_sweep = run_files.look(kept) is not None
-    if holds_sweep and run_files.read(kept) != sweep.text.encode():
-        raise SpecError(
-            f"{folder} holds the sweep of another file (its sweep.toml differs); name another folder with --output, "
-            "or remove this one"
-        )
-    if not holds_sweep and folder.exists() and any(folder.iterdir()):
+    if run_files.look(kept) is not None:
+        if run_files.read(kept) != sweep.text.encode():
+            raise SpecError(
+                f"{folder} holds the sweep of another file; name another folder with --output, or remove it"
+            )
+    elif folder.exists() and any(folder.iterdir()):
         raise SpecError(f"{folder} is not empty and holds no sweep; name another folder with --output")
 
 
 def _prepare_run(cell: SweepCell, folder: Path) -> Run:
     """The cell's run: the existing one if its training is done, else a new one."""
     path = folder / cell.folder
-    has_ledger = run_files.look(path / "ledger.sqlite") is not None
+    if run_files.look(path / "ledger.sqlite") is not None:
+        with Run(path).ledger() as ledger:
+            if ledger.meta().get("state") == "trained":
+                return Run(path)
     if path.exists():
-        if has_ledger:
-            with Run(path).ledger() as ledger:
-                if ledger.meta().get("state") == "trained":
-                    return Run(path)
         run_files.delete_folder(path)
     return create_run(Scenario.from_tables(cell.tables), path)
 
@@ -149,11 +141,12 @@ def run_sweep(path: Path, folder: Path, parallel: int) -> int:
     with Interrupt().caught() as interrupt:
         result = run_cells(sweep, folder, parallel, interrupt, lambda text: console.print(text, highlight=False))
     if result:
-        label = measure_of(result).label
-        print(f"mean {label} over all attacked examples; what leaks no more than the baseline recovered nothing")
-        Console(markup=False, width=None if sys.stdout.isatty() else 180).print(matrix(result))
-    missing = [row for row in result if row.mean is None]
-    for row in missing:
+        heads, *lines = summary(result, {cell.defense: cell.promise for cell in sweep.cells})
+        table = Table(*heads, box=None)
+        for line in lines:
+            table.add_row(*line)
+        Console(markup=False, width=None if sys.stdout.isatty() else 180).print(table)
+    for row in (row for row in result if row.mean is None):
         print(f"{row.defense}, {row.attack}, seed {row.seed}: {row.reason or 'nothing was graded'}")
     ended = [Run(folder / cell.folder) for cell in sweep.cells if is_done(folder / cell.folder)]
     if ended:
@@ -166,14 +159,14 @@ def run_sweep(path: Path, folder: Path, parallel: int) -> int:
 
 
 def _status(ended: list[Run]) -> int:
-    """The worst status of the cells; what failed is told with the command that tries it again."""
-    statuses = [exit_status(run) for run in ended]
-    for run in [run for run, status in zip(ended, statuses, strict=True) if status == FAILED]:
+    """The worst status of the cells; what failed is named with the command that tries it again."""
+    statuses = {run: exit_status(run) for run in ended}
+    for run in (run for run, status in statuses.items() if status == FAILED):
         with run.ledger() as ledger:
-            again = f"; when the cause is mended: fedgauge audit {run.folder} --retry failed, then this sweep again"
             if text := failure(ledger):  # the rows say why others have no number
-                print(f"fedgauge: {run.name}: {text}{again}", file=sys.stderr)
-    if all(status == INAPPLICABLE for status in statuses):
+                again = f"fedgauge audit {run.folder} --retry failed, then this sweep again"
+                print(f"fedgauge: {run.name}: {text}; when the cause is mended: {again}", file=sys.stderr)
+    if all(status == INAPPLICABLE for status in statuses.values()):
         print("fedgauge: no attack applies under any defense, so nothing is known of what leaks", file=sys.stderr)
         return INAPPLICABLE
-    return next((status for status in (FAILED, INCOMPLETE) if status in statuses), 0)
+    return next((status for status in (FAILED, INCOMPLETE) if status in statuses.values()), 0)

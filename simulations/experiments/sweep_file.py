@@ -55,49 +55,33 @@ class Sweep:
         try:
             data = read_file(path, toml_text.MOST)
             return cls(path.stem, data.decode(), tuple(_cells(toml_text.parse(data))))
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise SpecError(f"{path}: there is no such file") from error
-        except IsADirectoryError as error:
-            raise SpecError(f"{path} is a folder; name a sweep file, like simulations/defenses.toml") from error
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError(f"{path}: not a readable TOML file: {error}") from error
+            words = getattr(error, "strerror", None) or error
+            raise SpecError(f"{path}: not a readable TOML file: {words}") from error
         except SpecError as error:
             raise SpecError(f"{path}: {error}") from error
 
 
 def _cells(tables: Table) -> list[SweepCell]:
-    if unknown := sorted(tables.keys() - set(TOP_KEYS)):
-        hint = "; this looks like a scenario, which fedgauge run takes" if "chain" in tables else ""
-        raise SpecError(f"unknown key {unknown[0]!r} (a sweep has: {', '.join(TOP_KEYS)}){hint}")
+    hint = "; this looks like a scenario, which fedgauge run takes" if "chain" in tables else ""
+    check_keys(tables, TOP_KEYS, f"a sweep{hint}")
     shared = coerce(tables.get("scenario", {}), dict, "[scenario]")
     for key in ("chain", "attack", "seed"):
         if key in shared:
             raise SpecError(f"[scenario]: {key} is what the sweep varies; set it in [[defense]], [[attack]] or seeds")
     seeds = coerce(tables.get("seeds", [0]), Sequence[int], "seeds")
     defenses, found = tables_of(tables, "defense"), tables_of(tables, "attack")
-    if not defenses or not found or not seeds:
-        raise SpecError(
-            "a sweep needs at least one [[defense]], one [[attack]] and one seed (see simulations/defenses.toml)"
-        )
-    if len(set(seeds)) < len(seeds):
-        raise SpecError(f"seeds must differ, got {list(seeds)}")
+    if not defenses or not found or not seeds or len(set(seeds)) < len(seeds):
+        raise SpecError("a sweep needs at least one [[defense]], one [[attack]] and one seed; seeds must differ")
     for i, defense in enumerate(defenses, 1):
         if missing := [key for key in REQUIRED if not defense.get(key)]:
             raise SpecError(f"[[defense]] #{i} needs {missing[0]!r}")
     names = names_of("defense", defenses)
     attacks = [selection(attack, {"defense": names}, f"[[attack]] #{i}") for i, attack in enumerate(found, 1)]
-    cells = [
-        _cell(
-            name,
-            seed,
-            shared,
-            defense,
-            [attack for chosen, attack in attacks if name in chosen["defense"]],
-            f"[[defense]] #{i} ({name})",
-        )
-        for i, (name, defense) in enumerate(zip(names, defenses, strict=True), 1)
-        for seed in seeds
-    ]
+    cells = []
+    for i, (name, defense) in enumerate(zip(names, defenses, strict=True), 1):
+        on_it = [attack for chosen, attack in attacks if name in chosen["defense"]]
+        cells += [_cell(name, seed, shared, defense, on_it, f"[[defense]] #{i} ({name})") for seed in seeds]
     folders = [cell.folder for cell in cells]
     if repeated := sorted({f for f in folders if folders.count(f) > 1}):
         raise SpecError(f"two runs would be called {repeated[0]!r}; give each [[defense]] its own name")

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table as Grid
-
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.modality.image_metrics import AUGMENTED
 from fedgauge.attacks.modality.images import ImageModality
@@ -50,19 +48,19 @@ class SweepRow:
     defense: str
     attack: str
     seed: int
-    accuracy: float | None
-    mean: float | None
-    low: float | None
-    high: float | None
-    best: float | None
-    augmented: float | None
-    baseline: float | None
-    limit: float | None
-    epsilon: float | None
-    n: int
-    failed: int
-    reason: str
-    run: str
+    accuracy: float | None = None
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+    best: float | None = None
+    augmented: float | None = None
+    baseline: float | None = None
+    limit: float | None = None
+    epsilon: float | None = None
+    n: int = 0
+    failed: int = 0
+    reason: str = ""
+    run: str = ""
     metric: str = ImageModality.main.metric
     told: float | None = None
     of_error: float | None = None
@@ -86,27 +84,21 @@ def rows(found: Sweep, folder: Path, failures: Mapping[str, str] | None = None) 
     for cell in found.cells:
         path = folder / cell.folder
         if failures and cell.folder in failures:
-            result += [_failed_row(cell, attack, failures[cell.folder]) for attack in cell.attacks]
+            told: dict[str, Any] = {"reason": failures[cell.folder], "run": cell.folder, "metric": ""}
+            result += [SweepRow(cell.defense, attack, cell.seed, **told) for attack in cell.attacks]
         elif is_done(path):
             with read_once(Run(path)) as reading:
                 result += [_row(cell, p, reading) for p in reading.ledger.planned().values() if is_attack(p.name)]
     return result
 
 
-def _failed_row(cell: SweepCell, attack: str, reason: str) -> SweepRow:
-    nothing: dict[str, Any] = {f.name: None for f in fields(SweepRow)}
-    return SweepRow(**{**nothing, "defense": cell.defense, "attack": attack, "seed": cell.seed, "n": 0, "failed": 0,
-                  "reason": reason, "run": cell.folder, "metric": ""})  # fmt: skip
-
-
 def _row(cell: SweepCell, planned: PlannedAttack, reading: Reading) -> SweepRow:
     attack = planned.name
     metric = planned.question or reading.scores.measure.metric
-    pooled = reading.pooled(metric)
+    pooled, errors = reading.pooled(metric), reading.pooled("mse")
     told = reading.pooled(metric + ONE_PERCENT).get(attack) if planned.tells_members else None
-    changed = reading.pooled(metric + AUGMENTED) if metric + AUGMENTED in MEASURED else {}
-    leak, errors = pooled.get(attack), reading.pooled("mse")
-    limits, reached = Limits.of(errors), error_in_db(errors.get(attack))
+    changed = reading.pooled(metric + AUGMENTED).get(attack) if metric + AUGMENTED in MEASURED else None
+    leak, limits, reached = pooled.get(attack), Limits.of(errors), error_in_db(errors.get(attack))
     job_reasons = [*reading.ledger.reasons(), *reading.ledger.reasons("failed")]
     reasons = [f"{r['reason']} ({r['jobs']} x)" for r in job_reasons if r["attack"] == attack]
     if reading.meta.get("replay") == "mismatch":
@@ -119,11 +111,8 @@ def _row(cell: SweepCell, planned: PlannedAttack, reading: Reading) -> SweepRow:
         attack=attack,
         seed=cell.seed,
         accuracy=final_accuracy(reading.rounds),
-        mean=leak.mean if leak else None,
-        low=leak.low if leak else None,
-        high=leak.high if leak else None,
-        best=leak.best if leak else None,
-        augmented=changed[attack].mean if attack in changed else None,
+        **{name: getattr(leak, name, None) for name in ("mean", "low", "high", "best")},
+        augmented=mean_of(changed),
         baseline=mean_of(best_of(pooled.values(), "baseline")),
         limit=limits.estimate,
         epsilon=privacy(reading)["epsilon"],
@@ -132,7 +121,7 @@ def _row(cell: SweepCell, planned: PlannedAttack, reading: Reading) -> SweepRow:
         reason="; ".join(reasons),
         run=cell.folder,
         metric=metric,
-        told=told.mean if told else None,
+        told=mean_of(told),
         of_error=reached,
         bound=limits.bound,
         gap=None if limits.estimate is None or reached is None else limits.estimate - reached,
@@ -150,11 +139,11 @@ def write_rows(folder: Path, found: Sequence[SweepRow], sweep: Sweep) -> None:
     whole = [{**asdict(row), "best": finite(row.best)} for row in found]
     write_bytes(folder / "sweep.json", (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
     promises = {cell.defense: cell.promise for cell in sweep.cells}
-    write_bytes(folder / "sweep.md", ("\n".join(summary(found, promises)) + "\n").encode())
+    write_bytes(folder / "sweep.md", markdown(summary(found, promises)).encode())
 
 
-def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[str]:
-    """A Markdown table with a line for each defense: its strongest attack, and its cost in accuracy against the first defense.
+def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[list[str]]:
+    """The heads of a table, and a line for each defense: its strongest attack, and its cost in accuracy against the first defense.
 
     Args:
         promises: of every defense, in the sweep's order.
@@ -167,33 +156,40 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[str]
     """
     by = measure_of(found)
     asked = {q: words.where for q, words in QUESTIONS.items() if q == MEMBER or any(r.metric == q for r in found)}
-    compared = any(r.gap is not None or r.bound is not None for r in found)  # an older sweep has no such numbers
-    lines = [
-        f"| defense | what it promises | strongest attack | {by.name}, {by.unit} (interval) | baseline | limit "
-        f"|{' bound | gap |' * compared} {' | '.join(asked.values())} | epsilon | accuracy | cost |",
-        f"|---|---|---|---|---:|---:|{'---:|---:|' * compared}{'---|' * len(asked)}---:|---:|---:|",
-    ]
+    compared = any(r.gap is not None or r.bound is not None for r in found)
+    heads = ["defense", "what it promises", "strongest attack", f"{by.name}, {by.unit} (interval)", "baseline", "limit"]
+    heads += [*(["bound", "gap"] if compared else []), *asked.values(), "epsilon", "accuracy", "cost"]
     names = list(dict.fromkeys(row.defense for row in found))
     first = _over_seeds([row for row in found if row.defense == next(iter(promises or names))], "accuracy")
+    lines = [heads]
     for name in names:
         every = [row for row in found if row.defense == name]
         own = [row for row in every if row.metric not in QUESTIONS]
         accuracy = _over_seeds(every, "accuracy")
         cost = None if accuracy is None or first is None else 100 * (first - accuracy)
-        cells = [
-            name,
-            promises.get(name, ""),
-            *_strongest(own, by),
-            number(_over_seeds(own, "baseline"), 1),
-            number(_over_seeds(own, "limit"), 1),
-            *([number(_over_seeds(own, "bound"), 1), number(_gap(own), 1)] if compared else []),
-            *(_told([row for row in every if row.metric == question]) for question in asked),
-            _epsilon([r.epsilon for r in every]),
-            percent(accuracy, space=" "),
-            number(cost, 0),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(
+            [
+                name,
+                promises.get(name, ""),
+                *_strongest(own, by),
+                number(_over_seeds(own, "baseline"), 1),
+                number(_over_seeds(own, "limit"), 1),
+                *([number(_over_seeds(own, "bound"), 1), number(_gap(own), 1)] if compared else []),
+                *(_told([row for row in every if row.metric == question]) for question in asked),
+                _epsilon([r.epsilon for r in every]),
+                percent(accuracy, space=" "),
+                number(cost, 0),
+            ]
+        )
     return lines
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A summary as a Markdown table; all columns but those of text and of membership are to the right."""
+    texts = {"defense", "what it promises", "strongest attack", *(words.where for words in QUESTIONS.values())}
+    below = ["---" if head in texts or "(interval)" in head else "---:" for head in lines[0]]
+    rows = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([rows[0], f"|{'|'.join(below)}|", *rows[1:]]) + "\n"
 
 
 def measure_of(found: Sequence[SweepRow]) -> MainMetric:
@@ -242,28 +238,6 @@ def _over_seeds(own: Sequence[SweepRow], column: str) -> float | None:
     """The mean of what a training's rows share: each seed counts once, and each of its trainings equally."""
     seeds = [dict.fromkeys(getattr(r, column) for r in own if r.seed == seed) for seed in {r.seed for r in own}]
     return _mean([_mean(list(trainings)) for trainings in seeds])
-
-
-def matrix(found: Sequence[SweepRow]) -> Grid:
-    """The mean over the seeds for each defense and attack, with the accuracy; a dash if there is no number."""
-    attacks = list(dict.fromkeys(row.attack for row in found))
-    tests = {row.attack for row in found if row.metric in QUESTIONS}
-    grid = Grid("defense", "accuracy", *attacks, "baseline", "limit", "gap", "epsilon", box=None)
-    for defense in dict.fromkeys(row.defense for row in found):
-        own = [row for row in found if row.defense == defense]
-        reconstructing = [row for row in own if row.attack not in tests]
-        cells = [_mean([r.mean for r in own if r.attack == attack]) for attack in attacks]
-        accuracy = _over_seeds(own, "accuracy")
-        grid.add_row(
-            defense,
-            percent(accuracy, 1, " "),
-            *(number(cell, 2 if attack in tests else 1) for attack, cell in zip(attacks, cells, strict=True)),
-            number(_over_seeds(reconstructing, "baseline"), 1),
-            number(_over_seeds(reconstructing, "limit"), 1),
-            number(_gap(own), 1),
-            _epsilon([r.epsilon for r in own]),
-        )
-    return grid
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

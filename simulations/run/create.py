@@ -52,7 +52,7 @@ def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> R
     elif "RAY_ADDRESS" not in os.environ:
         scenario = _with_waves_for(scenario, scenario.audit.devices_here())
     run = Run.create(folder, scenario)
-    run_files.write(folder / "environment.json", json.dumps(environment(), indent=2).encode())
+    _keep_environment(run)
     with run.ledger() as ledger:
         main = modality_of(scenario.federation.shards.dataset).main
         ledger.set_meta(rounds=str(scenario.protocol.rounds), **{MAIN_METRIC: main.metric})
@@ -63,6 +63,10 @@ def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> R
     return run
 
 
+def _keep_environment(run: Run) -> None:
+    run_files.write(run.folder / "environment.json", json.dumps(environment(), indent=2).encode())
+
+
 def prepare_app(run: Run, ledger: Ledger, scenario: Scenario) -> Replies:
     """Write what the tap in a user's app left to the audit: data, versions; return what the clients are taken to upload.
 
@@ -71,7 +75,7 @@ def prepare_app(run: Run, ledger: Ledger, scenario: Scenario) -> Replies:
     """
     check_deployable(scenario)
     if not (run.folder / "environment.json").exists():
-        run_files.write(run.folder / "environment.json", json.dumps(environment(), indent=2).encode())
+        _keep_environment(run)
     ledger.set_meta(**{MAIN_METRIC: modality_of(scenario.federation.shards.dataset).main.metric})
     if scenario.tape.replies != "auto":
         ledger.set_meta(**{REPLIES: scenario.tape.replies})
@@ -104,10 +108,12 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
 
     if (server := run.holder("server")) is not None:
         raise RunBusy(
-            f"{run.folder}: process {server} still trains it; a server whose driver was killed ends within a minute"
+            f"{run.folder}: process {server} trains it; a server whose driver was killed ends within a minute"
         )
     with run.lock("training"), run.ledger() as ledger:
-        _same_mode(run, ledger, mode)
+        if ledger.deployed and mode != DEPLOYMENT:
+            command = restart_command(run, ledger)
+            raise NotResumable(f"{run.folder} is a deployment's run and no simulation; continue with: {command}")
         scenario = run.scenario()
         if run.model.exists():
             waiting = ledger.progress().waiting
@@ -119,14 +125,6 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
             least = 1 if ledger.deployed else None  # as the server builds it
             restore(build_strategy(scenario.strategy, scenario.protocol.clients, least), start.strategy)
     return scenario
-
-
-def _same_mode(run: Run, ledger: Ledger, mode: Mode) -> None:
-    if ledger.deployed and mode != DEPLOYMENT:
-        raise NotResumable(
-            f"{run.folder} is a deployment's run, which a simulation must not continue; continue with: "
-            f"{restart_command(run, ledger)}"
-        )
 
 
 def restart_command(run: Run, ledger: Ledger) -> str:
@@ -142,39 +140,33 @@ def restart_command(run: Run, ledger: Ledger) -> str:
 def _same_versions(run: Run) -> None:
     path = run.folder / "environment.json"
     try:
-        then = json.loads(run_files.read(path, run_files.MOST_VERSIONS))["packages"]
-        changed = {name: (then.get(name), version) for name in DECISIVE if then.get(name) != (version := package(name))}
+        then = dict(json.loads(run_files.read(path, run_files.MOST_VERSIONS))["packages"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise NotResumable(f"{path} does not say which versions trained this run: {error}") from error
-    for name, (before, now) in changed.items():
-        raise NotResumable(
-            f"{run.folder} was started with {name} {before}, and this is {name} {now}: mixing versions would mix two "
-            f"trainings. Resume it with {name} {before}, or start another run"
-        )
+    for name in DECISIVE:
+        if (before := then.get(name)) != (now := package(name)):
+            raise NotResumable(
+                f"{run.folder} was trained with {name} {before}, and this is {now}; resume it with {before}"
+            )
 
 
 def check_deployable(scenario: Scenario) -> None:
     """Raise SpecError for a scenario that only a simulation can run."""
-    if scenario.protocol.secure_sum is not None:
-        _ = scenario.protocol.secure_sum.real
-        if scenario.federation.initial()[1]:
-            raise SpecError(
-                "[secure_sum]: in a deployment it sums parameters alone, and the network has BatchNorm's statistics: set [model] "
-                'norm = "group", or another network'
-            )
-    if scenario.protocol.canary_examples:
-        raise SpecError(
-            "[canaries]: examples are planted in a simulation alone, as a deployment's data are its owners': leave it out"
-        )
-    if scenario.protocol.canaries is not None and scenario.protocol.secure_sum is not None:
-        raise SpecError(
-            "[canaries]: a deployment's canaries are looked at one by one, and [secure_sum] hides them: remove one of them"
-        )
-    if scenario.protocol.stragglers.probability:
-        raise SpecError(
-            "[stragglers] are drawn in a simulation alone: a deployment's clients come late by themselves, and whom the table "
-            "draws would count as one that sent nothing: remove it"
-        )
+    protocol = scenario.protocol
+    if protocol.secure_sum is not None:
+        _ = protocol.secure_sum.real
+    refused = {
+        "[secure_sum]: it sums only parameters, and the network has BatchNorm's statistics: set [model] norm": (
+            protocol.secure_sum is not None and scenario.federation.initial()[1]
+        ),
+        "[canaries]: examples are planted only in a simulation": protocol.canary_examples,
+        "[canaries]: they are looked at one by one, and [secure_sum] hides them": protocol.canaries
+        and protocol.secure_sum,
+        "[stragglers] are drawn only in a simulation: real clients come late by themselves": protocol.stragglers.probability,
+    }
+    for words, holds in refused.items():
+        if holds:
+            raise SpecError(f"{words}; a deployment cannot have it")
     for planned in scenario.plan.attacks:
         if planned.labels == "given" and not planned.is_baseline:
             raise SpecError(f"[[attack]] {planned.name}: {NO_TRUTH}")

@@ -61,7 +61,8 @@ class OwnProcess:
             processes.sweep(self.mark)
             shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def _blame(self, what: str) -> str:
+    def blame(self, what: str) -> str:
+        """A message: what went wrong, its exit status and the end of its log."""
         return blame(self.run, f"{what} (exit status {self.status()})", self.log)
 
 
@@ -77,10 +78,6 @@ class AuditService(OwnProcess):
         if self._child.poll() is None:
             self._child.send_signal(signal.SIGTERM)
 
-    def blame(self) -> str:
-        """A message that it died, with the end of its log."""
-        return self._blame("the attack service died")
-
 
 class TrainingProcess(OwnProcess):
     """A federation in training, in a process of its own with everything that it starts.
@@ -95,14 +92,10 @@ class TrainingProcess(OwnProcess):
         # Ray answers SIGTERM by writing a stack trace first, which may not end; its own processes end with the training
         super().__init__(run, "flower.log", *command, at_our_death=signal.SIGKILL)
 
-    def finished(self) -> bool:
-        """Whether the federation has ended, successfully or not."""
-        return self.status() is not None
-
     def verify(self) -> None:
         """Raise TrainingFailed if it ended in a failure."""
         if self.status() != 0:
-            raise TrainingFailed(self._blame("the federation failed"))
+            raise TrainingFailed(self.blame("the federation failed"))
 
 
 def blame(run: Run, what: str, *logs: str) -> str:

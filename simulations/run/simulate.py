@@ -70,10 +70,8 @@ def simulate(
             with run.lock("training"):  # the service follows while this lock is held
                 if scenario.audit.curious:
                     supervisor.start()
-                waits_for = (
-                    "the training to load" if in_memory else "Flower to load its simulation engine and the clients"
-                )
-                supervisor.view.note = f"waiting for {waits_for}"
+                loads = "the training" if in_memory else "Flower's simulation engine and the clients"
+                supervisor.view.note = f"waiting for {loads} to load"
                 _train(run, ledger, supervisor, interrupt, in_memory)
         except TrainingFailed:
             supervisor.drain()
@@ -87,7 +85,7 @@ def _train(run: Run, ledger: Ledger, supervisor: "AuditSupervisor", interrupt: I
     state = "failed"
     try:
         with closing(TrainingProcess(run, in_memory)) as training:
-            while not training.finished() and not interrupt.asked:
+            while training.status() is None and not interrupt.asked:
                 supervisor.poll()
                 time.sleep(POLL)
             if not interrupt.asked:
@@ -142,7 +140,7 @@ class AuditSupervisor:
         if status == INTERRUPTED:  # `fedgauge stop` after the training signals the service only
             self.interrupt.asked = True
         elif self.service is not None and status != 0 and not self.interrupt.asked:
-            raise AuditFailed(self.service.blame())
+            raise AuditFailed(self.service.blame("the attack service died"))
 
     def close(self) -> None:
         """End the service, whatever it does."""

@@ -28,7 +28,7 @@ from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.training import local_sgd
 from fedgauge.simulations.benchmarks.__main__ import main
-from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, Progress, interleaved, one_thread
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, interleaved, one_thread
 from tests.zoo import text
 from tests.zoo.networks import CLASSES, Network, networks
 
@@ -39,16 +39,14 @@ EQUAL = 1e-9
 PROCESSES = 2
 
 
-def zoo(progress: Progress) -> BenchmarkReport:
+def zoo() -> BenchmarkReport:
     """Every network of the zoo."""
     rows: list[Mapping[str, object]] = []
     with one_thread(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         chosen = list(networks().values())
         with ProcessPoolExecutor(PROCESSES, get_context("spawn"), _start) as pool:
-            for done, row in enumerate(pool.map(_row_of, [n.name for n in chosen]), 1):
-                rows.append(row)
-                progress(done, len(chosen))
+            rows += pool.map(_row_of, [n.name for n in chosen])
         rows += text.rows()
     return report(rows)
 
@@ -179,7 +177,7 @@ def _cost(network: Network, k: int) -> float:
         "engine": partial(repeated, lambda: problems.value_and_slopes({"x": x}, everyone)),
         "plain": partial(repeated, lambda: _plain(problems, models, x, by_all=True)),
     }
-    seconds = interleaved(works, REPETITIONS, lambda done, total: None)
+    seconds = interleaved(works, REPETITIONS)
     return median(seconds["engine"]) / median(seconds["plain"])
 
 

@@ -13,17 +13,13 @@ from fedgauge.client.files import read_file
 from fedgauge.server.store.run_files import printable
 from fedgauge.simulations.experiments.measures import ComparedFigure
 from fedgauge.simulations.experiments.paper_table_files import PAPERS
-from fedgauge.simulations.experiments.reproduce_output import LARGEST_FILE, figures_of
+from fedgauge.simulations.experiments.reproduce_output import LARGEST_FILE, UNREADABLE, figures_of
 
 Key = tuple[str, str, str]  # cell, attack, metric
 
 
 def read_figures(path: Path) -> dict[str, Any]:
-    """A file of figures, or those that fedgauge keeps, by the name of their table.
-
-    Raises:
-        SpecError: it is none, or an older fedgauge wrote it.
-    """
+    """A file of figures, or those that fedgauge keeps, by the name of their table; SpecError if it is none."""
     ours = {kept.stem: kept for kept in PAPERS.glob("*/results/*.json")}
     if not path.exists():
         path = ours.get(str(path), path)
@@ -34,12 +30,9 @@ def read_figures(path: Path) -> dict[str, Any]:
             coerce(value, str, key)
         _computed_with(kept)
         figures_of(kept)
-    except FileNotFoundError:
-        raise SpecError(f"there is no file {path}: write one with: fedgauge reproduce suite --output {path}") from None
-    except KeyError as error:
-        raise SpecError(f"{path} lacks {error}: write it again with: fedgauge reproduce NAME --output FILE") from error
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, SpecError) as error:
-        raise SpecError(f"{path} is no file of figures ({str(error):.200})") from error
+    except UNREADABLE as error:
+        write = "write one with: fedgauge reproduce NAME --output FILE"
+        raise SpecError(f"{path} is no file of figures ({str(error):.200}): {write}") from error
     return kept
 
 
@@ -52,15 +45,9 @@ def compared(files: Mapping[str, Mapping[str, Any]]) -> dict[Key, dict[str, Comp
     (first, head), *others = files.items()
     found: dict[Key, dict[str, ComparedFigure]] = {}
     for name, other in others:
-        if other["name"] != head["name"]:
-            raise SpecError(
-                f"{first} holds figures of {head['name']}, and {name} of {other['name']}: they do not compare"
-            )
-        if (there := other.get("version", 1)) != (here := head.get("version", 1)):
-            raise SpecError(
-                f"{first} is of version {here} of {head['name']}, and {name} of version {there}: they do not compare; compute "
-                "the older one again with one fedgauge"
-            )
+        table, theirs = (f"{of['name']}, version {of.get('version', 1)}" for of in (head, other))
+        if table != theirs:
+            raise SpecError(f"{first} holds figures of {table}, and {name} of {theirs}: they do not compare")
         for key in other["computed"].keys() & head["computed"].keys():
             if other["computed"][key] != head["computed"][key]:
                 raise SpecError(

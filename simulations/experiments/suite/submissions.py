@@ -33,7 +33,6 @@ def with_submissions(paper_table: PaperTable, attacks: Sequence[str], defenses: 
     cells += [_defended(cell, link) for link in links for cell in paper_table.cells if len(cell.chain) == 1]
     made = tuple(_attacked(cell, tables) for cell in cells)
     for table in tables:
-        _check_kinds(_called(table), made)
         if not any(spec.name == _called(table) for cell in made for spec in cell.attacks):
             raise SpecError(
                 f"--attack: {_called(table)} fits none of the chosen cells, {', '.join(cell.name for cell in cells)}: choose "
@@ -70,7 +69,10 @@ def _attacked(cell: Setting, tables: Sequence[Table]) -> Setting:
         if name in own:
             raise SpecError(f"--attack: cell {cell.name} has an attack called {name} already; add name=another")
         spec = replace(like, name=name, table={k: v for k, v in table.items() if k != "name"}, paper={}, against="")
-        _check(spec)
+        try:
+            spec.build()
+        except SpecError as error:
+            raise SpecError(f"--attack: {error}") from error
         if _fits(spec, like):
             added.append(spec)
     return replace(cell, attacks=(*cell.attacks, *added))
@@ -82,25 +84,6 @@ def _fits(spec: AttackSpec, like: AttackSpec) -> bool:
         return spec.tells_members == like.tells_members
     own, others = (modalities_of(str(of.table["use"])) for of in (spec, like))
     return not own or not others or any(modality in others for modality in own)
-
-
-def _check_kinds(name: str, cells: Sequence[Setting]) -> None:
-    """Refuse an attack that does not say which kind of data it reconstructs, in cells of several kinds."""
-    of_it = [(cell, spec) for cell in cells for spec in cell.attacks if spec.name == name and not spec.tells_members]
-    kinds = {kind.main.private for cell, _ in of_it for kind in modalities_of(str(cell.attacks[0].table["use"]))}
-    if len(kinds) > 1 and not any(modalities_of(str(spec.table["use"])) for _, spec in of_it):
-        several = " and ".join(f"{kind}s" for kind in sorted(kinds))
-        raise SpecError(
-            f"--attack: what {name} reconstructs is not known, and the chosen cells hold {several}: choose cells of one kind "
-            "with --cells, such as 'images*'"
-        )
-
-
-def _check(spec: AttackSpec) -> None:
-    try:
-        spec.build()
-    except SpecError as error:
-        raise SpecError(f"--attack: {error}") from error
 
 
 def _defended(cell: Setting, link: Table) -> Setting:

@@ -10,30 +10,10 @@ import torch
 
 from fedgauge.attacks.matching.compiled_step import missing
 from fedgauge.client.models.vision import lenet
-from fedgauge.client.rng import generator
 from fedgauge.simulations.benchmarks.__main__ import BENCHMARKS, RESULTS, main, readme
 from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, DIGITS, PUBLISHED, SpeedCase, engine, problem
 from fedgauge.simulations.benchmarks.intercept import InterceptCase, intercept
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, interleaved
-
-
-class Steps:
-    """Progress as a benchmark told it."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, int]] = []
-
-    def __call__(self, done: int, total: int) -> None:
-        self.told.append((done, total))
-
-    def complete(self) -> bool:
-        totals = {total for _, total in self.told}
-        return len(totals) == 1 and [done for done, _ in self.told] == list(range(1, totals.pop() + 1))
-
-
-@pytest.fixture
-def steps() -> Steps:
-    return Steps()
 
 
 def by_name(report: BenchmarkReport) -> dict[str, Figure]:
@@ -52,37 +32,27 @@ def by_name(report: BenchmarkReport) -> dict[str, Figure]:
 def test_the_published_loop_and_the_engine_do_the_same(source: str, iterations: int, steps: int) -> None:
     """The comparison of speeds means nothing otherwise; 8 iterations pass all three cuts of the rate."""
     compared = problem(source, 3, steps=steps)
-    ours = compared.engine(iterations)
-    published, lean = (compared.published(iterations, lean) for lean in (False, True))
+    ours, published = compared.engine(iterations), compared.published(iterations)
     assert ours.dtype == published.dtype == torch.float64
     assert (ours[0] - published).abs().max() < 1e-5
-    assert (published - lean).abs().max() < 1e-12
     assert (ours[1] - published).abs().max() > 0.1, "another start: the images would agree whatever the loops did"
 
 
-@pytest.mark.usefixtures("double")
-def test_the_published_loop_moves_against_the_gradient() -> None:
-    """Ten times the iterations, a better match: both loops standing still would also agree."""
-    compared = problem(CIFAR_SHAPE, 1)
-    early, late = (compared.published(n) for n in (8, 80))
-    truth = torch.rand(1, 3, 32, 32, generator=generator(0, "benchmark images"))
-    assert (late - truth).square().mean() < (early - truth).square().mean()
-
-
-def test_the_engine_benchmark_gives_a_row_for_every_cell(steps: Steps) -> None:
-    cells = (SpeedCase("lenet", lenet, 1, 1e9, iterations=2), SpeedCase("lenet", lenet, 2, steps=2, iterations=1))
-    report = engine(steps, cells, repetitions=1)
-    figures = by_name(report)
-    assert [row["k"] for row in report.rows] == [1, 2]
-    for row in report.rows:
-        assert {"recipe", "network", "k", "compiled", "ratio", "ms", "psnr"} <= row.keys()
-        ratio, ms, whole = (float(str(row[key])) for key in ("ratio", "ms", "published_ms"))
-        assert ratio == pytest.approx(whole / ms)
-        assert figures[f"lenet, {CIFAR_SHAPE}, K = {row['k']}: engine / {PUBLISHED} [x]"].value == ratio
-    assert figures[f"lenet, {CIFAR_SHAPE}, K = 1: engine / {PUBLISHED} [x]"].met is False, (
-        "nothing is 1e9 times as fast"
+def test_the_engine_benchmark_compares_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedgauge.simulations.benchmarks.engine.missing", lambda device: "a C++ compiler")
+    cases = (
+        SpeedCase("lenet", lenet, 1, 1e9, iterations=2),
+        SpeedCase("lenet", lenet, 2, steps=2, iterations=1),
+        SpeedCase("lenet", lenet, 1, compiled=True),
     )
-    assert steps.complete()
+    figures = by_name(engine(cases, repetitions=1))
+    first, second = (figures[f"lenet, {CIFAR_SHAPE}, K = {k}: engine / {PUBLISHED} [x]"] for k in (1, 2))
+    assert first.met is False, "nothing is 1e9 times as fast"
+    for figure in (first, second):
+        ours, theirs = (float(part) for part in figure.note.replace(" ms", "").split(" against "))
+        assert figure.value == pytest.approx(theirs / ours, rel=0.02)
+    skipped = figures[f"lenet, {CIFAR_SHAPE}, K = 1, compiled: engine / {PUBLISHED} [x]"]
+    assert (skipped.value, skipped.met) == (None, None) and "a C++ compiler" in skipped.note
 
 
 @pytest.mark.full
@@ -107,39 +77,25 @@ def test_a_step_compiled_once_serves_every_later_run_of_the_same_wave(monkeypatc
     assert moved.double().mean() < 1e-3
 
 
-def test_a_compiled_cell_without_a_compiler_says_why_it_has_no_figure(
-    steps: Steps, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fedgauge.simulations.benchmarks.engine.missing", lambda device: "a C++ compiler")
-    (figure,) = engine(steps, (SpeedCase("lenet", lenet, 1, compiled=True),)).figures
-    assert (figure.value, figure.met, figure.note) == (None, None, "skipped: needs a C++ compiler")
-
-
-def test_works_take_turns_after_one_run_that_is_not_counted(steps: Steps) -> None:
+def test_works_take_turns_after_one_run_that_is_not_counted() -> None:
     order: list[str] = []
-    seconds = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2, steps)
+    seconds = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
     assert order == ["a", "b"] * 3
     assert {name: len(spent) for name, spent in seconds.items()} == {"a": 2, "b": 2}
-    assert steps.complete()
 
 
 # ------------------------------------------------------------------------------------------------------- intercept
 
 
-def test_intercept_measures_the_recorder_beside_its_round(steps: Steps) -> None:
-    narrow = {"use": "mlp", "hidden": [4]}
-    small, large = InterceptCase("small", 2, narrow, 1, 1), InterceptCase("large", 3, narrow, 2, 2)
-    figures = by_name(intercept(steps, small=small, large=(large,), rounds=2, large_rounds=1))
+def test_intercept_measures_recorder_and_tap_beside_their_round() -> None:
+    case = InterceptCase("small", 2, {"use": "mlp", "hidden": [4]}, 2, 2, rounds=1, at_most=1e9)
+    figures = by_name(intercept((case,)))
     assert figures.keys() == {
         "small: recording [ms a round]",
-        "small: recording, CPU [ms a round]",
-        "large: recording / round [% of CPU seconds]",
-        "large: recording / round [% of wall seconds]",
-        "large: tap of a user's app / round [% of wall seconds]",
-        "large: round without recording [CPU seconds]",
+        "small: recording / round [% of wall seconds]",
+        "small: tap of a user's app / round [% of wall seconds]",
     }
     assert all(f.value is not None and f.value > 0 for f in figures.values())
-    assert steps.complete()
 
 
 # ------------------------------------------------------------------------------------------- command line, results
@@ -165,11 +121,7 @@ def test_a_target_is_met_or_not(figure: Figure, target: str, met: bool | None) -
 
 
 def test_results_are_kept_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def toy(progress: Steps) -> BenchmarkReport:
-        progress(1, 1)
-        return report(7.25, at_least=6.0)
-
-    assert main([], {"toy": toy}, tmp_path) == 0
+    assert main([], {"toy": lambda: report(7.25, at_least=6.0)}, tmp_path) == 0
     assert "speed  7.25  x  >= 6  yes" in capsys.readouterr().out
     kept = json.loads((tmp_path / "toy.json").read_text())
     figure = {"name": "speed", "value": 7.25, "unit": "x", "target": ">= 6", "met": True, "note": ""}
@@ -182,15 +134,9 @@ def test_results_are_kept_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_missed_target_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    toys = {"slow": lambda progress: report(1.0, at_least=6.0), "fine": lambda progress: report(9.0, at_least=6.0)}
+    toys = {"slow": lambda: report(1.0, at_least=6.0), "fine": lambda: report(9.0, at_least=6.0)}
     assert main(["slow", "fine"], toys, tmp_path) == 1
     assert "NO" in capsys.readouterr().out
-
-
-def test_a_value_that_is_no_number_is_not_kept(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="JSON"):
-        main([], {"toy": lambda progress: report(float("nan"))}, tmp_path)
-    assert not (tmp_path / "toy.json").exists()
 
 
 def test_an_unknown_benchmark_is_refused_before_anything_runs(
@@ -198,9 +144,9 @@ def test_an_unknown_benchmark_is_refused_before_anything_runs(
 ) -> None:
     ran: list[str] = []
     with pytest.raises(SystemExit) as stopped:
-        main(["toy", "tou"], {"toy": lambda progress: ran.append("toy") or report(1.0)}, tmp_path)
+        main(["toy", "tou"], {"toy": lambda: ran.append("toy") or report(1.0)}, tmp_path)
     assert (stopped.value.code, ran) == (2, [])
-    assert "there is no benchmark 'tou'; there are toy" in capsys.readouterr().err
+    assert "'tou'" in capsys.readouterr().err
 
 
 def test_the_kept_results_are_what_their_readme_shows() -> None:

@@ -119,73 +119,73 @@ class Larger(Good):
         self.head = nn.Linear(4 * 64, classes)
 
 
+class Listed(Good):
+    """Keeps its parameters in a list."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.kept = [self.head.weight, self.head.bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(torch.sigmoid(self.conv(x)).flatten(1), *self.kept)
+
+
 # ------------------------------------------------------------------------------------------------------------- defenses
 
 
 @dataclass(frozen=True)
-class scaled_by_a_float(UpdateTransform):
+class Each(UpdateTransform):
+    """Changes each tensor of an update, given the whole update and the generator."""
+
+    change: Callable[[Tensor, Update, Generator | None], Tensor]
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        return {name: self.change(t, update, rng) for name, t in update.items()}
+
+
+def scaled_by_a_float() -> UpdateTransform:
     """Clips by a Python number."""
-
-    max_norm: float = 1.0
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return _each(update, lambda t: t * min(1.0, self.max_norm / float(norm(update))))
+    return Each(lambda t, update, _: t * min(1.0, 1.0 / float(norm(update))))
 
 
-@dataclass(frozen=True)
-class branching(UpdateTransform):
+def branching() -> UpdateTransform:
     """Decides by a value."""
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return update if norm(update) < 1e-3 else _each(update, lambda t: t / norm(update))
+    return Each(lambda t, update, _: t if norm(update) < 1e-3 else t / norm(update))
 
 
-@dataclass(frozen=True)
-class by_numpy(UpdateTransform):
+def by_numpy() -> UpdateTransform:
     """Computes outside torch."""
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return _each(update, lambda t: torch.from_numpy(np.tanh(t.detach().numpy())))
+    return Each(lambda t, *_: torch.from_numpy(np.tanh(t.detach().numpy())))
 
 
-@dataclass(frozen=True)
-class drawing_by_itself(UpdateTransform):
+def drawing_by_itself() -> UpdateTransform:
     """Draws noise from nowhere."""
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return _each(update, lambda t: t + 0.1 * torch.randn_like(t))
+    return Each(lambda t, *_: t + 0.1 * torch.randn_like(t))
 
 
-@dataclass(frozen=True)
-class undeclared_noise(UpdateTransform):
+def undeclared_noise() -> UpdateTransform:
     """Draws noise with the generator, and does not say what is left without it."""
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return _each(update, lambda t: t + 0.1 * torch.randn(t.shape, generator=rng))
+    return Each(lambda t, _, rng: t + 0.1 * torch.randn(t.shape, generator=rng))
 
 
-@dataclass(frozen=True)
-class detached(UpdateTransform):
+def undeclared_if_given() -> UpdateTransform:
+    """Noise from the generator only where there is one."""
+    return Each(lambda t, _, rng: t + (0.0 if rng is None else 0.01 * torch.randn(t.shape, generator=rng)))
+
+
+def detached() -> UpdateTransform:
     """Has values, but no derivative."""
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return _each(update, lambda t: t.detach() * 0.5)
+    return Each(lambda t, *_: t.detach() * 0.5)
 
 
-@dataclass(frozen=True)
-class half_detached(UpdateTransform):
+def half_detached() -> UpdateTransform:
     """Has another derivative than that of its values."""
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return _each(update, lambda t: t + t.detach())
+    return Each(lambda t, *_: t + t.detach())
 
 
-@dataclass(frozen=True)
-class overwriting(UpdateTransform):
+def overwriting() -> UpdateTransform:
     """Changes the update that it is given."""
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return _each(update, lambda t: t.mul_(0.5))
+    return Each(lambda t, *_: t.mul_(0.5))
 
 
 @dataclass(frozen=True)
@@ -196,20 +196,14 @@ class dropping(UpdateTransform):
         return dict(list(update.items())[1:])
 
 
-@dataclass(frozen=True)
-class doubled(UpdateTransform):
+def doubled() -> UpdateTransform:
     """Changes the number type."""
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return _each(update, Tensor.double)
+    return Each(lambda t, *_: t.double())
 
 
-@dataclass(frozen=True)
-class dividing(UpdateTransform):
+def dividing() -> UpdateTransform:
     """Divides by zero."""
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return _each(update, lambda t: t / (t - t))
+    return Each(lambda t, *_: t / (t - t))
 
 
 @dataclass(frozen=True)
@@ -220,55 +214,6 @@ class failing(UpdateTransform):
         raise KeyError("momentum")
 
 
-@dataclass(frozen=True)
-class halving(UpdateTransform):
+def halving() -> UpdateTransform:
     """Has nothing wrong."""
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return _each(update, lambda t: torch.where(t.abs() > t.abs().mean(), t, 0.5 * t))
-
-
-def _each(update: Update, change: Callable[[Tensor], Tensor]) -> Update:
-    return {name: change(t) for name, t in update.items()}
-
-
-@dataclass(frozen=True)
-class undeclared_if_given(UpdateTransform):
-    """Noise from the generator only where there is one."""
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        if rng is None:
-            return {k: t.clone() for k, t in update.items()}
-        return {k: t + 0.01 * torch.randn(t.shape, generator=rng) for k, t in update.items()}
-
-
-@dataclass(frozen=True)
-class seeded_by_itself(UpdateTransform):
-    """Noise from a generator of its own, always the same."""
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        own = Generator().manual_seed(0)
-        return {k: t + 0.01 * torch.randn(t.shape, generator=own) for k, t in update.items()}
-
-
-_calls = [0]
-
-
-@dataclass(frozen=True)
-class counting(UpdateTransform):
-    """Grows with the number of calls."""
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        _calls[0] += 1
-        return {k: t * (1 + _calls[0] // 50) for k, t in update.items()}
-
-
-class Listed(Good):
-    """Keeps its parameters in a list."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes)
-        self.kept = [self.head.weight, self.head.bias]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(torch.sigmoid(self.conv(x)).flatten(1), *self.kept)
+    return Each(lambda t, *_: torch.where(t.abs() > t.abs().mean(), t, 0.5 * t))

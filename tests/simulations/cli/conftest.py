@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import tomli_w
 
-from fedgauge.client.federation import Federation
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run.create import new_run
+from tests.small_runs import fill_tape
 
 TABLES = {
     "seed": 1,
@@ -40,20 +39,9 @@ def attacked(taped: Run) -> Run:
 
 
 def taped_run(runs: Path, tables: Mapping[str, Any]) -> Run:
+    """A run as training leaves it, with every client's updates of two rounds."""
     scenario = Scenario.from_tables(tables)
-    run = new_run(scenario, "small", runs)
-    federation = Federation(scenario.protocol)
-    params, buffers = federation.initial()
-    tape = run.tape()
-    with run.ledger() as ledger:
-        for r in (1, 2):
-            tape.write_round(r, params, buffers)
-            updates = {c: federation.client_update(params, buffers, c, r) for c in range(2)}
-            digests = {c: tape.write_update(r, c, u) for c, u in updates.items()}
-            ledger.record_intake(r, [Participation(c, "accepted", "", 1, d) for c, d in digests.items()], scenario.plan)
-            ledger.record_round(r, 0.1 * r, 2.0, 1.0, 0.01)
-        ledger.set_meta(state="trained")
-    return run
+    return fill_tape(new_run(scenario, "small", runs), scenario, 2)
 
 
 def scenario_file(folder: Path, **changes: object) -> Path:

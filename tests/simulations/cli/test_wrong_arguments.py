@@ -1,17 +1,14 @@
 """Whatever is wrong on the command line: exit status 2 and a sentence that names it, never a traceback."""
 
-import argparse
 import shutil
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fedgauge.simulations.cli.main import GROUPS, _parser, main
-from tests.simulations.cli.conftest import TABLES, scenario_file, taped_run
+from fedgauge.simulations.cli.main import main
+from tests.simulations.cli.conftest import TABLES, taped_run
 
-COMMANDS = [name for summaries in GROUPS.values() for name in summaries]
 RUN, FILE = ("newer", "damaged", "lost"), ("folder", "newer")
 # a command, and what its PLACE may be besides ALWAYS
 FORMS: dict[str, tuple[str, ...]] = {
@@ -92,38 +89,3 @@ def test_a_place_that_is_not_what_a_command_needs_is_named(
     last = told.strip().splitlines()[-1]
     assert last.startswith(("fedgauge: ", "fedgauge "))
     assert [p for p in tmp_path.iterdir() if p.name != ".cache"] == [], "nothing was begun"
-
-
-def options_of(command: str) -> Iterator[tuple[list[str], argparse.Action]]:
-    """Every option of a command that begins with two dashes, after the words that lead to it."""
-    ways = [([command], _parser(command)._subparsers._group_actions[0].choices[command])]  # type: ignore[union-attr,index]
-    while ways:
-        words, parser = ways.pop()
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                ways += [([*words, name], inner) for name, inner in action.choices.items()]
-            elif any(text.startswith("--") and text != "--help" for text in action.option_strings):
-                yield words, action
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_misspelt_option_or_a_value_of_another_kind_is_named(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    scenario_file(tmp_path)
-    tried = 0
-    for words, action in options_of(command):
-        option = next(text for text in action.option_strings if text.startswith("--"))
-        assert ended([*words, "--x" + option[2:], "1"]) == 2
-        assert "usage: fedgauge" in capsys.readouterr().err
-        wrong = {"choices": "neither", "type": "1.5x"}
-        for kind, value in wrong.items():
-            constraint = getattr(action, kind)
-            if constraint is None or constraint is Path:
-                continue
-            assert ended([*words, option, value]) == 2
-            assert f"argument {'/'.join(action.option_strings)}: " in capsys.readouterr().err
-            tried += 1
-        tried += 1
-    assert tried >= 2, "each command has --runs and --allow"

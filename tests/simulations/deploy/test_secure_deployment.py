@@ -159,6 +159,21 @@ def test_an_owner_who_has_agreed_to_something_else_sends_nothing(
     assert len(reasons) == 1 and ("dropped out" in str(reasons) or reason in str(reasons))
 
 
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("group = 3", "needs clip: the largest entry"),
+        ("group = 3\nclip = 1.0\n[[model.defense]]\nuse = 'nothing'", "nothing is called 'nothing'"),
+    ],
+)
+def test_terms_that_a_deployment_cannot_keep_are_refused_at_the_start(tmp_path: Path, table: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        deployed(tmp_path / "a", SCENARIO + f"[secure_sum]\n{table}\n")
+    norm = SCENARIO.replace('use = "mlp"\nhidden = [16]', 'use = "convnet"\nwidth = 1\nnorm = "batch"')
+    with pytest.raises(SpecError, match="BatchNorm"):
+        deployed(tmp_path / "b", norm + "[secure_sum]\ngroup = 3\nclip = 1.0\n")
+
+
 def test_five_clients_with_threshold_three_are_refused_unless_asked_for_by_name(tmp_path: Path) -> None:
     text = SCENARIO.replace("clients = 3", "clients = 5") + "[secure_sum]\ngroup = 5\nthreshold = 3\nclip = 1.0\n"
     path = tmp_path / "five.toml"

@@ -47,7 +47,7 @@ def known_to_the_server(setup: Setup) -> Knowledge:
     return public_knowledge(setup.auditor.federation)
 
 
-def quiet(words: str) -> None:
+def quiet(text: str, *, passing: bool = False) -> None:
     """Says nothing."""
 
 

@@ -44,7 +44,7 @@ def test_what_was_killed_goes_on_where_it_stopped(
     monkeypatch.setattr(reproducing, "run_attack", watched)
     assert main([*CALL, "-o", str(kept)]) == 0
     printed, said = capsys.readouterr()
-    assert f"{kept} holds {len(before['rows'])} of the figures; the others follow" in said
+    assert f"{kept} holds {len(before['rows'])}" in said
     assert attacked == [("dager", 2), ("dager", 4)][len(finished) - 2 :], "what was done is not done again"
     after = json.loads(kept.read_text())
     assert after["rows"][: len(before["rows"])] == before["rows"]
@@ -83,42 +83,30 @@ def test_a_finished_file_is_read_and_its_time_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "table", "message"),
+    ("changes", "table", "named"),
     [
-        ({"name": "other"}, {}, "holds figures of another table ('other' there, 'small' here)"),
-        ({}, {"seed": 3}, "holds figures of another seed (0 there, 3 here)"),
-        ({}, {"n": 3}, "holds figures of other settings; name another file with --output, or remove this one"),
-        ({"environment": {"python": "2.7"}}, {}, "holds figures that were computed with another python (2.7 there"),
-        ({"rows": [{"cell": "mlp"}]}, {}, "is no file of figures ("),
-        ({"rows": [{"here": "abc"}]}, {}, "is no file of figures (here must be a number, got 'abc')"),
+        ({"name": "other"}, {}, "'other'"),
+        ({}, {"seed": 3}, "seed"),
+        ({}, {"n": 3}, "settings"),
+        ({"environment": {"python": "2.7"}}, {}, "python"),
+        ({"rows": [{"cell": "mlp"}]}, {}, "no file of figures"),
+        ({"rows": [{"here": "abc"}]}, {}, "'abc'"),
     ],
 )
 def test_a_file_of_anything_else_is_refused(
-    tmp_path: Path, changes: dict[str, Any], table: dict[str, Any], message: str
+    tmp_path: Path, changes: dict[str, Any], table: dict[str, Any], named: str
 ) -> None:
     path = tmp_path / "figures.json"
     filled(path, **changes)
     before = path.read_bytes()
-    with pytest.raises(SpecError) as error:
+    with pytest.raises(SpecError, match=named):
         FiguresFile(path, paper_table(**{"n": 2, **table}))
-    assert str(error.value).startswith(f"{path} ") and message in str(error.value)
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("figures", "is no file of figures ("),
-        ("[]", "does not say with which settings"),
-        ('{"rows": []}', "does not say"),
-    ],
-)
-def test_what_is_no_file_of_figures_is_refused_with_status_2(
-    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("text", ["figures", "[]", '{"rows": []}'])
+def test_what_is_no_file_of_figures_is_refused_with_status_2(tmp_path: Path, text: str) -> None:
     path = tmp_path / "figures.json"
     path.write_text(text)
     assert main(["reproduce", "dlg", "--n", "1", "--budget", "1", "-o", str(path)]) == 2
-    assert message in capsys.readouterr().err and path.read_text() == text
-    assert main(["reproduce", "dlg", "-o", str(tmp_path)]) == 2
-    assert "is no file of figures" in capsys.readouterr().err
+    assert path.read_text() == text

@@ -1,8 +1,7 @@
-"""Attacks on a setup: waves, knowledge, floors and time estimates."""
+"""Attacks on a setup: waves, knowledge and floors."""
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +12,8 @@ from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.client.data.corpora import Text
 from fedgauge.simulations.experiments import run_attack as attacking
-from fedgauge.simulations.experiments.paper_tables import (
-    AttackSpec,
-)
 from fedgauge.simulations.experiments.reproduce import compared_figures
-from fedgauge.simulations.experiments.run_attack import estimate_seconds, run_attack
+from fedgauge.simulations.experiments.run_attack import run_attack
 from fedgauge.simulations.experiments.setups import build_setup
 from tests.simulations.experiments.small_tables import ANALYTIC, SGD, known_to_the_server, only, paper_table, sentences
 
@@ -42,67 +38,6 @@ def test_an_unknown_defense_is_not_in_the_attackers_chain() -> None:
     setup = build_setup(cell, 0)
     known, unknown = (run_attack(t, setup, 4).psnr for t in cell.attacks)
     assert not np.allclose(known, unknown, atol=1e-3)
-
-
-def test_an_estimate_grows_with_the_budget() -> None:
-    matching = {"name": "ig", "use": "inverting_gradients", "iterations": 100}
-    cell = only(paper_table(cell={"attack": [matching], "model": {"use": "lenet"}}))
-    setup, (spec,) = build_setup(cell, 0), cell.attacks
-    assert estimate_seconds(replace(spec, budget=replace(spec.budget, iterations=2)), setup, 4) == 0
-    assert estimate_seconds(spec, setup, 4) > 0
-
-
-def test_an_estimate_counts_what_every_wave_costs_and_not_what_is_prepared_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a clock that stands still but for 100 s of preparation, 5 s a wave and 2 s an iteration: 3 waves of 50."""
-    clock, prepared = [0.0], set[str]()
-
-    def spend(spec: AttackSpec, *_: Any) -> None:
-        clock[0] += 5 + 2 * spec.budget.iterations + (0 if spec.name in prepared else 100)
-        prepared.add(spec.name)
-
-    monkeypatch.setattr(attacking, "_audit", spend)
-    monkeypatch.setattr(attacking.time, "perf_counter", lambda: clock[0])
-    matching = {"name": "ig", "use": "inverting_gradients", "iterations": 50}
-    cell = only(paper_table(cell={"attack": [matching], "model": {"use": "lenet"}}, n=3))
-    assert estimate_seconds(cell.attacks[0], build_setup(cell, 0), 1) == 3 * (5 + 2 * 50)
-
-
-def test_an_estimate_of_what_is_trained_counts_its_lessons_and_is_of_whole_waves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each budget's training is kept: 40 s of lessons, then 2 s an iteration, and nothing where it was trained before."""
-    clock, trained = [0.0], set[int]()
-
-    def spend(spec: AttackSpec, setup: Any, part: slice) -> None:
-        assert part == slice(0, 6)
-        if spec.budget.iterations not in trained:
-            clock[0] += 40 + 2 * spec.budget.iterations
-        trained.add(spec.budget.iterations)
-
-    monkeypatch.setattr(attacking, "_audit", spend)
-    monkeypatch.setattr(attacking.time, "perf_counter", lambda: clock[0])
-    rows = {"name": "rows", "use": "learned_rows", "iterations": 50, "metrics": ["rouge1"]}
-    cell = only(sentences(cell={"attack": [rows]}, n=6))
-    assert estimate_seconds(cell.attacks[0], build_setup(cell, 0), 6) == 40 + 2 * 50
-
-
-def test_an_estimate_of_text_looks_at_few_sentences() -> None:
-    lamp = {"name": "dlg", "use": "dlg_text", "iterations": 50, "metrics": ["rouge1"], "lengths": "given"}
-    cell = only(sentences(cell={"attack": [lamp]}, n=6))
-    setup = build_setup(cell, 0)
-    seen: list[int] = []
-    whole = attacking._audit
-
-    def watched(spec: AttackSpec, setup: Any, part: slice) -> Any:
-        seen.append(len(setup.observations[part]))
-        return whole(spec, setup, part)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attacking, "_audit", watched)
-        assert estimate_seconds(cell.attacks[0], setup, 16) > 0
-    assert seen == 3 * [attacking.PILOT_UPDATES]
 
 
 def test_a_failed_attack_has_no_number_in_a_table_as_in_a_run_and_counts_as_blank_in_a_figure() -> None:

@@ -34,6 +34,7 @@ def test_every_attack_of_a_cell_spends_as_much_and_knows_as_much(name: str) -> N
 @pytest.mark.parametrize("name", SUITES)
 def test_the_suite_has_every_kind_of_data_and_who_was_in_a_batch(name: str) -> None:
     cells = load(name).cells
+    assert [cell.name for cell in cells] == [cell.name for cell in load(SUITES[0]).cells]
     kinds = {kind for cell in cells for kind in modalities_of(str(cell.attacks[0].table["use"]))}
     assert kinds == set(MODALITIES.values())
     assert any(cell.model.get("adapter") for cell in cells)
@@ -48,12 +49,6 @@ def test_a_limit_stands_beside_the_attacks_where_it_is_known_of_a_cells_noise(na
         limited = {attack.name for attack in cell.attacks if attack.is_limit}
         known = {"membership_limit"} if of_members else {"bayes_limit"} if cell.name.startswith("images") else set()
         assert limited == (known if noisy else set()), cell.name
-
-
-def test_the_levels_have_the_same_cells() -> None:
-    small, full = (load(name) for name in SUITES)
-    assert [cell.name for cell in small.cells] == [cell.name for cell in full.cells]
-    assert all(a.n <= b.n for a, b in zip(small.cells, full.cells, strict=True))
 
 
 def test_a_submission_runs_on_the_terms_of_the_cell() -> None:
@@ -74,20 +69,20 @@ def test_a_defense_adds_a_cell_beside_each_that_has_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attacks", "defenses", "says"),
+    ("attacks", "defenses", "named"),
     [
         (["dlgg"], [], "dlgg"),
-        (["dlg iterations=9"], [], "iterations is the same for every attack of a cell"),
-        (["dlg name="], [], "name must be a text of at least one letter"),
-        (["idlg"], [], "has an attack called idlg already; add name=another"),
-        ([""], [], "--attack is empty"),
-        (["membership"], [], "membership fits none of the chosen cells"),
-        (["tag"], [], "tag fits none of the chosen cells"),
+        (["dlg iterations=9"], [], "iterations"),
+        (["dlg name="], [], "name"),
+        (["idlg"], [], "idlg"),
+        ([""], [], "empty"),
+        (["membership"], [], "membership"),
+        (["tag"], [], "tag"),
         ([], ["fogg"], "fogg"),
     ],
 )
-def test_a_mistaken_submission_is_one_sentence(attacks: list[str], defenses: list[str], says: str) -> None:
-    with pytest.raises(SpecError, match=says):
+def test_a_mistaken_submission_is_refused(attacks: list[str], defenses: list[str], named: str) -> None:
+    with pytest.raises(SpecError, match=named):
         with_submissions(restrict(load("suite_small"), None, None, "prune"), attacks, defenses)
 
 
@@ -98,29 +93,10 @@ def test_a_test_of_membership_runs_where_members_are_told_and_other_attacks_else
     assert {cell for cell, of_it in names.items() if "other" in of_it} == {c for c in names if c.startswith("images")}
 
 
-def test_a_module_of_ones_own_runs_in_cells_of_one_kind_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEDGAUGE_ALLOW", "fedgauge.attacks.matching.recipes,fedgauge.attacks.membership.attack")
-    own = "fedgauge.attacks.matching.recipes:dlg"
-    with pytest.raises(SpecError, match=r"hold images and rows and sentences: choose cells of one kind"):
-        with_submissions(load("suite_small"), [own], [])
-    assert with_submissions(restrict(load("suite_small"), None, None, "images*"), [own], [])
-    made = with_submissions(load("suite_small"), ["fedgauge.attacks.membership.attack:membership name=mine"], [])
-    assert {cell.name for cell in made.cells if "mine" in {a.name for a in cell.attacks}} == {
-        cell.name for cell in made.cells if cell.attacks[0].tells_members
-    }
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["reproduce", "lamp", "--level", "small"], "--level is the suite's"),
-        (["compare", "a.json", "a.json"], "takes each file once"),
-        (["compare", "a.json"], "there is no file a.json"),
-    ],
-)
-def test_a_mistake_ends_with_2(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    assert says in capsys.readouterr().err
+@pytest.mark.parametrize("words", [["a.json", "a.json"], ["a.json"]])
+def test_a_mistake_ends_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *words]) == 2
+    assert capsys.readouterr().err.startswith("fedgauge: ")
 
 
 # ------------------------------------------------------------------------------------------------------ real figures
@@ -150,9 +126,7 @@ def test_a_submission_stands_beside_what_both_computed(
     assert "mine" in out and "suite_small, version 2, seed 0" in out
 
 
-def test_the_kept_figures_are_of_todays_suite_and_compare_with_whoever_computes_it(
-    kept: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_kept_figures_are_of_todays_suite_and_compare_with_whoever_computes_it(kept: tuple[Path, Path]) -> None:
     ours, table = read_figures(Path("suite_small")), load("suite_small")
     assert (ours["version"], ours["seed"]) == (table.version, table.seed)
     assert ours["computed"] == computed(table)
@@ -160,7 +134,6 @@ def test_the_kept_figures_are_of_todays_suite_and_compare_with_whoever_computes_
         (cell.name, attack.name) for cell in table.cells for attack in cell.attacks
     }
     assert main(["compare", "suite_small", str(kept[0])]) == 2, "idlg of fewer images and iterations"
-    assert "was computed otherwise than in suite_small" in capsys.readouterr().err
 
 
 def test_a_submission_may_be_computed_alone() -> None:
@@ -192,9 +165,7 @@ def test_a_newcomer_finds_the_file_of_the_page_in_the_comparison(
 OWN = """
 from dataclasses import dataclass
 
-import torch
-
-from fedgauge.attacks.base import Attack, Reconstruction
+from fedgauge.attacks.base import Attack
 from fedgauge.client.transforms import UpdateTransform
 
 
@@ -205,49 +176,27 @@ class broken(Attack):
 
 
 @dataclass(frozen=True)
-class misshapen(Attack):
-    def reconstruct(self, wave, known, budget, streams):
-        return [Reconstruction(torch.zeros(1, 3), None, 0.0, 0, 0.0, "converged") for _ in streams]
-
-
-@dataclass(frozen=True)
 class halves(UpdateTransform):
     def apply(self, update, rng):
         return {name: t[: len(t) // 2] for name, t in update.items()}
-
-
-@dataclass(frozen=True)
-class fails(UpdateTransform):
-    def apply(self, update, rng):
-        return {name: t / {}[name] for name, t in update.items()}
 """
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "named"),
     [
-        (
-            ["--cells", "images B=1, prune", "--attack", "own_file:broken"],
-            "attack broken: ZeroDivisionError: division by zero (",
-        ),
-        (
-            ["--cells", "images B=1, prune", "--attack", "own_file:misshapen"],
-            "attack misshapen: ValueError: the attack must return",
-        ),
-        (["--cells", "rows B=1", "--defense", "own_file:halves"], "a defense must return a tensor of the same shape"),
-        (["--cells", "rows B=1", "--defense", "own_file:fails"], "cell rows B=1, fails: KeyError: '1.weight' ("),
+        (["--cells", "images B=1, prune", "--attack", "own_file:broken", "--attacks", "broken"], "ZeroDivisionError"),
+        (["--cells", "rows B=1", "--defense", "own_file:halves", "--attacks", "spear"], "1.weight"),
     ],
 )
 def test_what_a_submitted_file_does_wrong_is_one_sentence(
-    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "own_file.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    chosen = ["--attacks", "broken"] if "--attack" in words else ["--attacks", "spear"]
-    assert main(["reproduce", "suite", "--allow", "own_file", *words, *chosen, "--n", "1", "--budget", "2"]) == 2
+    assert main(["reproduce", "suite", "--allow", "own_file", *words, "--n", "1", "--budget", "2"]) == 2
     told = capsys.readouterr().err
-    assert says in told and "Traceback" not in told
-    assert says.endswith("(") is ("own_file.py, line" in told)
+    assert named in told and "Traceback" not in told
 
 
 def changed(path: Path, folder: Path, change: Any) -> Path:
@@ -258,23 +207,18 @@ def changed(path: Path, folder: Path, change: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    "change",
     [
-        (lambda c: c["computed"].update({next(iter(c["computed"])): "0" * 64}), "was computed otherwise than in"),
-        (lambda c: c.update(name="lamp"), "they do not compare"),
-        (lambda c: c.update(version=1), "is of version 2 of suite_small, and"),
-        (lambda c: c.pop("version"), "of version 1: they do not compare"),
-        (lambda c: c.pop("computed"), "lacks 'computed'"),
-        (lambda c: c.update(rows=[{"cell": 1}]), "is no file of figures"),
-        (lambda c: c.update(computed=7), "is no file of figures (computed"),
+        lambda c: c["computed"].update({next(iter(c["computed"])): "0" * 64}),
+        lambda c: c.update(name="lamp"),
+        lambda c: c.update(version=1),
+        lambda c: c.pop("computed"),
+        lambda c: c.update(rows=[{"cell": 1}]),
+        lambda c: c.update(computed=7),
     ],
 )
-def test_what_does_not_compare_is_refused(
-    kept: tuple[Path, Path], tmp_path: Path, change: Any, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = changed(kept[1], tmp_path, change)
-    assert main(["compare", str(kept[0]), str(path)]) == 2
-    assert says in capsys.readouterr().err
+def test_what_does_not_compare_is_refused(kept: tuple[Path, Path], tmp_path: Path, change: Any) -> None:
+    assert main(["compare", str(kept[0]), str(changed(kept[1], tmp_path, change))]) == 2
 
 
 @pytest.fixture(scope="module")
@@ -296,21 +240,8 @@ def test_members_are_told_by_a_score_and_no_better_than_the_limit(of_members: Pa
     assert 0 <= told.low <= told.here <= told.high <= 1
 
 
-def test_a_limit_on_the_error_is_one_figure_of_the_public_images(tmp_path: Path) -> None:
-    path = tmp_path / "figures.json"
-    assert (
-        main(["reproduce", "suite", "--cells", "images B=1, clip*", "--attacks", "bayes_limit", "-o", str(path)]) == 0
-    )
-    ((_, rows),) = compared({"ours": read_figures(path)}).items()
-    limit = rows["ours"]
-    assert limit.metric == "mse" and limit.n == 200 and limit.low is None and limit.budget == "public examples"
-    assert limit.here is not None and limit.here > 0
-
-
 def test_members_that_the_strangers_are_among_are_refused() -> None:
     (cell,) = restrict(load("suite_small"), 1, None, "members, rows B=16").cells
     cell = replace(cell, images=replace(cell.images, part="test"))
-    with pytest.raises(
-        SpecError, match='strangers are of the test part, so members must not be: set data part = "train"'
-    ):
+    with pytest.raises(SpecError, match="strangers"):
         check_attacks(cell, build_setup(cell, 0))

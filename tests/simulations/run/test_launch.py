@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fedgauge.server.children import paths_from_here
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run import launch, processes
@@ -35,22 +34,6 @@ def run(tmp_path: Path) -> Run:
     return Run.create(tmp_path / "run", Scenario.from_tables(SMALLEST))
 
 
-def test_a_process_of_a_run_loads_no_folder_of_the_user_as_fedgauge(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as a checkout in the folder where the command is given."""
-    (tmp_path / "fedgauge" / "simulations").mkdir(parents=True)
-    (tmp_path / "fedgauge" / "simulations" / "__init__.py").write_text("raise RuntimeError('the folder of the user')\n")
-    monkeypatch.chdir(tmp_path)
-    beside = launch.OwnProcess(run, "beside.log", "fedgauge.simulations.cli.main", "runs")
-    try:
-        beside._child.wait(timeout=300)
-        assert "the folder of the user" not in run.log("beside.log").read_text()
-        assert beside.status() == 0
-    finally:
-        beside.close()
-
-
 def test_a_process_of_a_run_has_a_folder_of_its_own_and_the_users_python_path(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,19 +52,6 @@ def test_a_process_of_a_run_has_a_folder_of_its_own_and_the_users_python_path(
         beside.close()
     assert here == str(beside.scratch.resolve())
     assert str(tmp_path / "src") in looked_in and str(tmp_path) not in looked_in
-
-
-def test_folders_that_variables_name_are_the_same_for_a_process_in_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FEDGAUGE_DATA", "data")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    monkeypatch.setenv("PYTHONPATH", ":src:/lib")
-    monkeypatch.delenv("HF_HOME", raising=False)
-    found = paths_from_here()
-    assert found["FEDGAUGE_DATA"] == str(tmp_path / "data") and found["XDG_CACHE_HOME"] == "/cache"
-    assert found["PYTHONPATH"] == f"{tmp_path}/src:/lib" and "HF_HOME" not in found
 
 
 @linux
@@ -120,8 +90,8 @@ def test_a_training_listens_on_the_loopback_address_alone_and_starts_nothing_tha
     run = Run.create(tmp_path / "run", Scenario.from_tables(SMALLEST | {"rounds": 200}))
     monkeypatch.chdir(hostile(tmp_path / "theirs"))
     with closing(TrainingProcess(run)) as training:
-        _until(lambda: training.finished() or _rounds(run) >= 1)
-        assert not training.finished(), run.log("flower.log").read_text()[-3000:]
+        _until(lambda: training.status() is not None or _rounds(run) >= 1)
+        assert training.status() is None, run.log("flower.log").read_text()[-3000:]
         pids = processes.marked(training.mark)
         commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
         token = (training.scratch / "ray-token").read_bytes()

@@ -55,7 +55,7 @@ def test_what_is_left_still_has_a_report_and_says_why_it_cannot_be_attacked(
     assert "files deleted" in capsys.readouterr().out
     assert main(["report", str(run.folder)]) == 0
     assert main(["audit", str(run.folder)]) == 2
-    assert "no updates on its tape: fedgauge prune has deleted them" in capsys.readouterr().err
+    assert "fedgauge prune" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("purpose", ["training", "server", "audit"])

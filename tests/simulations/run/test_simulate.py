@@ -152,8 +152,8 @@ class Ended:
     def close(self) -> None:
         pass
 
-    def finished(self) -> bool:
-        return True
+    def status(self) -> int:
+        return 1
 
     def verify(self) -> None:
         if self.interrupting:

@@ -8,7 +8,6 @@ import pytest
 from fedgauge.attacks.effort import attacks_by_effort
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.membership import MEMBER
-from fedgauge.client.components import SpecError
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.pool.tester_grading import _grade
@@ -50,16 +49,6 @@ def test_effort_chooses_what_reads_rows() -> None:
     assert chosen("data.batch_size=1")[0] == "analytic"
     embedded = [use for use in chosen("model.use=embedding_mlp", "model.hidden=[16]") if use != "tableak"]
     assert embedded == ["membership", "membership_over_rounds"]
-
-
-def test_init_writes_it(tmp_path: Path) -> None:
-    assert main(["init", "--data", "tables", str(tmp_path / "mine.toml")]) == 0
-    assert Scenario.load(tmp_path / "mine.toml").protocol.data["use"] == "census"
-
-
-def test_attacks_on_images_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"inverting_gradients reconstructs images, and \[data\] holds rows"):
-        Scenario.load(QUICKSTART, ['attack=[{use="inverting_gradients"}]'])
 
 
 def as_graded(ledger: Ledger) -> set[tuple[object, ...]]:
@@ -111,29 +100,3 @@ def test_page_and_report_show_rows_side_by_side_and_both_kinds_of_leak(
         "rows with every cell right (%)" in report
         and "identified" not in report.partition("Round by round")[2].partition("<h2>")[0]
     )
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "chain",
-    [
-        '{use="gaussian",sigma=0.01}',
-        '{use="clip",max_norm=1.0,each=true}',
-        '{use="dp_sgd",max_norm=1.0,noise_multiplier=0.5}',
-    ],
-)
-def test_defenses_act_on_rows(chain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_this_process(run: Run, *_: object) -> None:
-        in_memory.train(run)
-        serve(run, LocalExecutor())
-
-    monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
-    tables = f'chain=[{chain},{{use="local_sgd",rate=0.1}}]'
-    attack = 'attack=[{use="tableak",iterations=20,restarts=2},{use="membership"}]'
-    settings = [part for setting in (*SMALL, tables, attack) for part in ("--set", setting)]
-    assert main(["run", str(QUICKSTART), "--runs", str(tmp_path), *settings]) == 0
-    (ledger,) = tmp_path.glob("*/ledger.sqlite")
-    with Run(ledger.parent).ledger() as found:
-        assert found.meta()["replay"] == "ok"
-        assert {row["status"] for row in found.scores("cells")} == {"converged"}
