@@ -227,7 +227,8 @@ def cluster_devices(wanted: str | Sequence[str]) -> list[torch.device]:
     if names == ["auto"]:
         return []
     if not names or set(names) - {"cpu", "cuda"} or len(set(names)) < len(names):
-        raise SpecError(f'[audit] devices: of a Ray cluster "auto", "cpu", "cuda" or ["cuda", "cpu"], got {wanted!r}')
+        allowed = '"auto", "cpu", "cuda" or ["cuda", "cpu"]'
+        raise SpecError(f"[audit] devices: a Ray cluster chooses the GPU of each worker: {allowed}, got {wanted!r}")
     return [torch.device(name) for name in names]
 
 

@@ -199,6 +199,8 @@ class Scenario:
             raise
         except (FileNotFoundError, NotADirectoryError) as error:
             raise SpecError(f"{path}: there is no such file; fedgauge init writes one to start from") from error
+        except IsADirectoryError as error:
+            raise SpecError(f"{path} is a folder: name a scenario, a TOML file") from error
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SpecError(f"{path}: not a readable TOML file: {error}") from error
         except SpecError as error:
