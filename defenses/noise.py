@@ -7,8 +7,7 @@ a step at most, which `fedgauge.defenses.accounting` adds to what an example can
 """
 
 import math
-from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Generator, Tensor
@@ -28,9 +27,9 @@ class _Noise(UpdateTransform):
         return identity()
 
     @property
-    @abstractmethod
     def alone(self) -> UpdateDistribution:
-        """The noise by itself."""
+        """The noise by itself, whose sigma or scale is its field."""
+        return UpdateDistribution(**asdict(self))
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """None on top of signs or unknown dropped entries, which give a mixture; the sum of two noises is nearly normal."""
@@ -66,10 +65,6 @@ class gaussian(_Noise):
         check_at_least(self, 0, "sigma")
 
     @property
-    def alone(self) -> UpdateDistribution:
-        return UpdateDistribution(sigma=self.sigma)
-
-    @property
     def deployed(self) -> Link:
         return discrete(self)
 
@@ -88,10 +83,6 @@ class laplace(_Noise):
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "scale")
-
-    @property
-    def alone(self) -> UpdateDistribution:
-        return UpdateDistribution(scale=self.scale)
 
     @property
     def deployed(self) -> Link:

@@ -4,7 +4,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from fedgauge.client.components import (
     build,
     check_above_zero,
     check_at_least,
+    coerce,
     settings_of,
     with_absolute_paths,
 )
@@ -101,33 +102,6 @@ class GuardPolicy:
 
 
 @dataclass(frozen=True)
-class OwnerFile:
-    """An owner's file as it is written."""
-
-    client: int
-    data: Table
-    chain: tuple[Table, ...]
-    state: str = "state"
-    allow: Sequence[str] = ()
-    loss: Table = field(default_factory=lambda: CROSS_ENTROPY)
-    canary: bool = False
-    updates: int | None = None
-    max_parameters: int = MOST_PARAMETERS
-    secure_sum: Table | None = None
-    grading: Table = field(default_factory=dict)
-    guard: Table | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "updates", "max_parameters")
-        if not 0 <= self.client < MOST_CLIENTS:
-            raise ValueError(f"client must lie in 0..{MOST_CLIENTS - 1}, got {self.client}")
-        if self.canary and self.secure_sum is not None:
-            raise ValueError(
-                "canary = true sends an update that is read by itself, and [secure_sum] hides it: remove one"
-            )
-
-
-@dataclass(frozen=True)
 class Draw:
     """How a round's examples are drawn.
 
@@ -168,18 +142,27 @@ class OwnerConfig:
     path: Path
     client: int
     state: Path
-    allow: frozenset[str]
     data: Table
     split: Table
     draw: Draw
-    loss: Table
     chain: tuple[Table, ...]
-    canary: bool
-    updates: int | None
-    max_parameters: int
-    secure_sum: Table | None
     grading: GradingPolicy
     guard: GuardPolicy | None
+    allow: Sequence[str] = ()
+    loss: Table = field(default_factory=lambda: CROSS_ENTROPY)
+    canary: bool = False
+    updates: int | None = None
+    max_parameters: int = MOST_PARAMETERS
+    secure_sum: Table | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "updates", "max_parameters")
+        if not 0 <= self.client < MOST_CLIENTS:
+            raise ValueError(f"client must lie in 0..{MOST_CLIENTS - 1}, got {self.client}")
+        if self.canary and self.secure_sum is not None:
+            raise ValueError(
+                "canary = true sends an update that is read by itself, and [secure_sum] hides it: remove one"
+            )
 
     @classmethod
     def load(cls, path: Path) -> "OwnerConfig":
@@ -195,38 +178,34 @@ class OwnerConfig:
     def parse(cls, text: str, path: Path) -> "OwnerConfig":
         """From the text of the file at path."""
         try:
-            return cls._checked(settings_of(OwnerFile, toml_text.parse(text.encode()), "the owner's file"), path)
+            return cls._of(toml_text.parse(text.encode()), path)
         except tomllib.TOMLDecodeError as error:
             raise SpecError(f"{path}: not a readable TOML file: {error}") from error
         except SpecError as error:
             raise SpecError(f"{path}: {error}") from error
 
     @classmethod
-    def _checked(cls, file: OwnerFile, path: Path) -> "OwnerConfig":
-        drawn = {key: value for key, value in file.data.items() if key in _DRAW}
-        draw = settings_of(Draw, drawn, "[data]")
-        split = {key: value for key, value in file.data.items() if key in _SPLIT}
+    def _of(cls, tables: Table, path: Path) -> "OwnerConfig":
+        keys = [each.name for each in fields(cls) if each.name not in ("path", "split", "draw")]
+        if unknown := sorted(tables.keys() - set(keys)):
+            raise SpecError(f"unknown key {unknown[0]!r} (an owner's file has: {', '.join(keys)})")
+        data, guard = coerce(tables.get("data", {}), dict, "[data]"), tables.get("guard")
+        split = {key: data[key] for key in _SPLIT if key in data}
+        draw = settings_of(Draw, {key: data[key] for key in _DRAW if key in data}, "[data]")
         if draw.whole and split:
             raise SpecError(
                 f"[data]: {', '.join(split)} divides shared data; whole = true means that all are this client's"
             )
-        return cls(
-            path=path,
-            client=file.client,
-            state=path.absolute().parent / file.state,
-            allow=frozenset(file.allow),
-            data={key: value for key, value in file.data.items() if key not in (*_DRAW, *_SPLIT)},
-            split=split,
-            draw=draw,
-            loss=file.loss,
-            chain=file.chain,
-            canary=file.canary,
-            updates=file.updates,
-            max_parameters=file.max_parameters,
-            secure_sum=file.secure_sum,
-            grading=settings_of(GradingPolicy, file.grading, "[grading]"),
-            guard=None if file.guard is None else settings_of(GuardPolicy, file.guard, "[guard]"),
-        )
+        checked = {
+            "path": path,
+            "state": path.absolute().parent / coerce(tables.get("state", "state"), str, "state"),
+            "data": {key: value for key, value in data.items() if key not in (*_DRAW, *_SPLIT)},
+            "split": split,
+            "draw": draw,
+            "grading": settings_of(GradingPolicy, tables.get("grading", {}), "[grading]"),
+            "guard": None if guard is None else settings_of(GuardPolicy, guard, "[guard]"),
+        }
+        return settings_of(cls, {**tables, **checked}, "the owner's file")
 
     @property
     def terms(self) -> dict[str, Any]:

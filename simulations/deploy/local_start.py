@@ -87,34 +87,37 @@ def _start_all(local: LocalDeployment, run: Run, interrupt: Interrupt) -> None:
 
 def _follow(local: LocalDeployment, view: View, interrupt: Interrupt) -> int:
     """Supervise the services until the run has ended; returns its exit status."""
-    signalled, absences_of = False, AbsenceReporter(view)
-    while (status := local.status("start")) is None:
+    reporter, ledger = AbsenceReporter(view), view.run_progress.ledger
+    status = _await_end(local, "start", view, interrupt, reporter)
+    view.run_progress.coming = False
+    if "attack" in local.children:  # it ends when the queue is empty, or after an interrupt with the attacks in flight
+        _await_end(local, "attack", view, interrupt, reporter)
+    if interrupt.asked:
+        return INTERRUPTED
+    if status:
+        raise TrainingFailed(_why(local, ledger, status))
+    if (left := ledger.progress().waiting) and ledger.meta().get("replay") != "mismatch":
+        command = f"fedgauge audit {local.deployment.folder / 'runs' / local.addresses.run}"
+        raise TrainingFailed(local.blame("attack", f"{left} attacks were not done; continue with: {command}"))
+    return 0
+
+
+def _await_end(local: LocalDeployment, name: str, view: View, interrupt: Interrupt, reporter: "AbsenceReporter") -> int:
+    """Supervise the services until this one has ended; an interrupt signals it."""
+    signalled = False
+    while (status := local.status(name)) is None:
         if view.note and view.run_progress.rounds:
             view.note = ""
         view.update()
-        absences_of.report()
+        reporter.report()
         if not interrupt.asked:
             local.poll()
         elif not signalled:
             signalled = True
-            local.children["start"].send_signal(signal.SIGTERM)
+            local.children[name].send_signal(signal.SIGTERM)
         time.sleep(POLL)
-    absences_of.report()
-    view.run_progress.coming = False
-    _park(local, view, interrupt)
-    if interrupt.asked:
-        return INTERRUPTED
-    if status:
-        raise TrainingFailed(_why(local, view.run_progress.ledger, status))
-    _check_attacked(local, view.run_progress.ledger)
-    return 0
-
-
-def _check_attacked(local: LocalDeployment, ledger: Ledger) -> None:
-    """Raise TrainingFailed if attacks are left that only a dead service can have prevented."""
-    if (left := ledger.progress().waiting) and ledger.meta().get("replay") != "mismatch":
-        command = f"fedgauge audit {local.deployment.folder / 'runs' / local.addresses.run}"
-        raise TrainingFailed(local.blame("attack", f"{left} attacks were not done; continue with: {command}"))
+    reporter.report()
+    return status
 
 
 class AbsenceReporter:
@@ -143,19 +146,6 @@ def _why(local: LocalDeployment, ledger: Ledger, status: int) -> str:
     if local.deaths.get("superlink") or local.status("superlink") is not None:
         return launch.with_ends("the SuperLink died, and the training with it", local.deployment.log("superlink"))
     return local.blame("start", f"exit status {status}")
-
-
-def _park(local: LocalDeployment, view: View, interrupt: Interrupt) -> None:
-    """Wait for the attack service; it ends when the queue is empty, or after an interrupt with the attacks in flight."""
-    signalled = False
-    while "attack" in local.children and local.status("attack") is None:
-        if not interrupt.asked:
-            local.poll()
-        elif not signalled:
-            signalled = True
-            local.children["attack"].send_signal(signal.SIGTERM)
-        view.update()
-        time.sleep(POLL)
 
 
 def status(deployment: Deployment) -> tuple[dict[str, bool], list[str]]:

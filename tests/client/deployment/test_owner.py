@@ -14,7 +14,7 @@ from tests.client.deployment.conftest import DATA, SGD, Write, terms
 def test_a_short_file_means_the_careful_choice(write: Write, tmp_path: Path) -> None:
     owner = OwnerConfig.load(write())
     assert (owner.draw, owner.grading, owner.guard) == (Draw(4, False, "secret"), GradingPolicy("off"), None)
-    assert (owner.allow, owner.updates, owner.canary) == (frozenset(), None, False)
+    assert (owner.allow, owner.updates, owner.canary) == ((), None, False)
     assert owner.state == tmp_path / "state", "paths are relative to the file"
 
 
