@@ -25,6 +25,7 @@ from flwr.common.constant import SType
 from flwr.common.logger import log
 from torch import Tensor
 
+from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.arrays import npy_array
 from fedgauge.server.store.ledger_types import DEPLOYMENT, EMPTY, Participation
 from fedgauge.server.store.run import BASE, Run
@@ -116,12 +117,12 @@ class AppRecorder:
 
     Args:
         run: a new one.
-        rounds: that the audit file plans.
+        tables: the audit file as parsed; nothing in it is built.
         base: the folder from which the audit file's relative paths start.
         allow: packages that the scenario names, for the command that is logged at the end.
     """
 
-    def __init__(self, run: Run, rounds: object, base: Path, allow: Sequence[str]) -> None:
+    def __init__(self, run: Run, tables: Mapping[str, Any], base: Path, allow: Sequence[str]) -> None:
         self._run, self._allow = run, allow
         self._ledger, self._tape = run.ledger(), run.tape()
         self._lock = ExitStack()
@@ -146,6 +147,8 @@ class AppRecorder:
         self._began, self._cost = time.perf_counter(), 0.0  # of this round; seconds that recording took
         self._taped = 0
         self._warned: set[str] = set()
+        self._plan, self._keep_all = _targets(tables)
+        rounds = tables.get("rounds")
         planned = rounds if type(rounds) is int and 0 < rounds <= MOST_ROUNDS else 0
         self._ledger.set_meta(mode=DEPLOYMENT, state="training", rounds=str(planned), **{BASE: str(base)})
 
@@ -269,6 +272,9 @@ class AppRecorder:
 
     def _record(self, sent: _Sent, reply: _Reply) -> None:
         client, why, digest = self._clients[sent.node], "", None
+        if not self._keep_all and self._taped and client not in self._plan.targets(sent.round, [client]):
+            self._enter(sent.round, Participation(client, "accepted", examples=reply.examples))
+            return
         try:
             if not reply.arrays:
                 raise ValueError("its reply carries no arrays")
@@ -491,6 +497,19 @@ def _round_of(message: Message) -> int | None:
 
 def _size(arrays: Arrays) -> int:
     return sum(len(array.data) for array in arrays.values())
+
+
+def _targets(tables: Mapping[str, Any]) -> tuple[AttackPlan, bool]:
+    """Which updates the audit file asks for, and whether all are kept; all of them where it is not understood."""
+    audit, tape = ({**t} if isinstance(t := tables.get(key), dict) else {} for key in ("audit", "tape"))
+
+    def numbers(key: str) -> tuple[int, ...] | None:
+        value = audit.get(key)
+        return tuple(value) if isinstance(value, list) and all(type(n) is int for n in value) else None
+
+    every = audit.get("every", 1)
+    plan = AttackPlan((), numbers("rounds"), every if type(every) is int and every > 0 else 1, numbers("clients"))
+    return plan, tape.get("keep") not in ("attacked", "none")
 
 
 def _pair(sent: Mapping[str, Arrays], came: Mapping[str, Arrays]) -> tuple[str, str]:

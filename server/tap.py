@@ -233,14 +233,14 @@ def _open(audit: str | Path, run: str | Path, allow: Sequence[str], caller: Path
     try:
         base = _base(Path(audit), caller)
         path = base / audit
-        trouble, rounds = "", None
+        trouble, tables = "", dict[str, Any]()
         try:
             text = path.read_text()
-            rounds = toml_text.parse(text.encode()).get("rounds")
+            tables = toml_text.parse(text.encode())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             text, trouble = PLACEHOLDER, f"{path} cannot be read ({error}); updates are recorded all the same"
         opened = _new_run(base / run, text)
-        recorder = AppRecorder(opened, rounds, path.parent, allow)
+        recorder = AppRecorder(opened, tables, path.parent, allow)
         if trouble:
             recorder.warn("scenario", trouble)
         say(INFO, "fedgauge records this app in %s, with the scenario %s", opened.folder, path)

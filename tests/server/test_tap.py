@@ -744,6 +744,17 @@ def test_weights_and_differences_are_told_apart_and_give_the_same_observation(
         torch.testing.assert_close(t, expected, atol=1e-6, rtol=0)
 
 
+def test_only_what_the_audit_file_asks_for_is_kept(audit: Path) -> None:
+    audit.write_text(
+        AUDIT.replace('executor = "local"', 'executor = "local", rounds = [2], clients = [1]')
+        + 'tape = { keep = "attacked" }'
+    )
+    start(FedAvg(fraction_evaluate=0.0), tap(Nodes(), audit, audit.parent / "run"))
+    _, seen, _ = opened(audit.parent / "run")
+    assert {(o["round"], o["client"]) for o in seen if o["digest"]} == {(1, 0), (2, 1)}, "and one of the first round"
+    assert len(seen) == 3 * NODES
+
+
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
