@@ -3,7 +3,6 @@
 It reconstructs argmin_x likelihood(seen, forward(x)) + sum of weight * prior(x), for K observations x R restarts together.
 """
 
-import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from torch import Tensor
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
-from fedgauge.attacks.engine.compatibility import check_parameters
+from fedgauge.attacks.engine.compatibility import check_parameters, doubled
 from fedgauge.attacks.engine.distances import likelihood, rounding_likelihood
 from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, Variables
 from fedgauge.attacks.engine.trace import Tracer, check_snapshots
@@ -196,13 +195,4 @@ def _doubled(wave: Wave, known: Knowledge) -> tuple[Wave, Knowledge]:
     def double(tensors: Update) -> Update:
         return {k: t.double() for k, t in tensors.items()}
 
-    wave = replace(wave, params=double(wave.params), update=double(wave.update))
-    loss = copy.deepcopy(known.loss).double() if isinstance(known.loss, torch.nn.Module) else known.loss
-    try:
-        model = copy.deepcopy(known.model)
-    except Exception as error:  # whatever the model holds may refuse in its own words
-        raise ValueError(
-            f"the model cannot be copied ({type(error).__name__}: {error}), and float64 needs a copy: set double = false, "
-            "or keep what cannot be copied out of the module"
-        ) from error
-    return wave, replace(known, model=model.double(), loss=loss)
+    return replace(wave, params=double(wave.params), update=double(wave.update)), doubled(known)

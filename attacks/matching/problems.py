@@ -11,13 +11,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Knowledge, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.compatibility import Route, differentiation_of
-from fedgauge.attacks.engine.distances import (
-    InnerProductDistance,
-    left_out,
-    likelihood,
-    visible,
-    visible_columns,
-)
+from fedgauge.attacks.engine.distances import left_out, likelihood, visible, visible_columns
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradients, flattened
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent
 from fedgauge.attacks.engine.gradients.recording import Unsupported
@@ -280,8 +274,8 @@ class Problems:
                 if not self.checked and not examples_are_independent(self.known.model, self.params, x):
                     raise Unsupported("the model mixes the examples of a batch")
                 self.checked = True
-                factors = isinstance(self.likelihood, InnerProductDistance)
-                return self._compare(seen, self.step(self.known.model, self.params, x, y, factors))
+                expected = self.step(self.known.model, self.params, x, y, self.likelihood.by_products)
+                return self._compare(seen, expected)
             except Unsupported:
                 self._go("vmap")
         return self._generally(x, y, seen.formed(), own)
@@ -309,12 +303,11 @@ class Problems:
             expected = {k: seen.columns_of(k, t) if k in pruned else t for k, t in expected.items()}
         formed = {k: t for k, t in expected.items() if not isinstance(t, FactoredGradient)}
         if len(formed) < len(expected):
-            assert isinstance(self.likelihood, InnerProductDistance)
             if not self.likelihood.joint:
                 return self.likelihood.of({k: seen.products(k, t) for k, t in expected.items()})
             apart = {k: seen.products(k, t) for k, t in expected.items() if k not in formed}
             return self.likelihood.of({**apart, "": seen.together(formed)} if formed else apart)
-        if not (isinstance(self.likelihood, InnerProductDistance) and self.likelihood.joint):
+        if not self.likelihood.joint:
             return over_problems(self.likelihood, {k: seen.tensor(k) for k in formed}, formed)
         *matrices, square = seen.form("flat", *formed)
         return self.likelihood.between(matrices, flattened(formed), square)
