@@ -295,5 +295,5 @@ def test_where_canaries_make_no_sense_a_sentence_says_so() -> None:
         scenario(
             clients=6, chain=CHAINS["clipped updates"], canaries={"clients": 4}, secure_sum={"group": 2, "drawn": True}
         )
-    with pytest.raises(SpecError, match="'canaries' is reserved"):
+    with pytest.raises(SpecError, match="no limit's: 'canaries'"):
         scenario(attack=[{"use": "idlg", "name": "canaries"}])

@@ -171,7 +171,7 @@ def test_a_mu_that_is_no_number_is_refused(kit: Any, mu: Any) -> None:
         ),
         (
             {"attack": [{"use": "dlg", "name": "mean_image"}]},
-            "[[attack]] #1: name 'mean_image' belongs to a baseline",
+            "[[attack]] #1: 'mean_image' is a baseline",
         ),
         ({"audit": [1]}, "[audit] must be a table, got [1]"),
         ({"audit": {"rounds": [0]}}, "[audit]: rounds must lie in 1..3, got 0"),
