@@ -6,12 +6,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Update, norm
@@ -281,8 +279,8 @@ def likelihood(noise: UpdateDistribution | None, batch_size: int) -> Distance:
 
 def between(seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> InnerProducts:
     """The inner products (P,) of P updates, each in parts (P, entries) of the same sizes; square: |seen|^2."""
-    parts = [_InnerProducts.apply(s, e) for s, e in zip(seen, expected, strict=True)]  # type: ignore[no-untyped-call]
-    inner, own = (part[0] if len(part) == 1 else torch.stack(part).sum(0) for part in zip(*parts, strict=True))
+    inner = torch.stack([(s * e).sum(1) for s, e in zip(seen, expected, strict=True)]).sum(0)
+    own = torch.stack([e.square().sum(1) for e in expected]).sum(0)
     return InnerProducts(inner, square, own)
 
 
@@ -290,24 +288,6 @@ def _squared_rows(seen: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
     """Squared distances (P,)."""
     parts = [(s - e).square().sum(1) for s, e in zip(seen, expected, strict=True)]
     return torch.stack(parts).sum(0)
-
-
-class _InnerProducts(Function):
-    """<seen, expected> and |expected|^2 of each row; on the CPU without storing the elementwise products."""
-
-    @staticmethod
-    def forward(ctx: Any, seen: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(seen, expected)
-        if expected.device.type != "cpu":  # there a call costs more than its products, so that rows share one
-            return (seen * expected).sum(1), expected.square().sum(1)
-        pairs = list(zip(seen, expected, strict=True))
-        return torch.stack([torch.dot(s, e) for s, e in pairs]), torch.stack([torch.dot(e, e) for _, e in pairs])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, by_inner: Tensor, by_square: Tensor) -> tuple[None, Tensor]:
-        seen, expected = ctx.saved_tensors
-        return None, torch.mul(seen, by_inner[:, None]).addcmul_(expected, 2 * by_square[:, None])
 
 
 def _total(products: Mapping[str, InnerProducts]) -> InnerProducts:

@@ -24,7 +24,6 @@ from fedgauge.attacks.matching.priors import gaussian_by_class, other_priors
 from fedgauge.attacks.matching.problems import Problems, SearchFails
 from fedgauge.attacks.matching.search import AdamSearch, Search, SearchContext
 from fedgauge.client.models.losses import takes_probabilities
-from fedgauge.client.update import Update
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,9 @@ class GradientMatching(Attack):
         elif not takes_probabilities(known.loss, known.classes):
             raise ValueError("the loss takes whole labels only, so they cannot be optimised with the images")
         if self.search.double:
-            wave, known = _doubled(wave, known)
+            known = doubled(known)
+            params, update = ({k: t.double() for k, t in part.items()} for part in (wave.params, wave.update))
+            wave = replace(wave, params=params, update=update)
         return Problems(self.objective, wave, known, y, restarts, like.dtype, self.search.coupling)
 
     def _labels(self, wave: Wave, known: Knowledge, restarts: int, streams: Sequence[Stream]) -> Tensor:
@@ -175,7 +176,7 @@ class EveryRestart:
             return "diverged", "the objective or the result is not finite", done
         if self.outcome.interrupted[own].any():
             return "out_of_budget", f"{done} of {budget.iterations} iterations in {budget.seconds} s", done
-        return "converged", self.problems.way.note, done
+        return "converged", "", done
 
 
 def _answers(found: EveryRestart, budget: Budget) -> list[Reconstruction]:
@@ -189,10 +190,3 @@ def _answers(found: EveryRestart, budget: Budget) -> list[Reconstruction]:
         trace = found.tracer.of(row)
         answers.append(Reconstruction(x, found.labels[row], objective, done, share, status, reason, trace))
     return answers
-
-
-def _doubled(wave: Wave, known: Knowledge) -> tuple[Wave, Knowledge]:
-    def double(tensors: Update) -> Update:
-        return {k: t.double() for k, t in tensors.items()}
-
-    return replace(wave, params=double(wave.params), update=double(wave.update)), doubled(known)

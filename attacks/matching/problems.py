@@ -16,12 +16,12 @@ from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradien
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent
 from fedgauge.attacks.engine.gradients.recording import Unsupported
 from fedgauge.attacks.engine.scheduler import Variables
+from fedgauge.attacks.engine.whole_batch import whole_batch_update
 from fedgauge.attacks.matching import local_steps
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.observed_updates import ObservedUpdates
 from fedgauge.attacks.matching.over_problems import KnownGradient, each_in_turn, each_with_slopes, over_problems
 from fedgauge.attacks.matching.priors import LabelledEnergy, LatentPrior
-from fedgauge.attacks.matching.whole_batch import whole_batch_update
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.update import Update
 
@@ -72,7 +72,7 @@ class Problems:
         self.explained = {f"latents {i}": both for i, both in enumerate(explained)}  # by the variable's name
         self.own = self.training.variables(known)
         generally = self.training.draws or self.own or not is_mean(known.loss, known.classes)
-        step = None if generally else whole_batch_update(known.chain, known.loss)
+        step = None if generally else whole_batch_update(known.chain.mean, known.loss)
         self.way = differentiation_of(known, wave.params, step is not None)
         self.step = step if self.way.route == "one pass" else None
         # for one problem alone, torch.func's derivatives cost two to three times as much as autograd's

@@ -308,8 +308,8 @@ def test_a_machine_without_a_gpu_computes_on_its_cpu(monkeypatch: pytest.MonkeyP
     ("devices", "words"),
     [
         ("cuda:3", "there is no device cuda:3: this machine has cuda:0 to cuda:2"),
-        (("cuda:0", "cuda:0"), "devices names one twice: cuda:0, cuda:0"),
-        ((), "devices is empty"),
+        (("cuda:0", "cuda:0"), "devices names none, or one twice"),
+        ((), "devices names none, or one twice"),
         ("gpu", "there is no device 'gpu'"),
     ],
 )
