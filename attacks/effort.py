@@ -48,24 +48,15 @@ class _Setting:
 
     federation: Federation
 
-    @cached_property
+    @property
     def examples(self) -> int:
         """Behind what the server sees of one client, or of one group under a secure sum."""
-        return self.federation.shards.batch_size * self.members
-
-    @cached_property
-    def members(self) -> int:
-        return len(self.federation.protocol.groups(1)[0])
+        return self.federation.shards.batch_size * len(self.federation.protocol.groups(1)[0])
 
     @cached_property
     def noisy(self) -> bool:
         """Whether the chain draws noise of a known density."""
         return noise_is_known(self.federation)
-
-    @cached_property
-    def stochastic(self) -> bool:
-        """Whether the network draws noise."""
-        return any(isinstance(module, StochasticLayer) for module in self.federation.model.modules())
 
     @cached_property
     def dense(self) -> InputLayer | None:
@@ -76,32 +67,25 @@ class _Setting:
             return None
 
     @property
-    def reads_pixels(self) -> bool:
-        """Whether the network begins with a fully connected layer over the whole example."""
-        return self.dense is not None
-
-    @property
     def reads_batches(self) -> bool:
         """Whether several examples meet such a layer, with a bias and a ReLU behind it."""
         return self.examples > 1 and self.dense is not None and self.dense.relu and bool(self.dense.call.bias)
 
-    @cached_property
+    @property
+    def pixels(self) -> int:
+        return prod(self.federation.shards.dataset.shape)
+
     def embeds_patches(self) -> bool:
         """Whether the network begins with a vision transformer's patches."""
         return embeds_patches(self.federation.model, self.federation.shards.dataset.shape)
 
-    @cached_property
     def repeats(self) -> bool:
         """Whether some client trains on the same examples in every round."""
         return min(map(len, self.federation.shards.indices)) <= self.federation.shards.batch_size
 
-    @cached_property
-    def pixels(self) -> int:
-        return prod(self.federation.shards.dataset.shape)
-
-    @cached_property
-    def parameters(self) -> int:
-        return sum(p.numel() for p in self.federation.model.parameters())
+    def small(self) -> bool:
+        """Whether a regression on the network's whole updates stays cheap."""
+        return sum(p.numel() for p in self.federation.model.parameters()) <= RIDGE_PARAMETERS
 
     def has(self, *kinds: type[nn.Module]) -> bool:
         """Whether the network has a layer of one of these kinds."""
@@ -120,8 +104,8 @@ class _Choice:
 
 def _choices() -> Iterator[_Choice]:
     """In the order of a report: exact attacks, searches, learned ones, membership."""
-    yield _Choice({"use": "analytic"}, "quick", lambda s: s.reads_pixels and s.examples == 1, searches=False)
-    yield _Choice({"use": "patch_embedding"}, "quick", lambda s: s.embeds_patches and s.examples == 1, searches=False)
+    yield _Choice({"use": "analytic"}, "quick", lambda s: s.examples == 1 and s.dense is not None, searches=False)
+    yield _Choice({"use": "patch_embedding"}, "quick", lambda s: s.examples == 1 and s.embeds_patches(), searches=False)
     yield _Choice({"use": "spear"}, "quick", lambda s: s.reads_batches and not s.noisy, searches=False)
     yield _Choice({"use": "spear_plus_plus"}, "standard", lambda s: s.reads_batches, searches=False)
     yield _Choice({"use": "exact"}, "quick", lambda s: s.examples == 1, searches=False)
@@ -135,19 +119,19 @@ def _choices() -> Iterator[_Choice]:
     yield _Choice(_search("bayes", "shadow"), "quick", lambda s: s.noisy)
     yield _Choice(_search("bayes", "shadow", given=True), "standard", lambda s: s.noisy)
     yield _Choice({"use": "leave_layer_out"}, "quick", lambda s: bool(s.federation.chain.hidden))
-    yield _Choice(_search("precode_joint", "off"), "quick", lambda s: s.stochastic)
-    yield _Choice(_search("precode_joint", "shadow"), "standard", lambda s: s.stochastic)
+    yield _Choice(_search("precode_joint", "off"), "quick", lambda s: s.has(StochasticLayer))
+    yield _Choice(_search("precode_joint", "shadow"), "standard", lambda s: s.has(StochasticLayer))
     yield _Choice({"use": "grad_inversion"}, "standard", lambda s: s.has(nn.modules.batchnorm._BatchNorm))
     yield _Choice(_search("gifd", "shadow"), "standard", lambda s: s.pixels <= GENERATED)
     for tune in ("off", "shadow"):  # where little hides the update, as given is often ahead
         yield _Choice(_search("gifd", tune, given=True), "thorough", lambda s: s.pixels <= GENERATED)
     yield _Choice({"use": "surrogate"}, "standard", lambda s: s.federation.chain.local.steps > 1)
-    yield _Choice({"use": "several_rounds"}, "standard", lambda s: s.repeats)
+    yield _Choice({"use": "several_rounds"}, "standard", lambda s: s.repeats())
     yield _Choice({"use": "lamp"}, "standard")
 
     for given in ({}, {"name": "ridge_inversion_labels_given", "labels": "given"}):
         table = {"use": "ridge_inversion", **given}
-        yield _Choice(table, "thorough", lambda s: s.parameters <= RIDGE_PARAMETERS, searches=False)
+        yield _Choice(table, "thorough", lambda s: s.small(), searches=False)
     yield _Choice({"use": "learned_rows"}, "thorough", lambda s: s.examples == 1)
     yield _Choice({"use": "membership"}, searches=False)
     yield _Choice({"use": "membership_over_rounds"}, "standard", searches=False)

@@ -1,11 +1,10 @@
 """Gaussian priors over an example's pixels, fitted to auxiliary images: of all together, or of each class by itself."""
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from fedgauge.client.update import Batch
 
@@ -85,13 +84,6 @@ class GaussianPrior:
         """The inverse covariance (d, d)."""
         return self._spectral(1 / self.variances, 1 / self.rest)
 
-    def sample(self, count: int, rng: Generator) -> Tensor:
-        """(count, d) draws."""
-        z = torch.randn(count, len(self.mean), generator=rng, dtype=torch.float64)
-        rest = math.sqrt(self.rest)
-        along = (z @ self.axes.T) * (self.variances.sqrt() - rest)
-        return self.mean + rest * z + along @ self.axes
-
     def blocks(self, count: int) -> list[VarianceBlock]:
         """The directions grouped by prior variance, in at most `count` groups of equal ratio, and the rest."""
         logs = self.variances.log()
@@ -114,15 +106,10 @@ class GaussianPrior:
 
 
 def _principal(centred: Tensor) -> tuple[Tensor, Tensor]:
-    """Variances and orthonormal axes (r, d) of centred rows (N, d), through the smaller of the two products."""
-    count, size = centred.shape
-    if count > size:
-        variances, axes = torch.linalg.eigh(centred.T @ centred / count)
-        return variances.clamp_min(0), axes.T
-    variances, weights = torch.linalg.eigh(centred @ centred.T / count)
-    kept = variances > 1e-10 * variances[-1]  # centring makes one direction empty, repeated images more
-    axes = weights[:, kept].T @ centred
-    return variances[kept], axes / (count * variances[kept]).sqrt()[:, None]
+    """Variances and orthonormal axes (r, d) of centred rows (N, d)."""
+    _, roots, axes = torch.linalg.svd(centred, full_matrices=False)
+    kept = roots > 1e-5 * roots[0]  # centring makes one direction empty, repeated images more
+    return roots[kept].square() / len(centred), axes[kept]
 
 
 def _ledoit_wolf(centred: Tensor, variances: Tensor, average: float) -> float:

@@ -4,11 +4,9 @@ Each method reads only the last fully connected layer: dL/dA_i = sum_n (p_n[i] -
 the same without e_n for the bias. If the update has no information there (zero, not finite), labels are spread evenly.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -22,24 +20,21 @@ from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.models.vision import layer_parameters
 from fedgauge.client.update import Batch, Params, Update
 
-Method = Callable[[Update, Params, Knowledge, "Dummies | None"], Tensor]
-
 SHRINK = 0.05  # of the largest bias entry: how strongly estimated class means shrink to their common mean
 STARTS = (0.6, 0.8, 1.0, 1.2, 1.5)  # multiples of the largest scale that leaves no count negative
 DUMMIES = 32  # images whose features and predictions stand in for the client's
+TRIES = 50  # draws of an order of labels for each that is wanted
 MISFIT = 0.03  # 1 - cosine between the bias gradient and what the restored counts explain; above it they are rejected
 
 
-def restore(wave: Wave, known: Knowledge, method: str = "auto") -> Tensor:
-    """Labels (K, B) int64, each row sorted: the given ones if the attacker has them, else by a method of METHODS.
+def restore(wave: Wave, known: Knowledge) -> Tensor:
+    """Labels (K, B) int64, each row sorted: the given ones if the attacker has them, else restored by `auto` or a learned rule.
 
     If local steps take slices of the batch, sorted labels do not tell which slice holds which label: see `assignments`.
 
     Raises:
-        ValueError: the name is unknown, or the method does not support this model, loss or batch size.
+        ValueError: labels cannot be restored for this model or loss.
     """
-    if method not in METHODS:
-        raise ValueError(f"unknown label restoration {method!r}; choose one of {', '.join(METHODS)}")
     if known.labels is not None:
         return known.labels
     if not is_cross_entropy(known.loss):
@@ -48,10 +43,10 @@ def restore(wave: Wave, known: Knowledge, method: str = "auto") -> Tensor:
             'loss: give them to the attacker (labels = "given"), or use an attack that optimises them (dlg)'
         )
     dummies = Dummies(wave.params, known)
-    labels = [METHODS[method](wave.alone(k), wave.params, known, dummies) for k in range(len(wave))]
-    if method == "auto" and learns(known):
+    labels = [auto(wave.alone(k), wave.params, known, dummies) for k in range(len(wave))]
+    if learns(known):
         labels = _learned(wave, known, dummies, labels)
-    return torch.stack(labels).to(next(iter(wave.update.values())).device)
+    return torch.stack(labels).to(wave.device)
 
 
 def learns(known: Knowledge) -> bool:
@@ -113,10 +108,6 @@ def idlg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
     the weight gradient decides: by row sums for nonnegative features, else by the rows' norms, since |p_y - 1| is the sum
     of all other p_i.
     """
-    if known.batch_size != 1:
-        raise ValueError(
-            f"iDLG restores one label, and the batch holds {known.batch_size}; use ilrg or llg for several"
-        )
     weight, bias = _gradient(update, known)
     if not _telling(weight, bias):
         return _even(known)
@@ -124,19 +115,6 @@ def idlg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
         return bias.argmin()[None]
     features, _ = (dummies or Dummies(params, known)).passed
     return (weight.sum(1).argmin() if bool((features >= 0).all()) else weight.norm(dim=1).argmax())[None]
-
-
-def grad_inversion(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
-    """Distinct labels (B,): the rows with the most negative entries in the weight gradient (Yin et al., 2021, eq. 6)."""
-    if known.batch_size > known.classes:
-        raise ValueError(
-            f"GradInversion's labels are distinct, and {known.batch_size} examples are more than {known.classes} classes;"
-            " use ilrg or llg for labels with repeats"
-        )
-    weight, bias = _gradient(update, known)
-    if not _telling(weight, bias):
-        return _even(known)
-    return weight.min(1).values.topk(known.batch_size, largest=False).indices.sort().values
 
 
 def llg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
@@ -171,7 +149,7 @@ def llg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | No
     return _labels(counts)
 
 
-def ilrg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
+def ilrg(update: Update, params: Params, known: Knowledge) -> Tensor:
     """Labels (B,) with repeats: instance-wise label restoration (Ma et al., iLRG, ICLR 2023).
 
     The mean feature of a class is estimated by e_j = dW_j / db_j, its mean prediction by p_j = softmax(W e_j + b); the
@@ -182,7 +160,7 @@ def ilrg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
     return _restored(update, params, known, lambda before, after: before)
 
 
-def fedavg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
+def fedavg(update: Update, params: Params, known: Knowledge) -> Tensor:
     """iLRG for several local steps: predictions before and after local training, averaged (Geng et al., 2023).
 
     A single step's gradient is taken before training only, so there it equals iLRG.
@@ -190,11 +168,6 @@ def fedavg(update: Update, params: Params, known: Knowledge, dummies: "Dummies |
     if known.chain.local.one_gradient:
         return ilrg(update, params, known)
     return _restored(update, params, known, lambda before, after: (before + after) / 2)
-
-
-METHODS: Mapping[str, Method] = MappingProxyType(
-    {f.__name__: f for f in (auto, idlg, grad_inversion, llg, ilrg, fedavg)}
-)
 
 
 def assignments(labels: Tensor, size: int, most: int, rng: Generator, epochs: int = 1) -> Tensor:
@@ -209,12 +182,11 @@ def assignments(labels: Tensor, size: int, most: int, rng: Generator, epochs: in
     >>> assignments(torch.tensor([0, 0, 7]), 1, 8, torch.Generator()).tolist()
     [[0, 0, 7], [0, 7, 0], [7, 0, 0]]
     """
-    batch = sorted(labels.tolist())
-    found = set(islice(_passes(batch, size, epochs), most + 1))
-    if len(found) > most:
-        found = set()
-        while len(found) < most:
-            found.add(tuple(y for _ in range(epochs) for y in _drawn(batch, size, rng)))
+    batch, found = sorted(labels.tolist()), set[tuple[int, ...]]()
+    for _ in range(TRIES * most):  # of few assignments, all are drawn
+        found.add(tuple(y for _ in range(epochs) for y in _drawn(batch, size, rng)))
+        if len(found) == most:
+            break
     return torch.tensor(sorted(found), dtype=torch.int64)
 
 
@@ -223,40 +195,6 @@ def _drawn(batch: list[int], size: int, rng: Generator) -> list[int]:
     order = torch.randperm(len(batch), generator=rng).tolist()
     drawn = [batch[i] for i in order]
     return [y for i in range(0, len(batch), size) for y in sorted(drawn[i : i + size])]
-
-
-def _passes(batch: list[int], size: int, epochs: int) -> Iterator[tuple[int, ...]]:
-    """Every way to cut sorted labels into slices in each epoch."""
-    if epochs == 0:
-        yield ()
-        return
-    for one in _splits(batch, size):
-        for others in _passes(batch, size, epochs - 1):
-            yield (*one, *others)
-
-
-def _splits(batch: list[int], size: int) -> Iterator[tuple[int, ...]]:
-    """Every way to cut sorted labels into slices, each slice sorted, the last one with the rest."""
-    if len(batch) <= size:
-        yield tuple(batch)
-        return
-    for part in _choices(batch, size):
-        rest = batch.copy()
-        for y in part:
-            rest.remove(y)
-        for others in _splits(rest, size):
-            yield (*part, *others)
-
-
-def _choices(batch: list[int], size: int) -> Iterator[tuple[int, ...]]:
-    """The different sorted choices of `size` among sorted labels with repeats."""
-    if size == 0:
-        yield ()
-        return
-    for i in range(len(batch) - size + 1):
-        if i == 0 or batch[i] != batch[i - 1]:
-            for others in _choices(batch[i + 1 :], size - 1):
-                yield (batch[i], *others)
 
 
 def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:

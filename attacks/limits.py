@@ -22,10 +22,10 @@ from torch import Generator, Tensor
 from torch.func import functional_call, jvp, vmap
 
 from fedgauge.attacks.base import Knowledge
-from fedgauge.attacks.gaussian_prior import ClassPrior, GaussianPrior, VarianceBlock
+from fedgauge.attacks.gaussian_prior import ClassPrior, VarianceBlock
 from fedgauge.client.chain import Chain
 from fedgauge.client.federation import Federation
-from fedgauge.client.models.losses import is_cross_entropy, logit_gradient
+from fedgauge.client.models.losses import logit_gradient
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import BatchTransform, Link, UpdateDistribution, per_example
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
@@ -82,25 +82,17 @@ def _chooses(link: object) -> bool:
     return not torch.equal(dropped(rising), dropped(rising.flip(0)))
 
 
-def precision(noise: UpdateDistribution, seen: Update | None = None) -> Precision:
-    """Fisher information about each entry of the noise-free update, under noise of a known density.
+def precision(noise: UpdateDistribution) -> Precision:
+    """Fisher information about each entry of the noise-free update, averaged over unknown masks.
 
     Args:
         noise: normal or Laplace (1 / b^2 for location), possibly before a mask or a sign.
-        seen: its exact zeros are the entries that the client's own mask dropped; default: the average over masks.
     """
-    if not noise.noisy or (noise.sigma > 0 and noise.scale > 0):
-        raise ValueError(f"expected noise of one known density, got {noise}")
-
-    def weights(expected: Update) -> Update:
-        found = {k: _weight(t / noise.shrink, noise) / noise.shrink**2 for k, t in expected.items()}
-        if not noise.sparse:
-            return found
-        if seen is None:  # entries under a known mask are constant in x, others are visible with probability shrink
-            return {k: noise.shrink * w for k, w in found.items()}
-        return {k: torch.where(seen[k] != 0, w, torch.zeros_like(w)) for k, w in found.items()}
-
-    return weights
+    # entries under a known mask are constant in x, others are visible with probability shrink
+    visible = noise.shrink if noise.sparse else 1.0
+    return lambda expected: {
+        k: visible * _weight(t / noise.shrink, noise) / noise.shrink**2 for k, t in expected.items()
+    }
 
 
 def _weight(value: Tensor, noise: UpdateDistribution) -> Tensor:
@@ -166,22 +158,6 @@ def _moves(forward: UpdateFn, params: Params, batch: Batch, weigh: Precision, di
 
 
 # ------------------------------------------------------------------------------------------------------------- bounds
-
-
-def van_trees(informations: Sequence[Tensor], prior: GaussianPrior) -> float:
-    """The bound on the mean squared error per pixel, from F(x) (n, n) at draws x from the prior's population.
-
-    For a batch it assumes the examples in their order: pairing them afterwards can gain an attacker a little.
-    For a record observed again under fresh noise, the informations of the rounds add up: pass their sums.
-    """
-    return local_estimate(torch.stack(list(informations)).mean(0), prior)
-
-
-def local_estimate(information: Tensor, prior: GaussianPrior) -> float:
-    """(1/n) tr[(F(x) + covariance^-1)^-1] at one x, with F (n, n): the expectation there, not a bound."""
-    examples = len(information) // len(prior.mean)
-    total = information + torch.block_diag(*[prior.information] * examples)
-    return float(torch.cholesky_inverse(torch.linalg.cholesky(total)).trace()) / len(information)
 
 
 def trace_bound(traces: Tensor, blocks: Sequence[VarianceBlock]) -> float:
@@ -280,17 +256,14 @@ def _draws(
 
 
 def _errors(known: Knowledge, params: Params, pool: Tensor) -> Tensor:
-    """|derivative of the loss by the logits|^2 of some auxiliary images, above 0; for cross-entropy |softmax - one-hot|^2."""
+    """|derivative of the loss by the logits|^2 of some auxiliary images, above 0."""
     assert known.auxiliary is not None
     model = copy.deepcopy(known.model).eval()  # a proxy that must not draw noise or change statistics
     x, y = known.auxiliary.x[pool], known.auxiliary.y[pool]
     with torch.no_grad():
         logits = [functional_call(model, params, (known.normalise(part),)) for part in x.split(CHUNK)]
-    if not is_cross_entropy(known.loss):
-        slopes = [logit_gradient(known.loss, part, labels) for part, labels in zip(logits, y.split(CHUNK), strict=True)]
-        return torch.cat(slopes).double().square().sum(1).clamp_min(1e-12)
-    chances = torch.cat([part.softmax(1) for part in logits]).double()
-    return (chances - torch.nn.functional.one_hot(y, chances.shape[1])).square().sum(1).clamp_min(1e-12)
+    slopes = [logit_gradient(known.loss, part, labels) for part, labels in zip(logits, y.split(CHUNK), strict=True)]
+    return torch.cat(slopes).double().square().sum(1).clamp_min(1e-12)
 
 
 def limit_method(size: int) -> str:

@@ -3,7 +3,9 @@
 import dataclasses
 import inspect
 import json
+import re
 import typing
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +24,7 @@ from fedgauge.client.components import (
     build,
     call,
     check_arguments,
+    check_at_least,
     coerce,
     is_own,
     resolve,
@@ -42,6 +45,13 @@ MOST_ATTACKS = 1000  # of a run, baselines included: pages and reports compare e
 LIMITS = (*ERROR_LIMITS, MEMBERSHIP_LIMIT, CANARIES)
 _BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
 # keys of an [[attack]] table other than its component's arguments
+_OMITTED = {
+    "trace": 0,
+    "auxiliary": None,
+    "lengths": "hidden",
+    "tune": "off",
+}  # from `to_json`, where they have these values
+_NAME = re.compile(r"[\w-]{1,64}")
 _OWN = ("name", *_BUDGET, "labels", "lengths", "defense", "trace", "auxiliary", "tune")
 
 
@@ -79,27 +89,20 @@ class PlannedAttack:
     def from_table(cls, table: Table, where: str) -> "PlannedAttack":
         """From an [[attack]] table; SpecError names what is wrong in it."""
         spent = {k: v for k, v in table.items() if k in _BUDGET}
-        budget = call(Budget, check_arguments(Budget, spent, where), where)
         component = {k: v for k, v in table.items() if k not in _OWN}
         attack = build(component, where, ATTACK, beside=_OWN)
-        name = coerce(attack_name(table), str, f"{where}: name")
-        if not name or not name.replace("_", "").replace("-", "").isalnum():
-            raise SpecError(f"{where}: name must be letters, digits, - and _, got {name!r}")
-        if name in LIMITS:
-            raise SpecError(f"{where}: name {name!r} is reserved; give the attack another name")
-        if len(name) > 64:  # it becomes part of a file name
-            raise SpecError(f"{where}: name must be at most 64 characters, got {len(name)}")
-        labels = coerce(table.get("labels", "restored"), Literal["restored", "given"], f"{where}: labels")
-        defense = coerce(table.get("defense", "known"), Literal["known", "unknown", "inferred"], f"{where}: defense")
-        trace = coerce(table.get("trace", 0), int, f"{where}: trace")
-        if trace:
-            call(attack.traced, {"snapshots": trace}, where)
-        auxiliary = coerce(table.get("auxiliary"), dict | None, f"{where}: auxiliary")
-        lengths = coerce(table.get("lengths", "hidden"), Literal["hidden", "given"], f"{where}: lengths")
-        tune = coerce(table.get("tune", "off"), Literal["off", "shadow"], f"{where}: tune")
-        if tune == "shadow" and not attack.tunes:
+        own = {k: v for k, v in table.items() if k in _OWN and k not in _BUDGET}
+        arguments = check_arguments(cls, {**own, "name": attack_name(table), "table": component}, where)
+        budget = call(Budget, check_arguments(Budget, spent, where), where)
+        planned: PlannedAttack = call(cls, {**arguments, "budget": budget}, where)
+        if not _NAME.fullmatch(planned.name) or planned.name in LIMITS:  # it becomes part of a file name
+            raise SpecError(
+                f"{where}: name must be at most 64 letters, digits, - and _, and no limit's: {planned.name!r}"
+            )
+        if planned.trace:
+            call(attack.traced, {"snapshots": planned.trace}, where)
+        if planned.tune == "shadow" and not attack.tunes:
             raise SpecError(f"{where}: {component['use']} has no settings to tune; leave tune out")
-        planned = cls(name, component, budget, labels, defense, trace, auxiliary, lengths, tune)
         planned.images(where)
         return planned
 
@@ -166,15 +169,7 @@ class PlannedAttack:
 
     def to_json(self) -> str:
         """Every field on one line, equal for equal plans: part of a job's key, and what a worker receives."""
-        spec = dataclasses.asdict(self)
-        if not self.trace:  # ledgers older than traces lack the key
-            del spec["trace"]
-        if self.auxiliary is None:
-            del spec["auxiliary"]
-        if self.lengths == "hidden":  # ledgers older than text lack the key
-            del spec["lengths"]
-        if self.tune == "off":  # ledgers older than tuning lack the key
-            del spec["tune"]
+        spec = {k: v for k, v in dataclasses.asdict(self).items() if k not in _OMITTED or v != _OMITTED[k]}
         if self.question and not is_own(self.table, self.kind):
             spec["question"] = self.question
         return json.dumps(spec, sort_keys=True)
@@ -187,12 +182,12 @@ class PlannedAttack:
             stored = dict(coerce(json.loads(text), dict, where))
         except (ValueError, RecursionError) as error:
             raise SpecError(f"{where} cannot be read: {error}") from error
-        budget = coerce(stored.pop("budget", {}), dict, f"{where}: budget")
         question = coerce(
             stored.pop("question", ""), Literal["", "membership", "held_membership"], f"{where}: question"
         )
-        spent: Budget = call(Budget, check_arguments(Budget, budget, where), where)
-        planned: PlannedAttack = call(cls, {**check_arguments(cls, stored, where), "budget": spent}, where)
+        spent = check_arguments(Budget, coerce(stored.pop("budget", {}), dict, f"{where}: budget"), where)
+        arguments = {**check_arguments(cls, stored, where), "budget": call(Budget, spent, where)}
+        planned: PlannedAttack = call(cls, arguments, where)
         if not isinstance(planned.table.get("use"), str):
             raise SpecError(f"{where} names no component")
         if not is_own(planned.table, planned.kind):
@@ -244,7 +239,7 @@ class AttackPlan:
         Raises:
             SpecError: names the table, the value and what is allowed.
         """
-        planned = [_attack(table, f"[[attack]] #{i}") for i, table in enumerate(tables, 1)]
+        planned = [_attack(table, f"[[attack]] #{i}", modality) for i, table in enumerate(tables, 1)]
         if noisy:
             planned = [p if "tune" in t else p.tuned for p, t in zip(planned, tables, strict=True)]
         tells_members = any(p.tells_members for p in planned)
@@ -257,15 +252,13 @@ class AttackPlan:
         planned += [PlannedAttack(n, {"use": n}, Budget(1)) for n in limits if n != MEMBERSHIP_LIMIT or tells_members]
         if canaries is not None:
             planned.append(PlannedAttack(CANARIES, {"use": CANARIES, **canaries}, Budget(1)))
-        for i, p in enumerate(planned[: len(tables)], 1):
-            _check_kind(p, modality, f"[[attack]] #{i}")
         if len(planned) > MOST_ATTACKS:
             raise SpecError(
-                f"[[attack]]: a run has at most {MOST_ATTACKS} attacks, baselines included, got {len(planned)}"
+                f"[[attack]]: a run has at most {MOST_ATTACKS} attacks with its baselines, got {len(planned)}"
             )
-        names = [p.name for p in planned]
-        if repeated := {n for n in names if names.count(n) > 1}:
-            raise SpecError(f"[[attack]]: two attacks are called {sorted(repeated)[0]!r}; give one of them a name")
+        names = Counter(p.name for p in planned)
+        if names and (repeated := max(names, key=lambda name: names[name])) and names[repeated] > 1:
+            raise SpecError(f"[[attack]]: two attacks are called {repeated!r}; give one of them a name")
         arguments = check_arguments(cls, options, "[audit]", {"attacks": tuple(planned)})
         if "every" in options and arguments.get("rounds") is not None:
             raise SpecError("[audit]: every has no effect when rounds lists the rounds; leave one of the two out")
@@ -273,10 +266,12 @@ class AttackPlan:
             for value in arguments.get(key) or ():
                 if not low <= value <= high:
                     raise SpecError(f"[audit]: {key} must lie in {low}..{high}, got {value}")
-        for key, least in (("every", 1), ("wave", 1), ("seed", 0)):
-            if arguments.get(key, least) < least:
-                raise SpecError(f"[audit]: {key} must be at least {least}, got {arguments[key]}")
-        return cls(**arguments)
+        plan: AttackPlan = call(cls, arguments, "[audit]")
+        return plan
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "every", "wave")
+        check_at_least(self, 0, "seed")
 
     def attacks_round(self, round: int) -> bool:
         """Whether the plan attacks a round (1-based)."""
@@ -307,16 +302,20 @@ def attack_name(table: Table) -> Any:
     return table.get("name", str(table.get("use")).split(":")[-1])
 
 
-def _attack(table: Table, where: str) -> PlannedAttack:
-    """An attack from a scenario; SpecError if it is a baseline or uses a baseline's name."""
+def _attack(table: Table, where: str, modality: type[Modality]) -> PlannedAttack:
+    """An attack from a scenario; SpecError if it is a baseline, or is for other data. Of a user's own nothing is known."""
     planned = PlannedAttack.from_table(table, where)
-    use = str(planned.table["use"])
-    if use in BASELINES:
-        raise SpecError(f"{where}: {use} is a baseline, and baselines always run; leave it out")
-    if planned.is_baseline:
+    use, given = str(planned.table["use"]), f"{modality.main.private}s"
+    if use in BASELINES or planned.is_baseline:
+        name = use if use in BASELINES else planned.name
         raise SpecError(
-            f"{where}: name {planned.name!r} belongs to a baseline, which always runs; give the attack another name"
+            f"{where}: {name!r} is a baseline, which always runs; leave it out, or give your attack another name"
         )
+    fitting = modalities_of(use)
+    if fitting and modality not in fitting:
+        raise SpecError(f"{where}: {use} reconstructs {fitting[0].main.private}s, and [data] holds {given}")
+    if planned.lengths == "given" and not modality.gives_lengths:
+        raise SpecError(f'{where}: lengths = "given" needs sentences, and [data] holds {given}; leave it out')
     return planned
 
 
@@ -324,16 +323,6 @@ def modalities_of(use: str) -> list[type[Modality]]:
     """The kinds of data that a registered attack reconstructs; none for a user's own module, of which nothing is known."""
     groups = {entry.group for entry in ATTACK.entries() if entry.name == use}
     return [modality for modality in MODALITIES.values() if groups & set(modality.attacks)]
-
-
-def _check_kind(planned: PlannedAttack, modality: type[Modality], where: str) -> None:
-    """Refuse a registered attack on data that it cannot reconstruct; nothing is known about a user's own module."""
-    use, given = str(planned.table["use"]), f"{modality.main.private}s"
-    fitting = modalities_of(use)
-    if fitting and modality not in fitting:
-        raise SpecError(f"{where}: {use} reconstructs {fitting[0].main.private}s, and [data] holds {given}")
-    if planned.lengths == "given" and not modality.gives_lengths:
-        raise SpecError(f'{where}: lengths = "given" needs sentences, and [data] holds {given}; leave it out')
 
 
 def describe(value: Any) -> str:

@@ -1,14 +1,14 @@
 """The threat model as data: what an attacker knows of a federation before it sees an update."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedgauge.attacks.base import Attack, Knowledge, Sentences, Wave
+from fedgauge.attacks.engine.computation import layer_inputs
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import Chain
@@ -16,7 +16,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import ControlledSGD, Pull, own_move
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd, without_running_stats
+from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import is_identity, noise_free
 from fedgauge.client.update import Batch
 
@@ -130,23 +130,13 @@ def statistics_of_batch(known: Knowledge, wave: Wave) -> dict[str, Tensor]:
 
     The running ones move by the layer's momentum towards the batch's mean, and towards its variance with n - 1 in place of n.
     """
-    counts: dict[str, int] = {}
-
-    def counting(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _, inputs: counts.update({name: inputs[0].numel() // inputs[0].shape[1]})
-
-    layers = _tracking(known.model, known.chain)
-    hooks = [layer.register_forward_pre_hook(counting(name)) for name, layer in layers.items()]
-    try:
-        with without_running_stats(known.model), torch.no_grad():
-            like = next(iter(wave.params.values()))
-            functional_call(known.model, wave.params, (like.new_zeros(known.batch_size, *known.shape),))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    layers, like = _tracking(known.model, known.chain), next(iter(wave.params.values()))
+    with torch.no_grad():
+        inputs = layer_inputs(known.model, wave.params, layers.values(), like.new_zeros(known.batch_size, *known.shape))
+    counts = {layer: values.shape[1] for layer, values in inputs}
     found = {}
     for name, layer in layers.items():
-        for part, share in (("running_mean", 1.0), ("running_var", 1 - 1 / counts.get(name, 2))):
+        for part, share in (("running_mean", 1.0), ("running_var", 1 - 1 / counts.get(layer, 2))):
             key = f"{name}.{part}" if name else part
             if key in wave.returned and key in wave.buffers:
                 before, after = wave.buffers[key].double(), wave.returned[key][0].double()

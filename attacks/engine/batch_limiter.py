@@ -149,45 +149,22 @@ def free_bytes(device: torch.device) -> int | None:
 
 def host_memory(root: Path = Path("/")) -> int | None:
     """Bytes that the system and every control group of this process still grant; None if none of them reports it."""
-    limits = [*_available(root), *_granted(root)]
-    return min(limits) if limits else None
-
-
-def _available(root: Path) -> Iterator[int]:
-    for line in _lines(root / "proc/meminfo"):
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            yield int(value.split()[0]) * 1024
-
-
-def _granted(root: Path) -> Iterator[int]:
-    """The rest of each memory control group's limit (version 1 or 2), from this process's own group up to the root."""
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
+    limits = [int(v.split()[0]) * 1024 for name, v in _pairs(root / "proc/meminfo", ":") if name == "MemAvailable"]
+    base = root / "sys/fs/cgroup"
+    for name, path in _pairs(root / "proc/self/cgroup", "::"):
         group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            yield from _left(folder, *names)
-            if folder == base:
-                break
+        for folder in (group, *group.parents) if name == "0" else ():
+            if folder.is_relative_to(base) and (folder / "memory.max").is_file():
+                most, used = ((folder / f"memory.{kind}").read_text().strip() for kind in ("max", "current"))
+                reclaimable = int(dict(_pairs(folder / "memory.stat", " ")).get("inactive_file", 0))
+                limits += [max(0, int(most) - int(used) + reclaimable)] if most != "max" else []
+    return min(limits, default=None)
 
 
-def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
-    most, used = _lines(folder / limit), _lines(folder / usage)
-    if not most or not used or most[0] == "max":
-        return
-    statistics = dict(line.split()[:2] for line in _lines(folder / "memory.stat"))
-    yield max(0, int(most[0]) - int(used[0]) + int(statistics.get(reclaimable, 0)))
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.is_file() else []
+def _pairs(path: Path, between: str) -> list[tuple[str, str]]:
+    """A name and a value of each line."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [(name, value) for name, _, value in (line.partition(between) for line in lines)]
 
 
 def keep_freed_memory() -> None:

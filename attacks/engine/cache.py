@@ -5,7 +5,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -94,10 +94,7 @@ class TensorCache:
         try:
             kept: dict[str, Tensor] = load_file(path)
             os.utime(path)
-        except FileNotFoundError:
-            return None
-        except (SafetensorError, ValueError) as error:
-            warnings.warn(f"{path} is damaged ({error}) and will be computed again", stacklevel=2)
+        except (FileNotFoundError, SafetensorError, ValueError):
             return None
         return {name: t.to(self.device) for name, t in kept.items()}
 
@@ -128,19 +125,15 @@ class TensorCache:
             yield
 
     def _make_room(self, size: int, name: str) -> None:
-        others = [p for p in self.folder.glob("*.safetensors") if p != self._path(name)]
-        seen = []
-        for path in others:
-            try:
-                seen.append((path.stat().st_mtime, path.stat().st_size, path))
-            except FileNotFoundError:  # another process made room at the same time
-                continue
-        held = sum(s for _, s, _ in seen)
-        for _, there, path in sorted(seen):
-            if held + size <= self.bound:
-                return
-            path.unlink(missing_ok=True)
-            held -= there
+        others = [path for path in self.folder.glob("*.safetensors") if path != self._path(name)]
+        with suppress(FileNotFoundError):  # another process made room at the same time
+            kept = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in others)
+            held = sum(there for _, there, _ in kept)
+            for _, there, path in kept:
+                if held + size <= self.bound:
+                    return
+                path.unlink()
+                held -= there
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"

@@ -5,19 +5,19 @@
 over all problems, by vmap, or one problem after the other, each tried on two problems of random examples.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.hooks import RemovableHandle
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.batch_limiter import exhausted
@@ -37,17 +37,7 @@ PROBLEMS = 2
 # relative to a tensor's norm. A wrong derivative is wrong by as much as its size; layers that compute in float32 whatever
 # they are given differ by about 1e-6, and deep networks in float32 by up to 1e-3
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}
-DISPLACEMENTS = (
-    1e-6,
-    1e-7,
-    1e-8,
-)  # of pixels: a kink (relu, max pooling) may lie within one of them, hardly within all
 NEGLIGIBLE = 1e-3  # of the largest tensor's norm: below, a tensor's rounding may be as large as itself
-SLOPE = 1e-2  # relative difference between a derivative and the quotient of differences, which holds rounding too
-INCOMPLETE = (
-    "the descent is approximate: the model's second derivative lacks a part, as with detach(), a rounding, or a custom "
-    "autograd function that gives a first derivative only"
-)
 
 
 # ---------------------------------------------------------------------------------------------- parameters and forward pass
@@ -60,22 +50,21 @@ def check_forward(model: nn.Module, params: Params, x: Tensor) -> Tensor:
         ValueError: it is lazy, fails, does not return a batch of logits, draws random numbers, or its logits are not finite. The
             message names the layer; what the model itself raised is the cause.
     """
-    lazy = [
-        name for name, m in model.named_modules() if any(map(is_lazy, (*m._parameters.values(), *m._buffers.values())))
-    ]
-    if lazy:
-        kind = type(model.get_submodule(lazy[0])).__name__
-        raise ValueError(
-            f"layer {lazy[0]!r} ({kind}) has no weights before its first batch: give it its number of inputs, "
-            "or run the model once on a batch before it is returned"
-        )
-    with _LayerCalls(model) as calls:
+    for name, module in model.named_modules():
+        if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
+            raise ValueError(
+                f"layer {name!r} ({type(module).__name__}) has no weights before its first batch: give it its number of inputs, "
+                "or run the model once on a batch before it is returned"
+            )
+    with _layer_calls(model) as calls:
         try:
             logits = _passed(model, params, x)
         except Exception as error:  # a user's model may raise anything
+            layer, given = calls.running[-1] if calls.running else ("", ())
+            where = f"{layer} cannot take {_form(given[0] if given else None)}" if layer else "its forward fails"
             raise ValueError(
-                f"the model fails on a batch of shape {tuple(x.shape)}: {(calls.running or ['its forward fails'])[-1]} "
-                f"({_line(error)}); it is called with the normalised examples and nothing else"
+                f"the model fails on a batch of shape {tuple(x.shape)}: {where} ({_line(error)}); it is called with the normalised "
+                "examples and nothing else"
             ) from error
     if not isinstance(logits, Tensor):
         raise ValueError(
@@ -86,18 +75,18 @@ def check_forward(model: nn.Module, params: Params, x: Tensor) -> Tensor:
             f"the model returns shape {tuple(logits.shape)} for a batch of {len(x)}, expected (B, classes): one row an example"
         )
     if not logits.isfinite().all():
-        name, kind = next(
-            (name, type(m).__name__) for name, m, _, outs in calls.ended if not all(t.isfinite().all() for t in outs)
-        )
+        layer = next(call.layer for call in calls.ended if not all(t.isfinite().all() for t in call.outs))
         raise ValueError(
-            f"the model's output is not finite, first in layer {name!r} ({kind}): its weights have diverged, its initial ones "
-            "are too large, or mean and std of the data are wrong"
+            f"the model's output is not finite, first in {layer}: its weights have diverged, its initial ones are too large, or "
+            "mean and std of the data are wrong"
         )
-    for (name, module, _, outs), (*_, again) in zip(calls.ended, _calls(model, params, x, seed=1), strict=False):
-        if not all(map(_equal, outs, again)):
+    with _layer_calls(model) as again:
+        _passed(model, params, x, seed=1)
+    for call, other in zip(calls.ended, again.ended, strict=False):
+        if not all(map(_equal, call.outs, other.outs)):
             raise ValueError(
-                f"layer {name!r} ({type(module).__name__}) draws random numbers, and the attacker's differentiable update lacks "
-                "its draws: set its probability to 0, or put it in eval mode"
+                f"{call.layer} draws random numbers, and the attacker's differentiable update lacks its draws: set its "
+                "probability to 0, or put it in eval mode"
             )
     return logits
 
@@ -133,14 +122,12 @@ def check_lookups(model: nn.Module, params: Params, x: Tensor) -> None:
     with torch.enable_grad(), undisturbed(model, x.device):
         out = run(model, leaves, x)
         for name, module in model.named_modules():
-            for attribute, held in containers(module).items():
-                kept = [t for t in tree_leaves(held) if isinstance(t, Tensor) and id(t) not in before]
-                if any(t.requires_grad for t in kept):
-                    raise ValueError(
-                        f"layer {name!r} ({type(module).__name__}) keeps what it made of its parameters from one pass to the next "
-                        f"({attribute}), so their gradient is missed: let it compute this anew in every pass; some layers do so in "
-                        "train mode"
-                    )
+            kept = [t for t in tree_leaves(containers(module)) if isinstance(t, Tensor) and id(t) not in before]
+            if any(t.requires_grad for t in kept):
+                raise ValueError(
+                    f"layer {name!r} ({type(module).__name__}) keeps what it made of its parameters from one pass to the next, so "
+                    "their gradient is missed: let it compute this anew in every pass; some layers do so in train mode"
+                )
     if not out.requires_grad:
         return
     # none of them took part, unless the forward pass found it elsewhere
@@ -152,28 +139,13 @@ def check_lookups(model: nn.Module, params: Params, x: Tensor) -> None:
         )
 
 
-def layer_without(model: nn.Module, params: Params, x: Tensor, error: Exception) -> str:
-    """In words, which layer has no second derivative; the innermost that fails by itself."""
-    for name, module, inputs, _ in _calls(model, params, x):
-        floats = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
-        if floats and not _twice(module, inputs):
-            return (
-                f"layer {name!r} ({type(module).__name__}) cannot be differentiated twice ({_line(error)}): replace it by one "
-                f"that can, {OTHERWISE}"
-            )
-    return not_differentiable(error)
-
-
-def not_differentiable(error: Exception) -> str:
-    """In words, that a model refused to be differentiated, without a layer to blame."""
-    return f"the model cannot be differentiated twice ({_line(error)}): replace the layer that uses this function, {OTHERWISE}"
-
-
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _form(value: object) -> str:
+    if isinstance(value, Tensor):
+        return " x ".join(map(str, value.shape))
     if isinstance(value, dict):
         return f"a {type(value).__name__} with {', '.join(map(str, value)) or 'nothing'}"
     return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, list | tuple) else "")
@@ -188,46 +160,62 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=SAME, atol=SAME * float(a.abs().max()), equal_nan=True)
 
 
-class _LayerCalls:
-    """A context that keeps what every module takes and gives, children before parents, and which one is at work."""
+class _Ended(NamedTuple):
+    """A finished call of a layer, with its outputs of floating point."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.running: list[str] = []
-        self.ended: list[tuple[str, nn.Module, Any, list[Tensor]]] = []
-        self._model = model
+    layer: str
+    module: nn.Module
+    given: Any
+    outs: list[Tensor]
 
-    def __enter__(self) -> "_LayerCalls":
-        self._hooks: list[RemovableHandle] = []
-        for name, module in self._model.named_modules():
-            hooks = (
-                module.register_forward_pre_hook(partial(self._enter, name)),
-                module.register_forward_hook(partial(self._leave, name)),
-            )
-            self._hooks += hooks
-        return self
 
-    def __exit__(self, *raised: Any) -> None:
-        for hook in self._hooks:
+class _LayerCalls(NamedTuple):
+    """Layers at work with their inputs, and finished calls, children before parents."""
+
+    running: list[tuple[str, Any]]
+    ended: list[_Ended]
+
+
+@contextmanager
+def _layer_calls(model: nn.Module) -> Iterator[_LayerCalls]:
+    """A context that records the calls of a model's layers."""
+    calls = _LayerCalls([], [])
+    names = {m: name and f"layer {name!r} ({type(m).__name__})" for name, m in model.named_modules()}
+
+    def enter(module: nn.Module, given: Any) -> None:
+        if module in names:
+            calls.running.append((names[module], given))
+
+    def leave(module: nn.Module, given: Any, out: Any) -> None:
+        if module in names:
+            calls.running.pop()
+            floats = [t.clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
+            calls.ended.append(_Ended(names[module] or "the model itself", module, given, floats))
+
+    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
             hook.remove()
 
-    def _enter(self, name: str, module: nn.Module, given: tuple[Any, ...]) -> None:
-        form = " x ".join(map(str, given[0].shape)) if given and isinstance(given[0], Tensor) else "its arguments"
-        self.running.append(
-            f"layer {name!r} ({type(module).__name__}) cannot take {form}" if name else "its forward fails"
-        )
 
-    def _leave(self, name: str, module: nn.Module, given: Any, out: Any) -> None:
-        self.running.pop()
-        floats = [t.clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
-        self.ended.append((name, module, given, floats))
+def _not_twice(model: nn.Module, params: Params, x: Tensor, error: Exception) -> ValueError:
+    """The refusal of a model without a second derivative; it names the innermost layer that fails by itself."""
+    with _layer_calls(model) as calls:
+        _passed(model, params, x)
+    for call in calls.ended:
+        floats = [t for t in tree_leaves(call.given) if isinstance(t, Tensor) and t.is_floating_point()]
+        if floats and not _twice(call.module, call.given):
+            words = f"{call.layer} cannot be differentiated twice ({_line(error)}): replace it by one that can"
+            return ValueError(f"{words}, {OTHERWISE}")
+    return _refused(error)
 
 
-def _calls(
-    model: nn.Module, params: Params, x: Tensor, seed: int = 0
-) -> list[tuple[str, nn.Module, Any, list[Tensor]]]:
-    with _LayerCalls(model) as calls:
-        _passed(model, params, x, seed)
-    return calls.ended
+def _refused(error: Exception) -> ValueError:
+    return ValueError(
+        f"the model cannot be differentiated twice ({_line(error)}): replace the layer that uses this function, {OTHERWISE}"
+    )
 
 
 def _twice(module: nn.Module, inputs: Any) -> bool:
@@ -264,12 +252,10 @@ class Differentiation:
 
     Args:
         composed: layers without a second derivative are computed by `twice_differentiable`.
-        note: what its user should know; usually nothing.
     """
 
     route: Route
     composed: bool = False
-    note: str = ""
 
     def __call__(self) -> AbstractContextManager[None]:
         """The context in which the model runs."""
@@ -283,24 +269,41 @@ class _Derivatives(NamedTuple):
     slopes: Tensor
 
 
-Differentiate = Callable[["_Trial", Params], _Derivatives]
-
-
 @dataclass(frozen=True, eq=False)
 class _Trial:
-    known: Knowledge
-    local: local_sgd
-    x: Tensor  # (2, examples, ...), normalised
-    y: Tensor
-    weights: Update  # of the projection
+    """Two problems: examples x (2, B, ...), normalised, with labels y, and the weights of the projection."""
 
-    def to(self, dtype: torch.dtype) -> "_Trial":
-        return replace(self, x=self.x.to(dtype), weights={k: t.to(dtype) for k, t in self.weights.items()})
+    known: Knowledge
+    params: Params
+    local: local_sgd
+    x: Tensor
+    y: Tensor
+    weights: Update
+
+    def doubled(self) -> "_Trial":
+        """The trial in float64 where the model computes in it, else as it is."""
+        try:
+            params, weights = ({k: t.double() for k, t in part.items()} for part in (self.params, self.weights))
+            trial = replace(self, known=doubled(self.known), params=params, x=self.x.double(), weights=weights)
+            with torch.no_grad():
+                found = trial.updates(trial.x)
+        except (RuntimeError, TypeError, ValueError) as error:
+            if exhausted(error):
+                raise
+            return self
+        return trial if all(t.dtype == torch.float64 for t in found.values()) else self
 
     def projected(self, update: Mapping[str, Tensor]) -> Tensor:
         return torch.stack([(t * self.weights[k]).sum() for k, t in update.items()]).sum()
 
+    def updates(self, x: Tensor) -> Update:
+        """The updates of problems x, one after the other by plain autograd."""
+        client = self.local(gradient(self.known.model, self.known.loss, plain=True))
+        updates = [client(self.params, Batch(x[i].clone(), self.y[i]), None) for i in range(len(x))]
+        return {k: torch.stack([u[k] for u in updates]) for k in self.params}
 
+
+Differentiate = Callable[[_Trial], _Derivatives]
 _chosen: WeakKeyDictionary[nn.Module, dict[Any, Differentiation]] = WeakKeyDictionary()
 
 
@@ -315,101 +318,82 @@ def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Diff
     """
     check_parameters(known.model, params)
     examples = known.chain.slice_of(known.batch_size)
-    dtype, device = (getattr(next(iter(params.values())), name) for name in ("dtype", "device"))
-    if dtype not in TOLERANCE:
+    like = next(iter(params.values()))
+    if like.dtype not in TOLERANCE:
         raise ValueError(
-            f"the parameters are {str(dtype).removeprefix('torch.')}, too coarse for the differences that the descent follows: "
-            "set double = true where the attack has it, or build the model in float32 (model.float())"
+            f"the parameters are {str(like.dtype).removeprefix('torch.')}, too coarse for the differences that the descent "
+            "follows: set double = true where the attack has it, or build the model in float32 (model.float())"
         )
     rng = generator("derivatives")
-    pixels = torch.rand(PROBLEMS, examples, *known.shape, generator=rng)
-    x = known.normalise(pixels).to(dtype=dtype, device=device)
+    x = known.normalise(torch.rand(PROBLEMS, examples, *known.shape, generator=rng)).to(like)
     check_forward(known.model, params, x[0])
     states = tuple(m.training for m in known.model.modules())
     steps = min(2, known.chain.local.steps)
-    key = (one_pass, examples, steps, known.shape, known.classes, known.loss, dtype, device, states)
+    key = (one_pass, examples, steps, known.shape, known.classes, known.loss, like.dtype, like.device, states)
     found = _chosen.setdefault(known.model, {})
     if key not in found:
-        y = (torch.arange(PROBLEMS * examples, device=device) % known.classes).view(PROBLEMS, examples)
-        weights = {k: torch.randn(p.shape, generator=rng).to(dtype=dtype, device=device) for k, p in params.items()}
-        local = local_sgd(known.chain.local.rate, steps)
+        y = (torch.arange(PROBLEMS * examples, device=like.device) % known.classes).view(PROBLEMS, examples)
+        weights = {k: torch.randn(p.shape, generator=rng).to(like) for k, p in params.items()}
         try:
             check_lookups(known.model, params, x[0])
-            found[key] = _choose(_Trial(known, local, x, y, weights), params, one_pass)
+            trial = _Trial(known, params, local_sgd(known.chain.local.rate, steps), x, y, weights)
+            found[key] = _choose(trial.doubled(), one_pass)
         except Exception as error:  # a user's model may raise anything
             if isinstance(error, ValueError) or exhausted(error):
                 raise
-            raise ValueError(not_differentiable(error)) from error
+            raise _refused(error) from error
     return found[key]
 
 
-def _choose(trial: _Trial, params: Params, one_pass: bool) -> Differentiation:
-    routes: dict[Route, Differentiate] = {"vmap": _by_vmap}
-    if one_pass:
-        routes = {"one pass": _in_one_pass, **routes}
-    with _precise(trial, params) as (trial, params):
-        expected, composed = _expected(trial, params)
-        note = "" if _is_slope(trial, params, expected.slopes) else INCOMPLETE
-        for decomposed in (True,) if composed else (False, True):
-            for route, differentiate in routes.items():
-                if route == "one pass" and _reads_values(Differentiation("loop", decomposed), trial, params):
-                    continue
-                if _agrees(Differentiation(route, decomposed), differentiate, trial, params, expected):
-                    return Differentiation(route, decomposed, note)
-    return Differentiation("loop", composed, note)
+def doubled(known: Knowledge) -> Knowledge:
+    """The knowledge with copies of the model and the loss in float64; ValueError where they cannot be copied."""
+    try:
+        model = copy.deepcopy(known.model).double()
+        loss = copy.deepcopy(known.loss).double() if isinstance(known.loss, nn.Module) else known.loss
+    except Exception as error:  # whatever the model holds may refuse in its own words
+        raise ValueError(
+            f"the model cannot be copied ({type(error).__name__}: {error}), and float64 needs a copy: set double = false, "
+            "or keep what cannot be copied out of the module"
+        ) from error
+    return replace(known, model=model, loss=loss)
 
 
-def _is_slope(trial: _Trial, params: Params, slopes: Tensor) -> bool:
-    """Whether the second derivative is how the first one changes; True where rounding would hide it."""
-    if trial.x.dtype != torch.float64:
-        return True
-    direction = torch.randn(trial.x.shape, generator=generator("direction")).to(trial.x)
-    expected = (slopes * direction).sum()
-
-    def at(step: float) -> Tensor:
-        with torch.no_grad():
-            updates = _each_update(trial, params, trial.x + step * direction)
-            return trial.projected({k: torch.stack(t) for k, t in updates.items()})
-
-    size = torch.maximum(expected.abs(), NEGLIGIBLE * slopes.norm() * direction.norm())
-    gaps = ((at(step) - at(-step)) / (2 * step) - expected for step in DISPLACEMENTS)
-    return any(bool(gap.abs() <= SLOPE * size) for gap in gaps)
+def _choose(trial: _Trial, one_pass: bool) -> Differentiation:
+    routes: dict[Route, Differentiate] = {"one pass": _in_one_pass} if one_pass else {}
+    routes["vmap"] = _by_vmap
+    expected, composed = _expected(trial)
+    for decomposed in (True,) if composed else (False, True):
+        for route, differentiate in routes.items():
+            way = Differentiation(route, decomposed)
+            if not (route == "one pass" and _reads_values(way, trial)) and _agrees(way, differentiate, trial, expected):
+                return way
+    return Differentiation("loop", composed)
 
 
-def _expected(trial: _Trial, params: Params) -> tuple[_Derivatives, bool]:
+def _expected(trial: _Trial) -> tuple[_Derivatives, bool]:
     """What plain autograd gives, and whether it needs layers to be composed.
 
     Raises:
         ValueError: there is no second derivative.
     """
     try:
-        return _by_autograd(trial, params), False
+        return _by_autograd(trial), False
     except RuntimeError as error:
         if exhausted(error):
             raise
     with twice_differentiable():
         try:
-            found = _by_autograd(trial, params)
+            return _by_autograd(trial), True
         except RuntimeError as error:
             if exhausted(error):
                 raise
-            raise ValueError(layer_without(trial.known.model, params, trial.x[0], error)) from error
-    with torch.no_grad():
-        original = {k: torch.stack(t) for k, t in _each_update(trial, params, trial.x).items()}
-    if not _close(found.updates, original, TOLERANCE[trial.x.dtype]):
-        raise ValueError(
-            "the model's hard sigmoids, attention or recurrent layers have no second derivative in torch, and replacing them "
-            "by their formulas changes its gradient: use other layers, or an attack that needs no derivative"
-        )
-    return found, True
+            raise _not_twice(trial.known.model, trial.params, trial.x[0], error) from error
 
 
-def _agrees(
-    way: Differentiation, differentiate: Differentiate, trial: _Trial, params: Params, expected: _Derivatives
-) -> bool:
+def _agrees(way: Differentiation, differentiate: Differentiate, trial: _Trial, expected: _Derivatives) -> bool:
     try:
         with way():
-            found = differentiate(trial, params)
+            found = differentiate(trial)
     except Exception as error:  # a user's model may raise anything under vmap, and the next way may do
         if exhausted(error):
             raise
@@ -419,10 +403,10 @@ def _agrees(
     return _close(found.updates, expected.updates, tolerance) and _close(*slopes, tolerance)
 
 
-def _reads_values(way: Differentiation, trial: _Trial, params: Params) -> bool:
+def _reads_values(way: Differentiation, trial: _Trial) -> bool:
     """Whether training reads values of the batch, so that problems in one pass would share what follows from them."""
     with way(), ValueReads(trial.x, trial.y) as reads:
-        _each_update(trial, params, trial.x[:1])
+        trial.updates(trial.x[:1])
     return reads.found
 
 
@@ -435,94 +419,42 @@ def _close(found: Update, expected: Update, tolerance: float) -> bool:
 # ------------------------------------------------------------------------------------------------------------- the ways
 
 
-def _each_update(trial: _Trial, params: Params, x: Tensor) -> dict[str, list[Tensor]]:
-    client = trial.local(gradient(trial.known.model, trial.known.loss, plain=True))
-    updates = [client(params, Batch(x[i].clone(), trial.y[i]), None) for i in range(len(x))]
-    return {k: [u[k] for u in updates] for k in params}
+def _by_autograd(trial: _Trial) -> _Derivatives:
+    return _differentiated(trial, trial.updates)
 
 
-def _by_autograd(trial: _Trial, params: Params) -> _Derivatives:
+def _in_one_pass(trial: _Trial) -> _Derivatives:
+    def updates(x: Tensor) -> Update:
+        known, params = trial.known, trial.params
+        changes = local_training_changes(known.model, params, x, trial.y, trial.local, False, known.loss)
+        return {k: formed(t, params[k].shape) for k, t in changes.items()}
+
+    return _differentiated(trial, updates)
+
+
+def _differentiated(trial: _Trial, compute: Callable[[Tensor], Update]) -> _Derivatives:
     x = trial.x.detach().requires_grad_()
     with torch.enable_grad():
-        updates = {k: torch.stack(t) for k, t in _each_update(trial, params, x).items()}
-        return _Derivatives(*_differentiated(trial, updates, x))
+        updates = compute(x)
+        total = trial.projected(updates)
+        slopes = torch.zeros_like(x)
+        if total.requires_grad:
+            (slopes,) = torch.autograd.grad(total, x, materialize_grads=True)
+    return _Derivatives({k: t.detach() for k, t in updates.items()}, slopes)
 
 
-def _in_one_pass(trial: _Trial, params: Params) -> _Derivatives:
-    x, known = trial.x.detach().requires_grad_(), trial.known
-    with torch.enable_grad():
-        changes = local_training_changes(known.model, params, x, trial.y, trial.local, False, known.loss)
-        updates = {k: formed(t, params[k].shape) for k, t in changes.items()}
-        return _Derivatives(*_differentiated(trial, updates, x))
-
-
-def _differentiated(trial: _Trial, updates: Update, x: Tensor) -> tuple[Update, Tensor]:
-    total = trial.projected(updates)
-    slopes = (
-        torch.zeros_like(x) if not total.requires_grad else torch.autograd.grad(total, x, materialize_grads=True)[0]
-    )
-    return {k: t.detach() for k, t in updates.items()}, slopes
-
-
-def _by_vmap(trial: _Trial, params: Params) -> _Derivatives:
+def _by_vmap(trial: _Trial) -> _Derivatives:
     client = trial.local(gradient(trial.known.model, trial.known.loss))
 
     def one(x: Tensor, y: Tensor) -> tuple[Tensor, Update]:
-        update = client(params, Batch(x, y), None)
+        update = client(trial.params, Batch(x, y), None)
         return trial.projected(update), update
 
-    with _own_rules():
-        slopes, updates = vmap(grad(one, has_aux=True))(trial.x, trial.y)
-    return _Derivatives(updates, slopes)
-
-
-@contextmanager
-def _own_rules() -> Iterator[None]:
-    """vmap by rules alone: without one, it would loop over the problems, slower than the loop itself."""
+    # by rules alone: without one, vmap would loop over the problems, slower than the loop itself
     switch: Callable[[bool], None] = getattr(torch._C._functorch, "_set_vmap_fallback_enabled")  # noqa: B009  # has no stub
     switch(False)
     try:
-        yield
+        slopes, updates = vmap(grad(one, has_aux=True))(trial.x, trial.y)
     finally:
         switch(True)
-
-
-# ------------------------------------------------------------------------------------------------------------ precision
-
-
-@contextmanager
-def _precise(trial: _Trial, params: Params) -> Iterator[tuple[_Trial, Params]]:
-    """Trial and params in float64 where the model computes in it, else as they are; its buffers stay as they were."""
-    double = {k: p.double() for k, p in params.items()}
-    with _buffers(trial.known.model, torch.float64):
-        exact = trial.to(torch.float64)
-        if _runs(exact, double):
-            yield exact, double
-            return
-    with _buffers(trial.known.model, None):
-        yield trial, params
-
-
-def _runs(trial: _Trial, params: Params) -> bool:
-    try:
-        with torch.no_grad():
-            found = _each_update(trial, params, trial.x)
-    except (RuntimeError, TypeError, ValueError) as error:
-        if exhausted(error):
-            raise
-        return False
-    return all(t.dtype == torch.float64 for parts in found.values() for t in parts)
-
-
-@contextmanager
-def _buffers(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """A context in which the model has copies of its buffers, those of floating point in another dtype."""
-    held = [(m, dict(m._buffers)) for m in model.modules()]
-    for module, buffers in held:
-        copies = {k: b.clone() for k, b in buffers.items() if b is not None}
-        module._buffers.update({k: b.to(dtype) if b.is_floating_point() else b for k, b in copies.items()})
-    try:
-        yield
-    finally:
-        for module, buffers in held:
-            module._buffers.update(buffers)
+    return _Derivatives(updates, slopes)

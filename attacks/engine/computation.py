@@ -4,7 +4,7 @@ The network runs once on made-up examples under a TorchFunctionMode. A fact ther
 written: nn.ReLU, F.relu and .relu() are alike, in whatever order its modules are registered.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -186,6 +186,25 @@ def called(model: nn.Module, params: Params, x: Tensor) -> tuple[Any, list[Layer
     """The output of a network for x, and its calls of fully connected layers and convolutions with these weights."""
     with torch.enable_grad(), undisturbed(model, x.device), _Calls(params) as on:
         return run(model, params, x), on.calls
+
+
+def layer_inputs(
+    model: nn.Module, params: Params, layers: Iterable[nn.Module], x: Tensor
+) -> list[tuple[nn.Module, Tensor]]:
+    """Each use of some layers on x, in order, with its input (channels, values); running statistics stay as they are."""
+    found: list[tuple[nn.Module, Tensor]] = []
+
+    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        found.append((module, inputs[0].transpose(0, 1).flatten(1)))
+
+    hooks = [m.register_forward_pre_hook(note) for m in layers]
+    try:
+        with without_running_stats(model):
+            functional_call(model, params, (x,))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 @contextmanager

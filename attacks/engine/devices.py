@@ -42,34 +42,30 @@ def devices_of(wanted: str | Sequence[str]) -> list[torch.device]:
     Raises:
         ValueError: there is no such device here, or none that torch can use; the message says what to do.
     """
+    every = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     if wanted == "auto":
-        return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [CPU]
+        return every or [CPU]
     found: list[torch.device] = []
     for name in [wanted] if isinstance(wanted, str) else wanted:
         try:
             device = torch.device(name)
         except RuntimeError:
             device = torch.device("meta")
-        if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
-            raise ValueError(f'there is no device {name!r}; expected "auto", "cpu", "cuda" or names such as "cuda:0"')
         if device.type == "cuda":
-            check_cuda(device)
-        every = device.type == "cuda" and device.index is None
-        found += [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if every else [device]
-    if not found:
-        raise ValueError('devices is empty: name some, or set it to "auto"')
-    if len(set(found)) < len(found):
-        raise ValueError(f"devices names one twice: {', '.join(map(str, found))}")
+            _check_cuda(device)
+        elif device.type != "cpu" or device.index:
+            raise ValueError(f'there is no device {name!r}; expected "auto", "cpu", "cuda" or names such as "cuda:0"')
+        found += every if device == torch.device("cuda") else [device]
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"devices names none, or one twice ({', '.join(map(str, found))}): name each once")
     return found
 
 
-def check_cuda(device: torch.device) -> None:
-    """Raise ValueError if a CUDA device cannot be used, with the cause and its remedy."""
+def _check_cuda(device: torch.device) -> None:
     if not torch.backends.cuda.is_built():
-        beside = " although this machine has an NVIDIA GPU" if driver() else ""
         raise ValueError(
-            f"device {device} needs a torch with CUDA, and {torch.__version__} has none{beside}: install torch from "
-            'its index for your CUDA version, or set devices = "cpu"'
+            f"device {device} needs a torch with CUDA, and {torch.__version__} has none: install torch from its index for your "
+            'CUDA version, or set devices = "cpu"'
         )
     count = torch.cuda.device_count()
     if not count:
@@ -78,8 +74,7 @@ def check_cuda(device: torch.device) -> None:
             'mend that, or set devices = "cpu"'
         )
     if device.index is not None and device.index >= count:
-        last = f"to cuda:{count - 1}" if count > 1 else "alone"
-        raise ValueError(f"there is no device {device}: this machine has cuda:0 {last}")
+        raise ValueError(f"there is no device {device}: this machine has cuda:0 to cuda:{count - 1}")
 
 
 def compute_on(device: torch.device, precision: Precision = "ieee", deterministic: bool = True) -> None:

@@ -5,31 +5,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Update, norm
 
 _TINY = 1e-20
-
-
-class Distance(ABC):
-    """A frozen dataclass whose fields are the distance's parameters."""
-
-    @property
-    def density(self) -> bool:
-        """Whether it is -log p(seen | expected) up to a constant, so that a prior's density adds to it at weight 1."""
-        return False
-
-    @abstractmethod
-    def __call__(self, seen: Update, expected: Update) -> Tensor:
-        """The distance of the expected update from the observed one; a scalar."""
 
 
 class InnerProducts(NamedTuple):
@@ -40,29 +25,34 @@ class InnerProducts(NamedTuple):
     expected: Tensor
 
 
-class InnerProductDistance(Distance):
-    """A distance that depends on inner products alone, so that large gradients need not be formed.
+class Distance(ABC):
+    """A frozen dataclass whose fields are the distance's parameters."""
 
-    joint: whether only the products of whole updates matter, not those of each tensor.
-    """
+    @property
+    def density(self) -> bool:
+        """Whether it is -log p(seen | expected) up to a constant, so that a prior's density adds to it at weight 1."""
+        return False
 
-    joint: ClassVar[bool] = True
+    @property
+    def by_products(self) -> bool:
+        """Whether it depends on inner products alone (`of`), so that large gradients need not be formed."""
+        return False
+
+    @property
+    def joint(self) -> bool:
+        """Whether only the products of whole updates matter (`between`), not those of each tensor."""
+        return False
 
     @abstractmethod
-    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
-        """The distance, from the products of every tensor."""
-
     def __call__(self, seen: Update, expected: Update) -> Tensor:
-        """The distance, from the updates themselves."""
-        return self.of(
-            {
-                k: InnerProducts((seen[k] * t).sum(), seen[k].square().sum(), t.square().sum())
-                for k, t in expected.items()
-            }
-        )
+        """The distance of the expected update from the observed one; a scalar."""
+
+    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
+        """The distance, from the products of every tensor; if it is `by_products`."""
+        raise NotImplementedError
 
     def between(self, seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Tensor:
-        """The distances (P,) of P updates, for a joint distance.
+        """The distances (P,) of P updates; if it is `joint`.
 
         Args:
             seen, expected: each in parts (P, entries) of the same sizes.
@@ -71,16 +61,27 @@ class InnerProductDistance(Distance):
         return self.of({"": between(seen, expected, square)})
 
 
+class _Joint(Distance):
+    by_products = joint = True
+
+
 @dataclass(frozen=True)
-class cosine(InnerProductDistance):
+class cosine(_Joint):
     """1 - cos(seen, expected) over all entries, in [0, 2] (Inverting Gradients, eq. 4)."""
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
-        return _one_minus_cosine(_total(products))
+        p = _total(products)
+        return 1 - p.inner / (_root(p.seen) * _root(p.expected)).clamp_min(_TINY)
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        pairs = {k: (seen[k], t) for k, t in expected.items()}
+        return self.of(
+            {k: InnerProducts((a * b).sum(), a.square().sum(), b.square().sum()) for k, (a, b) in pairs.items()}
+        )
 
 
 @dataclass(frozen=True)
-class squared(InnerProductDistance):
+class squared(_Joint):
     """|seen - expected|^2 / |seen|^2 (DLG, eq. 4, normalised by the update's scale)."""
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
@@ -95,7 +96,7 @@ class squared(InnerProductDistance):
 
 
 @dataclass(frozen=True)
-class gaussian_likelihood(InnerProductDistance):
+class gaussian_likelihood(_Joint):
     """|seen - expected / shrink|^2 / (2 sigma^2): additive normal noise (Bayesian framework, section 4)."""
 
     sigma: float
@@ -171,19 +172,6 @@ class _OverOther(Distance):
 
 
 @dataclass(frozen=True)
-class _OverProducts(InnerProductDistance):
-    """The same of a distance of inner products."""
-
-    inner: InnerProductDistance
-    names: tuple[str, ...]
-    joint: ClassVar[bool] = False
-
-    @property
-    def density(self) -> bool:
-        return self.inner.density
-
-
-@dataclass(frozen=True)
 class visible(_OverOther):
     """Another distance over the entries that are not exactly zero in the observed update: for pruning and for unknown masks."""
 
@@ -213,25 +201,28 @@ class without(_OverOther):
 
     names: tuple[str, ...]
 
+    @property
+    def by_products(self) -> bool:
+        return self.inner.by_products
+
+    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
+        return self.inner.of({k: p for k, p in products.items() if k not in self.names})
+
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         left = [k for k in expected if k not in self.names]
         return self.inner({k: seen[k] for k in left}, {k: expected[k] for k in left})
 
 
 @dataclass(frozen=True)
-class without_products(_OverProducts):
-    """`without` for an InnerProductDistance, which it stays."""
-
-    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
-        return self.inner.of({k: p for k, p in products.items() if k not in self.names})
-
-
-@dataclass(frozen=True)
-class visible_columns(_OverProducts):
+class visible_columns(_OverOther):
     """Another distance without the weight columns that are zero in the observed update: their layer's input was pruned.
 
-    The engine computes its products from the remaining columns.
+    The engine computes its products from the remaining columns; the other distance is one of products.
     """
+
+    names: tuple[str, ...]
+
+    by_products = True
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         return self.inner.of(products)
@@ -245,13 +236,9 @@ def left_out(distance: Distance, names: Collection[str]) -> Distance:
     """A distance over all tensors except some.
 
     >>> left_out(cosine(), {"fc.weight"})
-    without_products(inner=cosine(), names=('fc.weight',))
+    without(inner=cosine(), names=('fc.weight',))
     """
-    if not names:
-        return distance
-    if isinstance(distance, InnerProductDistance):
-        return without_products(distance, tuple(sorted(names)))
-    return without(distance, tuple(sorted(names)))
+    return without(distance, tuple(sorted(names))) if names else distance
 
 
 @dataclass(frozen=True)
@@ -273,31 +260,27 @@ class signs(Distance):
         return cosine()({k: t.sign() for k, t in seen.items()}, bounded)
 
 
-def likelihood(update_distribution: UpdateDistribution | None, batch_size: int) -> Distance:
+def likelihood(noise: UpdateDistribution | None, batch_size: int) -> Distance:
     """The distance that equals -log p(seen | expected) for a chain; without a density, the nearest distance.
 
     Without noise any distance has the same minimum, and the cosine descends best.
     """
-    if update_distribution is None:
+    if noise is None:
         return cosine()
-    if update_distribution.hidden:
-        return left_out(
-            likelihood(replace(update_distribution, hidden=frozenset()), batch_size), update_distribution.hidden
-        )
-    if update_distribution.signed:
-        return signs("hinge" if batch_size == 1 else "tanh")
-    inner: Distance = cosine()
-    if update_distribution.sigma:
-        inner = gaussian_likelihood(update_distribution.sigma, update_distribution.shrink)
-    elif update_distribution.scale:
-        inner = laplace_likelihood(update_distribution.scale, update_distribution.shrink)
-    return visible(inner) if update_distribution.sparse else inner
+    found: Distance = cosine()
+    if noise.signed:
+        found = signs("hinge" if batch_size == 1 else "tanh")
+    elif noise.sigma:
+        found = gaussian_likelihood(noise.sigma, noise.shrink)
+    elif noise.scale:
+        found = laplace_likelihood(noise.scale, noise.shrink)
+    return left_out(visible(found) if noise.sparse and not noise.signed else found, noise.hidden)
 
 
 def between(seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> InnerProducts:
     """The inner products (P,) of P updates, each in parts (P, entries) of the same sizes; square: |seen|^2."""
-    parts = [_InnerProducts.apply(s, e) for s, e in zip(seen, expected, strict=True)]  # type: ignore[no-untyped-call]
-    inner, own = (part[0] if len(part) == 1 else torch.stack(part).sum(0) for part in zip(*parts, strict=True))
+    inner = torch.stack([(s * e).sum(1) for s, e in zip(seen, expected, strict=True)]).sum(0)
+    own = torch.stack([e.square().sum(1) for e in expected]).sum(0)
     return InnerProducts(inner, square, own)
 
 
@@ -307,32 +290,10 @@ def _squared_rows(seen: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
     return torch.stack(parts).sum(0)
 
 
-class _InnerProducts(Function):
-    """<seen, expected> and |expected|^2 of each row; on the CPU without storing the elementwise products."""
-
-    @staticmethod
-    def forward(ctx: Any, seen: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(seen, expected)
-        if expected.device.type != "cpu":  # there a call costs more than its products, so that rows share one
-            return (seen * expected).sum(1), expected.square().sum(1)
-        pairs = list(zip(seen, expected, strict=True))
-        return torch.stack([torch.dot(s, e) for s, e in pairs]), torch.stack([torch.dot(e, e) for _, e in pairs])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, by_inner: Tensor, by_square: Tensor) -> tuple[None, Tensor]:
-        seen, expected = ctx.saved_tensors
-        return None, torch.mul(seen, by_inner[:, None]).addcmul_(expected, 2 * by_square[:, None])
-
-
 def _total(products: Mapping[str, InnerProducts]) -> InnerProducts:
     if len(products) == 1:
         return next(iter(products.values()))
     return InnerProducts(*(torch.stack(parts).sum(0) for parts in zip(*products.values(), strict=True)))
-
-
-def _one_minus_cosine(p: InnerProducts) -> Tensor:
-    return 1 - p.inner / (_root(p.seen) * _root(p.expected)).clamp_min(_TINY)
 
 
 def _root(square: Tensor) -> Tensor:

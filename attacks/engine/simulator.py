@@ -6,50 +6,24 @@ The chain's own links draw noise from the attacker's generator; noise-free forms
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import cast
 
 import torch
 from torch import Generator, Tensor
 from torch.func import vmap
 
 from fedgauge.attacks.base import Knowledge
-from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, gradients, local_training_changes
+from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent
 from fedgauge.attacks.engine.gradients.recording import Unsupported
+from fedgauge.attacks.engine.whole_batch import whole_batch_update
 from fedgauge.client.chain import Chain
 from fedgauge.client.models.losses import is_mean
-from fedgauge.client.training import gradient, local_sgd
-from fedgauge.client.transforms import GroupMean, UpdateTransform, is_identity, per_example
+from fedgauge.client.training import gradient
+from fedgauge.client.transforms import GroupMean
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 
 CHUNK = 128  # clients at once: LeNet's updates of so many are 8 MB
 NUMBERS = 2**26  # entries of the updates computed at once, 256 MB: only a few updates of a language model
-
-
-class Stages(NamedTuple):
-    """The stages of a chain whose only gradients are those of whole batches, or of single examples."""
-
-    each: tuple[UpdateTransform, ...]  # on each example's gradient
-    before: tuple[UpdateTransform, ...]  # on the batch's gradient
-    local: local_sgd
-    after: tuple[UpdateTransform, ...]  # on the finished update
-
-
-def stages(chain: Chain) -> Stages | None:
-    """The stages of a client's chain; None if it computes in another way, so that it has to run itself."""
-    place = chain.links.index(chain.local)
-    front, after = ([k for k in part if not is_identity(k)] for part in (chain.links[:place], chain.links[place + 1 :]))
-    one_by_one = [k.inner for k in front if isinstance(k, per_example)]
-    before = [k for k in front if not isinstance(k, per_example)]
-    if front != [k for k in front if isinstance(k, per_example)] + before:
-        return None
-    each, whole, last = (
-        tuple(k for k in part if isinstance(k, UpdateTransform)) for part in (one_by_one, before, after)
-    )
-    if len(each) + len(whole) + len(last) < len(one_by_one) + len(before) + len(after):
-        return None
-    if not chain.local.plain or chain.local.batch_size is not None or (front and chain.local.steps > 1):
-        return None
-    return Stages(each, whole, chain.local, last)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,34 +52,20 @@ class Simulator:
 
     def updates(self, x: Tensor, y: Tensor, rng: Generator, chunk: int = CHUNK) -> Iterator[Update]:
         """The updates (n, ...) of N batches x (N, B, C, H, W) in [0, 1] with labels y (N, B), a few at a time, in order."""
-        by_stages = self._stages
         entries = sum(p.numel() for p in self.params.values())
         chunk = max(1, min(chunk, NUMBERS // entries) // self.members)
+        together = True
         for some, labels in zip(x.split(chunk), y.split(chunk), strict=True):
             batches = self._apart(some, labels)
-            if by_stages is not None:
-                try:
-                    yield _detached(self._summed(self._together(by_stages, batches, rng)))
-                    continue
-                except Unsupported:
-                    by_stages = None  # use the chain itself from now on
-            yield self._summed(self._by_chain(batches, rng))
+            found = self._together(batches, rng) if together else None
+            together = found is not None  # else the chain itself, from now on
+            yield self._summed(_detached(self._by_chain(batches, rng) if found is None else found))
 
     def differentiable(self, x: Tensor, y: Tensor) -> Update:
         """The updates (n, ...) of batches x (n, B, C, H, W), differentiable by x; for a quiet simulator."""
         batches = self._apart(x, y)
-        if (by_stages := self._stages) is not None:
-            try:
-                return self._summed(self._together(by_stages, batches, None))
-            except Unsupported:
-                pass
-        return self._summed(_mapped(self._bare(), self.params, batches, None))
-
-    @property
-    def _stages(self) -> Stages | None:
-        if self.known.text is not None:  # token ids have no gradient, which `gradients` needs
-            return None
-        return stages(self.client) if is_mean(self.known.loss, self.known.classes) else None
+        found = self._together(batches, None)
+        return self._summed(_mapped(self._bare(), self.params, batches, None) if found is None else found)
 
     def _apart(self, x: Tensor, y: Tensor) -> Batch:
         """The batch of each member of a sum."""
@@ -116,25 +76,21 @@ class Simulator:
             return updates
         return {k: t.view(-1, self.members, *t.shape[1:]).mean(1) for k, t in updates.items()}
 
-    def _together(self, plan: Stages, batches: Batch, rng: Generator | None) -> Update:
-        """All clients' gradients in one pass, then each link on all of them, differentiable."""
+    def _together(self, batches: Batch, rng: Generator | None) -> Update | None:
+        """All clients' updates in one pass, differentiable; None where the model or the chain does not allow it."""
         model, known = self.known.model, self.known
-        size = batches.x.shape[1]
-        x, y = known.normalise(batches.x), batches.y
-        if plan.each:
-            x, y = x.flatten(0, 1)[:, None], y.flatten()[:, None]
-        if not examples_are_independent(model, self.params, x[:1] if len(x) == 1 else x[:2]):
-            raise Unsupported("the model mixes the examples of a batch")
-        x = x.requires_grad_()  # an input that already requires grad keeps its graph
-        if plan.each or plan.before:
-            found = _formed(gradients(model, self.params, x, y, 1.0, False, known.loss))
-            found = _through(plan.each, found, rng)
-            if plan.each:
-                found = {k: t.view(-1, size, *t.shape[1:]).mean(1) for k, t in found.items()}
-            found = {k: -plan.local.rate * t for k, t in _through(plan.before, found, rng).items()}
-        else:
-            found = _formed(local_training_changes(model, self.params, x, y, plan.local, False, known.loss))
-        return _through(plan.after, found, rng)
+        step = whole_batch_update(self.client, known.loss, rng, by_example=True)
+        # token ids have no gradient, which one pass needs
+        if step is None or known.text is not None or not is_mean(known.loss, known.classes):
+            return None
+        x = known.normalise(batches.x)
+        if not examples_are_independent(model, self.params, torch.stack([x[0], 0.5 * x[-1]])):
+            return None
+        try:
+            found = step(model, self.params, x.requires_grad_(), batches.y, False)  # what requires grad keeps its graph
+        except Unsupported:
+            return None
+        return cast(Update, found)
 
     def _bare(self) -> UpdateFn:
         return self.client(gradient(self.known.model, self.known.loss, normalise=self.known.normalise))
@@ -165,17 +121,5 @@ def _mapped(client: UpdateFn, params: Params, batches: Batch, rng: Generator | N
     return found
 
 
-def _formed(found: object) -> Update:
-    assert isinstance(found, dict)
-    return found
-
-
 def _detached(updates: Update) -> Update:
     return {k: t.detach() for k, t in updates.items()}
-
-
-def _through(links: tuple[UpdateTransform, ...], updates: Update, rng: Generator | None) -> Update:
-    """Updates (n, ...) after some links, with separate draws for each."""
-    for link in links:
-        updates = vmap(lambda update, link=link: link.apply(update, rng), randomness="different")(updates)
-    return updates

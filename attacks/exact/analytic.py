@@ -29,28 +29,16 @@ class analytic(Attack):
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
         started = time.perf_counter()
-        if known.batch_size != 1:
-            return not_applicable(
-                wave, f"the attack needs one example in each update, and this one sums {known.batch_size}"
-            )
-        if known.chain.local.adaptive:
-            return not_applicable(
-                wave, f"the attack needs a gradient's magnitudes, and the clients take {known.chain.local.words}"
-            )
         try:
+            check_one_gradient(known)
             stack = _Stack.of(known)
-            y = self._labels(wave, known)
+            # the images depend neither on the labels nor on the loss
+            y = labelling.restore(wave, known) if known.labels is not None or is_cross_entropy(known.loss) else None
         except ValueError as error:
             return not_applicable(wave, str(error))
         found = [self._invert(stack, wave.alone(k), wave.params, known) for k in range(len(wave))]
         seconds = (time.perf_counter() - started) / len(wave)
         return [self._answer(x, None if y is None else y[k], seconds) for k, x in enumerate(found)]
-
-    def _labels(self, wave: Wave, known: Knowledge) -> Tensor | None:
-        """Labels (K, 1) if they can be restored; the images depend neither on them nor on the loss."""
-        if known.labels is None and not is_cross_entropy(known.loss):
-            return None
-        return labelling.restore(wave, known)
 
     def _answer(self, x: Tensor | None, y: Tensor | None, seconds: float) -> Reconstruction:
         if x is None:
@@ -67,7 +55,9 @@ class analytic(Attack):
         if not signal.abs().max() > 0:
             return None
         value = _rank_one_input(gradient[top.weight], signal)
-        for below, activation, above in reversed(stack.steps()):
+        for below, activation, above in reversed(
+            list(zip(stack.layers, stack.activations, stack.layers[1:], strict=False))
+        ):
             slope = _slope(activation, value)
             signal = (params[above.weight].double().T @ signal) * slope
             if not signal.abs().max() > 0:
@@ -109,9 +99,13 @@ class _Stack:
             raise ValueError("no fully connected layer that follows from the example has a bias")
         return cls(reads, tuple(layers), tuple(activations))
 
-    def steps(self) -> list[tuple[LayerCall, str, LayerCall]]:
-        """(layer below, activation between, layer above), from the bottom up."""
-        return list(zip(self.layers[:-1], self.activations, self.layers[1:], strict=True))
+
+def check_one_gradient(known: Knowledge) -> None:
+    """ValueError unless an update is the gradient of one example, up to its scale."""
+    if known.batch_size != 1:
+        raise ValueError(f"the attack needs one example in each update, and this one sums {known.batch_size}")
+    if known.chain.local.adaptive:
+        raise ValueError(f"the attack needs a gradient's magnitudes, and the clients take {known.chain.local.words}")
 
 
 def _rank_one_input(weight: Tensor, signal: Tensor) -> Tensor:

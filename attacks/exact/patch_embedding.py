@@ -13,7 +13,7 @@ rows are dependent (more patches than width) or noisy, X is the posterior mean u
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.computation import InputLayer, called, input_layers
+from fedgauge.attacks.exact.analytic import check_one_gradient
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params, Update
@@ -45,7 +46,7 @@ class patch_embedding(Attack):
     ) -> list[Reconstruction]:
         started = time.perf_counter()
         try:
-            self._check(known)
+            check_one_gradient(known)
             patches = Patches.of(known, wave.params)
             prior = _Prior.of(known, patches)
             y = None if known.labels is None and not is_cross_entropy(known.loss) else labelling.restore(wave, known)
@@ -53,18 +54,7 @@ class patch_embedding(Attack):
             return not_applicable(wave, str(error))
         found = [_read(wave.alone(k), known, patches, prior) for k in range(len(wave))]
         seconds = (time.perf_counter() - started) / len(wave)
-        return [one.answer(None if y is None else y[k], seconds) for k, one in enumerate(found)]
-
-    @staticmethod
-    def _check(known: Knowledge) -> None:
-        if known.batch_size != 1:
-            raise ValueError(
-                f"the attack needs one image in each update: of {known.batch_size} images the positions' gradient is a sum"
-            )
-        if known.chain.local.adaptive:
-            raise ValueError(
-                f"the attack needs a gradient's magnitudes, and the clients take {known.chain.local.words}"
-            )
+        return [replace(one, y=None if y is None else y[k], seconds=seconds) for k, one in enumerate(found)]
 
 
 @dataclass(frozen=True)
@@ -120,16 +110,21 @@ class Patches:
         """N, the patches of an image."""
         return self.grid[0] * self.grid[1]
 
+    @property
+    def covered(self) -> tuple[int, int]:
+        """Pixels in a column and in a row that patches cover."""
+        return self.grid[0] * self.size[0], self.grid[1] * self.size[1]
+
     def cut(self, x: Tensor) -> Tensor:
         """Patches (..., N, n) of images (..., C, H, W); what no patch covers is left out."""
-        high, wide = (cells * side for cells, side in zip(self.grid, self.size, strict=True))
+        high, wide = self.covered
         inside = x[..., :high, :wide].reshape(-1, x.shape[-3], high, wide)
         cut: Tensor = F.unfold(inside, self.size, stride=self.size).mT
         return cut.reshape(*x.shape[:-3], *cut.shape[1:])
 
     def joined(self, patches: Tensor, shape: Sequence[int]) -> Tensor:
         """Images (..., C, H, W) of patches (..., N, n), zero where no patch is."""
-        high, wide = (cells * side for cells, side in zip(self.grid, self.size, strict=True))
+        high, wide = self.covered
         flat = patches.reshape(-1, *patches.shape[-2:]).mT
         whole = F.fold(flat, (high, wide), self.size, stride=self.size)
         padded = F.pad(whole, (0, shape[-1] - wide, 0, shape[-2] - high))
@@ -200,27 +195,16 @@ class _Prior:
         return cls(mean, torch.linalg.cholesky(covariance))
 
 
-@dataclass(frozen=True, eq=False)
-class _Result:
-    x: Tensor | None
-    objective: float
-    reason: str
-
-    def answer(self, y: Tensor | None, seconds: float) -> Reconstruction:
-        status = "not_applicable" if self.x is None else "converged"
-        return Reconstruction(self.x, y, self.objective, 1, seconds, status, self.reason)  # type: ignore[arg-type]
-
-
-def _read(update: Update, known: Knowledge, patches: Patches, prior: _Prior) -> _Result:
+def _read(update: Update, known: Knowledge, patches: Patches, prior: _Prior) -> Reconstruction:
     weight = -update[patches.reads.call.weight].double().flatten(1)  # (m, n)
     rows = -update[patches.positions].double().reshape(-1, len(weight))
     signal = rows[patches.first : patches.first + patches.count]  # D (N, m)
     size = float(signal.norm())
+    empty = Reconstruction(None, None, float("nan"), 1, 0.0, "not_applicable")
     if not math.isfinite(size) or not bool(torch.isfinite(weight).all()):
-        return _Result(None, float("nan"), "the update is not finite")
+        return replace(empty, reason="the update is not finite")
     if not size > 0 or not bool(weight.any()):
-        missing = patches.positions if not size > 0 else patches.reads.name
-        return _Result(None, float("nan"), f"the gradient of {missing!r} is zero: it reveals nothing of this image")
+        return replace(empty, reason="the gradient of the embeddings is zero: it reveals nothing of this image")
     left, values, right = torch.linalg.svd(signal.T @ prior.root, full_matrices=False)
     noise = _noise(known, prior)
     floor = float(values[0]) * ROUNDED
@@ -232,7 +216,7 @@ def _read(update: Update, known: Knowledge, patches: Patches, prior: _Prior) -> 
     told = int((values > max(noise**0.5, floor)).sum())
     notes = [f"{told} of {patches.count} directions of patches stand out"] * (told < patches.count)
     notes += [f"the gradients fit one image to {error:.0e}"] * (error > FIT)
-    return _Result(image, error, "; ".join(notes))
+    return Reconstruction(image, None, error, 1, 0.0, "converged", "; ".join(notes))
 
 
 def _noise(known: Knowledge, prior: _Prior) -> float:

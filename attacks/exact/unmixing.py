@@ -54,11 +54,6 @@ class _Mixture:
     size: int
     noisy: bool
 
-    @classmethod
-    def of(cls, update: Update, layer: InputLayer, size: int, noisy: bool) -> "_Mixture":
-        weight, bias = (-update[name].double() for name in (layer.call.weight, layer.call.bias))
-        return cls(weight, bias, size, noisy)
-
     @property
     def reason(self) -> str:
         """Why it cannot be factored; empty if it can."""
@@ -66,13 +61,9 @@ class _Mixture:
             return "the update is not finite"
         if self.rank > self.size and self.noisy:
             edge = self.noise * sum(math.sqrt(side) for side in self.weight.shape)  # of a matrix of noise alone
-            weakest = float(self._factors[1][self.size - 1])
-            return (
-                f"noise of {self.noise:.0e} in the first layer's update hides directions of the {self.size} examples: the "
-                f"weakest has singular value {weakest:.0e}, and noise alone reaches {edge:.0e}"
-                if weakest <= edge
-                else ""
-            )
+            if float(self._factors[1][self.size - 1]) > edge:
+                return ""
+            return f"noise of {self.noise:.0e} in the first layer's update hides directions of the {self.size} examples"
         if self.rank != self.size:
             return (
                 f"the first layer's gradient has rank {self.rank}, and expected was {self.size}, one for each example: "
@@ -186,7 +177,8 @@ def _inverted(
         x, y = (None, None) if batch is None else (batch.x, batch.y)
         return Reconstruction(x, y, error, spent, time.perf_counter() - started, status, reason)
 
-    mixture = _Mixture.of(update, layer, known.batch_size, tolerant)
+    weight, bias = (-update[name].double() for name in (layer.call.weight, layer.call.bias))
+    mixture = _Mixture(weight, bias, known.batch_size, tolerant)
     if reason := mixture.reason:
         return answer(None, math.nan, 0, "not_applicable", reason)
     unproven = "" if mixture.exact else "the update holds noise"

@@ -64,9 +64,8 @@ class CompiledStep:
         if count < size:
             padding = torch.cat([torch.arange(count), torch.full((size - count,), count - 1)])
             variables, rows = {name: t[padding] for name, t in variables.items()}, rows[padding]
-            likelihood_weight = (
-                likelihood_weight[padding] if isinstance(likelihood_weight, Tensor) else likelihood_weight
-            )
+            if isinstance(likelihood_weight, Tensor):
+                likelihood_weight = likelihood_weight[padding]
             nearby = nearby[:, padding] if nearby is not None and nearby.shape[1] > 1 else nearby
         value, slopes = self._full(variables, rows, likelihood_weight, nearby)
         return value[:count], {name: t[:count] for name, t in slopes.items()}
@@ -75,18 +74,13 @@ class CompiledStep:
         self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float, nearby: Tensor | None
     ) -> ValueAndSlopes:
         seen, labels = self.problems.chosen(rows)
-        if (
-            self._keys is None
-        ):  # the first step decides how the model is differentiated, and which forms of the observed updates it needs
+        if self._keys is None:  # the first step decides how the model is differentiated, and which forms it needs
             result = self.problems.value_and_slopes(variables, rows, likelihood_weight, nearby)
             self._keys = tuple(seen.forms)
             return result
         forms = {key: seen.form(*key) for key in self._keys}
-        likelihood_weight = (
-            likelihood_weight
-            if isinstance(likelihood_weight, Tensor)
-            else torch.full((len(rows),), likelihood_weight).to(variables["x"])
-        )
+        if not isinstance(likelihood_weight, Tensor):
+            likelihood_weight = torch.full((len(rows),), likelihood_weight).to(variables["x"])
         if nearby is not None:
             nearby = nearby.expand(-1, len(rows), *nearby.shape[2:]).contiguous()
         tensors = (variables, forms, labels, likelihood_weight, nearby)

@@ -3,7 +3,6 @@
 It reconstructs argmin_x likelihood(seen, forward(x)) + sum of weight * prior(x), for K observations x R restarts together.
 """
 
-import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from torch import Tensor
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
-from fedgauge.attacks.engine.compatibility import check_parameters
+from fedgauge.attacks.engine.compatibility import check_parameters, doubled
 from fedgauge.attacks.engine.distances import likelihood, rounding_likelihood
 from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, Variables
 from fedgauge.attacks.engine.trace import Tracer, check_snapshots
@@ -25,7 +24,6 @@ from fedgauge.attacks.matching.priors import gaussian_by_class, other_priors
 from fedgauge.attacks.matching.problems import Problems, SearchFails
 from fedgauge.attacks.matching.search import AdamSearch, Search, SearchContext
 from fedgauge.client.models.losses import takes_probabilities
-from fedgauge.client.update import Update
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,9 @@ class GradientMatching(Attack):
         elif not takes_probabilities(known.loss, known.classes):
             raise ValueError("the loss takes whole labels only, so they cannot be optimised with the images")
         if self.search.double:
-            wave, known = _doubled(wave, known)
+            known = doubled(known)
+            params, update = ({k: t.double() for k, t in part.items()} for part in (wave.params, wave.update))
+            wave = replace(wave, params=params, update=update)
         return Problems(self.objective, wave, known, y, restarts, like.dtype, self.search.coupling)
 
     def _labels(self, wave: Wave, known: Knowledge, restarts: int, streams: Sequence[Stream]) -> Tensor:
@@ -176,7 +176,7 @@ class EveryRestart:
             return "diverged", "the objective or the result is not finite", done
         if self.outcome.interrupted[own].any():
             return "out_of_budget", f"{done} of {budget.iterations} iterations in {budget.seconds} s", done
-        return "converged", self.problems.way.note, done
+        return "converged", "", done
 
 
 def _answers(found: EveryRestart, budget: Budget) -> list[Reconstruction]:
@@ -190,19 +190,3 @@ def _answers(found: EveryRestart, budget: Budget) -> list[Reconstruction]:
         trace = found.tracer.of(row)
         answers.append(Reconstruction(x, found.labels[row], objective, done, share, status, reason, trace))
     return answers
-
-
-def _doubled(wave: Wave, known: Knowledge) -> tuple[Wave, Knowledge]:
-    def double(tensors: Update) -> Update:
-        return {k: t.double() for k, t in tensors.items()}
-
-    wave = replace(wave, params=double(wave.params), update=double(wave.update))
-    loss = copy.deepcopy(known.loss).double() if isinstance(known.loss, torch.nn.Module) else known.loss
-    try:
-        model = copy.deepcopy(known.model)
-    except Exception as error:  # whatever the model holds may refuse in its own words
-        raise ValueError(
-            f"the model cannot be copied ({type(error).__name__}: {error}), and float64 needs a copy: set double = false, "
-            "or keep what cannot be copied out of the module"
-        ) from error
-    return wave, replace(known, model=model.double(), loss=loss)

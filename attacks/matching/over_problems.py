@@ -9,7 +9,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.func import grad_and_value, vmap
 
-from fedgauge.attacks.engine.strided_conv import without_stride
 from fedgauge.client.update import Update
 
 
@@ -34,13 +33,11 @@ def each_with_slopes(
     *arguments: Tensor | Update,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """The gradients by some arguments of a function of one problem, and its values, for all problems."""
-    with without_stride():
-        if len(cast(Tensor, arguments[0])) > 1:
-            slopes, value = vmap(grad_and_value(function, by), randomness=draws)(*arguments)
-        else:
-            slopes, value = grad_and_value(function, by)(*_problem(arguments, 0))
-            slopes, value = tuple(s[None] for s in slopes), value[None]
-    return slopes, value
+    if len(cast(Tensor, arguments[0])) > 1:
+        slopes, value = vmap(grad_and_value(function, by), randomness=draws)(*arguments)
+        return slopes, value
+    slopes, value = grad_and_value(function, by)(*_problem(arguments, 0))
+    return tuple(s[None] for s in slopes), value[None]
 
 
 def each_in_turn(

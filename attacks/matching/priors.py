@@ -1,20 +1,19 @@
 """Priors on images: -log p(x) up to a constant, on normalised images x (B, C, H, W) of one observation."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedgauge.attacks.base import Knowledge
+from fedgauge.attacks.engine.computation import layer_inputs
 from fedgauge.attacks.gaussian_prior import GaussianPrior, class_means, deviations
 from fedgauge.attacks.learned.generators import GeneratorTraining, check, generator_of
 from fedgauge.client.components import ComponentKind, check_above_zero, check_at_least
-from fedgauge.client.training import without_running_stats
 from fedgauge.client.update import Params
 
 ESTIMATED = 64  # batches of auxiliary images from which BatchNorm's statistics are estimated
@@ -141,32 +140,14 @@ class batch_statistics(Prior):
 
         def energy(x: Tensor) -> Tensor:
             distances: list[Tensor] = []
-            for k, (module, values) in enumerate(_inputs(known, params, layers, x)):
-                mean, variance = (module.running_mean, module.running_var) if estimated is None else estimated[k]
-                assert isinstance(mean, Tensor)
-                assert isinstance(variance, Tensor)
+            for k, (module, values) in enumerate(layer_inputs(known.model, params, layers, x)):
+                running = cast(tuple[Tensor, Tensor], (module.running_mean, module.running_var))
+                mean, variance = running if estimated is None else estimated[k]
                 distances.append((values.mean(1) - mean).square().sum().add(1e-12).sqrt())
                 distances.append((values.var(1, correction=0) - variance).square().sum().add(1e-12).sqrt())
             return torch.stack(distances).sum()
 
         return energy
-
-
-def _inputs(known: Knowledge, params: Params, layers: Sequence[nn.Module], x: Tensor) -> list[tuple[nn.Module, Tensor]]:
-    """Each use of these layers on normalised images x, in order, with its input (channels, values)."""
-    found: list[tuple[nn.Module, Tensor]] = []
-
-    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        found.append((module, inputs[0].transpose(0, 1).flatten(1)))
-
-    hooks = [m.register_forward_pre_hook(note) for m in layers]
-    try:
-        with without_running_stats(known.model):
-            functional_call(known.model, params, (x,))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
 
 
 def _estimated(known: Knowledge, params: Params, layers: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
@@ -176,19 +157,11 @@ def _estimated(known: Knowledge, params: Params, layers: Sequence[nn.Module]) ->
             f"statistics are estimated on batches of auxiliary images, and the attacker has fewer than {known.batch_size}: raise "
             '[data] auxiliary, or set of = "running"'
         )
+    batches = [some for some in known.auxiliary.x.split(known.batch_size)[:ESTIMATED] if len(some) == known.batch_size]
     with torch.no_grad():
-        each = [
-            [(v.mean(1), v.var(1, correction=0)) for _, v in _inputs(known, params, layers, known.normalise(some))]
-            for some in known.auxiliary.x.split(known.batch_size)[:ESTIMATED]
-            if len(some) == known.batch_size
-        ]
-    return [(torch.stack(means).mean(0), torch.stack(variances).mean(0)) for means, variances in _by_use(each)]
-
-
-def _by_use(each: list[list[tuple[Tensor, Tensor]]]) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    for use in zip(*each, strict=True):
-        means, variances = zip(*use, strict=True)
-        yield means, variances
+        uses = zip(*(layer_inputs(known.model, params, layers, known.normalise(some)) for some in batches), strict=True)
+        found = [([v.mean(1) for _, v in use], [v.var(1, correction=0) for _, v in use]) for use in uses]
+    return [(torch.stack(means).mean(0), torch.stack(variances).mean(0)) for means, variances in found]
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,17 +182,16 @@ class gaussian(Prior):
     def bind(self, known: Knowledge, params: Params) -> Energy | LabelledEnergy:
         if self.mean is not None and self.covariance is not None:
             fitted = GaussianPrior.of(self.mean, self.covariance)
-            return partial(_mahalanobis, known, fitted.mean, fitted)
-        if known.auxiliary is None:
+        elif known.auxiliary is None:
             raise ValueError(
                 "a Gaussian prior is fitted to auxiliary images, and the attacker has none; give mean and covariance"
             )
-        if not self.by_class:
-            fitted = GaussianPrior.fit(known.auxiliary.x)
+        else:
+            fitted = GaussianPrior.fit(deviations(known.auxiliary) if self.by_class else known.auxiliary.x)
+        if known.auxiliary is None or self.mean is not None or not self.by_class:
             return partial(_mahalanobis, known, fitted.mean, fitted)
         every = torch.arange(known.classes, device=known.auxiliary.y.device)
         means = class_means(known.auxiliary, every).flatten(1).double()
-        fitted = GaussianPrior.fit(deviations(known.auxiliary))
 
         def energy(x: Tensor, y: Tensor) -> Tensor:
             weights = y if y.is_floating_point() else nn.functional.one_hot(y, known.classes)

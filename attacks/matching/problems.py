@@ -11,23 +11,17 @@ from torch import Tensor
 from fedgauge.attacks.base import Knowledge, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.compatibility import Route, differentiation_of
-from fedgauge.attacks.engine.distances import (
-    InnerProductDistance,
-    left_out,
-    likelihood,
-    visible,
-    visible_columns,
-)
+from fedgauge.attacks.engine.distances import left_out, likelihood, visible, visible_columns
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradients, flattened
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent
 from fedgauge.attacks.engine.gradients.recording import Unsupported
 from fedgauge.attacks.engine.scheduler import Variables
+from fedgauge.attacks.engine.whole_batch import whole_batch_update
 from fedgauge.attacks.matching import local_steps
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.observed_updates import ObservedUpdates
 from fedgauge.attacks.matching.over_problems import KnownGradient, each_in_turn, each_with_slopes, over_problems
 from fedgauge.attacks.matching.priors import LabelledEnergy, LatentPrior
-from fedgauge.attacks.matching.whole_batch import whole_batch_update
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.update import Update
 
@@ -78,7 +72,7 @@ class Problems:
         self.explained = {f"latents {i}": both for i, both in enumerate(explained)}  # by the variable's name
         self.own = self.training.variables(known)
         generally = self.training.draws or self.own or not is_mean(known.loss, known.classes)
-        step = None if generally else whole_batch_update(known.chain, known.loss)
+        step = None if generally else whole_batch_update(known.chain.mean, known.loss)
         self.way = differentiation_of(known, wave.params, step is not None)
         self.step = step if self.way.route == "one pass" else None
         # for one problem alone, torch.func's derivatives cost two to three times as much as autograd's
@@ -280,8 +274,8 @@ class Problems:
                 if not self.checked and not examples_are_independent(self.known.model, self.params, x):
                     raise Unsupported("the model mixes the examples of a batch")
                 self.checked = True
-                factors = isinstance(self.likelihood, InnerProductDistance)
-                return self._compare(seen, self.step(self.known.model, self.params, x, y, factors))
+                expected = self.step(self.known.model, self.params, x, y, self.likelihood.by_products)
+                return self._compare(seen, expected)
             except Unsupported:
                 self._go("vmap")
         return self._generally(x, y, seen.formed(), own)
@@ -309,12 +303,11 @@ class Problems:
             expected = {k: seen.columns_of(k, t) if k in pruned else t for k, t in expected.items()}
         formed = {k: t for k, t in expected.items() if not isinstance(t, FactoredGradient)}
         if len(formed) < len(expected):
-            assert isinstance(self.likelihood, InnerProductDistance)
             if not self.likelihood.joint:
                 return self.likelihood.of({k: seen.products(k, t) for k, t in expected.items()})
             apart = {k: seen.products(k, t) for k, t in expected.items() if k not in formed}
             return self.likelihood.of({**apart, "": seen.together(formed)} if formed else apart)
-        if not (isinstance(self.likelihood, InnerProductDistance) and self.likelihood.joint):
+        if not self.likelihood.joint:
             return over_problems(self.likelihood, {k: seen.tensor(k) for k in formed}, formed)
         *matrices, square = seen.form("flat", *formed)
         return self.likelihood.between(matrices, flattened(formed), square)

@@ -30,7 +30,6 @@ from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.recipes import CUTS
 from fedgauge.client.components import check_at_least
-from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch, Params, Update
 
 ALONE = 0.25  # share of the iterations on the newest round alone, before the others count
@@ -83,9 +82,11 @@ class several_rounds(StatefulAttack):
         except ValueError as error:
             return not_applicable(wave, str(error)), kept
         known = replace(known, plain=True) if way.route == "loop" else known
+        # searches run one after the other, so each gets an equal share of the wave's seconds
+        share = replace(budget, seconds=budget.seconds and budget.seconds / (len(wave) * budget.restarts))
         with way():
             found = [
-                self._best(rounds, len(met[k]), y, known, _shared(budget, len(wave)), stream)
+                self._best(rounds, len(met[k]), y, known, share, stream)
                 for k, ((rounds, y), stream) in enumerate(zip(parts, streams, strict=True))
             ]
         return found, kept
@@ -101,7 +102,8 @@ class several_rounds(StatefulAttack):
             return rounds, known.labels[k]
         restored = []
         for one in rounds:
-            alone = replace(wave, clients=wave.clients[k : k + 1], params=one.params, update=_stacked(one.update))
+            update = {name: t[None] for name, t in one.update.items()}
+            alone = replace(wave, clients=wave.clients[k : k + 1], params=one.params, update=update)
             restored.append(tuple(labelling.restore(alone, known)[0].tolist()))
         update_distribution = known.chain.update_distribution
         if update_distribution is not None and update_distribution.noisy:
@@ -153,13 +155,6 @@ class several_rounds(StatefulAttack):
         return Reconstruction(x, y, float(objective.detach()), spent, 0.0, status, reason)
 
 
-def _shared(budget: Budget, clients: int) -> Budget:
-    """Each search's budget: searches run one after the other, so each gets an equal share of the wave's seconds."""
-    if budget.seconds is None:
-        return budget
-    return replace(budget, seconds=budget.seconds / (clients * budget.restarts))
-
-
 def _misfit(one: _RoundUpdate, z: Tensor, y: Tensor, known: Knowledge, distance: Distance) -> Tensor:
     return distance(one.update, known.forward(one.params, Batch(known.pixels(z), y), None))
 
@@ -173,16 +168,8 @@ def _weights(misfits: Tensor) -> Tensor:
 
 def _distance(known: Knowledge) -> Distance:
     """The chain's likelihood without its noise: noise averages out over the rounds, for which a cosine does as well."""
-    update_distribution = known.chain.update_distribution
-    return likelihood(None if update_distribution is None else _without_noise(update_distribution), known.batch_size)
-
-
-def _without_noise(update_distribution: UpdateDistribution) -> UpdateDistribution:
-    return replace(update_distribution, sigma=0.0, scale=0.0)
-
-
-def _stacked(update: Update) -> Update:
-    return {name: t[None] for name, t in update.items()}
+    noise = known.chain.update_distribution
+    return likelihood(noise and replace(noise, sigma=0.0, scale=0.0), known.batch_size)
 
 
 def _remembered(rounds: Sequence[_RoundUpdate]) -> ClientState:
@@ -194,9 +181,8 @@ def _remembered(rounds: Sequence[_RoundUpdate]) -> ClientState:
 
 
 def _recalled(memory: ClientState) -> list[_RoundUpdate]:
-    return [_RoundUpdate(_part(memory, i, "params"), _part(memory, i, "update")) for i in range(int(memory["rounds"]))]
+    def part(i: int, kind: str) -> dict[str, Tensor]:
+        prefix = f"{i}/{kind}/"
+        return {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}
 
-
-def _part(memory: ClientState, i: int, part: str) -> dict[str, Tensor]:
-    prefix = f"{i}/{part}/"
-    return {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}
+    return [_RoundUpdate(part(i, "params"), part(i, "update")) for i in range(int(memory["rounds"]))]

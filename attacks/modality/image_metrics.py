@@ -2,15 +2,13 @@
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fedgauge.client.local_data import data_folder
 from fedgauge.client.pairing import PSNR_CAP as PSNR_CAP  # re-exported: all metrics are importable from here
@@ -107,10 +105,8 @@ def lpips_weights(net: str = "alex") -> Path | None:
     """
     folder = data_folder()
     path = folder / "weights" / BACKBONES[net].local if folder else None
-    return path if path is not None and path.exists() else _fetched(net)
-
-
-def _fetched(net: str) -> Path | None:
+    if path is not None and path.exists():
+        return path
     return _downloaded(net, os.environ.get("FEDGAUGE_LPIPS") == "download", Path(torch.hub.get_dir()) / "checkpoints")
 
 
@@ -131,50 +127,21 @@ def _downloaded(net: str, wanted: bool, hub: Path) -> Path | None:
     return path if path.exists() else None
 
 
-class _SkipInitialisation(TorchFunctionMode):
-    """Builds networks without drawing weights: all that is used of VGG16's 138 million comes from its file."""
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.__name__ in (
-            "uniform_",
-            "normal_",
-            "kaiming_uniform_",
-            "kaiming_normal_",
-        ):  # of tensors, and torch.nn.init's
-            return args[0] if args else (kwargs or {})["tensor"]
-        return func(*args, **(kwargs or {}))
-
-
 @lru_cache
 def _lpips_network(net: str, weights: str) -> Callable[[Tensor, Tensor], Tensor]:
     import lpips
+    from safetensors.torch import load_file
 
-    with warnings.catch_warnings(), _SkipInitialisation():
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # lpips asks torchvision for its models in a deprecated way
         network = lpips.LPIPS(net=net, pnet_rand=True, verbose=False).eval()
-    stored = _convolutions(net, Path(weights))
-    with torch.no_grad():
-        for sequence in network.net.children():
-            for name, module in sequence.named_children():
-                if isinstance(module, torch.nn.Conv2d):
-                    module.weight.copy_(stored[f"features.{name}.weight"])
-                    assert module.bias is not None
-                    module.bias.copy_(stored[f"features.{name}.bias"])
+    local = weights.endswith(".safetensors")
+    stored = load_file(weights) if local else torch.load(weights, weights_only=True, map_location="cpu")
+    for sequence in network.net.children():
+        for name, module in sequence.named_children():
+            if isinstance(module, torch.nn.Conv2d):
+                module.load_state_dict({part: stored[f"features.{name}.{part}"] for part in ("weight", "bias")})
     return lambda x, y: network(x, y)
-
-
-def _convolutions(net: str, path: Path) -> Mapping[str, Tensor]:
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    import torchvision
-
-    weights = getattr(torchvision.models, BACKBONES[net].torchvision).DEFAULT
-    stored: Mapping[str, Tensor] = weights.get_state_dict(progress=False, weights_only=True)  # tensors alone
-    return stored
 
 
 def image_metrics(shape: tuple[int, ...], gallery: Tensor | None) -> list[Metric]:

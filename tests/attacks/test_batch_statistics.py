@@ -14,16 +14,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedgauge.attacks.base import Observation, Wave
+from fedgauge.attacks.engine.computation import layer_inputs
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.matching.priors import batch_statistics
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.threat_model import as_known, public_knowledge, waves_known_alike
 from fedgauge.client.federation import Federation
-from fedgauge.client.training import without_running_stats
 from fedgauge.client.update import Batch
 from fedgauge.server.store.scenario import Scenario
 from tests.small_runs import trained
@@ -48,21 +47,12 @@ def seen(scenario: Scenario, tmp_path_factory: pytest.TempPathFactory) -> list[O
 
 def true_statistics(fed: Federation, one: Observation, batch: Batch) -> dict[str, Tensor]:
     """Of a batch at every BatchNorm, by the buffers' names."""
+    norms = {m: n for n, m in fed.model.named_modules() if isinstance(m, nn.BatchNorm2d)}
     found: dict[str, Tensor] = {}
-
-    def note(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            values = inputs[0].transpose(0, 1).flatten(1)
+    with torch.no_grad():
+        for layer, values in layer_inputs(fed.model, one.params, norms, fed.shards.dataset.normalise(batch.x)):
+            name = norms[layer]  # type: ignore[index]
             found[f"{name}.running_mean"], found[f"{name}.running_var"] = values.mean(1), values.var(1, correction=0)
-
-        return hook
-
-    norms = [(n, m) for n, m in fed.model.named_modules() if isinstance(m, nn.BatchNorm2d)]
-    hooks = [m.register_forward_pre_hook(note(n)) for n, m in norms]
-    with torch.no_grad(), without_running_stats(fed.model):
-        functional_call(fed.model, one.params, (fed.shards.dataset.normalise(batch.x),))
-    for hook in hooks:
-        hook.remove()
     return found
 
 

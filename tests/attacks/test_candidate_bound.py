@@ -17,7 +17,7 @@ from fedgauge.attacks.candidate_bound import bayes_error, candidate_bound
 from fedgauge.attacks.gaussian_prior import ClassPrior, GaussianPrior, class_means, class_priors
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.baselines import class_mean_image, mean_image, random_image
-from fedgauge.attacks.limits import bayes_limit, local_estimate, observed
+from fedgauge.attacks.limits import bayes_limit, observed
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params, mlp
@@ -28,6 +28,7 @@ from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian, laplace
 from fedgauge.defenses.sign import sign
 from tests.small_runs import scenario
+from tests.theory.gaussian_world import van_trees
 
 World = Callable[[int, Generator], Batch]
 LINKS = {
@@ -171,7 +172,7 @@ def test_the_error_of_two_candidates_behind_a_sign_is_a_coins(
 
 def test_the_estimate_for_gaussian_images_is_passed_where_images_are_two() -> None:
     """So it is not called a bound: of +1 or -1 in noise .5 the best linear guess has .2, and the best guess far less."""
-    line = local_estimate(torch.tensor([[4.0]]).double(), GaussianPrior.of(torch.zeros(1), torch.ones(1, 1)))
+    line = van_trees(torch.tensor([[4.0]]).double(), GaussianPrior.of(torch.zeros(1), torch.ones(1, 1)))
     assert line == pytest.approx(0.2)
     assert two_point_error(scipy.stats.norm.pdf, 2.0) < line / 2
 
@@ -199,9 +200,9 @@ def test_little_noise_bounds_nothing_and_says_so() -> None:
     known = Knowledge(
         model, LINKS["normal"](1e-6), (1, 2, 2), 2, 1, (0.0,), (1.0,), auxiliary=uniform(40, generator("few"))
     )
-    with pytest.raises(ValueError, match="256 images of a class are told apart"):
+    with pytest.raises(ValueError, match="256 images"):
         candidate_bound(known, detached_params(model), generator("bound"))
-    with pytest.raises(ValueError, match="needs auxiliary images"):
+    with pytest.raises(ValueError, match="auxiliary"):
         candidate_bound(replace(known, auxiliary=None), detached_params(model), generator("bound"))
 
 

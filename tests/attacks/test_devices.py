@@ -18,19 +18,11 @@ from fedgauge.client.models.vision import lenet
 from fedgauge.client.rng import generator
 from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, problem, step_of
 from tests import separate_device as separate
-from tests.attacks.test_attack_contract import ATTACKS, FEW
+from tests.attacks.test_attack_contract import ATTACKS, FEW, LITTLE
 from tests.attacks.text.test_text_contract import SMALL, TASKS
 from tests.separate_device import DEVICE, separate_device
 
 Make = Callable[..., Any]
-# what makes an attack small enough for seconds
-LITTLE: Mapping[str, Mapping[str, Any]] = {
-    "gi_gip": {"latent": 8, "width": 4, "training": 5},
-    "gifd": {"latent": 8, "width": 4, "training": 5},
-    "learning_to_invert": {"hidden": 16, "batch": 32},
-    "ridge_inversion": {"buckets": 64},
-    **SMALL,
-}
 TEXT = [entry.name for entry in ATTACK.entries() if entry.group == TEXT_ATTACKS]
 SGD = {"use": "local_sgd", "rate": 0.1}
 MLP = {"use": "mlp", "hidden": [16]}
@@ -66,7 +58,7 @@ def test_the_device_refuses_to_mix() -> None:
 
 
 def planned(name: str, **more: Any) -> PlannedAttack:
-    table = {"use": name, **LITTLE.get(name, {}), "iterations": 2, "name": name, **more}
+    table = {"use": name, **{**LITTLE, **SMALL}.get(name, {}), "iterations": 2, "name": name, **more}
     return PlannedAttack.from_table(table, "[[attack]]")
 
 

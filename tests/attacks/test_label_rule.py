@@ -138,12 +138,3 @@ def test_a_models_width_takes_no_memory_by_its_square() -> None:
     seen, known, _ = observed("noise")
     wide = torch.zeros(1).expand(100, 10**6)
     assert rules.label_rule(known, seen.params, lambda update: wide, lambda update: wide) is None
-
-
-def test_a_class_without_images_is_counted_by_the_other_classes_map() -> None:
-    seen, known, truth = observed("sign of each")
-    assert known.auxiliary is not None
-    kept = known.auxiliary.y < 7
-    few = replace(known, auxiliary=Batch(known.auxiliary.x[kept], known.auxiliary.y[kept]))
-    assert bool((truth >= 7).any())
-    assert bool((restore(seen, few) == truth).all())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Knowledge, Observation, Wave
-from fedgauge.attacks.labels import METHODS, assignments, auto, fedavg, grad_inversion, idlg, ilrg, llg, restore
+from fedgauge.attacks.labels import assignments, auto, fedavg, idlg, ilrg, llg, restore
 from fedgauge.attacks.modality.image_metrics import label_accuracy
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import Dataset, batch_of, mnist5k
@@ -29,7 +29,8 @@ from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
 
 SHAPE = (1, 28, 28)
-SEVERAL = ("auto", "grad_inversion", "llg", "ilrg", "fedavg")
+Method = Callable[[Update, Params, Knowledge], Tensor]
+SEVERAL: tuple[Method, ...] = (auto, llg, ilrg, fedavg)
 
 Case = tuple[Update, Params, Knowledge, list[int]]
 
@@ -59,10 +60,6 @@ def observed(make: Callable[[], nn.Module], links: Chain, digits: Dataset, size:
     params = detached_params(model)
     update = links(gradient(model, normalise=digits.normalise))(params, batch, generator(k, "noise"))
     return update, params, known, batch.y.sort().values.tolist()
-
-
-def scaled(update: Update, factor: float) -> Update:
-    return {k: factor * t for k, t in update.items()}
 
 
 def headless(activation: nn.Module) -> nn.Module:
@@ -133,25 +130,6 @@ def test_ilrg_counts_the_labels_of_a_batch(
     assert np.mean(accuracies) >= accuracy
 
 
-@pytest.mark.parametrize("labels", [[3] * 4, [0, 0, 0, 9], [1, 1, 5, 5]])
-def test_ilrg_counts_repeats(labels: list[int], digits: Dataset) -> None:
-    torch.manual_seed(0)
-    model = mlp(SHAPE, 10)
-    chosen = [int(torch.nonzero(digits.y == y)[i]) for i, y in enumerate(labels)]
-    batch = batch_of(digits.x, digits.y, torch.tensor(chosen))
-    assert restore(wave_of(model, digits, [batch]), knowledge(model, 4))[0].tolist() == labels
-
-
-@pytest.mark.parametrize("rate", [1e-4, 0.1])
-@pytest.mark.parametrize("steps", [1, 3])
-def test_ilrg_takes_the_updates_scale_out(rate: float, steps: int, digits: Dataset) -> None:
-    torch.manual_seed(0)
-    model, train = mlp(SHAPE, 10, hidden=(30,), activation="tanh"), local_sgd(rate / steps, steps)
-    batch = batch_of(digits.x, digits.y, torch.arange(6))
-    found = restore(wave_of(model, digits, [batch], train), knowledge(model, 6, train.scale))
-    assert found[0].tolist() == batch.y.sort().values.tolist()
-
-
 @settings(max_examples=60)
 @given(st.integers(2, 40), st.integers(0, 10**6), st.sampled_from([0.0, 1e-30, 1e-6, 1.0, 1e30]))
 def test_the_counts_always_sum_to_the_batch(batch_size: int, seed: int, size: float) -> None:
@@ -198,29 +176,6 @@ def test_labels_are_counted_where_the_updates_size_is_not_the_gradients(case: st
     assert hits / len(cases) >= exact - 0.05, f"{hits} of {len(cases)}"
 
 
-@pytest.mark.parametrize("method", SEVERAL)
-@pytest.mark.parametrize("factor", [1e-6, 0.03, 40.0])
-def test_under_clipping_the_size_of_an_update_says_nothing(method: str, factor: float, digits: Dataset) -> None:
-    links = chain(clip(0.1), local_sgd(0.1))
-    for k in range(5):
-        update, params, known, _ = observed(NETWORKS["lenet"], links, digits, 4, k)
-        smaller = Knowledge(known.model, chain(clip(0.1 * factor), local_sgd(0.1)), *_rest(known))
-        as_seen = METHODS[method](update, params, known)
-        assert METHODS[method](scaled(update, factor), params, smaller).tolist() == as_seen.tolist()
-
-
-def _rest(known: Knowledge) -> tuple[tuple[int, int, int], int, int, tuple[float, ...], tuple[float, ...]]:
-    return known.shape, known.classes, known.batch_size, known.mean, known.std
-
-
-def test_a_clip_that_does_not_bind_costs_the_attacker_nothing(digits: Dataset) -> None:
-    for k in range(10):
-        update, params, known, _ = observed(NETWORKS["lenet"], chain(local_sgd(0.1)), digits, 8, k)
-        for defense in (clip(1000.0), per_example(clip(1000.0))):
-            loose = Knowledge(known.model, chain(defense, local_sgd(0.1)), *_rest(known))
-            assert ilrg(update, params, loose).tolist() == ilrg(update, params, known).tolist()
-
-
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 9), min_size=1, max_size=8), st.floats(1e-6, 1e6))
 def test_a_linear_classifiers_counts_are_exact_at_any_scale(seed: int, labels: list[int], scale: float) -> None:
@@ -233,29 +188,6 @@ def test_a_linear_classifiers_counts_are_exact_at_any_scale(seed: int, labels: l
     update = local_sgd(scale)(gradient(model))(params, Batch(x, torch.tensor(labels)), None)
     known = Knowledge(model, links, (1, 4, 4), 10, len(labels), (0.0,), (1.0,))
     assert ilrg(update, params, known).tolist() == sorted(labels)
-
-
-def test_grad_inversion_takes_the_rows_with_the_most_negative_entries() -> None:
-    """By hand: row minima are -0.5, 0.1, -2, -1."""
-    model = mlp((1, 1, 3), 4, hidden=())
-    gradient_ = torch.tensor([[-0.5, 3.0, -0.4], [0.1, 0.2, 0.3], [5.0, -2.0, 5.0], [-1.0, -1.0, -1.0]])
-    update = {"1.weight": -0.1 * gradient_, "1.bias": torch.ones(4)}
-    for size, expected in ((1, [2]), (2, [2, 3]), (3, [0, 2, 3])):
-        known = Knowledge(model, chain(local_sgd(0.1)), (1, 1, 3), 4, size, (0.0,), (1.0,))
-        assert grad_inversion(update, detached_params(model), known).tolist() == expected
-
-
-def test_grad_inversion_finds_distinct_labels(digits: Dataset) -> None:
-    found, hits = 0, 0
-    for k in range(60):
-        update, params, known, truth = observed(NETWORKS["mlp relu"], chain(local_sgd(0.1)), digits, 4, k)
-        labels = grad_inversion(update, params, known).tolist()
-        assert labels == sorted(set(labels))
-        distinct = len(set(truth)) == 4
-        found += distinct
-        hits += distinct and labels == truth
-    assert found > 20
-    assert hits == found
 
 
 @pytest.mark.parametrize(("labels", "found"), [([0, 0, 2, 2], [0, 0, 2, 2]), ([0, 0, 0, 2], [0, 0, 0, 0])])
@@ -275,12 +207,6 @@ def test_llg_by_impact_and_offset(labels: list[int], found: list[int]) -> None:
     assert ilrg(update, params, known).tolist() == labels
 
 
-def test_one_step_of_fedavg_is_ilrg(digits: Dataset) -> None:
-    for k in range(5):
-        update, params, known, _ = observed(NETWORKS["lenet"], chain(local_sgd(0.1)), digits, 8, k)
-        assert fedavg(update, params, known).tolist() == ilrg(update, params, known).tolist()
-
-
 @pytest.mark.parametrize(
     "links", [chain(local_sgd(0.1)), chain(local_sgd(0.1), mask(0.3)), chain(local_sgd(0.1), prune(0.1))]
 )
@@ -288,12 +214,6 @@ def test_one_step_of_fedavg_is_ilrg(digits: Dataset) -> None:
 def test_one_label_survives_dropped_entries(name: str, links: Chain, digits: Dataset) -> None:
     for k in range(20):
         update, params, known, truth = observed(NETWORKS[name], links, digits, 1, k)
-        assert auto(update, params, known).tolist() == truth
-
-
-def test_one_label_without_a_bias_needs_no_positive_features(digits: Dataset) -> None:
-    for k in range(40):
-        update, params, known, truth = observed(partial(headless, nn.Tanh()), chain(local_sgd(0.1)), digits, 1, k)
         assert auto(update, params, known).tolist() == truth
 
 
@@ -332,41 +252,23 @@ def test_auxiliary_images_take_the_place_of_noise(digits: Dataset) -> None:
     assert found[0].count(2) > found[1].count(2), "k_i = B (p_i - g_i / f): more where more was predicted"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*SEVERAL, idlg])
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
-def test_an_update_without_information_gives_labels_spread_evenly(method: str, value: float) -> None:
-    model, size = mlp((1, 2, 2), 3, hidden=(4,)), 1 if method == "idlg" else 3
+def test_an_update_without_information_gives_labels_spread_evenly(method: Method, value: float) -> None:
+    model, size = mlp((1, 2, 2), 3, hidden=(4,)), 1 if method is idlg else 3
     update = {k: torch.full_like(p, value) for k, p in detached_params(model).items()}
     known = Knowledge(model, chain(local_sgd(0.1)), (1, 2, 2), 3, size, (0.0,), (1.0,))
-    assert METHODS[method](update, detached_params(model), known).tolist() == list(range(size))
+    assert method(update, detached_params(model), known).tolist() == list(range(size))
 
 
-@pytest.mark.parametrize("method", SEVERAL)
-def test_a_wave_is_restored_row_by_row(method: str, digits: Dataset) -> None:
+def test_a_wave_is_restored_row_by_row(digits: Dataset) -> None:
     torch.manual_seed(0)
     model = lenet(SHAPE, 10)
     batches = [batch_of(digits.x, digits.y, torch.arange(i, i + 3)) for i in (0, 100, 200)]
     wave, known = wave_of(model, digits, batches), knowledge(model, 3)
-    rows = restore(wave, known, method)
-    assert rows.shape == (3, 3)
-    assert rows.dtype == torch.int64
-    for k in range(3):
-        assert torch.equal(rows[k], METHODS[method](wave.alone(k), wave.params, known))
-        assert torch.equal(rows[k], rows[k].sort().values)
-
-
-def test_what_a_method_cannot_do_it_says() -> None:
-    model = mlp((1, 2, 2), 3, hidden=())
-    params = detached_params(model)
-    wave = Wave(1, (0,), params, {k: p[None] for k, p in params.items()})
-    known = Knowledge(model, chain(local_sgd(0.1)), (1, 2, 2), 3, 5, (0.0,), (1.0,))
-    for method, complaint in {
-        "grad_inversion": "5 examples are more than 3 classes; use ilrg or llg",
-        "idlg": "iDLG restores one label, and the batch holds 5; use ilrg or llg",
-        "ildg": "unknown label restoration 'ildg'; choose one of auto, idlg, grad_inversion, llg, ilrg, fedavg",
-    }.items():
-        with pytest.raises(ValueError, match=complaint):
-            restore(wave, known, method)
+    rows = restore(wave, known)
+    assert rows.shape == (3, 3) and rows.dtype == torch.int64 and torch.equal(rows, rows.sort(1).values)
+    assert torch.equal(rows, torch.stack([auto(wave.alone(k), wave.params, known) for k in range(3)]))
 
 
 @pytest.mark.parametrize(
@@ -383,13 +285,13 @@ def test_a_model_without_a_fully_connected_classifier_is_refused(model: nn.Modul
     params = detached_params(model)
     for method in SEVERAL:
         with pytest.raises(ValueError, match=complaint):
-            METHODS[method](params, params, knowledge(model, 2))
+            method(params, params, knowledge(model, 2))
 
 
 def test_ilrg_needs_a_bias() -> None:
     model = headless(nn.ReLU())
     update = {k: torch.zeros_like(p) for k, p in detached_params(model).items()}
-    with pytest.raises(ValueError, match="'3' has no bias; use llg"):
+    with pytest.raises(ValueError, match="no bias"):
         ilrg(update, detached_params(model), knowledge(model, 2))
 
 

@@ -186,15 +186,15 @@ def test_draws_that_follow_the_errors_average_as_uniform_ones_do(batch_size: int
 
 def test_where_there_is_no_limit_it_says_why(make_federation: Make) -> None:
     fed = make_federation(chain=[NOISY[1]])
-    with pytest.raises(ValueError, match="no noise of a known density"):
+    with pytest.raises(ValueError, match="density"):
         limit_of(fed)
     fed = make_federation(model={"use": "mlp", "hidden": [4]}, chain=NOISY)
     auditor = Auditor(fed)
     known, params = auditor.knowledge(LIMIT), fed.initial()[0]
-    with pytest.raises(ValueError, match="needs auxiliary images"):
+    with pytest.raises(ValueError, match="auxiliary"):
         bayes_limit(replace(known, auxiliary=None), params, auditor.priors, seeded("run"))
     forgetful = replace(known, model=nn.Sequential(nn.Dropout(0.5), fed.model))
-    with pytest.raises(ValueError, match="layer '0' is dropout in train mode"):
+    with pytest.raises(ValueError, match="'0' is dropout"):
         bayes_limit(forgetful, params, auditor.priors, seeded("run"))
 
 

@@ -18,78 +18,59 @@ def plan(*tables: dict[str, Any], **options: Any) -> AttackPlan:
     return AttackPlan.from_tables(tables, options, 10, 4)
 
 
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"use": "ig"}, "nothing is called 'ig'; an attack is one of analytic, bayes"),
-        ({"use": "fedgauge.server.pool.executors:Pool"}, "Pool' is not allowed here; an attack is one of"),
-        ({}, 'needs use = "name", got None'),
-        ({**IG, "tvv": 0.1}, "inverting_gradients() has no argument 'tvv' (it has: tv, rate, "),
-        ({**IG, "itertions": 3}, ", name, iterations, restarts, seconds, labels, lengths, defense, trace, auxiliary, tune)"),
-        ({**IG, "tv": -1}, "the weight of total_variation must not be negative, got -1.0"),
-        ({**IG, "rate": 0}, "rate must be above 0, got 0.0"),
-        ({**IG, "iterations": 0}, "iterations must be at least 1, got 0"),
-        ({**IG, "iterations": 5.0}, "iterations must be a whole number, got 5.0"),
-        ({**IG, "restarts": True}, "restarts must be a whole number, got True"),
-        ({**IG, "seconds": -1}, "seconds must be above 0, got -1.0"),
-        ({**IG, "seconds": float("inf")}, "seconds must be a number, got inf"),
-        ({**IG, "labels": "known"}, "labels must be one of 'restored', 'given', got 'known'"),
-        ({**IG, "defense": True}, "defense must be one of 'known', 'unknown', 'inferred', got True"),
-        ({**IG, "tune": "truth"}, "tune must be one of 'off', 'shadow', got 'truth'"),
-        ({"use": "analytic", "tune": "shadow"}, "analytic has no settings to tune; leave tune out"),
-        ({**IG, "trace": 1}, "trace must be at least 2 snapshots, the first and the last, got 1"),
-        ({**IG, "trace": -4}, "trace must be at least 2 snapshots, the first and the last, got -4"),
-        ({**IG, "trace": 3.0}, "trace must be a whole number, got 3.0"),
-        ({**IG, "trace": True}, "trace must be a whole number, got True"),
-        ({"use": "analytic", "trace": 3}, "analytic does not iterate"),
-        ({**IG, "name": ""}, "name must be letters, digits, - and _, got ''"),
-        ({**IG, "name": "a/../b"}, "name must be letters, digits, - and _, got 'a/../b'"),
-        ({**IG, "name": 3}, "name must be a text, got 3"),
-        ({**IG, "name": "bayes_limit"}, "name 'bayes_limit'"),
-        ({**IG, "name": "a" * 65}, "name must be at most 64 characters, got 65"),
-        ({**FB, "attack": "ig"}, "#2: attack: nothing is called 'ig'; an attack is one of"),
-        ({**FB, "attack": "analytic"}, "#2: feedback blending needs an attack that can start from given images, and"),
-        ({**FB, "attack": FB["use"]}, "FeedbackBlending cannot: name a recipe of gradient matching"),
-        ({**FB, "attack": {"double": True}}, '#2: attack: needs use = "name", got None; an attack is one of'),
-        ({**FB, "attack": {**IDLG, "fitt": 1}}, "#2: attack: idlg() has no argument 'fitt' (it has: restart_above, "),
-        ({**FB, "attack": {**IDLG, "restart_above": "x"}}, "#2: attack: restart_above must be a number, got 'x'"),
-        ({**FB, "attack": {**IG, "rate": 0}}, "#2: attack: rate must be above 0, got 0.0"),
-        ({**FB, "attack": 3}, "#2: attack must be a text or a table, got 3"),
-        ({**FB, "alpha": 1.5}, "#2: alpha must lie in 0..1, got 1.5"),
-        ({**FB, "discard_failures": 1}, "#2: discard_failures must be true or false, got 1"),
-        ({**FB, "start": "zero"}, "#2: start must be one of 'blend', 'half', 'mean', 'noise', got 'zero'"),
-        ({**FB, "judge": True}, "has no argument 'judge' (it has: attack, alpha, discard_failures, fit, start, name,"),
-        ({**FB, "trace": 1}, "#2: trace must be at least 2 snapshots, the first and the last, got 1"),
-    ],
-)  # fmt: skip
-def test_a_mistake_in_an_attack_table_is_told(table: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError) as told:
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"use": "ig"}, "'ig'"),
+    ({"use": "fedgauge.server.pool.executors:Pool"}, "not allowed"),
+    ({}, "use ="),
+    ({**IG, "tvv": 0.1}, "'tvv'"),
+    ({**IG, "tv": -1}, "total_variation"),
+    ({**IG, "rate": 0}, "rate"),
+    ({**IG, "iterations": 0}, "iterations"),
+    ({**IG, "iterations": 5.0}, "iterations"),
+    ({**IG, "restarts": True}, "restarts"),
+    ({**IG, "seconds": -1}, "seconds"),
+    ({**IG, "seconds": float("inf")}, "seconds"),
+    ({**IG, "labels": "known"}, "labels"),
+    ({**IG, "defense": True}, "defense"),
+    ({**IG, "tune": "truth"}, "tune"),
+    ({"use": "analytic", "tune": "shadow"}, "tune"),
+    *(({**IG, "trace": trace}, "trace") for trace in (1, -4, 3.0, True)),
+    ({"use": "analytic", "trace": 3}, "iterate"),
+    *(({**IG, "name": name}, "name") for name in ("", "a/../b", 3, "bayes_limit", "a" * 65)),
+    *(({**FB, "attack": inner}, "attack") for inner in ("ig", "analytic", FB["use"], {"double": True}, 3)),
+    *(
+        ({**FB, "attack": {**IDLG, **inner}}, name)
+        for name, inner in {"fitt": {"fitt": 1}, "rate": {"rate": 0}}.items()
+    ),
+    ({**FB, "alpha": 1.5}, "alpha"),
+    ({**FB, "discard_failures": 1}, "discard_failures"),
+    ({**FB, "start": "zero"}, "start"),
+]
+
+
+@pytest.mark.parametrize(("table", "named"), WRONG)
+def test_a_mistake_in_an_attack_table_is_named(table: dict[str, Any], named: str) -> None:
+    with pytest.raises(SpecError, match=rf"^\[\[attack\]\] #2.*{named}"):
         plan({"use": "analytic"}, table)
-    assert str(told.value).startswith("[[attack]] #2")
-    assert message in str(told.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"rounds": [0]}, "rounds must lie in 1..10, got 0"),
-        ({"rounds": [1, 11]}, "rounds must lie in 1..10, got 11"),
-        ({"clients": [4]}, "clients must lie in 0..3, got 4"),
-        ({"clients": [-1]}, "clients must lie in 0..3, got -1"),
-        ({"clients": 2}, "clients must be a list, each a whole number, got 2"),
-        ({"every": 0}, "every must be at least 1, got 0"),
-        ({"every": 2, "rounds": [1]}, "every has no effect"),
-        ({"wave": 0}, "wave must be at least 1, got 0"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
-        ({"evry": 1}, "AttackPlan() has no argument 'evry' (it has: rounds, every, clients, wave, seed)"),
-        ({"attacks": []}, "AttackPlan() has no argument 'attacks' (it has: rounds"),
+        *(({"rounds": rounds}, "rounds") for rounds in ([0], [1, 11])),
+        *(({"clients": clients}, "clients") for clients in ([4], [-1], 2)),
+        *(
+            ({"every": 0}, "every"),
+            ({"every": 2, "rounds": [1]}, "every"),
+            ({"wave": 0}, "wave"),
+            ({"seed": -1}, "seed"),
+        ),
+        *(({"evry": 1}, "'evry'"), ({"attacks": []}, "'attacks'")),
     ],
 )
-def test_a_mistake_in_the_audit_table_is_told(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError) as told:
+def test_a_mistake_in_the_audit_table_is_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(SpecError, match=rf"^\[audit\].*{named}"):
         plan(IG, **options)
-    assert str(told.value).startswith("[audit]")
-    assert message in str(told.value)
 
 
 def test_baselines_are_always_there_once() -> None:
@@ -107,20 +88,11 @@ def test_baselines_are_always_there_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"use": "random_image", "name": "luck"}, "random_image is a baseline"),
-        (
-            {"use": "random_image"},
-            "random_image is a baseline",
-        ),
-        ({**IG, "name": "mean_image"}, "name 'mean_image' belongs to a baseline"),
-    ],
+    "table", [{"use": "random_image", "name": "luck"}, {"use": "random_image"}, {**IG, "name": "mean_image"}]
 )
-def test_no_baseline_is_judged_and_no_attack_passes_for_one(table: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError) as told:
+def test_no_baseline_is_judged_and_no_attack_passes_for_one(table: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="#2: '.*_image' is a baseline"):
         plan(IG, table)
-    assert str(told.value).startswith(f"[[attack]] #2: {message}")
 
 
 def test_limits_are_added_where_the_chain_has_them() -> None:
@@ -135,12 +107,12 @@ def test_limits_are_added_where_the_chain_has_them() -> None:
     ]
     assert [p.is_limit for p in found.attacks] == [False] * 4 + [True] * 2
     assert PlannedAttack.from_json(found.attacks[4].to_json()) == found.attacks[4]
-    with pytest.raises(SpecError, match="nothing is called 'bayes_limit'; an attack is one of"):
+    with pytest.raises(SpecError, match="bayes_limit"):
         plan({"use": "bayes_limit"})
 
 
 def test_two_attacks_of_one_name_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"\[\[attack\]\]: two attacks are called 'inverting_gradients'; give one"):
+    with pytest.raises(SpecError, match="two attacks"):
         plan(IG, {**IG, "tv": 0.5})
     assert len(plan(IG, {**IG, "tv": 0.5, "name": "smoother"}).attacks) == 5
 

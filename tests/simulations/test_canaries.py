@@ -251,11 +251,20 @@ def test_a_deployments_server_reads_them_from_its_record(tmp_path: Path) -> None
 def test_where_canaries_make_no_sense_a_scenario_is_refused() -> None:
     chain = CHAINS["clipped updates"]
     check_deployable(scenario_of())
-    summed = scenario(clients=8, chain=chain, canaries={"clients": 4}, secure_sum={"group": 4, "clip": 1.0})
-    for chosen in (summed, scenario(chain=chain, canaries={"clients": 2, "examples": 3})):
-        with pytest.raises(SpecError, match="canaries"):
-            check_deployable(chosen)
-    with pytest.raises(SpecError, match="groups"):
-        scenario(clients=6, chain=chain, canaries={"clients": 4}, secure_sum={"group": 2, "drawn": True})
-    with pytest.raises(SpecError, match="'canaries'"):
+    with pytest.raises(SpecError, match=r"\[secure_sum\] hides them"):
+        check_deployable(
+            scenario(
+                clients=8,
+                chain=CHAINS["clipped updates"],
+                canaries={"clients": 4},
+                secure_sum={"group": 4, "clip": 1.0},
+            )
+        )
+    with pytest.raises(SpecError, match="in a simulation alone"):
+        check_deployable(scenario(chain=CHAINS["clipped updates"], canaries={"clients": 2, "examples": 3}))
+    with pytest.raises(SpecError, match="groups that stay the same"):
+        scenario(
+            clients=6, chain=CHAINS["clipped updates"], canaries={"clients": 4}, secure_sum={"group": 2, "drawn": True}
+        )
+    with pytest.raises(SpecError, match="no limit's: 'canaries'"):
         scenario(attack=[{"use": "idlg", "name": "canaries"}])

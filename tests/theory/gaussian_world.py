@@ -16,7 +16,7 @@ from torch.func import vmap
 from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.engine.distances import Distance, gaussian_likelihood, laplace_likelihood
 from fedgauge.attacks.gaussian_prior import GaussianPrior
-from fedgauge.attacks.limits import fisher, known_noise, precision, van_trees
+from fedgauge.attacks.limits import fisher, known_noise, precision
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import Prior, gaussian, laplacian
@@ -34,6 +34,12 @@ RATIOS = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)  # sigma / |g|
 VARIANCE = 0.051  # of the first world's inputs
 NOISE = 0.1  # of the second's gradients: Laplace noise of this scale
 STD = 0.05  # pixels to a unit of x; inputs lie well inside [0, 1], so that the box has no effect
+
+
+def van_trees(information: Tensor, prior: GaussianPrior) -> float:
+    """(1/n) tr[(F + covariance^-1)^-1]: with F (n, n) the mean over the prior, a bound on the mean squared error of pixels."""
+    total = information + torch.block_diag(*[prior.information] * (len(information) // len(prior.mean)))
+    return float(torch.linalg.inv(total).trace()) / len(information)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +145,7 @@ def gaussian_world(
     rows = []
     for ratio in ratios:
         sigma = ratio * size
-        bound = van_trees([information / sigma**2], prior) / STD**2
+        bound = van_trees(information / sigma**2, prior) / STD**2
         errors = squared_errors(attack, world, chain(noise.gaussian(sigma), local_sgd(1.0)), seed, iterations)
         rows.append(_row(f"sigma / |g| = {ratio:g}", "map", "mse", bound, errors))
     return rows

@@ -14,7 +14,6 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Wave
 from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.engine.distances import gaussian_likelihood
 from fedgauge.attacks.grading.tuning import Tuning
-from fedgauge.attacks.limits import van_trees
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian, total_variation
@@ -76,7 +75,7 @@ def test_a_wrong_attack_is_told_from_the_right_one() -> None:
     world, prior = world_of.tanh_world(128)
     clean = world.updates(chain(local_sgd(1.0)), 0).update
     sigma = 0.1 * float(torch.stack([t.flatten(1).square().sum(1) for t in clean.values()]).sum(0).sqrt().mean())
-    bound = van_trees([world_of.mean_information(world) / sigma**2], prior) / STD**2
+    bound = world_of.van_trees(world_of.mean_information(world) / sigma**2, prior) / STD**2
     right = GradientMatching(
         Objective(gaussian_likelihood(sigma), (gaussian(1.0, prior.mean, prior.covariance),)), LBFGSSearch(double=True)
     )

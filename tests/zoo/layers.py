@@ -48,162 +48,132 @@ def sequence(*layers: nn.Module, width: int = 24) -> nn.Module:
     return nn.Sequential(Lambda(rows), *layers, Lambda(lambda x: x.mean(1)), nn.Linear(width, CLASSES))
 
 
-class Recurrent(nn.Module):
-    """A recurrent layer over an image's rows."""
+class Net(nn.Module):
+    """Layers and parameters by name, and a forward pass that is written in some way."""
 
-    def __init__(self, layer: type[nn.RNNBase], **settings: Any) -> None:
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor], **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
-        self.layer = layer(24, 6, batch_first=True, **settings)
-        out = self.layer(torch.zeros(1, 2, 24))[0].shape[-1]
-        self.last = nn.Linear(out, CLASSES)
+        self.way = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.layer(rows(x))[0][:, -1])
+        return self.way(self, x)
 
 
-class Cells(nn.Module):
+def recurrent(layer: type[nn.RNNBase], **settings: Any) -> nn.Module:
+    """A recurrent layer over an image's rows."""
+    own = layer(24, 6, batch_first=True, **settings)
+    last = nn.Linear(own(torch.zeros(1, 2, 24))[0].shape[-1], CLASSES)
+    return Net(lambda m, x: m.last(m.layer(rows(x))[0][:, -1]), layer=own, last=last)
+
+
+def cells(cell: type[nn.RNNCellBase]) -> nn.Module:
     """A recurrent cell in a loop of one's own."""
 
-    def __init__(self, cell: type[nn.RNNCellBase]) -> None:
-        super().__init__()
-        self.cell, self.last = cell(24, 6), nn.Linear(6, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(m: Any, x: Tensor) -> Tensor:
         state: Any = None
         for row in rows(x).unbind(1):
-            state = self.cell(row, state)
-        return self.last(state[0] if isinstance(state, tuple) else state)
+            state = m.cell(row, state)
+        return m.last(state[0] if isinstance(state, tuple) else state)
+
+    return Net(forward, cell=cell(24, 6), last=nn.Linear(6, CLASSES))
 
 
-class Attention(nn.Module):
+def attention(weights: bool) -> nn.Module:
     """`nn.MultiheadAttention`, whose weights are also returned."""
 
-    def __init__(self, weights: bool) -> None:
-        super().__init__()
-        self.attention, self.last = nn.MultiheadAttention(24, 2, batch_first=True), nn.Linear(24, CLASSES)
-        self.weights = weights
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.last(m.attention(rows(x), rows(x), rows(x), need_weights=weights)[0].mean(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        out, _ = self.attention(rows(x), rows(x), rows(x), need_weights=self.weights)
-        return self.last(out.mean(1))
+    return Net(forward, attention=nn.MultiheadAttention(24, 2, batch_first=True), last=nn.Linear(24, CLASSES))
 
 
-class Fused(nn.Module):
+def fused(causal: bool) -> nn.Module:
     """`scaled_dot_product_attention` by one's own projections."""
 
-    def __init__(self, causal: bool = False) -> None:
-        super().__init__()
-        self.qkv, self.last, self.causal = nn.Linear(24, 72), nn.Linear(24, CLASSES), causal
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 12)).transpose(1, 2) for t in m.qkv(rows(x)).chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return m.last(out.transpose(1, 2).flatten(2).mean(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (2, 12)).transpose(1, 2) for t in self.qkv(rows(x)).chunk(3, -1))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.last(out.transpose(1, 2).flatten(2).mean(1))
+    return Net(forward, qkv=nn.Linear(24, 72), last=nn.Linear(24, CLASSES))
 
 
-class Transformer(nn.Module):
+def transformer() -> nn.Module:
     """An encoder and a decoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Transformer(24, 2, 1, 1, 16, dropout=0.0, batch_first=True)
-        self.last = nn.Linear(24, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.net(rows(x), rows(x).flip(1)).mean(1))
+    net = nn.Transformer(24, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+    return Net(lambda m, x: m.last(m.net(rows(x), rows(x).flip(1)).mean(1)), net=net, last=nn.Linear(24, CLASSES))
 
 
-class SoftWords(nn.Module):
+def soft_words(bag: bool) -> nn.Module:
     """Pixels choose among words: an embedding's table read by a product, and an embedding bag by weights of each word."""
 
-    def __init__(self, bag: bool) -> None:
-        super().__init__()
-        self.words = nn.EmbeddingBag(PIXELS, 6, mode="sum") if bag else nn.Embedding(PIXELS, 6)
-        self.last, self.bag = nn.Linear(6, CLASSES), bag
+    def forward(m: Any, x: Tensor) -> Tensor:
+        pixels, every = x.flatten(1), torch.arange(PIXELS).expand(len(x), -1)
+        if bag:
+            return m.last(m.words(every, per_sample_weights=pixels))
+        return m.last((m.words(every) * pixels[..., None]).sum(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        pixels = x.flatten(1)
-        every = torch.arange(PIXELS, device=x.device).expand(len(x), -1)
-        if self.bag:
-            return self.last(self.words(every, per_sample_weights=pixels))
-        return self.last((self.words(every) * pixels[..., None]).sum(1))
+    words = nn.EmbeddingBag(PIXELS, 6, mode="sum") if bag else nn.Embedding(PIXELS, 6)
+    return Net(forward, words=words, last=nn.Linear(6, CLASSES))
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """An autoencoder's decoder uses the encoder's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.last = nn.Linear(PIXELS, 8), nn.Linear(PIXELS, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.linear(torch.tanh(self.encoder(x.flatten(1))), self.encoder.weight.T))
+    return Net(
+        lambda m, x: m.last(F.linear(torch.tanh(m.encoder(x.flatten(1))), m.encoder.weight.T)),
+        encoder=nn.Linear(PIXELS, 8), last=nn.Linear(PIXELS, CLASSES),
+    )  # fmt: skip
 
 
-class TwiceUsed(nn.Module):
-    """A layer that is applied twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(PIXELS, 8), nn.Linear(8, 8), nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.middle(torch.tanh(self.middle(self.first(x.flatten(1)))))))
+def used_twice(two_names: bool) -> nn.Module:
+    """A layer that is applied twice, perhaps by two names."""
+    parts = {"first": nn.Linear(PIXELS, 8), "a": nn.Linear(8, 8), "last": nn.Linear(8, CLASSES)}
+    if two_names:
+        parts["b"] = parts["a"]
+    return Net(lambda m, x: m.last(getattr(m, "b", m.a)(torch.tanh(m.a(torch.tanh(m.first(x.flatten(1))))))), **parts)
 
 
-class OneModuleTwoNames(nn.Module):
-    """One layer under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.a, self.last = nn.Linear(PIXELS, 8), nn.Linear(8, 8), nn.Linear(8, CLASSES)
-        self.b = self.a
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.b(torch.tanh(self.a(self.first(x.flatten(1))))))
+def own_parameter() -> nn.Module:
+    """A parameter in operators instead of a layer, and an unused one."""
+    return Net(
+        lambda m, x: m.scale * torch.einsum("bi,ij->bj", x.flatten(1), m.weight),
+        weight=nn.Parameter(0.1 * torch.randn(PIXELS, CLASSES)), scale=nn.Parameter(torch.ones(())),
+        unused=nn.Parameter(torch.ones(3)),
+    )  # fmt: skip
 
 
-class OwnParameter(nn.Module):
-    """A parameter in operators instead of a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.scale = nn.Parameter(0.1 * torch.randn(PIXELS, CLASSES)), nn.Parameter(torch.ones(()))
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * torch.einsum("bi,ij->bj", x.flatten(1), self.weight)
-
-
-class DictInside(nn.Module):
+def dict_inside() -> nn.Module:
     """Layers that pass dicts and tuples to each other."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({"a": nn.Linear(PIXELS, 6), "b": nn.Linear(PIXELS, 6)})
-        self.last = nn.Linear(12, CLASSES)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        parts = {name: layer(x.flatten(1)) for name, layer in m.layers.items()}
+        both = (parts["a"], parts)
+        return m.last(torch.cat([both[0].tanh(), both[1]["b"].sigmoid()], 1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        parts = {name: layer(x.flatten(1)) for name, layer in self.layers.items()}
-        return self._joined((parts["a"], parts))
-
-    def _joined(self, both: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
-        return self.last(torch.cat([both[0].tanh(), both[1]["b"].sigmoid()], 1))
+    layers = nn.ModuleDict({"a": nn.Linear(PIXELS, 6), "b": nn.Linear(PIXELS, 6)})
+    return Net(forward, layers=layers, last=nn.Linear(12, CLASSES))
 
 
-class InPlace(nn.Module):
+def in_place() -> nn.Module:
     """Operators that overwrite their inputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.last = nn.Conv2d(3, 4, 3), nn.Linear(144, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.conv(x)
         x *= 2.0
         x.add_(0.1)
         F.leaky_relu(x, 0.1, inplace=True)  # whose result is not taken
-        return self.last(x.view(len(x), -1))
+        return m.last(x.view(len(x), -1))
+
+    return Net(forward, conv=nn.Conv2d(3, 4, 3), last=nn.Linear(144, CLASSES))
+
+
+def sampled(x: Tensor) -> Tensor:
+    """An image at places of its own."""
+    axis = torch.linspace(-0.9, 0.9, 5, dtype=x.dtype)
+    grid = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1).expand(len(x), -1, -1, -1)
+    return F.grid_sample(x, grid, align_corners=False)
 
 
 class OldSquare(torch.autograd.Function):
@@ -239,15 +209,6 @@ class NewSquare(torch.autograd.Function):
         return 2 * x * g
 
 
-class Sampled(nn.Module):
-    """Samples an image at places of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        axis = torch.linspace(-0.9, 0.9, 5, dtype=x.dtype, device=x.device)
-        grid = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1).expand(len(x), -1, -1, -1)
-        return F.grid_sample(x, grid, align_corners=False)
-
-
 def branching(x: Tensor) -> Tensor:
     """Control flow that depends on values."""
     return x.tanh() if float(x.detach().mean()) > 1e6 else x.sigmoid()
@@ -265,38 +226,38 @@ def residual(layer: nn.Module) -> nn.Module:
 
 conv = partial(nn.Conv2d, 4, 4, 3)
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "RNN": partial(Recurrent, nn.RNN),
-    "RNN with relu": partial(Recurrent, nn.RNN, nonlinearity="relu"),
-    "GRU": partial(Recurrent, nn.GRU),
-    "LSTM": partial(Recurrent, nn.LSTM),
-    "bidirectional GRU of two layers": partial(Recurrent, nn.GRU, num_layers=2, bidirectional=True),
-    "bidirectional LSTM with projections": partial(Recurrent, nn.LSTM, bidirectional=True, proj_size=3),
-    "GRU cells": partial(Cells, nn.GRUCell),
-    "LSTM cells": partial(Cells, nn.LSTMCell),
-    "RNN cells": partial(Cells, nn.RNNCell),
+    "RNN": partial(recurrent, nn.RNN),
+    "RNN with relu": partial(recurrent, nn.RNN, nonlinearity="relu"),
+    "GRU": partial(recurrent, nn.GRU),
+    "LSTM": partial(recurrent, nn.LSTM),
+    "bidirectional GRU of two layers": partial(recurrent, nn.GRU, num_layers=2, bidirectional=True),
+    "bidirectional LSTM with projections": partial(recurrent, nn.LSTM, bidirectional=True, proj_size=3),
+    "GRU cells": partial(cells, nn.GRUCell),
+    "LSTM cells": partial(cells, nn.LSTMCell),
+    "RNN cells": partial(cells, nn.RNNCell),
     "1-D convolution": lambda: sequence(nn.Conv1d(8, 8, 3, padding=1), nn.ReLU()),
     "3-D convolution": lambda: nn.Sequential(
         Lambda(lambda x: x[:, None]), nn.Conv3d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, CLASSES)
     ),
-    "multi-head attention": partial(Attention, False),
-    "multi-head attention with weights": partial(Attention, True),
-    "fused attention": Fused,
-    "fused causal attention": partial(Fused, True),
+    "multi-head attention": partial(attention, False),
+    "multi-head attention with weights": partial(attention, True),
+    "fused attention": partial(fused, False),
+    "fused causal attention": partial(fused, True),
     "transformer encoder layer": lambda: sequence(nn.TransformerEncoderLayer(24, 2, 16, 0.0, batch_first=True)),
     "transformer encoder, norm first, gelu": lambda: sequence(
         nn.TransformerEncoderLayer(24, 2, 16, 0.0, "gelu", batch_first=True, norm_first=True)
     ),
-    "transformer": Transformer,
-    "embedding": partial(SoftWords, False),
-    "embedding bag": partial(SoftWords, True),
-    "tied weights": Tied,
-    "a layer used twice": TwiceUsed,
-    "a layer with two names": OneModuleTwoNames,
-    "a parameter of one's own": OwnParameter,
-    "bilinear": lambda: nn.Sequential(
-        nn.Flatten(), Lambda(lambda x: x.chunk(2, 1)), Pair(nn.Bilinear(96, 96, 3)), nn.Linear(3, CLASSES)
+    "transformer": transformer,
+    "embedding": partial(soft_words, False),
+    "embedding bag": partial(soft_words, True),
+    "tied weights": tied,
+    "a layer used twice": partial(used_twice, False),
+    "a layer with two names": partial(used_twice, True),
+    "a parameter of one's own": own_parameter,
+    "bilinear": lambda: Net(
+        lambda m, x: m.last(m.pair(*x.flatten(1).chunk(2, 1))), pair=nn.Bilinear(96, 96, 3), last=nn.Linear(3, CLASSES)
     ),
-    "dicts and tuples inside": DictInside,
+    "dicts and tuples inside": dict_inside,
     "grouped convolution": lambda: image(conv(groups=2), nn.ReLU()),
     "depthwise separable convolution": lambda: image(conv(groups=4), nn.Conv2d(4, 6, 1), nn.ReLU6()),
     "dilated convolution": lambda: image(conv(dilation=2), nn.ReLU()),
@@ -310,12 +271,12 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "adaptive max pooling": lambda: image(nn.AdaptiveMaxPool2d(3)),
     "average pooling": lambda: image(nn.AvgPool2d(2), nn.Tanh()),
     "power pooling": lambda: image(nn.Softplus(), nn.LPPool2d(2, 2)),
-    "grid sampling": lambda: image(Sampled()),
+    "grid sampling": lambda: image(Lambda(sampled)),
     "squeeze and excitation": lambda: image(Lambda(squeeze)),
     "channels last": lambda: image(Lambda(lambda x: x.contiguous(memory_format=torch.channels_last)), nn.ReLU()),
     "view after a permutation": lambda: image(Lambda(lambda x: x.permute(0, 2, 3, 1).reshape(len(x), -1)), nn.Tanh()),
     "view after a convolution": lambda: image(Lambda(lambda x: x.view(x.size(0), -1))),
-    "in-place operators": InPlace,
+    "in-place operators": in_place,
     "in-place activations": lambda: image(nn.ReLU(True), conv(), nn.ReLU6(True), conv(), nn.ELU(inplace=True)),
     "hard sigmoid": lambda: image(nn.Hardsigmoid()),
     "hard sigmoid in place": lambda: image(nn.Hardsigmoid(inplace=True), conv()),
@@ -340,17 +301,6 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "a branch on values": lambda: flat(Lambda(branching)),
     "dropout of probability 0": lambda: flat(nn.Dropout(0.0)),
 }
-
-
-class Pair(nn.Module):
-    """A layer of two inputs, given as a tuple."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
-        return self.layer(*both)
 
 
 def batch_norm(**settings: Any) -> nn.Module:

@@ -90,7 +90,7 @@ def _row(network: Network) -> Mapping[str, object]:
     row: dict[str, object] = {"network": network.name, "family": network.family}
     try:
         with _double():
-            problems, x = _posed(network, 2)
+            problems, x = posed(network, 2)
             same = _agrees(problems, network, x)
         row |= {
             "outcome": "attacked" if same else "wrong",
@@ -116,39 +116,46 @@ def _double() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def _posed(network: Network, k: int) -> tuple[Problems, Tensor]:
+def posed(network: Network, k: int, normal: bool = False) -> tuple[Problems, Tensor]:
+    """Problems of a new network with made-up updates, and images, perhaps normalised; ValueError if it is declined."""
     model = network.build()
     lazy = any(nn.parameter.is_lazy(p) for p in model.parameters())
     params = dict(model.named_parameters()) if lazy else detached_params(model)
     x, y = network.examples(k, EXAMPLES + network.train)  # a batch norm in train mode takes no single example
-    known = Knowledge(model, chain(local_sgd(RATE)), network.shape, CLASSES, x.shape[1], (), (), labels=y)
+    mean, std = ((v,) * network.shape[0] if normal else () for v in (0.4, 0.3))
+    known = Knowledge(model, chain(local_sgd(RATE)), network.shape, CLASSES, x.shape[1], mean, std, labels=y)
     rng = torch.Generator().manual_seed(2)
     seen = {name: torch.zeros(1) if lazy else torch.randn(p.shape, generator=rng) for name, p in params.items()}
     wave = Wave.stack([Observation(1, c, params, {n: (c + 1) * t for n, t in seen.items()}) for c in range(k)])
-    return Problems(Objective(cosine()), wave, known, y, 1, torch.get_default_dtype()), x
+    return Problems(Objective(cosine()), wave, known, y, 1, torch.get_default_dtype()), known.normalise(x)
 
 
-def _plain(problems: Problems, models: Sequence[nn.Module], x: Tensor, by_all: bool) -> tuple[Tensor, Tensor]:
-    """Objectives and slopes, one problem after the other, by plain autograd of a model itself, as the published loops do.
+def plain_objective(problems: Problems, c: int, model: nn.Module, x: Tensor) -> Tensor:
+    """The c-th problem's objective, by plain autograd of a model itself."""
+    assert problems.labels is not None
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    loss = F.cross_entropy(model(x.clone()), problems.labels[c])
+    found = torch.autograd.grad(loss, list(params.values()), create_graph=True, materialize_grads=True)
+    pairs = [(-RATE * g, problems.update[name][c]) for name, g in zip(params, found, strict=True)]
+    inner, ours, theirs = (
+        torch.stack([(a * b).sum() for a, b in both]).sum()
+        for both in (pairs, [(a, a) for a, _ in pairs], [(b, b) for _, b in pairs])
+    )
+    return 1 - inner / (ours * theirs).sqrt()
+
+
+def plain(problems: Problems, models: Sequence[nn.Module], x: Tensor, by_all: bool) -> tuple[Tensor, Tensor]:
+    """Objectives and slopes, one problem after the other, as the published loops compute them.
 
     Args:
         models: one a problem.
         by_all: the slopes by the parameters come with those by the images (`backward`), as in the published loops.
     """
     values, slopes = [], []
-    assert problems.labels is not None
     with problems.way():
-        for c, (y, model) in enumerate(zip(problems.labels, models, strict=True)):
-            params = dict(model.named_parameters())
+        for c, model in enumerate(models):
             leaf = x[c].clone().requires_grad_()
-            loss = F.cross_entropy(model(leaf.clone()), y)
-            found = torch.autograd.grad(loss, list(params.values()), create_graph=True, materialize_grads=True)
-            pairs = [(-RATE * g, problems.update[name][c]) for name, g in zip(params, found, strict=True)]
-            inner, ours, theirs = (
-                torch.stack([(a * b).sum() for a, b in both]).sum()
-                for both in (pairs, [(a, a) for a, _ in pairs], [(b, b) for _, b in pairs])
-            )
-            value = 1 - inner / (ours * theirs).sqrt()
+            value = plain_objective(problems, c, model, leaf)
             if by_all:
                 model.zero_grad()
                 value.backward()
@@ -163,19 +170,19 @@ def _plain(problems: Problems, models: Sequence[nn.Module], x: Tensor, by_all: b
 def _agrees(problems: Problems, network: Network, x: Tensor) -> bool:
     value, slopes = problems.value_and_slopes({"x": x}, torch.arange(problems.count))
     # a network of its own for every pass, since some layers keep a state
-    expected, by_x = _plain(problems, [network.build() for _ in x], x, by_all=False)
+    expected, by_x = plain(problems, [network.build() for _ in x], x, by_all=False)
     gap = (slopes["x"] - by_x).abs().max() / by_x.abs().max()
     return bool((value - expected).abs().max() <= EQUAL) and bool(gap <= EQUAL)
 
 
 def _cost(network: Network, k: int) -> float:
     """CPU seconds of an iteration over the plain loop's."""
-    problems, x = _posed(network, k)
+    problems, x = posed(network, k)
     models, everyone = [network.build()] * k, torch.arange(k)
     repeated: Callable[[Callable[[], object]], None] = _repeated
     works: dict[str, Callable[[], object]] = {
         "engine": partial(repeated, lambda: problems.value_and_slopes({"x": x}, everyone)),
-        "plain": partial(repeated, lambda: _plain(problems, models, x, by_all=True)),
+        "plain": partial(repeated, lambda: plain(problems, models, x, by_all=True)),
     }
     seconds = interleaved(works, REPETITIONS)
     return median(seconds["engine"]) / median(seconds["plain"])

@@ -8,53 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.zoo.layers import CLASSES, PIXELS, Lambda, Recurrent, flat, image, sequence
-
-
-class Uncopyable(nn.Module):
-    """Holds what cannot be copied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock, self.net = threading.Lock(), flat(nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.lock:
-            return self.net(x)
-
-
-class ChangesItsInput(nn.Module):
-    """Normalises its input in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = flat(nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        x -= 0.5
-        return self.net(x)
-
-
-class NeedsMore(nn.Module):
-    """Needs a second argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = flat()
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        return self.net(x) * lengths
-
-
-class Words(nn.Module):
-    """Takes the numbers of words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.last = nn.EmbeddingBag(10, 6), nn.Linear(6, CLASSES)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.last(self.words(ids))
+from tests.zoo.layers import CLASSES, PIXELS, Lambda, Net, flat, image, recurrent, sequence
 
 
 class Blend(torch.autograd.Function):
@@ -96,63 +50,63 @@ class Refusing(torch.autograd.Function):
         raise NotImplementedError("no derivative of this")
 
 
-class Listed(nn.Module):
+class NeedsMore(nn.Sequential):
+    """Needs a second argument."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * lengths
+
+
+def uncopyable() -> nn.Module:
+    """Holds what cannot be copied."""
+    net = flat(nn.Tanh())
+    net.lock = threading.Lock()  # type: ignore[assignment]
+    return net
+
+
+def listed() -> nn.Module:
     """Keeps its parameters in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(PIXELS, CLASSES)
-        self.kept = [self.last.weight, self.last.bias]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.flatten(1), *self.kept)
+    net = Net(lambda m, x: F.linear(x.flatten(1), *m.kept), last=(last := nn.Linear(PIXELS, CLASSES)))
+    net.kept = [last.weight, last.bias]  # type: ignore[assignment]
+    return net
 
 
-class Remembering(nn.Module):
+def remembering() -> nn.Module:
     """Makes a bias of its parameters in the first pass and keeps it, as LeViT's attention does in eval mode."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.biases, self.net = nn.Parameter(torch.linspace(-1, 1, 3)), flat()
-        self.kept: dict[str, Tensor] = {}
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if "bias" not in m.kept:
+            m.kept["bias"] = m.biases[torch.arange(CLASSES) % 3]
+        return m.net(x) + m.kept["bias"]
 
-    def forward(self, x: Tensor) -> Tensor:
-        if "bias" not in self.kept:
-            self.kept["bias"] = self.biases[torch.arange(CLASSES) % 3]
-        return self.net(x) + self.kept["bias"]
-
-
-class Holding(nn.Module):
-    """Has a parameter of its own before those of a network, and does not use it."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        super().__init__()
-        self.own, self.net = nn.Parameter(parameter, requires_grad=False), flat()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
+    net = Net(forward, biases=nn.Parameter(torch.linspace(-1, 1, 3)), net=flat())
+    net.kept = {}  # type: ignore[assignment]
+    return net
 
 
-def not_finite() -> nn.Module:
-    """Divides by zero."""
-    return flat(Lambda(lambda x: x / 0.0))
+def holding_numbers() -> nn.Module:
+    """Has whole numbers as a parameter before those of a network, and does not use it."""
+    numbers = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+    return Net(lambda m, x: m.net(x), own=numbers, net=flat())
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
-    "cannot be copied": (Uncopyable, False, ""),
-    "changes its input": (ChangesItsInput, False, ""),
+    "cannot be copied": (uncopyable, False, ""),
+    "changes its input": (lambda: Net(lambda m, x: m.net(x.sub_(0.5)), net=flat(nn.Tanh())), False, ""),
     "ends in softmax": (lambda: nn.Sequential(flat(), nn.Softmax(1)), False, ""),
-    "needs a second argument": (NeedsMore, False, "missing 1 required positional argument: 'lengths'"),
-    "takes words": (Words, False, "the model fails on a batch of shape"),
+    "needs a second argument": (lambda: NeedsMore(flat()), False, "missing 1 required positional argument: 'lengths'"),
+    "takes words": (
+        lambda: nn.Sequential(nn.EmbeddingBag(10, 6), nn.Linear(6, CLASSES)), False, "the model fails on a batch of shape",
+    ),
     "returns a tuple": (lambda: nn.Sequential(flat(), Lambda(lambda x: (x, x))), False, "a tuple of 2"),
     "returns a dict": (lambda: nn.Sequential(flat(), Lambda(lambda x: {"logits": x})), False, "a dict with logits"),
     "returns one number": (lambda: nn.Sequential(flat(), Lambda(lambda x: x.mean())), False, "returns shape ()"),
     "other input size": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(100, CLASSES)), False, "the model fails on"),
-    "not finite": (not_finite, False, "not finite"),
+    "not finite": (lambda: flat(Lambda(lambda x: x / 0.0)), False, "not finite"),
     "lazy": (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(CLASSES)), False, "no weights before its first batch"),
-    "parameters in a list": (Listed, False, "takes parameter 'last.weight' from a list"),
-    "keeps a bias": (Remembering, False, "layer '' (Remembering) keeps what it made of its parameters"),
-    "whole numbers first": (lambda: Holding(torch.ones(3, dtype=torch.int64)), False, "parameter 'own' holds whole numbers"),
+    "parameters in a list": (listed, False, "takes parameter 'last.weight' from a list"),
+    "keeps a bias": (remembering, False, "layer '' (Net) keeps what it made of its parameters"),
+    "whole numbers first": (holding_numbers, False, "parameter 'own' holds whole numbers"),
     "no parameters": (lambda: Lambda(lambda x: x.flatten(1)[:, :CLASSES]), False, "no parameters"),
     "TorchScript": (
         lambda: nn.Sequential(nn.Flatten(), torch.jit.script(nn.Linear(PIXELS, CLASSES))), False, "is TorchScript",
@@ -163,7 +117,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
         lambda: sequence(nn.TransformerEncoderLayer(24, 2, 16, 0.1, batch_first=True)), True, "lacks its draws",
     ),
     "dropout between recurrent layers": (
-        lambda: Recurrent(nn.LSTM, num_layers=2, dropout=0.5), True, "lacks its draws",
+        lambda: recurrent(nn.LSTM, num_layers=2, dropout=0.5), True, "lacks its draws",
     ),
     "randomised leaky relu": (lambda: image(nn.RReLU()), True, "lacks its draws"),
     "first derivative only": (lambda: flat(Lambda(Blend.apply)), False, ""),

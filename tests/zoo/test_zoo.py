@@ -9,29 +9,25 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Stream, Wave
-from fedgauge.attacks.engine.distances import squared
+from fedgauge.attacks.engine.compatibility import differentiation_of
 from fedgauge.attacks.generative.gi_gip import gi_gip
 from fedgauge.attacks.matching import recipes
 from fedgauge.attacks.matching.adaptive import leave_layer_out
 from fedgauge.attacks.matching.feedback_blending import feedback_blending
-from fedgauge.attacks.matching.gradient_matching import GradientMatching
-from fedgauge.attacks.matching.objective import Objective
-from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.several_rounds import several_rounds
 from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
 from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
+from tests.zoo.measure import RATE, plain, plain_objective, posed
 from tests.zoo.networks import CLASSES, Network, networks
 
-PROBLEMS, EXAMPLES, RATE = 2, 2, 0.1
+PROBLEMS, EXAMPLES = 2, 2
 ZOO = networks()
-LACKING = "first derivative only"  # attacks run on it, with a derivative that lacks a term, and say so
 # libraries warn of their own use of torch, and torch of its kernels
 IGNORED = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:LSTM with projections:UserWarning")
 pytestmark = [pytest.mark.filterwarnings(words) for words in IGNORED]
@@ -63,13 +59,7 @@ def cases() -> list[object]:
     return [pytest.param(network, id=name, marks=marks[name]) for name, network in ZOO.items()]
 
 
-def built(network: Network) -> nn.Module:
-    if importlib.util.find_spec(network.package) is None:
-        pytest.skip(f"needs the package {network.package}")
-    return network.build()
-
-
-def knowledge(network: Network, model: nn.Module, y: Tensor | None, steps: int = 1) -> Knowledge:
+def knowledge(network: Network, model: nn.Module, y: Tensor, steps: int = 1) -> Knowledge:
     channels = network.shape[0]
     rng = torch.Generator().manual_seed(3)
     pictures = Batch(torch.rand(8, *network.shape, generator=rng), torch.arange(8) % CLASSES)
@@ -79,69 +69,49 @@ def knowledge(network: Network, model: nn.Module, y: Tensor | None, steps: int =
     )  # fmt: skip
 
 
-def parameters(model: nn.Module) -> dict[str, Tensor]:
-    lazy = any(is_lazy(p) for p in model.parameters())
-    return dict(model.named_parameters()) if lazy else detached_params(model)
-
-
-def objective(model: nn.Module, seen: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """The squared distance of the update, by plain autograd of the model itself."""
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    loss = F.cross_entropy(model(x.clone()), y)
-    found = torch.autograd.grad(loss, list(params.values()), create_graph=True, materialize_grads=True)
-    gaps = [(seen[name] + RATE * g).square().sum() for name, g in zip(params, found, strict=True)]
-    return torch.stack(gaps).sum() / torch.stack([seen[name].square().sum() for name in params]).sum()
-
-
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("network", cases())
 def test_objective_and_slopes_are_plain_autograds_or_there_is_a_sentence(network: Network) -> None:
-    model = built(network)
-    params = parameters(model)
-    x, y = network.examples(PROBLEMS, EXAMPLES)
-    known = knowledge(network, model, y)
-    rng = torch.Generator().manual_seed(2)
-    seen = {k: torch.zeros(1) if is_lazy(p) else RATE * torch.randn(p.shape, generator=rng) for k, p in params.items()}
-    observations = [Observation(1, c, params, {k: (c + 1) * t for k, t in seen.items()}) for c in range(PROBLEMS)]
-    wave = Wave.stack(observations)
-    attack = GradientMatching(Objective(squared()))
+    if importlib.util.find_spec(network.package) is None:
+        pytest.skip(f"needs the package {network.package}")
     if network.declined:
         with pytest.raises(ValueError, match=re.escape(network.declined)):
-            Problems(attack.objective, wave, known, y, 1, torch.float64)
+            posed(network, PROBLEMS, normal=True)
         return
-    before = {k: b.clone() for k, b in model.named_buffers()}
-    problems = Problems(attack.objective, wave, known, y, 1, torch.float64)
-    assert problems.way.note or network.name != LACKING
-    value, slopes = problems.value_and_slopes({"x": known.normalise(x)}, torch.arange(PROBLEMS))
-    assert all(torch.equal(b, before[k]) for k, b in model.named_buffers()), "an attack must not move a model's buffers"
-    for c in range(PROBLEMS):
-        leaf = known.normalise(x[c]).requires_grad_()
-        # a network of its own for every pass, since some layers keep a state
-        expected = objective(network.build(), observations[c].update, leaf, y[c])
-        (slope,) = torch.autograd.grad(expected, leaf) if not problems.way.composed else (None,)
-        torch.testing.assert_close(value[c], expected.detach(), rtol=1e-9, atol=1e-12)
-        if slope is not None:
-            # slopes that vanish beside the objective are its rounding
-            least = 1e-9 * float(slope.abs().max()) + 1e-12 * float(value[c])
-            torch.testing.assert_close(slopes["x"][c], slope, rtol=1e-9, atol=least)
-            continue
-        direction = torch.randn(leaf.shape, generator=rng)  # the original has no second derivative to compare with
+    problems, x = posed(network, PROBLEMS, normal=True)
+    before = {k: b.clone() for k, b in problems.known.model.named_buffers()}
+    value, slopes = problems.value_and_slopes({"x": x}, torch.arange(PROBLEMS))
+    buffers = dict(problems.known.model.named_buffers())
+    assert all(torch.equal(b, before[k]) for k, b in buffers.items()), "an attack must not move a model's buffers"
+    # a network of its own for every pass, since some layers keep a state
+    expected, by_x = plain(problems, [network.build() for _ in x], x, by_all=False)
+    torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
+    # slopes that vanish beside the objective are its rounding
+    least = 1e-9 * float(by_x.abs().max()) + 1e-12 * float(value.max())
+    torch.testing.assert_close(slopes["x"], by_x, rtol=1e-9, atol=least)
+    if not problems.way.composed:
+        return
+    for c in range(PROBLEMS):  # the original has no second derivative to compare with
 
-        def along(step: float, at: Tensor, c: int = c, direction: Tensor = direction) -> float:
-            return float(objective(network.build(), observations[c].update, at + step * direction, y[c]).detach())
+        def original(at: Tensor, c: int = c) -> float:
+            return float(plain_objective(problems, c, network.build(), at).detach())
 
-        at = leaf.detach()
-        quotients = [(along(step, at) - along(-step, at)) / (2 * step) for step in (1e-3, 1e-4, 1e-5, 1e-6)]
-        found = float((slopes["x"][c] * direction).sum())
-        rounding = 1e-8 * float(value[c])  # of the quotients: the objective's, 1e-14 in deep networks, over the step
-        gap = min(abs(found - q) for q in quotients)
-        assert gap <= 1e-5 * float(slopes["x"][c].norm() * direction.norm()) + rounding
+        direction = torch.randn(x[c].shape, generator=torch.Generator().manual_seed(c))
+        steps = (1e-3, 1e-4, 1e-5, 1e-6)
+        quotients = [(original(x[c] + s * direction) - original(x[c] - s * direction)) / (2 * s) for s in steps]
+        gap = min(abs(float((slopes["x"][c] * direction).sum()) - q) for q in quotients)
+        # the quotients' rounding: the objective's, 1e-14 in deep networks, over the step
+        assert gap <= 1e-5 * float(slopes["x"][c].norm() * direction.norm()) + 1e-8 * float(value[c])
+        assert original(x[c]) == pytest.approx(float(value[c]), rel=1e-9)
 
 
 def attacked(network: Network, name: str, steps: int = 1) -> None:
     """Two iterations of an attack end with images, or with a sentence that was expected."""
-    model = built(network)
-    params = parameters(model)
+    if importlib.util.find_spec(network.package) is None:
+        pytest.skip(f"needs the package {network.package}")
+    model = network.build()
+    lazy = any(is_lazy(p) for p in model.parameters())
+    params = dict(model.named_parameters()) if lazy else detached_params(model)
     x, y = network.examples(PROBLEMS, EXAMPLES)
     known = knowledge(network, model, y, steps)
     update = {k: torch.zeros(1) for k in params} if network.declined else {}
@@ -195,16 +165,10 @@ def test_two_local_steps(network: Network) -> None:
     attacked(network, "inverting_gradients", 2)
 
 
-@pytest.mark.usefixtures("double")
-def test_flowers_quickstart_takes_one_pass_as_other_networks_do() -> None:
-    network = ZOO["Flower's quickstart"]
-    x, y = network.examples(PROBLEMS, EXAMPLES)
-    model = network.build()
-    known = knowledge(network, model, y)
-    update = known.forward(detached_params(model), Batch(x[0], y[0]), None)
-    wave = Wave.stack([Observation(1, 0, detached_params(model), update)])
-    for network_known in (known, replace(known, chain=chain(local_sgd(RATE, 2)))):
-        assert (
-            Problems(recipes.inverting_gradients().objective, wave, network_known, y[:1], 1, torch.float64).way.route
-            == "one pass"
-        )
+@pytest.mark.parametrize("steps", [1, 2])
+def test_flowers_quickstart_takes_one_pass(steps: int) -> None:
+    problems, _ = posed(ZOO["Flower's quickstart"], PROBLEMS)
+    assert (
+        differentiation_of(replace(problems.known, chain=chain(local_sgd(RATE, steps))), problems.params, True).route
+        == "one pass"
+    )

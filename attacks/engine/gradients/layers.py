@@ -23,12 +23,11 @@ from fedgauge.attacks.engine.gradients.factored import (
     formed,
 )
 from fedgauge.attacks.engine.gradients.recording import CallRecorder, Unsupported
-from fedgauge.attacks.engine.gradients.shifted_kernels import PixelRows, ShiftedKernelGradient
 from fedgauge.attacks.engine.gradients.windows import Unfold, Windows
 from fedgauge.client.update import Params
 
 KEPT = 2**21  # numbers up to which an input's windows are kept between passes instead of being made again
-WIDE = 64  # channels from which a kernel's gradient is computed without windows
+WIDE = 64  # channels from which an input's windows are too large to be kept
 
 
 class Examples:
@@ -95,10 +94,7 @@ class _ConvCall(LayerCall):
     windows: "Windows"
 
     def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
-        if self.input.shape[1] >= WIDE and self.windows.regular:
-            flat = apply(ShiftedKernelGradient, self.input, signal, PixelRows(problems, self.windows))
-        else:
-            flat = apply(KernelGradient, self.input, signal, problems, self.windows)
+        flat = apply(KernelGradient, self.input, signal, problems, self.windows)
         kernels = as_kernels(flat, self.windows.kernel)
         return self._with_bias(kernels, lambda: signal.sum((2, 3)).view(problems, -1, signal.shape[1]).sum(1))
 

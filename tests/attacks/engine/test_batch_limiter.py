@@ -3,27 +3,22 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
+from fedgauge.attacks.base import Budget
 from fedgauge.attacks.engine import batch_limiter
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, host_memory, largest_batch, peak_bytes
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import grad_inversion, idlg, inverting_gradients
-from fedgauge.client.chain import chain
-from fedgauge.client.models.vision import detached_params, lenet
-from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
-from fedgauge.client.update import Batch
+from tests.attacks.matching.tiny_problems import scene, streams
 
 CPU = torch.device("cpu")
-SHAPE, CLASSES, MEBI = (1, 8, 8), 4, 2**20
+MEBI = 2**20
 
 
 def test_the_peak_of_a_piece_of_work_by_hand() -> None:
@@ -103,27 +98,8 @@ print(two * many // 2, highest() - before)
             },
             3_300_000,
         ),
-        (
-            {  # version 1, seen from within a container: the path of the group is not there, its root is
-                "proc/meminfo": "MemAvailable: 8000 kB\n",
-                "proc/self/cgroup": "5:cpu:/docker/1\n4:memory:/docker/1\n",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "1000000\n",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": "1200000\n",
-                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 250000\n",
-            },
-            50_000,
-        ),
-        (
-            {  # no limit in version 1 is a number beyond all memory
-                "proc/meminfo": "MemAvailable: 8000 kB\n",
-                "proc/self/cgroup": "4:memory:/\n",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": "12\n",
-            },
-            8000 * 1024,
-        ),
     ],
-    ids=["nothing is told", "no groups", "version 2", "version 1", "no limit"],
+    ids=["nothing is told", "no groups", "version 2"],
 )
 def test_free_memory_is_what_system_and_groups_still_grant(
     files: dict[str, str], expected: int | None, tmp_path: Path
@@ -152,15 +128,6 @@ def test_as_many_fit_as_half_the_free_memory_holds(
     assert found == expected
 
 
-def test_no_dry_pass_where_nothing_can_follow_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(count: int) -> None:
-        raise AssertionError("a dry pass")
-
-    assert largest_batch(forbidden, 2, CPU) == 2
-    monkeypatch.setattr(batch_limiter, "free_bytes", lambda device: None)
-    assert largest_batch(forbidden, 50, CPU) == 50
-
-
 def test_where_two_do_not_fit_one_is_tried() -> None:
     def work(count: int) -> None:
         raise MemoryError("already two are too many")
@@ -187,21 +154,6 @@ def test_places_are_halved_for_good() -> None:
 # -------------------------------------------------------------------------------------------------------- in the engine
 
 
-def scene(clients: int) -> tuple[Wave, Knowledge]:
-    torch.manual_seed(0)
-    model = lenet(SHAPE, CLASSES)
-    params, links = detached_params(model), chain(local_sgd(0.1))
-    client = links(gradient(model))
-    x = torch.rand(clients, 1, *SHAPE, generator=torch.Generator().manual_seed(1))
-    y = torch.arange(clients)[:, None] % CLASSES
-    seen = [Observation(1, k, params, client(params, Batch(x[k], y[k]), None)) for k in range(clients)]
-    return Wave.stack(seen), Knowledge(model, links, SHAPE, CLASSES, 1, (0.0,), (1.0,), labels=y)
-
-
-def streams(*numbers: int) -> list[Stream]:
-    return [partial(generator, "memory", n) for n in numbers]
-
-
 def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many problems are evaluated together, at each evaluation from now on."""
     seen: list[int] = []
@@ -224,7 +176,7 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_wave_is_as_wide_as_memory_lets_it_be_and_finds_the_same(
     attack: GradientMatching, restarts: int, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wave, known = scene(5)
+    wave, known, _ = scene(5, 1)
     together = attack.reconstruct(wave, known, Budget(24, restarts), streams(*range(5)))
     two: list[int] = []
 
@@ -240,7 +192,6 @@ def test_a_wave_is_as_wide_as_memory_lets_it_be_and_finds_the_same(
     apart = attack.reconstruct(wave, known, Budget(24, restarts), streams(*range(5)))
     assert max(seen) == places, "the dry pass, and every evaluation"
     for one, other in zip(together, apart, strict=True):
-        assert one.x is not None
-        assert other.x is not None
+        assert one.x is not None and other.x is not None
         torch.testing.assert_close(one.x, other.x, rtol=0, atol=1e-7)
         assert (one.status, one.iterations) == (other.status, other.iterations)

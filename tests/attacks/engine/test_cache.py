@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -32,8 +31,7 @@ def test_what_is_damaged_is_made_again(tmp_path: Path) -> None:
     cache.put("a", {"x": torch.zeros(80)})
     path = tmp_path / "a.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.warns(UserWarning, match="is damaged"):
-        made = cache.get("a", lambda: {"x": torch.ones(2)})
+    made = cache.get("a", lambda: {"x": torch.ones(2)})
     assert made["x"].tolist() == [1, 1]
     assert cache.get("a", lambda: {})["x"].tolist() == [1, 1]
 

@@ -136,5 +136,5 @@ class Recomputed(nn.Module):
 
 
 def test_complex_parameters_are_declined_in_a_sentence() -> None:
-    with pytest.raises(ValueError, match="'a' is complex.*view_as_real"):
+    with pytest.raises(ValueError, match="'a' is complex"):
         check_parameters(network(), {"a": torch.ones(2, dtype=torch.cfloat), "b": torch.ones(2)})

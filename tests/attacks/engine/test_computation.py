@@ -142,15 +142,6 @@ def test_a_classifier_of_zeros_and_chance_in_forward_change_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_network_that_keeps_something_between_passes_is_left_as_it_was() -> None:
-    def forward(m: Written, x: Tensor) -> Tensor:
-        m.kept.setdefault("bias", 2 * m.a.bias)
-        return m.b((F.linear(flat(x), m.a.weight) + m.kept["bias"]).relu())
-
-    model = Written(forward)
-    assert input_layers(model, SHAPE) and model.kept == {}
-
-
 @pytest.mark.parametrize("name", ["sigmoid", "tanh", "relu"])
 def test_a_stack_without_biases_is_inverted_however_its_activation_is_written(name: str) -> None:
     class Stack(nn.Module):

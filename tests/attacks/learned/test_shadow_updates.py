@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.engine.simulator import Simulator
+from fedgauge.attacks.engine.whole_batch import whole_batch_update
 from fedgauge.attacks.learned import learning_to_invert
 from fedgauge.attacks.learned.ridge import ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, aligned_orders, flat
@@ -44,6 +45,11 @@ def test_simulated_updates_are_those_of_clients_one_by_one(links: Chain) -> None
     client = links(gradient(model, normalise=known.normalise))
     alone = [client(params, Batch(a, b), None) for a, b in zip(x, y, strict=True)]
     torch.testing.assert_close(found, torch.stack([flat({k: t[None] for k, t in u.items()})[0] for u in alone]))
+
+
+def test_most_chains_take_all_gradients_in_one_pass() -> None:
+    clients = {name: Simulator(known_of(small(), links), {}).client for name, links in CHAINS.items()}
+    assert [name for name, links in clients.items() if whole_batch_update(links, by_example=True) is None] == ["slices"]
 
 
 @pytest.mark.parametrize("links", [chain(gaussian(0.1), local_sgd(0.5)), chain(local_sgd(0.5), gaussian(0.05))])

@@ -4,14 +4,13 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
+from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.distances import Distance, cosine, squared
 from fedgauge.attacks.matching import compiled_step
@@ -23,30 +22,19 @@ from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import CUTS
 from fedgauge.attacks.matching.search import AdamSearch
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.models.vision import detached_params, mlp
-from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
-from fedgauge.client.update import Batch
+from fedgauge.client.models.vision import mlp
+from fedgauge.client.training import local_sgd
+from tests.attacks.matching import tiny_problems
+from tests.attacks.matching.tiny_problems import CLASSES, SHAPE, streams
 
 CPU = torch.device("cpu")
-SHAPE, CLASSES = (1, 8, 8), 4
 ROOT = Path(compiled_step.__file__).parents[1]
 needs_compiler = pytest.mark.skipif(missing(CPU) != "", reason=f"torch.compile needs {missing(CPU)}")
 
 
 def scene(clients: int, links: Chain | None = None) -> tuple[Wave, Knowledge]:
     torch.manual_seed(0)
-    model, links = mlp(SHAPE, CLASSES, (12,), "tanh"), links or chain(local_sgd(0.1))
-    params = detached_params(model)
-    client = links(gradient(model))
-    x = torch.rand(clients, 2, *SHAPE, generator=torch.Generator().manual_seed(1))
-    y = torch.arange(2 * clients).view(clients, 2) % CLASSES
-    seen = [Observation(1, k, params, client(params, Batch(x[k], y[k]), None)) for k in range(clients)]
-    return Wave.stack(seen), Knowledge(model, links, SHAPE, CLASSES, 2, (0.0,), (1.0,), labels=y)
-
-
-def streams(count: int) -> list[Stream]:
-    return [partial(generator, "compiled", k) for k in range(count)]
+    return tiny_problems.scene(clients, links=links, model=mlp(SHAPE, CLASSES, (12,), "tanh"))[:2]
 
 
 CASES: dict[str, tuple[Distance, Chain]] = {
@@ -105,7 +93,7 @@ def test_a_compiled_attack_ends_where_the_plain_one_does() -> None:
     search = AdamSearch(0.05, cuts=CUTS, samples=2, radius=0.01)
     plain = GradientMatching(Objective(squared()), search)
     fast = replace(plain, search=replace(search, compile=True))
-    ours, theirs = (a.reconstruct(wave, known, Budget(40), streams(3)) for a in (fast, plain))
+    ours, theirs = (a.reconstruct(wave, known, Budget(40), streams(*range(3))) for a in (fast, plain))
     assert [f.status for f in ours] == [f.status for f in theirs] == ["converged", "diverged", "converged"]
     for one, other in zip(ours, theirs, strict=True):
         assert one.iterations == other.iterations
@@ -120,7 +108,7 @@ import runpy, sys
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.matching.recipes import inverting_gradients
 here = runpy.run_path(sys.argv[1])
-(wave, known), streams = here["scene"](1), here["streams"](1)
+(wave, known), streams = here["scene"](1), here["streams"](0)
 (found,) = inverting_gradients(compile=True).reconstruct(wave, known, Budget(1), streams)
 print(found.status, "|", found.reason)
 (found,) = inverting_gradients().reconstruct(wave, known, Budget(1), streams)

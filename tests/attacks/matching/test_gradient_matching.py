@@ -73,8 +73,7 @@ def test_matching_is_the_published_loop_from_start_to_end(recipe: str, attack: G
     wave, known, batches = scene(labels=recipe != "dlg")
     (found,) = attack.reconstruct(wave, known, Budget(64), streams(0))
     x, y, objective = plain_attack(wave, known, recipe, 64, streams(0)[0], batches[0].y, tv)
-    assert found.x is not None
-    assert found.y is not None
+    assert found.x is not None and found.y is not None
     assert float((found.x - x).abs().max()) < 1e-9
     assert torch.equal(found.y, y)
     assert found.objective == pytest.approx(objective, rel=1e-9)
@@ -91,24 +90,8 @@ def test_the_objective_falls_and_the_image_comes_nearer(attack: GradientMatching
     few, many = (attack.reconstruct(wave, known, Budget(n), streams(0, 1)) for n in (1, iterations))
     for batch, early, late in zip(batches, few, many, strict=True):
         assert late.objective < 0.2 * early.objective
-        assert early.x is not None
-        assert late.x is not None
+        assert early.x is not None and late.x is not None
         assert float(psnr(batch.x, late.x)) > float(psnr(batch.x, early.x)) + gain
-
-
-@pytest.mark.usefixtures("double")
-def test_permuted_problems_give_permuted_results() -> None:
-    wave, known, batches = scene(clients=4)
-    order = [2, 0, 3, 1]
-    assert known.labels is not None
-    shuffled = Wave(1, tuple(order), wave.params, {k: t[order] for k, t in wave.update.items()})
-    moved = replace(known, labels=known.labels[order])
-    plain = inverting_gradients().reconstruct(wave, known, Budget(30), streams(0, 1, 2, 3))
-    found = inverting_gradients().reconstruct(shuffled, moved, Budget(30), streams(*order))
-    for place, k in enumerate(order):
-        torch.testing.assert_close(found[place].x, plain[k].x, rtol=0, atol=1e-9)
-        assert found[place].y is not None
-        assert torch.equal(found[place].y, batches[k].y)
 
 
 def test_packing_changes_no_start() -> None:
@@ -118,30 +101,8 @@ def test_packing_changes_no_start() -> None:
     for k in range(4):
         alone = Wave(1, (k,), wave.params, {n: t[k : k + 1] for n, t in wave.update.items()})
         (one,) = inverting_gradients().reconstruct(alone, known, nothing, streams(k))
-        assert one.x is not None
-        assert packed[k].x is not None
+        assert one.x is not None and packed[k].x is not None
         assert torch.equal(one.x, packed[k].x)
-
-
-def test_packing_changes_scores_by_rounding_alone() -> None:
-    wave, known, batches = scene(clients=4, n=1, labels=False)
-    packed = inverting_gradients().reconstruct(wave, known, Budget(40), streams(0, 1, 2, 3))
-    for k, batch in enumerate(batches):
-        alone = Wave(1, (k,), wave.params, {n: t[k : k + 1] for n, t in wave.update.items()})
-        (one,) = inverting_gradients().reconstruct(alone, known, Budget(40), streams(k))
-        assert one.x is not None
-        assert packed[k].x is not None
-        assert float(psnr(batch.x, one.x)) == pytest.approx(float(psnr(batch.x, packed[k].x)), abs=0.1)
-
-
-def test_equal_streams_give_equal_bits() -> None:
-    wave, known, _ = scene(clients=2)
-    runs = [inverting_gradients().reconstruct(wave, known, Budget(20, restarts=2), streams(3, 4)) for _ in range(2)]
-    for first, again in zip(*runs, strict=True):
-        assert first.x is not None
-        assert again.x is not None
-        assert torch.equal(first.x, again.x)
-        assert first.objective == again.objective
 
 
 @pytest.mark.usefixtures("double")
@@ -190,13 +151,6 @@ def test_time_ends_an_attack_with_what_it_has() -> None:
         assert result.reason == f"{result.iterations} of 1000000000 iterations in 0.2 s"
         assert result.x is not None
         assert torch.isfinite(result.x).all()
-
-
-@pytest.mark.parametrize("arguments", [{"iterations": 0}, {"restarts": 0}, {"seconds": 0.0}, {"seconds": float("nan")}])
-def test_a_budget_of_nothing_is_refused(arguments: dict[str, Any]) -> None:
-    (name,) = arguments
-    with pytest.raises(ValueError, match=f"{name} must be "):
-        Budget(**arguments)
 
 
 @pytest.mark.parametrize("arguments", [{"tv": -0.1}, {"tv": float("nan")}, {"rate": 0.0}, {"rate": -1.0}])
@@ -287,8 +241,7 @@ def test_one_gradient_between_the_ends_stands_for_several_local_steps() -> None:
     few, many = (surrogate(tv=0.001).reconstruct(wave, known, Budget(n), streams(0, 1)) for n in (1, 200))
     for batch, early, late in zip(batches, few, many, strict=True):
         assert late.objective < 0.2 * early.objective
-        assert early.x is not None
-        assert late.x is not None
+        assert early.x is not None and late.x is not None
         assert float(psnr(batch.x, late.x)) > float(psnr(batch.x, early.x)) + 3
 
 
@@ -302,13 +255,6 @@ def test_where_slices_hold_which_label_is_not_known_restarts_try_it() -> None:
         assert result.y is not None
         assert sorted(result.y.tolist()) == sorted(batch.y.tolist())
     assert any(r.y is not None and r.y.tolist() == b.y.tolist() for r, b in zip(found, batches, strict=True))
-
-
-@pytest.mark.parametrize("arguments", [{"anneal": 0.0}, {"samples": 0}, {"group": -1.0}, {"radius": float("nan")}])
-def test_engine_settings_without_sense_are_refused(arguments: dict[str, Any]) -> None:
-    (name,) = arguments
-    with pytest.raises(ValueError, match=f"{name} must "):
-        AdamSearch(**arguments)
 
 
 def test_lbfgs_starts_again_where_it_ends_without_a_fit() -> None:

@@ -35,8 +35,7 @@ def test_inverting_gradients_reaches_the_published_loops_quality(local_file: Cal
     found = inverting_gradients(tv=0.1).reconstruct(wave, known, Budget(500), streams)
     values = []
     for batch, result in zip(batches, found, strict=True):
-        assert result.x is not None
-        assert result.y is not None
+        assert result.x is not None and result.y is not None
         assert result.y.tolist() == batch.y.tolist(), "labels are restored"
         values.append(float(psnr(batch.x, result.x)))
     assert sum(values) / 8 >= 16.5, [round(v, 2) for v in values]

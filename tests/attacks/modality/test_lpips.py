@@ -110,7 +110,7 @@ def test_a_download_that_fails_is_reported_and_leaves_the_metric_out(
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setattr(urllib.request, "_opener", None)  # the process' first one keeps its proxies for all later ones
-    with pytest.warns(UserWarning, match="lpips_alex is unavailable: https://.*was not downloaded"):
+    with pytest.warns(UserWarning, match="lpips_alex"):
         assert lpips_weights("alex") is None
     assert lpips_weights("alex") is None, "and is not asked for again"
     assert list((tmp_path / "hub" / "checkpoints").iterdir()) == []

@@ -268,9 +268,22 @@ def test_the_named_devices_get_workers(
     assert list(local.load()) == names[:1], "in one process, the first"
 
 
-@pytest.mark.parametrize("devices", ["cuda:3", ("cuda:0", "cuda:0"), (), "gpu"])
-def test_a_device_that_is_not_there_is_a_mistake(three_gpus: None, devices: Any) -> None:
-    with pytest.raises(SpecError, match=r"^\[audit\] devices: "):
+def test_a_machine_without_a_gpu_computes_on_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert AuditOptions().devices_here() == [CPU]
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        ("cuda:3", "there is no device cuda:3: this machine has cuda:0 to cuda:2"),
+        (("cuda:0", "cuda:0"), "devices names none, or one twice"),
+        ((), "devices names none, or one twice"),
+        ("gpu", "there is no device 'gpu'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_a_mistake(three_gpus: None, devices: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=r"^\[audit\] devices: ") as mistake:
         make_executor(AuditOptions(executor="local", devices=devices))
 
 

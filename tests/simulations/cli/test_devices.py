@@ -44,6 +44,17 @@ def test_run_trains_nothing_for_a_gpu_that_is_not_there(
     assert not (tmp_path / "runs").exists()
 
 
+def test_run_with_a_gpu_that_has_another_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    path = scenario_file(tmp_path)
+    setting = 'audit.devices=["cuda:0", "cuda:2"]'
+    assert main(["run", str(path), "--runs", str(tmp_path / "runs"), "--set", setting]) == 2
+    assert "there is no device cuda:2: this machine has cuda:0 to cuda:0" in told(capsys)
+
+
 def test_audit_puts_nothing_into_the_queue_for_a_device_that_is_not_there(
     attacked: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:

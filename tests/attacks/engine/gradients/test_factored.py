@@ -71,12 +71,6 @@ def test_rounding_is_let_pass_and_nothing_more(dtype: torch.dtype, rank: int) ->
     assert factored(torch.where(unlike > 0, matrices, 0.0), rank) is None, "pruned"
 
 
-def test_an_update_of_nothing_has_factors_of_nothing() -> None:
-    found = factored(torch.zeros(2, 30, 50), 3)
-    assert found is not None
-    assert float(found.form().abs().max()) == 0
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e308])
 def test_what_cannot_be_computed_with_is_left_as_it_is(value: float) -> None:
     assert factored(torch.full((2, 30, 50), value), 1) is None

@@ -99,11 +99,10 @@ def oracle(model: nn.Module, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
 @pytest.mark.product
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize(("problems", "size"), [(1, 1), (1, 3), (4, 1), (3, 2)])
-@pytest.mark.parametrize(("wide", "kept"), [(layers.WIDE, layers.KEPT), (layers.WIDE, 0), (1, 0)])
+@pytest.mark.parametrize("kept", [layers.KEPT, 0])
 def test_they_are_plain_autograds_and_so_are_their_derivatives(
-    name: str, problems: int, size: int, wide: int, kept: int, monkeypatch: pytest.MonkeyPatch
+    name: str, problems: int, size: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "WIDE", wide)
     monkeypatch.setattr(layers, "KEPT", kept)
     monkeypatch.setattr(factored, "FORM_BELOW", 1)
     model = make(name)
@@ -222,7 +221,6 @@ def test_soft_labels_get_their_derivative() -> None:
     biased=st.booleans(),
     cache=st.sampled_from([1, 200, 2**18]),
     kept=st.sampled_from([0, 2**21]),
-    wide=st.sampled_from([1, 64]),
     seed=st.integers(0, 999),
 )
 def test_any_geometry_of_a_convolution(
@@ -234,7 +232,6 @@ def test_any_geometry_of_a_convolution(
     biased: bool,
     cache: int,
     kept: int,
-    wide: int,
     seed: int,
 ) -> None:
     assume(all(n + 2 * m >= k for n, m, k in zip(size, padding, kernel, strict=True)))
@@ -247,7 +244,6 @@ def test_any_geometry_of_a_convolution(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convolution, "CACHE", cache)
         patch.setattr(layers, "KEPT", kept)
-        patch.setattr(layers, "WIDE", wide)
         found = gradients(model, detached_params(model), x, y, 1.0, False)
         (ours,) = torch.autograd.grad(sum(t.square().sum() for t in found.values() if isinstance(t, Tensor)), x)
     expected = oracle(model, x, y)
