@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,9 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.engine.simulator import Simulator
-from fedgauge.attacks.engine.whole_batch import whole_batch_update
-from fedgauge.attacks.learned import learning_to_invert
+from fedgauge.attacks.learned import learning_to_invert, shadow_updates
 from fedgauge.attacks.learned.ridge import ridge_inversion
-from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, aligned_orders, flat
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, aligned_orders, flat, sketch
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
@@ -86,9 +86,9 @@ def test_the_own_label_s_row_comes_first() -> None:
     assert rows[1, : 4 * 64 : 64].tolist() == [2, 0, 1, 3]
 
 
-def test_the_held_out_error_is_of_images_that_nothing_was_learned_from(cache: TensorCache) -> None:
+def test_the_held_out_error_is_of_images_that_nothing_was_learned_from(tmp_path: Path) -> None:
     known, wave, _ = digits(batch_size=2)
-    shadow = ShadowTrainer(known, wave.params, UpdateFeatures(), passes=2, cache=cache)
+    shadow = ShadowTrainer(known, wave.params, UpdateFeatures(), passes=2, cache=TensorCache(tmp_path))
     learned, held = (set(shadow.shadow_data(part).groups.flatten().tolist()) for part in (False, True))
     assert not learned & held
     assert len(learned) == 360 and len(held) == 40
@@ -97,7 +97,7 @@ def test_the_held_out_error_is_of_images_that_nothing_was_learned_from(cache: Te
 
 
 def test_lessons_bear_the_labels_that_the_attacker_would_restore(
-    cache: TensorCache, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mistakes and all; an image stands where its own label does, as far as that is among them."""
     known, wave, _ = digits(batch_size=2)
@@ -108,14 +108,17 @@ def test_lessons_bear_the_labels_that_the_attacker_would_restore(
         return torch.tensor([[3, 0]]).expand(len(seen), 2)
 
     monkeypatch.setattr("fedgauge.attacks.labels.restore", restored)
-    shadow_data = ShadowTrainer(known, wave.params, UpdateFeatures(), cache=cache).shadow_data(False)
+    shadow_data = ShadowTrainer(known, wave.params, UpdateFeatures(), cache=TensorCache(tmp_path)).shadow_data(False)
     assert shadow_data.labels.unique(dim=0).tolist() == [[0, 3]]
     own = y[shadow_data.groups]
     swapped = (own[:, 0] == 3) | (own[:, 1] == 0)
     assert int(((own == 0) | (own == 3)).any(1).sum()) > 20
     assert not bool((swapped & (own != shadow_data.labels).all(1)).any()), "the one that has its label stands there"
     given = ShadowTrainer(
-        replace(known, labels=torch.zeros(4, 2, dtype=torch.int64)), wave.params, UpdateFeatures(), cache=cache
+        replace(known, labels=torch.zeros(4, 2, dtype=torch.int64)),
+        wave.params,
+        UpdateFeatures(),
+        cache=TensorCache(tmp_path),
     )
     assert torch.equal(given.shadow_data(False).labels, y[given.groups(False)]), (
         "right ones where the clients' are given"
@@ -142,3 +145,50 @@ def test_auxiliary_images_that_will_not_do_are_told(make: Any, auxiliary: Batch 
     known, wave, _ = digits()
     (found, *_) = make().reconstruct(wave, replace(known, auxiliary=auxiliary), Budget(1), STREAMS)
     assert found.status == "not_applicable" and "at least 4 auxiliary" in found.reason
+
+
+# -------------------------------------------------------------------------------------- feature hashing
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_hashing_is_a_matrix_of_one_sign_in_each_row_and_adds_up_variances(signed: bool) -> None:
+    bins, signs = sketch(30, 7, signed)
+    matrix = torch.nn.functional.one_hot(bins, 7) * signs[:, None]
+    rows, features = torch.randn(5, 30, generator=generator("rows")), UpdateFeatures(False, 7, signed)
+    torch.testing.assert_close(features.hashed(rows), rows @ matrix)
+    torch.testing.assert_close(features.noise(30).square(), matrix.square().sum(0))
+    assert signs.unique().tolist() == ([-1, 1] if signed else [1])
+
+
+def test_signs_keep_inner_products_in_the_mean_and_plain_sums_do_not() -> None:
+    a, b = torch.rand(2, 200, generator=generator("pair")).double()
+    draws = {}
+    for signed in (True, False):
+        drawn = [sketch(200, 20, signed, str(i)) for i in range(400)]
+        hashed = [torch.zeros(2, 20).double().index_add_(1, bins, torch.stack([a, b]) * signs) for bins, signs in drawn]
+        draws[signed] = torch.stack([x @ y for x, y in hashed])
+    error = float(draws[True].std()) / 20  # of the mean of 400
+    assert abs(float(draws[True].mean() - a @ b)) < 4 * error
+    assert float(draws[False].mean()) > float(a @ b) + 20 * error
+
+
+def test_a_table_too_large_for_memory_is_refused_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow_updates, "free_bytes", lambda device: 8000)
+    shadow_updates.check_memory(10, 100, torch.device("cpu"))
+    with pytest.raises(ValueError, match="100$"):
+        shadow_updates.check_memory(10, 101, torch.device("cpu"))
+    with pytest.raises(ValueError, match="99"):
+        sketch(100, 100, True)
+
+
+def test_a_table_of_updates_too_large_for_memory_is_not_applicable_with_the_buckets_that_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known, wave, _ = digits()
+    monkeypatch.setattr(shadow_updates, "free_bytes", lambda device: 8 * 360 * 500)
+    for make in (ridge_inversion(), learning_to_invert.learning_to_invert(hidden=8)):
+        (found, *_) = make.reconstruct(wave, known, Budget(1), STREAMS)
+        assert found.status == "not_applicable"
+        assert found.reason.endswith("set buckets to at most 500")
+    (fits, *_) = ridge_inversion(buckets=500).reconstruct(wave, known, Budget(1), STREAMS)
+    assert fits.status == "converged"
