@@ -76,8 +76,10 @@ def _heat_words(
         words.append(f"Client {most['client']} leaks most, in round {most['round']}: {reached}.")
     darkest = "nothing"
     if floor is not None:
-        darkest = f"what the best guess that does not read the update ({floor[1]}) reaches in a cell on average"
-        darkest = f"{darkest}, {formatting.in_metric(metric, floor[0])}, or less"
+        reached = formatting.in_metric(metric, floor[0])
+        darkest = (
+            f"{reached}, which the best guess that does not read the update ({floor[1]}) reaches in a cell on average"
+        )
     brightest = f"{formatting.in_metric(metric, by.ceiling)}{'' if by.cap is None else ' or more'}"
     words.append(
         f"Brighter leaks more: darkest is {darkest}, brightest {brightest}. A cross: nothing was graded there."
