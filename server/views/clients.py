@@ -13,7 +13,7 @@ from fedgauge.server.views.formatting import many
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Floats, evenly
 from fedgauge.server.views.leakage import counted, counted_of_all
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import Reading, viewed
 from fedgauge.server.views.roles import is_attack, is_baseline
 from fedgauge.server.views.scores import Scores, capped
 from fedgauge.server.views.success import count_ungraded
@@ -76,8 +76,10 @@ def _heat_words(
         words.append(f"Client {most['client']} leaks most, in round {most['round']}: {reached}.")
     darkest = "nothing"
     if floor is not None:
-        darkest = f"what the best guess that does not read the update ({floor[1]}) reaches in a cell on average"
-        darkest = f"{darkest}, {formatting.in_metric(metric, floor[0])}, or less"
+        reached = formatting.in_metric(metric, floor[0])
+        darkest = (
+            f"{reached}, which the best guess that does not read the update ({floor[1]}) reaches in a cell on average"
+        )
     brightest = f"{formatting.in_metric(metric, by.ceiling)}{'' if by.cap is None else ' or more'}"
     words.append(
         f"Brighter leaks more: darkest is {darkest}, brightest {brightest}. A cross: nothing was graded there."
@@ -108,12 +110,9 @@ def _graded(rows: Scores, metric: str, attack: str | None) -> Scores:
     return rows.where(rows.named(metric) & ~np.isnan(rows.value))
 
 
+@viewed
 def _table(reading: Reading, metric: str, attack: str | None) -> list[dict[str, Any]]:
     """A row for each client, the worst first."""
-    return reading.view(("clients' leaks", metric, attack), lambda: _rows(reading, metric, attack))
-
-
-def _rows(reading: Reading, metric: str, attack: str | None) -> list[dict[str, Any]]:
     counted_rows = counted_of_all(reading.scores, metric)
     hits, labels = (reading.scores.of_metric(name) for name in ("identified", "label_accuracy"))
     parts = [(metric, counted_rows), ("identified", hits), ("label_accuracy", labels)]

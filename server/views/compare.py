@@ -112,7 +112,7 @@ def utility_figure(
         (low, high), accuracy, spent = formatting.interval_label(leak), tested[name], privacy(named[name])["epsilon"]
         note = (
             f"{name}, {leak.attack}\n{formatting.point_label(leak)}\ntest accuracy {formatting.percent(accuracy)}\n"
-            f"epsilon {formatting.number(spent, None)} for one record"
+            f"{'no epsilon' if spent is None else f'epsilon {formatting.number(spent, None)} for one record'}"
         )
         label = numbers[name] if leak is tradeoffs[name].strongest else ""
         look = Look(colour(colours[name]), symbol=symbols[leak.attack])

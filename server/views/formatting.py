@@ -136,14 +136,14 @@ def interval_words(leak: Leak) -> str:
 
 def point_label(leak: Leak) -> str:
     """The label of a point in a figure."""
+    if is_limit(leak.attack):
+        return number(leak.mean, MEASURED[leak.metric].digits)
     low, high = interval_label(leak)
     measured = MEASURED[leak.metric]
     digits = measured.digits
     parts = [
         number(leak.mean, digits) if low is None else f"{number(leak.mean, digits)} ({between(low, high, digits)})"
     ]
-    if is_limit(leak.attack):
-        return parts[0]
     parts += [] if measured.rate else [f"worst case {number(leak.best, digits)}"]
     parts += [f"n = {leak.n}"]
     parts += [f"{sum(leak.failed.values())} failed"] if leak.failed else []

@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -21,7 +22,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import many, rounded
 from fedgauge.server.views.intervals import NORMAL_95, evenly
 from fedgauge.server.views.participation import rounds_seen
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import Reading, kept, viewed
 from fedgauge.server.views.scores import Scores
 
 MOST = 1e6  # a canary's score; more would say nothing else
@@ -36,12 +37,9 @@ def privacy(reading: Reading) -> dict[str, Any]:
     return {**{key: rounded(value) for key, value in shown.items()}, "words": spent.words}
 
 
+@viewed
 def spent_in(reading: Reading) -> PrivacyStatement:
     """The same, exact; of an unknown delta where this machine cannot build the scenario."""
-    return reading.view("privacy", lambda: _spent_in(reading))
-
-
-def _spent_in(reading: Reading) -> PrivacyStatement:
     try:
         spending = Spending(reading.scenario, reading.ledger, reading.answered)
     except SpecError as error:
@@ -214,12 +212,9 @@ class Canaries:
     rows: Sequence[CanaryEstimate] | Sequence[CanaryBound] = ()
 
 
+@viewed
 def canaries(reading: Reading) -> Canaries:
     """What the canaries of a run show."""
-    return reading.view("canaries", lambda: _canaries(reading))
-
-
-def _canaries(reading: Reading) -> Canaries:
     if (scenario := reading.built) is None:
         return Canaries()
     delta = scenario.privacy.delta
@@ -233,31 +228,26 @@ def _canaries(reading: Reading) -> Canaries:
     return Canaries("directions", words, estimates)
 
 
+@kept
 def _accountant(reading: Reading) -> Accountant | None:
-    def found() -> Accountant | None:
-        try:
-            secret = not reading.ledger.deployed
-            return Accountant.of(reading.scenario.federation, reading.scenario.privacy.delta, secret)
-        except NoGuarantee:
-            return None
-
-    return reading.keep("accountant", found)
+    secret = not reading.ledger.deployed
+    with suppress(NoGuarantee):
+        return Accountant.of(reading.scenario.federation, reading.scenario.privacy.delta, secret)
+    return None
 
 
+@kept
 def _accounted(reading: Reading, releases: int) -> float | None:
     accountant = _accountant(reading)
-    if accountant is None:
-        return None
-    return reading.keep(("accounted", releases), lambda: accountant.spent_of_client(releases))
+    return None if accountant is None else accountant.spent_of_client(releases)
 
 
+@kept
 def _accounted_record(reading: Reading, releases: int) -> float | None:
     """Of the client with canaries that has the fewest examples, whose draws hide each the least."""
     accountant, federation = _accountant(reading), reading.scenario.federation
-    if accountant is None:
-        return None
     fewest = min(len(federation.shards.indices[client]) for client in federation.protocol.canary_clients)
-    return reading.keep(("accounted record", releases), lambda: accountant.spent(releases, fewest).record)
+    return None if accountant is None else accountant.spent(releases, fewest).record
 
 
 def canary_words(last: CanaryEstimate, delta: float) -> str:

@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import wraps
 from threading import Lock
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 from xxhash import xxh3_64_hexdigest
 
@@ -35,6 +36,7 @@ from fedgauge.server.views.strength import final_accuracy
 IDLE = 0.1  # share of the time that attacks may have waited for rounds; above it their pace does not predict the end
 State = Literal["training", "attacking", "complete", "attacks waiting", "attacks failed", "interrupted", "failed"]
 View = TypeVar("View")
+Args = ParamSpec("Args")
 MOST_EXAMPLES = 4096  # of one update that came to nothing: so many empty places are shown for it
 SHOWN = ("seed", "rounds", "clients", "data", "model", "chain")  # keys of a scenario that every page shows
 
@@ -355,6 +357,26 @@ class Reading(LedgerReading):
             return self.scenario
         except SpecError:
             return None
+
+
+def viewed(make: Callable[Concatenate[Reading, Args], View]) -> Callable[Concatenate[Reading, Args], View]:
+    """Cache what a function makes of a run until the run changes."""
+
+    @wraps(make)
+    def cached(reading: Reading, *args: Args.args, **named: Args.kwargs) -> View:
+        return reading.view((make, *args, *named.items()), lambda: make(reading, *args, **named))
+
+    return cached
+
+
+def kept(make: Callable[Concatenate[Reading, Args], View]) -> Callable[Concatenate[Reading, Args], View]:
+    """Cache for good what a function makes of a run: what never changes."""
+
+    @wraps(make)
+    def cached(reading: Reading, *args: Args.args, **named: Args.kwargs) -> View:
+        return reading.keep((make, *args, *named.items()), lambda: make(reading, *args, **named))
+
+    return cached
 
 
 def jobs_of(reading: LedgerReading, scenario: Scenario | None) -> Jobs:

@@ -25,7 +25,7 @@ from fedgauge.server.views.intervals import (
 from fedgauge.server.views.leakage import leakage_of_all
 from fedgauge.server.views.membership import ToldMembers, Word, members_sentences, told_members
 from fedgauge.server.views.outcomes import failure
-from fedgauge.server.views.reading import Jobs, Reading, State, jobs_of_run
+from fedgauge.server.views.reading import Jobs, Reading, State, jobs_of_run, kept, viewed
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import PairedDifference, best_of, paired, rivals_of, values_of
@@ -187,31 +187,20 @@ def _rate_of(rows: Scores) -> Rate | None:
     return Rate(int(np.clip(rows.value, 0, 1).sum()), len(rows)) if len(rows) else None
 
 
+@viewed
 def verdict_of(reading: Reading) -> Verdict:
-    """The verdict on a run as read so far, cached until the run changes."""
-    return reading.view(
-        "verdict",
-        lambda: verdict(
-            reading.scores,
-            reading.ledger,
-            class_shares(reading),
-            jobs_of_run(reading),
-            reading.state,
-            reading.plan_coverage.words,
-        ),
-    )
+    """The verdict on a run as read so far."""
+    shares, jobs = class_shares(reading), jobs_of_run(reading)
+    return verdict(reading.scores, reading.ledger, shares, jobs, reading.state, reading.plan_coverage.words)
 
 
+@kept
 def class_shares(reading: Reading) -> tuple[float, ...]:
     """How often each class occurs in a run's data; if that is unknown two equal classes, of which a guess restores most."""
-
-    def shares() -> tuple[float, ...]:
-        if (scenario := reading.built) is None:
-            return UNKNOWN
-        counts = np.bincount(scenario.federation.shards.dataset.labels.numpy())
-        return tuple((counts[counts > 0] / counts.sum()).tolist())
-
-    return reading.keep("shares", shares)
+    if (scenario := reading.built) is None:
+        return UNKNOWN
+    counts = np.bincount(scenario.federation.shards.dataset.labels.numpy())
+    return tuple((counts[counts > 0] / counts.sum()).tolist())
 
 
 def verdict(

@@ -22,8 +22,8 @@ from fedgauge.server.views.participation import app_clients, other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
 from fedgauge.simulations.cli.options import Commands, add_log, add_settings, flag, numbers, path, several, tell, whole
 from fedgauge.simulations.cli.run_summary import print_summary
-from fedgauge.simulations.live.choose_view import view_of
 from fedgauge.simulations.live.log import emit
+from fedgauge.simulations.live.terminal import view_of
 from fedgauge.simulations.run.exit_status import FAILED, INTERRUPTED, exit_status
 
 

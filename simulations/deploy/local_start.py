@@ -16,8 +16,8 @@ from fedgauge.server.views.participation import absences
 from fedgauge.server.views.server_attacks import Row
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.deploy.supervisor import FACTS, LocalDeployment
-from fedgauge.simulations.live.choose_view import view_of
 from fedgauge.simulations.live.log import Log
+from fedgauge.simulations.live.terminal import view_of
 from fedgauge.simulations.live.view import View
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.create import resume

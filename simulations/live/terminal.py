@@ -9,12 +9,17 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import printable
+from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import in_unit, is_exact
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.strength import best_of
+from fedgauge.simulations.live.json_log import Events
+from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.live.progress import RunProgress
-from fedgauge.simulations.live.view import View, progress_line
+from fedgauge.simulations.live.view import Lines, View, progress_line
 
 
 class LiveDisplay(View):
@@ -70,3 +75,16 @@ class LiveDisplay(View):
 def _line(text: str, style: str = "") -> Text:
     """One line of text, which is neither markup nor control codes."""
     return Text(printable(text).replace("\n", " "), style, no_wrap=True, overflow="ellipsis")
+
+
+def view_of(
+    run: Run, ledger: Ledger, scenario: Scenario, console: Console, log: Log = "auto", training: bool = True
+) -> View:
+    """The view that was asked for; auto: the live display in a terminal that can show it, plain lines elsewhere."""
+    run_progress = RunProgress(ledger, scenario, training)
+    if log == "json":
+        return Events(run_progress, run)
+    if log == "quiet":
+        return View(run_progress)
+    live = console.is_terminal and not console.is_dumb_terminal and not console.options.ascii_only
+    return LiveDisplay(run_progress, console) if live else Lines(run_progress)

@@ -13,10 +13,9 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import leakage, leakage_of_all
 from fedgauge.server.views.strength import best_of
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.live.choose_view import view_of
 from fedgauge.simulations.live.json_log import Events
 from fedgauge.simulations.live.progress import RunProgress
-from fedgauge.simulations.live.terminal import LiveDisplay
+from fedgauge.simulations.live.terminal import LiveDisplay, view_of
 from fedgauge.simulations.live.view import Lines, View, progress_line
 from tests.simulations.live.conftest import Clock, intake
 from tests.small_runs import scores_of
