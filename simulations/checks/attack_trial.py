@@ -152,8 +152,8 @@ def _estimate(scenario: Scenario, seconds: Mapping[str, float]) -> str:
     kinds = expected_updates(scenario, range(1, scenario.protocol.rounds + 1))
     observed = [(n, by_attack[planned[0].name]) for n, by_attack in kinds]
     updates, waves = sum(n * each for n, each in observed), sum(n * -(-each // plan.wave) for n, each in observed)
-    limits = {p.name: math.inf if p.budget.seconds is None else waves * p.budget.seconds for p in planned}
-    whole = sum(min(updates * each, limits[name]) for name, each in seconds.items())
+    timed = [(updates * seconds[p.name], p.budget.seconds) for p in planned if p.name in seconds]
+    whole = sum(each if limit is None else min(each, waves * limit) for each, limit in timed)
     untimed = ", ".join(p.name for p in planned if p.name not in seconds)
     return (
         f"about {_duration(whole / workers)} of attacks on {updates} updates by {workers} worker{'s' * (workers > 1)}, beside the "
