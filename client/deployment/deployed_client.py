@@ -132,7 +132,8 @@ class DeployedClient(Federation):
         self.load_buffers(buffers)
         private = self.chain.private
         sent = self.chain.planted(self.direction(self.owner.client)) if self.owner.canary else self.chain
-        chain = sent.with_state(memory, self._without_failures if private else None)
+        bound = sent.with_state(memory, self._without_failures if private else None)
+        chain = Chain(tuple(part for link in bound.links for part in (_draws_of_its_own, link)))
         with _buffers_put_back(self.model) if private else nullcontext():
             update = chain(self.own_gradient)(params, batch, secret_generator())
         return {k: t.to(params[k].dtype) for k, t in update.items()}
@@ -158,6 +159,15 @@ class DeployedClient(Federation):
                 return {k: torch.zeros_like(p) for k, p in params.items()}
 
         return tried
+
+
+def _draws_of_its_own(compute: UpdateFn) -> UpdateFn:
+    """Draws from a generator that the link outside does not share: a mask's zeros give a generator's whole state away."""
+
+    def apart(params: Params, batch: Batch, rng: Generator | None) -> Update:
+        return compute(params, batch, secret_generator())
+
+    return apart
 
 
 @contextmanager
