@@ -18,8 +18,8 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedgauge.client.arrays import npy_array, npy_header
-from fedgauge.client.deployment.deployed_client import DeployedClient, self_audit
-from fedgauge.client.deployment.guard import WITHHELD, UpdatePolicy, guard_memory, inspect_message, withheld
+from fedgauge.client.deployment.deployed_client import DeployedClient, UpdatePolicy, self_audit
+from fedgauge.client.deployment.guard import WITHHELD, guard_memory, inspect_message, withheld
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.secure_sum_mod import RECORD as SUM
 from fedgauge.client.deployment.secure_sum_mod import secure_sum

@@ -4,7 +4,7 @@ Every decision compares uniform bits with integers, so no probability is rounded
 """
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,15 +73,11 @@ def normal_draws(bits: RandomBits, count: int) -> Whole:
 
 def _gathered(count: int, some: Callable[[int], Whole]) -> Whole:
     """The first `count` of what batches of proposals give."""
-
-    def parts() -> Iterator[Whole]:
-        missing = count
-        while missing > 0:
-            found = some(min(_CHUNK, 3 * missing + 8))[:missing]
-            missing -= len(found)
-            yield found
-
-    return np.concatenate([np.zeros(0, np.int64), *parts()])
+    parts, missing = [np.zeros(0, np.int64)], count
+    while missing > 0:
+        parts.append(some(min(_CHUNK, 3 * missing + 8))[:missing])
+        missing -= len(parts[-1])
+    return np.concatenate(parts)
 
 
 def _laplace(bits: RandomBits, proposals: int) -> Whole:

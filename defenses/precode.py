@@ -28,14 +28,9 @@ def precode(model: nn.Module, latent: int = 256, beta: float = 1e-3, before: str
     if isinstance(model, LanguageModel):
         raise ValueError("precode is for networks of images, and this is a language model: remove it")
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name}
-    if not linears:
-        raise ValueError("precode goes before a fully connected layer, and the model has none")
-    name = list(linears)[-1] if before is None else before
+    name = before or next(reversed(linears), "")
     if name not in linears:
-        raise ValueError(
-            f"precode goes before a fully connected layer, and the model has none called {name!r} "
-            f"(it has: {', '.join(map(repr, linears))})"
-        )
+        raise ValueError(f"the model lacks the fully connected layer {name} (it has: {', '.join(linears)})")
     defended = copy.deepcopy(model)
     layer = defended.get_submodule(name)
     assert isinstance(layer, nn.Linear)

@@ -45,13 +45,11 @@ class soteria(Link):
         if isinstance(self.model, LanguageModel):
             raise ValueError("soteria scores features by how pixels change them, and text has no pixels: remove it")
         linears = {name: m for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
-        if not linears:
-            raise ValueError("soteria prunes the input of a fully connected layer, and the model has none")
-        if self.layer is None:
+        if self.layer is None and linears:
             object.__setattr__(self, "layer", max(linears, key=lambda name: linears[name].weight.numel()))
-        elif self.layer not in linears:
+        if self.layer not in linears:
             raise ValueError(
-                f"the model has no fully connected layer {self.layer!r} (it has: {', '.join(map(repr, linears))})"
+                f"the model lacks the fully connected layer {self.layer or ''} (it has: {', '.join(linears)})"
             )
 
     @property

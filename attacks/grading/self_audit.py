@@ -9,8 +9,7 @@ from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.client.deployment.deployed_client import SelfAudit
-from fedgauge.client.deployment.guard import UpdatePolicy
+from fedgauge.client.deployment.deployed_client import SelfAudit, UpdatePolicy
 from fedgauge.client.deployment.owner import GuardPolicy
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch, Params, Update

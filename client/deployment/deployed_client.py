@@ -5,7 +5,7 @@ only what the server assumes. Whether the client is a canary its owner says; a s
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedgauge.client.chain import Chain, may_read_examples
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments
 from fedgauge.client.data.images import Dataset, Shards, split
-from fedgauge.client.deployment.guard import UpdatePolicy
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.secure_sum_terms import SecureSum, build_secure_sum
 from fedgauge.client.deployment.server_model import build_servers_model
@@ -28,7 +27,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import secret_generator
 from fedgauge.client.transforms import TransformState, transformed
-from fedgauge.client.update import Batch, Params, Update, UpdateFn
+from fedgauge.client.update import Batch, Params, Update, UpdateFn, norm
 
 STATISTICS = (
     '[model]: BatchNorm with mode = "train" sends statistics of the examples without noise; ask for mode = "eval"'
@@ -133,7 +132,8 @@ class DeployedClient(Federation):
         self.load_buffers(buffers)
         private = self.chain.private
         sent = self.chain.planted(self.direction(self.owner.client)) if self.owner.canary else self.chain
-        chain = sent.with_state(memory, self._without_failures if private else None)
+        bound = sent.with_state(memory, self._without_failures if private else None)
+        chain = Chain(tuple(part for link in bound.links for part in (_draws_of_its_own, link)))
         with _buffers_put_back(self.model) if private else nullcontext():
             update = chain(self.own_gradient)(params, batch, secret_generator())
         return {k: t.to(params[k].dtype) for k, t in update.items()}
@@ -159,6 +159,15 @@ class DeployedClient(Federation):
                 return {k: torch.zeros_like(p) for k, p in params.items()}
 
         return tried
+
+
+def _draws_of_its_own(compute: UpdateFn) -> UpdateFn:
+    """Draws from a generator that the link outside does not share: a mask's zeros give a generator's whole state away."""
+
+    def apart(params: Params, batch: Batch, rng: Generator | None) -> Update:
+        return compute(params, batch, secret_generator())
+
+    return apart
 
 
 @contextmanager
@@ -192,6 +201,44 @@ def refuse_fitted(dataset: Dataset, data: Table) -> None:
             "[data]: partition divides by the private labels, which the epsilon of a chain of clip and noise does not cover: set "
             'partition = "iid", or whole = true'
         )
+
+
+@dataclass(frozen=True)
+class UpdatePolicy:
+    """What an update must pass: every entry is finite, the norm is not too large, the client's own attack on it fails.
+
+    Args:
+        max_norm: the largest Euclidean norm that is sent; None: any.
+        threshold: an update is withheld if the audit reconstructs an example at this value or better.
+        unit: of the audit's values.
+        higher_leaks: whether a higher one is better.
+    """
+
+    max_norm: float | None = None
+    threshold: float = 20.0
+    unit: str = "dB"
+    higher_leaks: bool = True
+
+    def objection(self, update: Mapping[str, Tensor], audit: Callable[[], float] | None = None) -> str:
+        """Why an update should not leave, for the owner only; empty if it may.
+
+        Args:
+            audit: of this update; on ValueError the update is withheld. It runs last, as it costs most.
+        """
+        floats = {k: t.double() for k, t in update.items() if torch.is_floating_point(t)}
+        if wrong := [k for k, t in floats.items() if not torch.isfinite(t).all()]:
+            return f"{', '.join(wrong)}: entries that are not finite"
+        if self.max_norm is not None and floats and (size := float(norm(floats))) > self.max_norm:
+            return f"its norm is {size:.4g}, above max_norm {self.max_norm:g}"
+        if audit is None:
+            return ""
+        try:
+            leak = audit()
+        except ValueError as error:
+            return f"its audit failed: {error}"
+        # not (leak >= threshold): a NaN must not pass
+        safe = leak < self.threshold if self.higher_leaks else leak > self.threshold
+        return "" if safe else f"its audit reconstructs an example at {leak:.1f} {self.unit}"
 
 
 class SelfAudit(ABC):

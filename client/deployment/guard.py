@@ -6,11 +6,10 @@ alarm at clients with examples of a certain kind. Without them, `examples = fals
 alarm that is only logged tells it nothing either.)
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from flwr.app import ArrayRecord, Error, Message, RecordDict
 from torch import Generator, Tensor
 
@@ -18,7 +17,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.inspection.policy import REASON, InspectionPolicy
 from fedgauge.client.inspection.probes import ProbeSet, probe_examples
 from fedgauge.client.transforms import TransformState
-from fedgauge.client.update import Params, norm
+from fedgauge.client.update import Params
 
 WITHHELD = 111  # an error code of our own
 INSPECTED = "inspected"  # the record of inspections in a client's state
@@ -38,44 +37,6 @@ class Inspection:
     withhold: str = ""
     alarm: bool = False
     suspicion: float = 0.0
-
-
-@dataclass(frozen=True)
-class UpdatePolicy:
-    """What an update must pass: every entry is finite, the norm is not too large, the client's own attack on it fails.
-
-    Args:
-        max_norm: the largest Euclidean norm that is sent; None: any.
-        threshold: an update is withheld if the audit reconstructs an example at this value or better.
-        unit: of the audit's values.
-        higher_leaks: whether a higher one is better.
-    """
-
-    max_norm: float | None = None
-    threshold: float = 20.0
-    unit: str = "dB"
-    higher_leaks: bool = True
-
-    def objection(self, update: Mapping[str, Tensor], audit: Callable[[], float] | None = None) -> str:
-        """Why an update should not leave, for the owner only; empty if it may.
-
-        Args:
-            audit: of this update; on ValueError the update is withheld. It runs last, as it costs most.
-        """
-        floats = {k: t.double() for k, t in update.items() if torch.is_floating_point(t)}
-        if wrong := [k for k, t in floats.items() if not torch.isfinite(t).all()]:
-            return f"{', '.join(wrong)}: entries that are not finite"
-        if self.max_norm is not None and floats and (size := float(norm(floats))) > self.max_norm:
-            return f"its norm is {size:.4g}, above max_norm {self.max_norm:g}"
-        if audit is None:
-            return ""
-        try:
-            leak = audit()
-        except ValueError as error:
-            return f"its audit failed: {error}"
-        # not (leak >= threshold): a NaN must not pass
-        safe = leak < self.threshold if self.higher_leaks else leak > self.threshold
-        return "" if safe else f"its audit reconstructs an example at {leak:.1f} {self.unit}"
 
 
 def withheld(message: Message) -> Message:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedgauge.attacks.grading.self_audit import invert_own
-from fedgauge.client.deployment.guard import UpdatePolicy
+from fedgauge.client.deployment.deployed_client import UpdatePolicy
 from fedgauge.client.deployment.owner import GuardPolicy
 
 Make = Callable[..., Any]

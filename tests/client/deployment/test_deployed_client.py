@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedgauge.client.deployment import deployed_client
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.server_model import NOT_BUILT
@@ -131,6 +132,26 @@ def test_noise_is_drawn_anew_whatever_the_seed(write: Write) -> None:
         assert not any((a[k] == b[k]).all() for k in a)
         difference = torch.cat([(a[k] - b[k]).flatten() for k in a])
         assert abs(float(difference.std()) - 2**0.5) < 0.05, "independent, each of standard deviation 1"
+
+
+def test_draws_of_a_link_that_are_seen_lead_to_no_others(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a mask's zeros a server computed a generator's state, and from it the noise before the mask."""
+    bounded = [SGD, {"use": "clip", "max_norm": 1.0}, {"use": "quantize", "bits": 4}]
+    links = [*bounded, {"use": "gaussian", "sigma": 20.0}, {"use": "mask", "keep": 0.5}]
+    own = DeployedClient.of(OwnerConfig.load(write(chain=links)), terms())
+    batch, made = own.owner.batch(own.draw(1)), []
+
+    def known() -> torch.Generator:
+        made.append(torch.Generator().manual_seed(0))
+        return made[-1]
+
+    monkeypatch.setattr(deployed_client, "secret_generator", known)
+    first, again = (own.compute(*own.initial(), batch, {}) for _ in range(2))
+    for k, t in first.items():
+        assert torch.equal(t == 0, again[k] == 0), "the masks are equal, as their generators are"
+        assert not torch.equal(t, again[k]), "and the noise is not"
+    used = [rng for rng in made if not torch.equal(rng.get_state(), torch.Generator().manual_seed(0).get_state())]
+    assert len(used) == 2 * 2, "quantize and mask each draw from one of their own"
 
 
 def test_a_secret_generator_has_more_than_the_32_bits_of_a_seed() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fedgauge.client.deployment.guard import UpdatePolicy
+from fedgauge.client.deployment.deployed_client import UpdatePolicy
 
 UPDATE = {"w": torch.tensor([3.0, 4.0]), "b": torch.zeros(1), "steps": torch.tensor(10**6)}
 
