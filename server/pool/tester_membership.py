@@ -1,7 +1,8 @@
 """Who was in a batch, told with the examples that a tester hands in: without them nobody knows who the members are."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from itertools import groupby
 
 import torch
@@ -59,36 +60,43 @@ def with_examples(fed: Federation, found: Found) -> Federation:
     """A federation whose clients hold these examples, each once; none of them is a public example or a stranger any more."""
     data, public = fed.shards.dataset, fed.shards.auxiliary_batch()
     there = {key: batch for key, batch in sorted(found.items()) if batch is not None and len(batch.y)}
-    x, y = torch.cat([batch.x for batch in there.values()]), torch.cat([batch.y for batch in there.values()])
-    own, others, tests = _numbered(x, public.x, batch_of(data.x_test, data.y_test, torch.arange(len(data.y_test))).x)
-    numbers = own.unique()
-    firsts = torch.stack([(own == number).nonzero()[0, 0] for number in numbers])
-    kept, tested = (~torch.isin(part, numbers) for part in (others, tests))
+    names, firsts, drawn = dict[bytes, int](), list[tuple[Tensor, Tensor]](), dict[tuple[int, int], Tensor]()
+    for key, (x, y) in there.items():
+        for name, *example in zip(_names(x), x, y, strict=True):
+            if name not in names:
+                names[name] = len(names)
+                firsts.append((example[0], example[1]))
+        drawn[key] = torch.tensor([names[name] for name in _names(x)], dtype=torch.int64).unique()
+    kept = _others(public.x, names)
+    tested = _others(batch_of(data.x_test, data.y_test, torch.arange(len(data.y_test))).x, names)
     joined: Dataset = replace(
         data,
-        x=torch.cat([x[firsts], public.x[kept]]),
-        y=torch.cat([y[firsts], public.y[kept]]),
+        x=torch.cat([torch.stack([x for x, _ in firsts]), public.x[kept]]),
+        y=torch.cat([torch.stack([y for _, y in firsts]), public.y[kept]]),
         x_test=data.x_test[tested],
         y_test=data.y_test[tested],
     )
-    rows = torch.searchsorted(numbers, own).split([len(batch.y) for batch in there.values()])
-    drawn = {key: part.unique() for key, part in zip(there, rows, strict=True)}
-    clients = {client for _, client in drawn}
+    own: dict[int, list[Tensor]] = {}
+    for (_, client), rows in drawn.items():
+        own.setdefault(client, []).append(rows)
     # most are nobody's: a ledger from elsewhere may number its clients up to 2^21
-    held = [torch.zeros(0, dtype=torch.int64)] * max(fed.protocol.clients, *(client + 1 for client in clients))
-    for client in clients:
-        held[client] = torch.cat([part for (_, c), part in drawn.items() if c == client]).unique()
-    auxiliary = torch.arange(len(numbers), len(joined.y))
+    held = [torch.zeros(0, dtype=torch.int64)] * max(fed.protocol.clients, *(client + 1 for client in own))
+    for client, parts in own.items():
+        held[client] = torch.cat(parts).unique()
+    auxiliary = torch.arange(len(firsts), len(firsts) + len(kept))
     shards = _HandedIn(joined, tuple(held), auxiliary, fed.shards.batch_size, fed.shards.seed, drawn=drawn)
     return fed.having(shards=shards)
 
 
-def _numbered(*parts: Tensor) -> tuple[Tensor, ...]:
-    """A number of each example, equal for equal ones; pixels count as bytes, since files may round them otherwise."""
-    rows = torch.cat([(x * 255).round().to(torch.uint8) if x.is_floating_point() else x for x in parts])
-    numbers: Tensor = rows.flatten(1).unique(dim=0, return_inverse=True)[1]
-    split: tuple[Tensor, ...] = numbers.split([len(x) for x in parts])
-    return split
+def _names(x: Tensor) -> list[bytes]:
+    """A name of each example; pixels count as bytes, since files may round them otherwise."""
+    rows = (x * 255).round().to(torch.uint8) if x.is_floating_point() else x
+    return [blake2b(row.contiguous().numpy().tobytes(), digest_size=16).digest() for row in rows]
+
+
+def _others(x: Tensor, names: Collection[bytes]) -> Tensor:
+    """Which of these examples have none of the names."""
+    return torch.tensor([i for i, name in enumerate(_names(x)) if name not in names], dtype=torch.int64)
 
 
 def retest(
