@@ -37,7 +37,17 @@ PROBLEMS = 2
 # relative to a tensor's norm. A wrong derivative is wrong by as much as its size; layers that compute in float32 whatever
 # they are given differ by about 1e-6, and deep networks in float32 by up to 1e-3
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}
+DISPLACEMENTS = (
+    1e-6,
+    1e-7,
+    1e-8,
+)  # of pixels: a kink (relu, max pooling) may lie within one of them, hardly within all
 NEGLIGIBLE = 1e-3  # of the largest tensor's norm: below, a tensor's rounding may be as large as itself
+SLOPE = 1e-2  # relative difference between a derivative and the quotient of differences, which holds rounding too
+INCOMPLETE = (
+    "the descent is approximate: the model's second derivative lacks a part, as with detach(), a rounding, or a custom "
+    "autograd function that gives a first derivative only"
+)
 
 
 # ---------------------------------------------------------------------------------------------- parameters and forward pass
@@ -252,10 +262,12 @@ class Differentiation:
 
     Args:
         composed: layers without a second derivative are computed by `twice_differentiable`.
+        note: what its user should know; usually nothing.
     """
 
     route: Route
     composed: bool = False
+    note: str = ""
 
     def __call__(self) -> AbstractContextManager[None]:
         """The context in which the model runs."""
@@ -362,12 +374,29 @@ def _choose(trial: _Trial, one_pass: bool) -> Differentiation:
     routes: dict[Route, Differentiate] = {"one pass": _in_one_pass} if one_pass else {}
     routes["vmap"] = _by_vmap
     expected, composed = _expected(trial)
+    note = "" if _is_slope(trial, expected.slopes) else INCOMPLETE
     for decomposed in (True,) if composed else (False, True):
         for route, differentiate in routes.items():
-            way = Differentiation(route, decomposed)
+            way = Differentiation(route, decomposed, note)
             if not (route == "one pass" and _reads_values(way, trial)) and _agrees(way, differentiate, trial, expected):
                 return way
-    return Differentiation("loop", composed)
+    return Differentiation("loop", composed, note)
+
+
+def _is_slope(trial: _Trial, slopes: Tensor) -> bool:
+    """Whether the second derivative is how the first one changes; True where rounding would hide it."""
+    if trial.x.dtype != torch.float64:
+        return True
+    direction = torch.randn(trial.x.shape, generator=generator("direction")).to(trial.x)
+    expected = (slopes * direction).sum()
+
+    def at(step: float) -> Tensor:
+        with torch.no_grad():
+            return trial.projected(trial.updates(trial.x + step * direction))
+
+    size = torch.maximum(expected.abs(), NEGLIGIBLE * slopes.norm() * direction.norm())
+    gaps = ((at(step) - at(-step)) / (2 * step) - expected for step in DISPLACEMENTS)
+    return any(bool(gap.abs() <= SLOPE * size) for gap in gaps)
 
 
 def _expected(trial: _Trial) -> tuple[_Derivatives, bool]:

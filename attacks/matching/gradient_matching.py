@@ -176,7 +176,7 @@ class EveryRestart:
             return "diverged", "the objective or the result is not finite", done
         if self.outcome.interrupted[own].any():
             return "out_of_budget", f"{done} of {budget.iterations} iterations in {budget.seconds} s", done
-        return "converged", "", done
+        return "converged", self.problems.way.note, done
 
 
 def _answers(found: EveryRestart, budget: Budget) -> list[Reconstruction]:

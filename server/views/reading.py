@@ -363,7 +363,7 @@ def viewed(make: Callable[Concatenate[Reading, Args], View]) -> Callable[Concate
     """Cache what a function makes of a run until the run changes."""
 
     @wraps(make)
-    def cached(reading: Reading, *args: Args.args, **named: Args.kwargs) -> View:
+    def cached(reading: Reading, /, *args: Args.args, **named: Args.kwargs) -> View:
         return reading.view((make, *args, *named.items()), lambda: make(reading, *args, **named))
 
     return cached
@@ -373,7 +373,7 @@ def kept(make: Callable[Concatenate[Reading, Args], View]) -> Callable[Concatena
     """Cache for good what a function makes of a run: what never changes."""
 
     @wraps(make)
-    def cached(reading: Reading, *args: Args.args, **named: Args.kwargs) -> View:
+    def cached(reading: Reading, /, *args: Args.args, **named: Args.kwargs) -> View:
         return reading.keep((make, *args, *named.items()), lambda: make(reading, *args, **named))
 
     return cached

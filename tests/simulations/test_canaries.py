@@ -249,7 +249,6 @@ def test_a_deployments_server_reads_them_from_its_record(tmp_path: Path) -> None
 
 
 def test_where_canaries_make_no_sense_a_scenario_is_refused() -> None:
-    chain = CHAINS["clipped updates"]
     check_deployable(scenario_of())
     with pytest.raises(SpecError, match=r"\[secure_sum\] hides them"):
         check_deployable(

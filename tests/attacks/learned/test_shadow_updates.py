@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.engine.simulator import Simulator
+from fedgauge.attacks.engine.whole_batch import whole_batch_update
 from fedgauge.attacks.learned import learning_to_invert, shadow_updates
 from fedgauge.attacks.learned.ridge import ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, aligned_orders, flat, sketch
