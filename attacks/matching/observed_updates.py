@@ -1,7 +1,7 @@
 """The observed updates that problems are matched to, in the form that the likelihood needs."""
 
 import copy
-from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,18 +39,11 @@ class ObservedUpdates:
         other.forms = forms
         return other
 
-    def form(self, kind: str, *names: str) -> tuple[Tensor, ...]:
+    def form(self, kind: Literal["tensor", "flat", "square", "factors", "columns"], *names: str) -> tuple[Tensor, ...]:
         """One of the forms, gathered on first use."""
         key = (kind, *names)
         if key not in self.forms:
-            gather: dict[str, Callable[..., tuple[Tensor, ...]]] = {
-                "tensor": self._tensor,
-                "flat": self._flat,
-                "square": self._square,
-                "factors": self._factors,
-                "columns": self._columns,
-            }
-            self.forms[key] = gather[kind](*names)
+            self.forms[key] = getattr(self, f"_{kind}")(*names)
         return self.forms[key]
 
     def tensor(self, name: str) -> Tensor:
