@@ -86,10 +86,7 @@ def precode_joint(tv: float = 0.01, rate: float = 0.1, prior: float = 1e-3) -> G
 def _nearest(
     k: int, wave: Wave, known: Knowledge, left: Sequence[str], found: Sequence[list[Reconstruction]]
 ) -> Reconstruction:
-    """Of one observation's reconstructions, the one with the nearest update over the tensors that no trial left out.
-
-    Every trial matched these tensors, so none has an advantage; the truth is not used.
-    """
+    """Of one observation's reconstructions, the one with the nearest update over the tensors that every trial matched."""
     common = left_out(cosine(), left)
     seen = wave.alone(k)
 
