@@ -1,7 +1,6 @@
 """The observed updates that problems are matched to, in the form that the likelihood needs."""
 
 import copy
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,8 +38,8 @@ class ObservedUpdates:
         other.forms = forms
         return other
 
-    def form(self, kind: Literal["tensor", "flat", "square", "factors", "columns"], *names: str) -> tuple[Tensor, ...]:
-        """One of the forms, gathered on first use."""
+    def form(self, kind: str, *names: str) -> tuple[Tensor, ...]:
+        """One of the forms (tensor, flat, square, factors, columns), gathered on first use."""
         key = (kind, *names)
         if key not in self.forms:
             self.forms[key] = getattr(self, f"_{kind}")(*names)
