@@ -400,11 +400,7 @@ def _is_slope(trial: _Trial, slopes: Tensor) -> bool:
 
 
 def _expected(trial: _Trial) -> tuple[_Derivatives, bool]:
-    """What plain autograd gives, and whether it needs layers to be composed.
-
-    Raises:
-        ValueError: there is no second derivative.
-    """
+    """What plain autograd gives, and whether it needs layers to be composed; ValueError without a second derivative."""
     try:
         return _by_autograd(trial), False
     except RuntimeError as error:

@@ -279,11 +279,7 @@ def _least(size: int, neurons: int) -> int:
 
 
 def _distinct(rows: Tensor, columns: Tensor) -> Tensor:
-    """The distinct columns without mixtures, those with most zeros first, at most MOST for each wanted one.
-
-    In a mixture of two error signals only those neurons are off that are off in both, and fewer than B more, for which the
-    mixture was made.
-    """
+    """The distinct columns without mixtures, which are off where two others are, those with most zeros first, at most MOST each."""
     signs = columns.gather(0, columns.abs().argmax(0, keepdim=True)).sign()
     unique, group = torch.unique((columns * signs).mul(ROUNDED).round(), dim=1, return_inverse=True)
     first = torch.full((unique.shape[1],), len(group)).scatter_reduce(0, group, torch.arange(len(group)), "amin")

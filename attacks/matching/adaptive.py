@@ -52,9 +52,12 @@ class leave_layer_out(Attack):
         if budget.iterations < len(trials):
             reason = f"{len(trials)} layers to try are more than {budget.iterations} iterations"
             return not_applicable(wave, reason)
+        (each, rest), seconds = divmod(budget.iterations, len(trials)), budget.seconds and budget.seconds / len(trials)
         found = [
-            self._without(frozenset({name}), wave, known, part, streams)
-            for name, part in zip(trials, _shares(budget, len(trials)), strict=True)
+            self._without(
+                frozenset({name}), wave, known, replace(budget, iterations=each + (i < rest), seconds=seconds), streams
+            )
+            for i, name in enumerate(trials)
         ]
         return found[0] if len(found) == 1 else [_nearest(k, wave, known, trials, found) for k in range(len(wave))]
 
@@ -80,20 +83,10 @@ def precode_joint(tv: float = 0.01, rate: float = 0.1, prior: float = 1e-3) -> G
     return inverting_gradients(tv, rate).with_objective(training=unrolled(latent=prior))
 
 
-def _shares(budget: Budget, count: int) -> list[Budget]:
-    """A budget in equal parts, with every iteration used."""
-    seconds = None if budget.seconds is None else budget.seconds / count
-    parts = [budget.iterations // count + (i < budget.iterations % count) for i in range(count)]
-    return [replace(budget, iterations=n, seconds=seconds) for n in parts]
-
-
 def _nearest(
     k: int, wave: Wave, known: Knowledge, left: Sequence[str], found: Sequence[list[Reconstruction]]
 ) -> Reconstruction:
-    """Of one observation's reconstructions, the one with the nearest update over the tensors that no trial left out.
-
-    Every trial matched these tensors, so none has an advantage; the truth is not used.
-    """
+    """Of one observation's reconstructions, the one with the nearest update over the tensors that every trial matched."""
     common = left_out(cosine(), left)
     seen = wave.alone(k)
 

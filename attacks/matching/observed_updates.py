@@ -1,7 +1,6 @@
 """The observed updates that problems are matched to, in the form that the likelihood needs."""
 
 import copy
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -40,17 +39,10 @@ class ObservedUpdates:
         return other
 
     def form(self, kind: str, *names: str) -> tuple[Tensor, ...]:
-        """One of the forms, gathered on first use."""
+        """One of the forms (tensor, flat, square, factors, columns), gathered on first use."""
         key = (kind, *names)
         if key not in self.forms:
-            gather: dict[str, Callable[..., tuple[Tensor, ...]]] = {
-                "tensor": self._tensor,
-                "flat": self._flat,
-                "square": self._square,
-                "factors": self._factors,
-                "columns": self._columns,
-            }
-            self.forms[key] = gather[kind](*names)
+            self.forms[key] = getattr(self, f"_{kind}")(*names)
         return self.forms[key]
 
     def tensor(self, name: str) -> Tensor:

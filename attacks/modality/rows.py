@@ -55,18 +55,16 @@ class RowModality(Modality):
 
     def metrics(self, gallery: Tensor) -> list[Metric]:
         numeric = torch.tensor([column.numeric for column in self.columns])
-        every = torch.ones_like(numeric)
 
-        def share(chosen: Tensor) -> Metric:
-            def compute(truth: Tensor, guess: Tensor) -> Tensor:
-                return 100.0 * self._right(truth, guess)[:, chosen].double().mean(1)
+        def share(name: str, chosen: Tensor) -> Metric:
+            return Metric(name, lambda t, g: 100.0 * self._right(t, g)[:, chosen].double().mean(1))
 
-            name = "cells" if chosen is every else "numbers" if chosen is numeric else "categories"
-            return Metric(name, compute)
-
-        found = [share(every), Metric("exact_row", lambda t, g: 100.0 * self._right(t, g).all(1).double())]
+        found = [
+            share("cells", torch.ones_like(numeric)),
+            Metric("exact_row", lambda t, g: 100.0 * self._right(t, g).all(1).double()),
+        ]
         if bool(numeric.any()) and not bool(numeric.all()):
-            found += [share(~numeric), share(numeric)]
+            found += [share("categories", ~numeric), share("numbers", numeric)]
         return found
 
     def _right(self, truth: Tensor, guess: Tensor) -> Tensor:

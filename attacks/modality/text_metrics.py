@@ -7,6 +7,7 @@ are always known, and with them even random words score well. Padding never coun
 import importlib
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -70,18 +71,9 @@ def _as_text(row: Tensor, tokenizer: Tokenizer, special: bool) -> str:
     framing = {
         i: f" {name} " for i, name in ((tokenizer.cls, "cls"), (tokenizer.sep, "sep")) if i is not None and special
     }
-    inner = tokenizer.decode(ids)
-    if not framing:
-        return inner
     # at their positions, since ROUGE-2 and ROUGE-L depend on the order
-    pieces, run = [], list[int]()
-    for i in ids:
-        if i in framing:
-            pieces += [tokenizer.decode(run), framing[i]]
-            run = []
-        else:
-            run.append(i)
-    return "".join([*pieces, tokenizer.decode(run)])
+    runs = ((i, list(run)) for i, run in groupby(ids, lambda i: i if i in framing else None))
+    return "".join(tokenizer.decode(run) if i is None else framing[i] * len(run) for i, run in runs)
 
 
 @lru_cache(maxsize=1)

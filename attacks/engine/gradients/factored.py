@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 EXACT = {torch.float32: 1e-6, torch.float64: 1e-12}  # relative error up to which a product equals the matrix
 FORM_BELOW = (
@@ -32,10 +31,11 @@ class FactoredGradient(NamedTuple):
     def products(self, other: "Tensor | FactoredGradient") -> tuple[Tensor, Tensor]:
         """Inner products (P,) with another gradient, factored or formed, and squared norms (P,)."""
         if isinstance(other, FactoredGradient):
-            return apply_two(_FactorProducts, *self, *other)
-        signals, inputs = (torch.bmm(t, t.transpose(1, 2)) for t in self)
-        inner = torch.bmm(self.signal, as_matrices(other)) * self.input
-        return inner.flatten(1).sum(1), (signals * inputs).flatten(1).sum(1)
+            inner = torch.bmm(other.signal, self.signal.mT) * torch.bmm(other.input, self.input.mT)
+        else:
+            inner = torch.bmm(self.signal, as_matrices(other)) * self.input
+        square = torch.bmm(self.signal, self.signal.mT) * torch.bmm(self.input, self.input.mT)
+        return inner.flatten(1).sum(1), square.flatten(1).sum(1)
 
     def of(self, problems: Tensor) -> "FactoredGradient":
         """The gradients of some problems."""
@@ -49,33 +49,6 @@ class FactoredGradient(NamedTuple):
     def fewer(rows: int, high: int, wide: int) -> bool:
         """Whether inner products of this many rows are cheaper than a gradient of this size."""
         return 2 * rows * (high + wide) <= high * wide
-
-
-class _FactorProducts(Function):
-    """Inner products (P,) of factored gradients with constant ones, and with themselves."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, signal: Tensor, input: Tensor, other_signal: Tensor, other_input: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(signal, input, other_signal, other_input)
-        ctx.tables = [
-            torch.bmm(mine, t.transpose(1, 2))
-            for mine, other in ((signal, other_signal), (input, other_input))
-            for t in (other, mine)
-        ]
-        signals, own_signals, inputs, own_inputs = ctx.tables
-        return (signals * inputs).flatten(1).sum(1), (own_signals * own_inputs).flatten(1).sum(1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, by_inner: Tensor, by_square: Tensor) -> tuple[Tensor | None, ...]:
-        signal, input, other_signal, other_input = ctx.saved_tensors
-        signals, own_signals, inputs, own_inputs = ctx.tables
-        first, second = by_inner[:, None, None], 2 * by_square[:, None, None]
-        by_signal = torch.bmm(first * inputs, other_signal).baddbmm_(second * own_inputs, signal)
-        by_input = torch.bmm(first * signals, other_input).baddbmm_(second * own_signals, input)
-        return by_signal, by_input, None, None
 
 
 Gradients = dict[str, Tensor | FactoredGradient]

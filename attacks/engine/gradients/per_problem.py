@@ -103,10 +103,7 @@ _reading_strides: WeakSet[nn.Module] = WeakSet()
 
 
 def _run(model: nn.Module, params: Params, moves: Gradients, examples: Examples) -> tuple[Tensor, list["LayerCall"]]:
-    """Logits, and every use of a parameter; runs again on copies if the model overwrites a layer's output or reads its strides.
-
-    Some layers' outputs are laid out with channels last here, and not in training: `x.view(-1, n)` then fails.
-    """
+    """Logits, and every use of a parameter; runs again on copies if the model overwrites a layer's output or reads its strides."""
     strict = model in _reading_strides
     recorder = GradientRecorder(params, moves, examples, copies=model in _overwriting, contiguous=strict)
     try:
