@@ -185,7 +185,7 @@ class lone_example(DelegatingAttack):
         caught = [k for k, count in enumerate(counts) if math.isfinite(count) and count > ALONE]
         results = dict(enumerate(not_applicable(wave, f"no example of class {row} was fished")))
         if caught:
-            notes = [_note(counts[k]) for k in caught]
+            notes = [f"{round(counts[k], 3):g} of the batch's examples keep a gradient" for k in caught]
             inverted = self._inverted(wave.of(caught), row, known, budget, [streams[k] for k in caught], notes)
             results |= dict(zip(caught, inverted, strict=True))
         return [results[k] for k in range(len(wave))]
@@ -205,11 +205,6 @@ class lone_example(DelegatingAttack):
         update = {k: torch.stack([rest.apply(wave.alone(i), None)[k] for i in range(len(wave))]) for k in wave.update}
         unthresholded = replace(wave, params=_without_threshold(wave.params, known, row), update=update)
         return self.delegated(unthresholded, alone, known, budget, streams, notes)
-
-
-def _note(count: float) -> str:
-    """How many examples keep a gradient, in words."""
-    return "one example is isolated" if abs(count - 1) <= ALONE else f"{count:.3g} examples are left instead of one"
 
 
 def _without_threshold(params: Params, known: Knowledge, row: int) -> Params:
