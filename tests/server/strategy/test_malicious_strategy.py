@@ -402,7 +402,7 @@ def test_weights_that_are_not_finite_are_refused_before_the_run(make_scenario: C
         ({"server_attack": [{**FISHING, "clients": [3]}]}, "[[server_attack]] #1: clients must lie in 0..2, got 3"),
         ({"server_attack": [{**FISHING, "rounds": [0]}]}, "[[server_attack]] #1: rounds must lie in 1..3, got 0"),
         ({"server_attack": [{**FISHING, "all_but": [0, 1, 2]}]}, "leave no client to attack"),
-        ({"server_attack": [{**FISHING, "rounds": [1, 2]}, {**DEAD, "rounds": [2]}]}, "dead_layer: another one attacks a client in the same round"),
+        ({"server_attack": [{**FISHING, "rounds": [1, 2]}, {**DEAD, "rounds": [2]}]}, "dead_layer: another"),
         ({"server_attack": [{"use": FISHING["use"]}], "secure_sum": {"group": 3}}, "which [secure_sum] hides"),
         ({"server_attack": [DEAD], "attack": [LONE]}, "[[attack]] lone_example: it decodes class_fishing or feature_fishing"),
         ({"server_attack": [DEAD], "attack": [TARGET]}, "lone_target: it reads a secure sum"),
