@@ -43,9 +43,9 @@ class class_fishing(ServerAttack):
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         row = _checked(self.target, known) if self.target is not None else self._next(known, seen)
-        weight = _classifier(sent, known)
-        logits = _row_logits(sent, known, weight[row])
-        return _one_row(sent, known, row, weight[row], -float(logits.max()) - CERTAIN)
+        weight = _classifier(sent, known)[row]
+        highest = float(_row_logits(sent, known, weight).max())
+        return _one_row(sent, known, row, weight, -highest - CERTAIN)
 
     def _next(self, known: Knowledge, seen: Sequence[Observation]) -> int:
         """The class to try: the first not tried yet, else the tried one with the fewest examples."""
@@ -70,13 +70,13 @@ class feature_fishing(ServerAttack):
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         row = _checked(self.target, known)
-        weight = _classifier(sent, known)
-        logits = _row_logits(sent, known, weight[row])
+        weight = _classifier(sent, known)[row]
+        logits = _row_logits(sent, known, weight)
         low, high = (float(logits.mean() + side * 6 * logits.std()) for side in (-1, 1))
         if not high > low:  # as where no unit is active, to which one client's update can bring the weights
             raise ValueError("the weights give all public examples one score, so no threshold can separate examples")
         threshold, steepness = self._search(low, high, known, seen)
-        return _one_row(sent, known, row, steepness * weight[row], -steepness * threshold)
+        return _one_row(sent, known, row, steepness * weight, -steepness * threshold)
 
     def _search(self, low: float, high: float, known: Knowledge, seen: Sequence[Observation]) -> tuple[float, float]:
         """The next threshold and the logit's steepness there: below the right threshold no example is left, above it several."""
