@@ -171,7 +171,7 @@ class identity_convolutions(ServerAttack):
         made, colours = dict(sent), known.shape[0]
         low, high = (known.normalise(torch.full(known.shape, v).double())[:, 0, 0] for v in (0.0, 1.0))
         for name, conv, activation in _stages(known.model, colours):
-            start, end = _range(activation)
+            start, end = (0.0, 1.0) if isinstance(activation, nn.ReLU | nn.Identity) else (-REACH, REACH)
             gain = (end - start) / (high - low)
             made |= _identity(name, conv, sent, gain, start - gain * low)
             low, high = (activation(torch.full((colours,), v).double()) for v in (start, end))
@@ -213,11 +213,6 @@ def _check_conv(name: str, conv: nn.Conv2d, colours: int) -> None:
         raise ValueError(f"convolution {name!r} does not keep the image's size, or has a stride, groups or dilation")
     if conv.bias is None or min(conv.in_channels, conv.out_channels) < colours:
         raise ValueError(f"convolution {name!r} needs a bias and at least {colours} channels")
-
-
-def _range(activation: nn.Module) -> tuple[float, float]:
-    """The range for an activation's input in which it can be inverted."""
-    return (0.0, 1.0) if isinstance(activation, nn.ReLU | nn.Identity) else (-REACH, REACH)
 
 
 def _backward(activation: nn.Module, y: Tensor) -> Tensor:

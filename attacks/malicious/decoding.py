@@ -73,7 +73,6 @@ class LayerRows:
         weight: (m, n); bias: (m,).
     """
 
-    layer: str
     weight: Tensor
     bias: Tensor
 
@@ -85,13 +84,13 @@ class LayerRows:
             raise ValueError("the update is not finite")
         if not bool(bias.any()):
             raise ValueError(f"the gradient of {layer!r} is zero: it reveals nothing of this batch")
-        return cls(layer, weight, bias)
+        return cls(weight, bias)
 
     def differences(self) -> "LayerRows":
         """Differences of neighbouring rows; the last row stays as it is."""
         weight, bias = self.weight - F.pad(self.weight[1:], (0, 0, 0, 1)), self.bias - F.pad(self.bias[1:], (0, 1))
         used = bias.abs() > FAINT * self.bias.abs().max()
-        return LayerRows(self.layer, weight[used], bias[used])
+        return LayerRows(weight[used], bias[used])
 
     def images(self, known: Knowledge) -> Tensor:
         """Pixels (m, C, H, W) of the mixture of inputs in each row, the strongest row first."""

@@ -43,9 +43,9 @@ class class_fishing(ServerAttack):
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         row = _checked(self.target, known) if self.target is not None else self._next(known, seen)
-        weight = _classifier(sent, known)
-        logits = _row_logits(sent, known, weight[row])
-        return _one_row(sent, known, row, weight[row], -float(logits.max()) - CERTAIN)
+        weight = _classifier(sent, known)[row]
+        highest = float(_row_logits(sent, known, weight).max())
+        return _one_row(sent, known, row, weight, -highest - CERTAIN)
 
     def _next(self, known: Knowledge, seen: Sequence[Observation]) -> int:
         """The class to try: the first not tried yet, else the tried one with the fewest examples."""
@@ -70,13 +70,13 @@ class feature_fishing(ServerAttack):
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         row = _checked(self.target, known)
-        weight = _classifier(sent, known)
-        logits = _row_logits(sent, known, weight[row])
+        weight = _classifier(sent, known)[row]
+        logits = _row_logits(sent, known, weight)
         low, high = (float(logits.mean() + side * 6 * logits.std()) for side in (-1, 1))
         if not high > low:  # as where no unit is active, to which one client's update can bring the weights
             raise ValueError("the weights give all public examples one score, so no threshold can separate examples")
         threshold, steepness = self._search(low, high, known, seen)
-        return _one_row(sent, known, row, steepness * weight[row], -steepness * threshold)
+        return _one_row(sent, known, row, steepness * weight, -steepness * threshold)
 
     def _search(self, low: float, high: float, known: Knowledge, seen: Sequence[Observation]) -> tuple[float, float]:
         """The next threshold and the logit's steepness there: below the right threshold no example is left, above it several."""
@@ -185,7 +185,7 @@ class lone_example(DelegatingAttack):
         caught = [k for k, count in enumerate(counts) if math.isfinite(count) and count > ALONE]
         results = dict(enumerate(not_applicable(wave, f"no example of class {row} was fished")))
         if caught:
-            notes = [_note(counts[k]) for k in caught]
+            notes = [f"{round(counts[k], 3):g} of the batch's examples keep a gradient" for k in caught]
             inverted = self._inverted(wave.of(caught), row, known, budget, [streams[k] for k in caught], notes)
             results |= dict(zip(caught, inverted, strict=True))
         return [results[k] for k in range(len(wave))]
@@ -205,11 +205,6 @@ class lone_example(DelegatingAttack):
         update = {k: torch.stack([rest.apply(wave.alone(i), None)[k] for i in range(len(wave))]) for k in wave.update}
         unthresholded = replace(wave, params=_without_threshold(wave.params, known, row), update=update)
         return self.delegated(unthresholded, alone, known, budget, streams, notes)
-
-
-def _note(count: float) -> str:
-    """How many examples keep a gradient, in words."""
-    return "one example is isolated" if abs(count - 1) <= ALONE else f"{count:.3g} examples are left instead of one"
 
 
 def _without_threshold(params: Params, known: Knowledge, row: int) -> Params:

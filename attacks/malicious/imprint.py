@@ -183,6 +183,6 @@ def read_bins(known: Knowledge, layer: str, alone: Wave, members: int = 0) -> Re
     parts = [rows]
     if members:
         split = rows.weight.chunk(members, 1)
-        parts = [LayerRows(layer, part[:, :-pixels], part[:, -pixels:].mean(1)) for part in split]
+        parts = [LayerRows(part[:, :-pixels], part[:, -pixels:].mean(1)) for part in split]
     found = [part.differences().images(known) for part in parts if bool(part.bias.any())]
     return read_images(torch.cat(found), alone, known)

@@ -9,7 +9,6 @@ from fedgauge.attacks.plan import PlannedAttack, describe
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import SpecError, Table, build, call, check_arguments
 from fedgauge.client.federation import Federation
-from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 
 
@@ -36,6 +35,10 @@ class Targeting:
             return False
         return self.rounds is None or round in self.rounds
 
+    def hits(self, rounds: int, clients: int) -> set[tuple[int, int]]:
+        """The rounds and clients that it attacks, of so many."""
+        return {(r, c) for r in range(1, rounds + 1) for c in range(clients) if self.applies_to(r, c)}
+
 
 @dataclass(frozen=True)
 class TargetedServerAttack:
@@ -56,7 +59,7 @@ class TargetedServerAttack:
             for value in getattr(targeting, key) or ():
                 if not low <= value <= high:
                     raise SpecError(f"{where}: {key} must lie in {low}..{high}, got {value}")
-        if not any(targeting.applies_to(r, c) for r in range(1, rounds + 1) for c in range(clients)):
+        if not targeting.hits(rounds, clients):
             raise SpecError(f"{where}: its rounds, clients and all_but leave no client to attack")
         return cls(component, targeting)
 
@@ -81,21 +84,24 @@ def _listed(noun: str, numbers: Sequence[int]) -> str:
 def check(plan: Sequence[TargetedServerAttack], fed: Federation) -> None:
     """Craft each server attack's weights once before anything starts; SpecError where the network lacks what it needs."""
     params, _ = fed.initial()
-    known = public_knowledge(fed)
+    known, taken = public_knowledge(fed), set[tuple[int, int]]()
     for i, targeted in enumerate(plan, 1):
         where = f"[[server_attack]] #{i}: {targeted.table['use']}"
-        if targeted.server_attack.is_stateful and fed.protocol.secure_sum is not None:
-            raise SpecError(f"{where}: it needs each client's own updates, which [secure_sum] hides: remove one")
-        if targeted.server_attack.is_stateful and (changing := _changing_batches(targeted.targeting, fed)):
-            raise SpecError(
-                f"{where}: it searches over several rounds of the same batch, and client {changing[0]} draws its batches anew: "
-                "give it one round, or clients that hold one batch each"
-            )
+        hits = targeted.targeting.hits(fed.protocol.rounds, fed.protocol.clients)
+        if targeted.server_attack.is_stateful:
+            if fed.protocol.secure_sum is not None:
+                raise SpecError(f"{where}: it needs each client's own updates, which [secure_sum] hides: remove one")
+            for client, times in Counter(client for _, client in sorted(hits)).items():
+                if times > 1 and len(fed.shards.indices[client]) > fed.shards.batch_size:
+                    raise SpecError(
+                        f"{where}: it searches over several rounds of the same batch, and client {client} draws its batches "
+                        "anew: give it one round, or clients that hold one batch each"
+                    )
         last = max(map(len, fed.protocol.groups(1))) - 1  # in the largest secure sum
         craft_weights(targeted.server_attack, where, params, known, generator("a malice is tried"), place=last)
-        for j, other in enumerate(plan[: i - 1], 1):
-            if _overlap(other.targeting, targeted.targeting, fed.protocol):
-                raise SpecError(f"{where}: it attacks a client in the same round as #{j}: change rounds or clients")
+        if hits & taken:
+            raise SpecError(f"{where}: another one attacks a client in the same round: change rounds or clients")
+        taken |= hits
 
 
 def check_decoders(plan: Sequence[TargetedServerAttack], attacks: Sequence[PlannedAttack], summed: bool) -> None:
@@ -109,17 +115,3 @@ def check_decoders(plan: Sequence[TargetedServerAttack], attacks: Sequence[Plann
             raise SpecError(f"[[attack]] {planned.name}: it decodes {' or '.join(made.decodes)}: add one")
         if made.needs_secure_sum and not summed:
             raise SpecError(f"[[attack]] {planned.name}: it reads a secure sum: set [secure_sum] group = N")
-
-
-def _changing_batches(targeting: Targeting, fed: Federation) -> list[int]:
-    """The clients attacked more than once that draw another batch each time."""
-    times = Counter(
-        c for r in range(1, fed.protocol.rounds + 1) for c in range(fed.protocol.clients) if targeting.applies_to(r, c)
-    )
-    return [c for c, n in times.items() if n > 1 and len(fed.shards.indices[c]) > fed.shards.batch_size]
-
-
-def _overlap(one: Targeting, other: Targeting, protocol: Protocol) -> bool:
-    """Whether two server attacks ever hit the same client in the same round."""
-    rounds, clients = range(1, protocol.rounds + 1), range(protocol.clients)
-    return any(one.applies_to(r, c) and other.applies_to(r, c) for r in rounds for c in clients)

@@ -138,10 +138,11 @@ def test_every_decoder_is_held_to_the_truths_order_of_events() -> None:
 def test_no_attack_touches_private_data(
     use: str, make_federation: Make, observe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    others: dict[int, int] = {} if use in DECODED else {0: 1, 1: 0}
     if use in DECODED:
-        (fed, wave), others = malicious_setup(use, make_federation), {}
+        fed, wave = malicious_setup(use, make_federation)
     else:
-        fed, others = make_federation(model=MLP), {0: 1, 1: 0}
+        fed = make_federation(model=MLP)
         wave = observe(fed, (0, 1))
     plan = planned(use, **SMALL.get(use, {}))
     with guarded(monkeypatch, type(plan.build())) as events:
