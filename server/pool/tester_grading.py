@@ -137,7 +137,7 @@ def _grade(
     except TapeError:
         tensors, why = {}, None if job.status in EMPTY_HANDED else "the attack left no file"
     own = found[job.round, job.client]
-    status = cast(Status, job.status) if job.status in get_args(Status) else "converged"
+    status: Status = cast(Status, job.status) if job.status in get_args(Status) else "converged"
     result = Reconstruction.from_tensors(tensors, status, job.seconds)
     if why != "" or own is None or not len(own.y):
         rows = ungraded_rows(job.attack, job.round, job.client, result, assumed, job.other, grader.modality.main.metric)
