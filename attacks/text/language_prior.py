@@ -60,8 +60,7 @@ class LanguagePrior(ABC):
     @torch.no_grad()
     def nll(self, ids: Tensor, seen: Tensor) -> Tensor:
         """Nats per word (N,) of this model's ids (N, L), of which the mask shows the real ones."""
-        ids, seen = ids.to(self._net.device), seen.to(self._net.device)
-        return nll(_log(self._net, ids, seen), ids, seen)
+        return _nats(self._net, ids, seen)
 
     @abstractmethod
     def ids(self, sentence: tuple[int, ...]) -> list[int]:
@@ -158,7 +157,7 @@ class TrainedPrior(LanguagePrior):
         net = self._net.train()  # it has no dropout
 
         def loss(ids: Tensor, seen: Tensor) -> Tensor:
-            return nll(_log(net, ids, seen), ids, seen).mean()
+            return _nats(net, ids, seen).mean()
 
         def batches() -> Iterator[tuple[Tensor, Tensor]]:
             while True:
@@ -177,17 +176,14 @@ class TrainedPrior(LanguagePrior):
             fused=None,
         )
 
-        def error() -> float:
-            parts = zip(ids[held].split(TOGETHER), seen[held].split(TOGETHER), strict=True)
-            return float(torch.cat([self.nll(a, b) for a, b in parts]).mean())
-
-        return trainer.train(batches(), CHECK_EVERY, error)
+        parts = list(zip(ids[held].split(TOGETHER), seen[held].split(TOGETHER), strict=True))
+        return trainer.train(batches(), CHECK_EVERY, parts)
 
 
-def _log(net: Any, ids: Tensor, seen: Tensor) -> Tensor:
-    """Log-probabilities (N, L, V) of the word after each word."""
-    log: Tensor = net(input_ids=ids, attention_mask=seen.long()).logits.log_softmax(-1)
-    return log
+def _nats(net: Any, ids: Tensor, seen: Tensor) -> Tensor:
+    """A causal model's nats per word (N,) of its ids (N, L), of which the mask shows the real ones."""
+    ids, seen = ids.to(net.device), seen.to(net.device)
+    return nll(net(input_ids=ids, attention_mask=seen.long()).logits.log_softmax(-1), ids, seen)
 
 
 def _gpt2(training: LanguageModelTraining, vocabulary: int, positions: int) -> Any:

@@ -77,18 +77,14 @@ def misfit(vectors: Tensor, inverse: Tensor) -> Tensor:
 
 
 def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) -> Tensor:
-    """The inverse (d, d) of the mean projection onto the subspaces of a block's inputs that its heads' gradients show.
-
-    Args:
-        heads: of the queries; keys and values may have fewer.
-    """
+    """The inverse (d, d) of the mean projection onto the subspaces of a block's inputs that its heads' gradients show."""
     if layer.query.weight not in update:
         raise Unreadable(f"the gradient of {layer.query.weight} is not shared as it is: try dager")
     maps = [m for m in (layer.query, layer.key, layer.value) if m.weight in update]
     parts = [m.of(update)[0].double() for m in maps]
     width = parts[0].shape[1]
     total = parts[0].new_zeros(width, width)
-    for rows in torch.cat(parts).split(len(parts[0]) // heads):
+    for rows in torch.cat(parts).split(len(parts[0]) // heads):  # keys and values may have fewer heads than queries
         values, basis = torch.linalg.svd(rows, full_matrices=False)[1:]
         basis = basis[values > ROUNDING * values[0]]
         total += basis.mT @ basis
@@ -116,10 +112,6 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
     """Beginnings of sentences, of every length, that fit the subspaces of two blocks best, with their worst word's misfit.
 
     They lack a decoder's last word, which sends no gradient through the attention. Those of an encoder are whole sentences.
-
-    Args:
-        each: words tried in one position, as a multiple of the batch size.
-        beam: beginnings of one length.
     """
     model, known, layers = verifier.model, verifier.known, verifier.model.parts.layers[:2]
     if len(layers) < 2:
@@ -166,14 +158,11 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
 
 
 class Pursuit:
-    """Chooses sentences whose own updates, with coefficients of least squares, explain an update.
+    """Chooses sentences whose own updates, with coefficients of least squares, explain an update up to a residual.
 
     Args:
         beginnings: words of possible sentences without the last, with misfits; every word of the vocabulary may follow. Where
             labels are classes, whole sentences, and every class may follow.
-
-    Attributes:
-        chosen: sentences; coefficients (n,) of their updates; residual: what these leave of the update, as one vector.
     """
 
     def __init__(self, verifier: GuessVerifier, beginnings: Mapping[Ids, float], deadline: Deadline) -> None:
