@@ -154,9 +154,7 @@ class ShadowTrainer:
         object.__setattr__(self, "cache", replace(self.cache, device=self.device))
         given, size = self.known.labels, self.known.batch_size
         if given is not None and given.shape[1] != size:
-            raise ValueError(
-                f"expected {size} given labels for each update, the inverter's batch size, got {given.shape[1]}"
-            )
+            raise ValueError(f"expected {size} given labels, the inverter's batch size, got {given.shape[1]}")
 
     @cached_property
     def auxiliary(self) -> Batch:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget, Stream
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable
-from fedgauge.attacks.text.layer_inputs import layer_inputs, logits_along, module_of_weight
+from fedgauge.attacks.text.layer_inputs import layer_inputs, logits_along
 from fedgauge.attacks.text.sentence_assembly import Ids
 from fedgauge.client.components import check_at_least
 from fedgauge.client.data.corpora import targets
@@ -117,14 +117,14 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
     if len(layers) < 2:
         raise Unreadable("it reads two attention blocks, and the model has one")
     first, second = (head_subspaces(verifier.update, layer, _heads(model)) for layer in layers)
-    parts = [module_of_weight(model, layer.query.weight) for layer in layers]
+    parts = [layer.query.weight for layer in layers]
 
     words = torch.tensor([i for i in range(model.tokenizer.size) if i != model.pad])
     end = torch.tensor(model.end, dtype=torch.int64)
     decoder = verifier.decodes
     places = known.shape[0] - (1 if decoder else len(end))
 
-    def misfits(part: torch.nn.Module, x: Tensor, inverse: Tensor) -> Tensor:
+    def misfits(part: str, x: Tensor, inverse: Tensor) -> Tensor:
         chunks = [layer_inputs(model, verifier.params, part, some) for some in x.split(CHUNK)]
         return torch.cat([misfit(chunk, inverse) for chunk in chunks]).cpu()
 
