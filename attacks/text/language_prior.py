@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.learned.trainer import Trainer, load, seeded
-from fedgauge.client.components import check_at_least
 from fedgauge.client.models.language import LanguageModel, import_transformers
 from fedgauge.client.models.tokenizer import Tokenizer, load_tokenizer, model_place
 from fedgauge.client.rng import generator
@@ -96,9 +95,6 @@ class LanguageModelTraining:
     batch: int = 32
     rate: float = 2e-3
     patience: int = 3
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "layers", "width", "heads", "steps", "batch")
 
 
 class TrainedPrior(LanguagePrior):
