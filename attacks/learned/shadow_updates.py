@@ -17,7 +17,6 @@ from fedgauge.attacks.engine.batch_limiter import SHARE, free_bytes
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.auxiliary import auxiliary_of
-from fedgauge.client.components import check_at_least
 from fedgauge.client.models.vision import last_linear, layer_parameters
 from fedgauge.client.pairing import assigned
 from fedgauge.client.rng import generator
@@ -150,13 +149,10 @@ class ShadowTrainer:
     cache: TensorCache = field(default_factory=TensorCache.own)
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "passes")
         object.__setattr__(self, "cache", replace(self.cache, device=self.device))
         given, size = self.known.labels, self.known.batch_size
         if given is not None and given.shape[1] != size:
-            raise ValueError(
-                f"expected {size} given labels for each update, the inverter's batch size, got {given.shape[1]}"
-            )
+            raise ValueError(f"expected {size} given labels, the inverter's batch size, got {given.shape[1]}")
 
     @cached_property
     def auxiliary(self) -> Batch:

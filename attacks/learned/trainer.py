@@ -113,14 +113,20 @@ class Trainer:
         self,
         batches: Iterable[Sequence[Tensor]],
         every: int,
-        error: Callable[[], float],
+        held: Sequence[Sequence[Tensor]],
         clock: Deadline | None = None,
     ) -> dict[str, Tensor]:
         """Train to the end or until the time is over; returns the best weights and the record, as the cache keeps them.
 
         Args:
-            every: steps between two held-out errors.
+            every: steps between two errors on held-out batches.
         """
+
+        def error() -> float:
+            with torch.no_grad():
+                losses = [float(self.loss(*part)) * len(part[0]) for part in held]
+            return sum(losses) / sum(len(part[0]) for part in held)
+
         self.record_error(error())
         for batch in batches:
             if self.done or (clock is not None and clock.over()):
@@ -173,13 +179,9 @@ def train_inverter(
     def batch_loss(rows: Tensor, images: Tensor) -> Tensor:
         return loss(made(rows), images)
 
-    def error() -> float:
-        with torch.no_grad():
-            return sum(float(batch_loss(*part)) * len(part[0]) for part in parts) / len(held.rows)
-
     trainer = Trainer(made, rate, patience, planned, batch_loss)
     drawn = batches(shadow, shadow_data, sigma, batch, name)
-    return trainer.train(drawn, steps_per_epoch(shadow_data, batch), error, clock)
+    return trainer.train(drawn, steps_per_epoch(shadow_data, batch), parts, clock)
 
 
 def _images(data: ShadowDataset) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
 from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.text.layer_inputs import layer_inputs, module_of_weight
+from fedgauge.attacks.text.layer_inputs import layer_inputs
 from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
@@ -140,7 +140,7 @@ class GuessVerifier:
             orders = dict.fromkeys(permutations(self.known.labels[self.k].tolist()))
         elif (weight := self.model.parts.head[0]) in self.update:
             # a sentence's features raise only the logit of its label
-            features = layer_inputs(self.model, self.params, module_of_weight(self.model, weight), x).double()
+            features = layer_inputs(self.model, self.params, weight, x).double()
             yield (self.update[weight].double() @ torch.linalg.pinv(features)).argmax(0).cpu()
         for order in orders:
             yield torch.tensor(order, dtype=torch.int64)

@@ -23,7 +23,7 @@ from fedgauge.attacks.base import Budget, Stream
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable
 from fedgauge.attacks.text.last_words import complete_sentences
-from fedgauge.attacks.text.layer_inputs import layer_inputs, module_of_weight
+from fedgauge.attacks.text.layer_inputs import layer_inputs
 from fedgauge.attacks.text.sentence_assembly import Ids, SentenceAssembly
 from fedgauge.attacks.text.spans import CHUNK, BlockSpan, PartialSpan, ProjectedSpans, Span, block_span
 from fedgauge.client.components import check_at_least
@@ -120,7 +120,7 @@ class _SpanReader:
 
     def _first_inputs(self, words: Tensor, places: int) -> Tensor:
         """The first block's inputs (C, places, width) for words (C,)."""
-        part = module_of_weight(self.model, self.model.parts.layers[0].query.weight)
+        part = self.model.parts.layers[0].query.weight
         return layer_inputs(self.model, self.verifier.params, part, words[:, None].expand(-1, places).contiguous())
 
     def _vectors(self, words: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class _SpanReader:
         """How far sentences' inputs in the judging block lie outside its span (N, L), zero behind a sentence's end."""
         if self.judge is None:
             return torch.zeros(len(sentences), self.length)
-        part = module_of_weight(self.model, self.model.parts.layers[self.judging].query.weight)
+        part = self.model.parts.layers[self.judging].query.weight
         distances = []
         for first in range(0, len(sentences), SENTENCES):
             some = sentences[first : first + SENTENCES]

@@ -341,7 +341,7 @@ class _BatchDescent:
         """The words nearest to the embeddings, and the objective of those words."""
         layout = self.layout
         tokens = layout.tokens(*variables)
-        x, y = layout.framed(layout.table[tokens], self.rows), layout.targets(tokens, self.rows)
+        x, y = layout.framed(layout.table[tokens], self.rows), layout.targets(tokens)
         objectives = layout.matcher.value(SentenceGuess(x, y, layout.mask, layout.owners)).double().cpu()
         if self.prior is not None:
             nll = [

@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.learned.trainer import Trainer, load, seeded
-from fedgauge.client.components import check_at_least
 from fedgauge.client.models.language import LanguageModel, import_transformers
 from fedgauge.client.models.tokenizer import Tokenizer, load_tokenizer, model_place
 from fedgauge.client.rng import generator
@@ -60,8 +59,7 @@ class LanguagePrior(ABC):
     @torch.no_grad()
     def nll(self, ids: Tensor, seen: Tensor) -> Tensor:
         """Nats per word (N,) of this model's ids (N, L), of which the mask shows the real ones."""
-        ids, seen = ids.to(self._net.device), seen.to(self._net.device)
-        return nll(_log(self._net, ids, seen), ids, seen)
+        return _nats(self._net, ids, seen)
 
     @abstractmethod
     def ids(self, sentence: tuple[int, ...]) -> list[int]:
@@ -97,9 +95,6 @@ class LanguageModelTraining:
     batch: int = 32
     rate: float = 2e-3
     patience: int = 3
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "layers", "width", "heads", "steps", "batch")
 
 
 class TrainedPrior(LanguagePrior):
@@ -158,7 +153,7 @@ class TrainedPrior(LanguagePrior):
         net = self._net.train()  # it has no dropout
 
         def loss(ids: Tensor, seen: Tensor) -> Tensor:
-            return nll(_log(net, ids, seen), ids, seen).mean()
+            return _nats(net, ids, seen).mean()
 
         def batches() -> Iterator[tuple[Tensor, Tensor]]:
             while True:
@@ -177,17 +172,14 @@ class TrainedPrior(LanguagePrior):
             fused=None,
         )
 
-        def error() -> float:
-            parts = zip(ids[held].split(TOGETHER), seen[held].split(TOGETHER), strict=True)
-            return float(torch.cat([self.nll(a, b) for a, b in parts]).mean())
-
-        return trainer.train(batches(), CHECK_EVERY, error)
+        parts = list(zip(ids[held].split(TOGETHER), seen[held].split(TOGETHER), strict=True))
+        return trainer.train(batches(), CHECK_EVERY, parts)
 
 
-def _log(net: Any, ids: Tensor, seen: Tensor) -> Tensor:
-    """Log-probabilities (N, L, V) of the word after each word."""
-    log: Tensor = net(input_ids=ids, attention_mask=seen.long()).logits.log_softmax(-1)
-    return log
+def _nats(net: Any, ids: Tensor, seen: Tensor) -> Tensor:
+    """A causal model's nats per word (N,) of its ids (N, L), of which the mask shows the real ones."""
+    ids, seen = ids.to(net.device), seen.to(net.device)
+    return nll(net(input_ids=ids, attention_mask=seen.long()).logits.log_softmax(-1), ids, seen)
 
 
 def _gpt2(training: LanguageModelTraining, vocabulary: int, positions: int) -> Any:

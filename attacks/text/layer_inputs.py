@@ -16,15 +16,17 @@ class _InputsReached(Exception):
 
 
 def layer_inputs(
-    model: LanguageModel, params: Mapping[str, Tensor], part: nn.Module, ids: Tensor, mask: Tensor | None = None
+    model: LanguageModel, params: Mapping[str, Tensor], part: nn.Module | str, ids: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """A module's inputs (B, L, width) for sentences (B, L).
+    """The inputs (B, L, width) of a module, or of that of a weight, for sentences (B, L).
 
     Args:
         mask: which positions exist; default: those without padding.
     """
     with torch.no_grad():
-        return inputs_of(model, params, [part], ids, mask)[0]
+        return inputs_of(model, params, [module_of_weight(model, part) if isinstance(part, str) else part], ids, mask)[
+            0
+        ]
 
 
 def inputs_of(

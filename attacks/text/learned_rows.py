@@ -151,7 +151,7 @@ class _PositionTraining:
     def trained(self, clock: Deadline) -> tuple[_PositionNetwork, TrainingRecord]:
         """The trained network, from the cache where it is there."""
         kept = self.shadow.cache.get(f"rows-{self.name}", lambda: self._train(clock))
-        network = self._network(int(kept["features"]))
+        network = self._network(kept["w body.0.weight"].shape[1])
         return network, load(network, kept)
 
     def _network(self, features: int) -> _PositionNetwork:
@@ -159,16 +159,11 @@ class _PositionTraining:
         return seeded(lambda: _PositionNetwork(features, hidden, length), "rows", self.name).to(self.shadow.device)
 
     def _train(self, clock: Deadline) -> dict[str, Tensor]:
-        rows, truth = self._shadow_data(False)
-        held = self._shadow_data(True)
+        (rows, truth), held = self._shadow_data(False), self._shadow_data(True)
         network = self._network(rows.shape[2])
 
         def loss(features: Tensor, positions: Tensor) -> Tensor:
             return F.cross_entropy(network(features), positions)
-
-        def error() -> float:
-            with torch.no_grad():
-                return float(loss(*held))
 
         def batches() -> Iterator[tuple[Tensor, Tensor]]:
             rng = generator("rows", self.name)
@@ -177,7 +172,7 @@ class _PositionTraining:
                 yield rows[chosen], truth[chosen]
 
         trainer = Trainer(network, self.attack.rate, self.attack.patience, self.budget.iterations, loss)
-        return {**trainer.train(batches(), self.attack.every, error, clock), "features": torch.tensor(rows.shape[2])}
+        return trainer.train(batches(), self.attack.every, [held], clock)
 
     def _shadow_data(self, held: bool) -> tuple[Tensor, Tensor]:
         """Candidates' features (n, candidates, F), and the index of the true one at each position (n, L)."""

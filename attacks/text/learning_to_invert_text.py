@@ -238,7 +238,8 @@ class TextInverterTraining:
         return train_inverter(
             self.shadow, self.name, attack.batch, attack.rate, attack.patience, self.budget.iterations,
             lambda shadow_data, sigma: self._network(*self._statistics(shadow_data, sigma)),
-            lambda logits, groups: matched_nll(logits, self._truth(groups)), clock, IN_ONE_PASS,
+            lambda logits, groups: matched_nll(logits, torch.searchsorted(self.vocabulary, self.shadow.auxiliary.x[groups])),
+            clock, IN_ONE_PASS,
         )  # fmt: skip
 
     def _statistics(self, shadow_data: ShadowDataset, sigma: float) -> tuple[Tensor, Tensor]:
@@ -246,8 +247,3 @@ class TextInverterTraining:
         variance, mean = torch.var_mean(shadow_data.rows, 0, correction=0)
         variance = variance + (sigma * self.shadow.view.noise(self.shadow.entries).to(mean)).square()
         return mean, torch.where(variance > 0, variance, 1.0).sqrt()  # a column that never changes stays 0
-
-    def _truth(self, groups: Tensor) -> Tensor:
-        """Sentences (n, B, L) as indices into `vocabulary`."""
-        indices: Tensor = torch.searchsorted(self.vocabulary, self.shadow.auxiliary.x[groups])
-        return indices

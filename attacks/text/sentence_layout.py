@@ -56,10 +56,9 @@ class SentenceLayout:
         self.words = torch.arange(self.model.vocabulary) if special else _vocabulary(self.model)
         self.allowed = _known_tokens(wave, known, self.words)[self.owners] if known_tokens else None
         self.size = float(self.table[self.words].norm(dim=1).mean())
-        self.mask, self.free, self.ids = framed_places(self.model, self.lengths)
-        device = self.table.device
-        self.mask, self.free, self.owners = self.mask.to(device), self.free.to(device), self.owners.to(device)
-        self.frame = self.table[self.ids.to(device)]
+        self.mask, self.free, self.ids = (t.to(self.table.device) for t in framed_places(self.model, self.lengths))
+        self.owners = self.owners.to(self.table.device)
+        self.frame = self.table[self.ids]
 
     def movable(self, row: int, sentence: int) -> Tensor:
         """Positions of a sentence's words."""
@@ -82,19 +81,17 @@ class SentenceLayout:
         if self.allowed is not None:
             near = near.masked_fill(~self.allowed.to(x.device)[:, None, None], -torch.inf)
         nearest = self.words.to(x.device)[near.argmax(-1)]
-        return torch.where(self.free, nearest, self.ids.to(x.device))
+        return torch.where(self.free, nearest, self.ids)
 
-    def targets(self, tokens: Tensor, rows: Tensor) -> Tensor:
-        """The labels that the clients' loss would take for these words: labels, or next words' probabilities."""
+    def targets(self, tokens: Tensor) -> Tensor:
+        """The labels that the clients' loss would take for all words (P, B, L): labels, or next words' probabilities."""
         if self.labels is not None:
-            return self.labels[rows]
-        certain = F.one_hot(tokens, self.model.vocabulary).to(self.table)
-        return certain * self.mask[rows][..., None]
+            return self.labels
+        return F.one_hot(tokens, self.model.vocabulary).to(self.table) * self.mask[..., None]
 
     def as_lists(self, tokens: Tensor, row: int, sentence: int) -> list[list[int]]:
         """Orders (N, L) of one sentence as lists of ids, without padding."""
-        length = int(self.lengths[row, sentence])
-        ids: list[list[int]] = tokens[:, :length].tolist()
+        ids: list[list[int]] = tokens[:, : int(self.lengths[row, sentence])].tolist()
         return ids
 
     def padded(self, tokens: Tensor, row: int) -> Tensor:

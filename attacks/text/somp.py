@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget, Stream
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable
-from fedgauge.attacks.text.layer_inputs import layer_inputs, logits_along, module_of_weight
+from fedgauge.attacks.text.layer_inputs import layer_inputs, logits_along
 from fedgauge.attacks.text.sentence_assembly import Ids
 from fedgauge.client.components import check_at_least
 from fedgauge.client.data.corpora import targets
@@ -77,18 +77,14 @@ def misfit(vectors: Tensor, inverse: Tensor) -> Tensor:
 
 
 def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) -> Tensor:
-    """The inverse (d, d) of the mean projection onto the subspaces of a block's inputs that its heads' gradients show.
-
-    Args:
-        heads: of the queries; keys and values may have fewer.
-    """
+    """The inverse (d, d) of the mean projection onto the subspaces of a block's inputs that its heads' gradients show."""
     if layer.query.weight not in update:
         raise Unreadable(f"the gradient of {layer.query.weight} is not shared as it is: try dager")
     maps = [m for m in (layer.query, layer.key, layer.value) if m.weight in update]
     parts = [m.of(update)[0].double() for m in maps]
     width = parts[0].shape[1]
     total = parts[0].new_zeros(width, width)
-    for rows in torch.cat(parts).split(len(parts[0]) // heads):
+    for rows in torch.cat(parts).split(len(parts[0]) // heads):  # keys and values may have fewer heads than queries
         values, basis = torch.linalg.svd(rows, full_matrices=False)[1:]
         basis = basis[values > ROUNDING * values[0]]
         total += basis.mT @ basis
@@ -116,23 +112,19 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
     """Beginnings of sentences, of every length, that fit the subspaces of two blocks best, with their worst word's misfit.
 
     They lack a decoder's last word, which sends no gradient through the attention. Those of an encoder are whole sentences.
-
-    Args:
-        each: words tried in one position, as a multiple of the batch size.
-        beam: beginnings of one length.
     """
     model, known, layers = verifier.model, verifier.known, verifier.model.parts.layers[:2]
     if len(layers) < 2:
         raise Unreadable("it reads two attention blocks, and the model has one")
     first, second = (head_subspaces(verifier.update, layer, _heads(model)) for layer in layers)
-    parts = [module_of_weight(model, layer.query.weight) for layer in layers]
+    parts = [layer.query.weight for layer in layers]
 
     words = torch.tensor([i for i in range(model.tokenizer.size) if i != model.pad])
     end = torch.tensor(model.end, dtype=torch.int64)
     decoder = verifier.decodes
     places = known.shape[0] - (1 if decoder else len(end))
 
-    def misfits(part: torch.nn.Module, x: Tensor, inverse: Tensor) -> Tensor:
+    def misfits(part: str, x: Tensor, inverse: Tensor) -> Tensor:
         chunks = [layer_inputs(model, verifier.params, part, some) for some in x.split(CHUNK)]
         return torch.cat([misfit(chunk, inverse) for chunk in chunks]).cpu()
 
@@ -166,14 +158,11 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
 
 
 class Pursuit:
-    """Chooses sentences whose own updates, with coefficients of least squares, explain an update.
+    """Chooses sentences whose own updates, with coefficients of least squares, explain an update up to a residual.
 
     Args:
         beginnings: words of possible sentences without the last, with misfits; every word of the vocabulary may follow. Where
             labels are classes, whole sentences, and every class may follow.
-
-    Attributes:
-        chosen: sentences; coefficients (n,) of their updates; residual: what these leave of the update, as one vector.
     """
 
     def __init__(self, verifier: GuessVerifier, beginnings: Mapping[Ids, float], deadline: Deadline) -> None:

@@ -150,10 +150,9 @@ class PartialSpan:
     def explained(
         self, words: Tensor, vectors_of: Callable[[Tensor], Tensor], start: Sequence[Tensor]
     ) -> list[tuple[int, int]]:
-        """The words in their positions that explain the combinations; Unreadable if none do.
+        """The words of a vocabulary in their positions that explain the combinations; Unreadable if none do.
 
         Args:
-            words: the vocabulary (V,).
             vectors_of: the inputs (C, L, d) of words (C,) in all positions.
             start: inputs (d,) that are certain.
         """
@@ -192,15 +191,10 @@ class PartialSpan:
         return vectors
 
     def completed(self, pool: Tensor, whitening: Tensor, first: int) -> Tensor | None:
-        """An orthonormal basis (n, d) of a span that holds all inputs; None where no set of vectors completes it.
+        """An orthonormal basis (n, d) of a span that holds all inputs; None where no vectors (N, d) of a pool complete it.
 
         Vectors are chosen one after the other, the nearest to what is not explained yet, until half of the inputs beyond them
-        lie in the span. One that was chosen in error costs a dimension only.
-
-        Args:
-            pool: vectors (N, d) among which most inputs are.
-            whitening: (d, d), makes the dictionary's vectors less alike.
-            first: vectors at the pool's beginning that are inputs for certain.
+        lie in the span. The first ones are inputs for certain; one that was chosen in error costs a dimension only.
         """
         basis, atoms = self.known.basis.double() @ whitening, pool.double() @ whitening
         chosen = list(range(first))
@@ -263,15 +257,7 @@ BlockSpan = Span | ProjectedSpans | PartialSpan
 def block_span(
     update: Mapping[str, Tensor], params: Params, maps: Sequence[Projection], most: int, margin: int, rng: Generator
 ) -> BlockSpan:
-    """What the gradients of maps with the same inputs tell of these.
-
-    Args:
-        most: the largest possible number of inputs.
-        margin: dimensions that must be left outside the span.
-
-    Raises:
-        Unreadable: they tell nothing.
-    """
+    """What the gradients of maps tell of their at most so many common inputs; Unreadable if nothing, or without a margin."""
     whole = [m for m in maps if m.weight in update]
     factors = list(dict.fromkeys(m.factors for m in maps if m.factors is not None and m.factors[1] in update))
     if whole:

@@ -110,11 +110,6 @@ class Subspace:
         missing: Tensor = ((1 - explained) * self.weights).sum(-1) / self.weights.sum()
         return missing
 
-    def distance(self, x: Tensor) -> Tensor:
-        """Both, of batches (..., n, d) of inputs."""
-        apart: Tensor = self.outside(x).mean(-1) + self.unexplained(x)
-        return apart
-
 
 Spaces = Sequence[tuple[nn.Module, Subspace]]  # with the modules whose inputs they are about
 
@@ -122,15 +117,9 @@ Spaces = Sequence[tuple[nn.Module, Subspace]]  # with the modules whose inputs t
 def subspace(parts: Sequence[Tensor], most: int, noise: float) -> Subspace:
     """The subspace of the inputs that maps with these gradients (out, d) share.
 
-    Maps are stacked in units of their noise. Singular values up to sqrt(rows) + sqrt(columns) are what noise alone makes; above,
-    a direction's cosine with the true one is known (Benaych-Georges and Nadakuditi, 2012).
-
-    Args:
-        most: the largest possible number of inputs; the singular values after it are noise, wherever it comes from.
-        noise: standard deviation of an entry's noise, as the chain tells; rounding is added.
-
-    Raises:
-        Unreadable: all directions are lost in noise, or hardly any lies outside.
+    Maps are stacked in units of their noise, an entry's standard deviation and rounding. Singular values up to sqrt(rows) +
+    sqrt(columns) are what noise alone makes; above, a direction's cosine with the true one is known (Benaych-Georges and
+    Nadakuditi, 2012). Those after the largest possible number of inputs are noise, wherever it comes from.
     """
     if not parts:
         raise Unreadable("is not shared as it is: try dager, which reads LoRA's factors, too")
@@ -215,7 +204,9 @@ class _WordSearch:
 
     def _distance(self, inputs: Sequence[Tensor]) -> Tensor:
         """The objective (...) of inputs (..., n, width), a batch's of one block after the other."""
-        total = [space.distance(x) for (_, space), x in zip(self.spaces, inputs, strict=True)]
+        total = [
+            space.outside(x).mean(-1) + space.unexplained(x) for (_, space), x in zip(self.spaces, inputs, strict=True)
+        ]
         return torch.stack(total).sum(0)
 
     def descend(self, iterations: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -298,7 +298,9 @@ def test_as_published_and_put_right_are_apart() -> None:
     assert set(theirs.words.tolist()) - set(ours.words.tolist()) == known.model.special
 
 
-@pytest.mark.parametrize("settings", [{"draws": 0}, {"period": 0}, {"length": -1.0}, {"lm_weight": math.nan}])
+@pytest.mark.parametrize(
+    "settings", [{"draws": 0}, {"lm_steps": 0}, {"period": 0}, {"length": -1.0}, {"lm_weight": math.nan}]
+)
 def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(settings))} must"):
         lamp(**settings)

@@ -179,8 +179,3 @@ def test_a_model_that_is_not_there_is_refused_without_asking_a_hub(
     for name, folder in (("gpt2-that-is-not-there", None), ("auxiliary", tmp_path)):
         with pytest.raises(ValueError, match="cannot be loaded"):
             load_prior(name, folder, model, None, SMALL)
-
-
-def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="steps"):
-        LanguageModelTraining(steps=0)
