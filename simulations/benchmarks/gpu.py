@@ -94,7 +94,11 @@ class GpuBenchmark:
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Seconds until the device has finished some work."""
-        wait = partial(torch.cuda.synchronize, self.device) if self.device.type == "cuda" else lambda: None
+
+        def wait() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
         wait()
         started = time.perf_counter()
         work()
