@@ -62,7 +62,7 @@ CLOSED_FORMS = (  # attacks, what they read, and what to change
     ),
 )
 Severity = Literal["leaks", "weak", "unknown", "note", "holds"]
-_STYLES: Mapping[Severity, str] = dict(leaks="bold red", weak="yellow", unknown="yellow", note="", holds="green")
+_STYLES = dict(leaks="bold red", weak="yellow", unknown="yellow", note="", holds="green")
 
 
 @dataclass(frozen=True)

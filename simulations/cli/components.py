@@ -113,7 +113,8 @@ def _component(kind: str, entry: Entry) -> Component:
     listed = Component(kind, entry.name, package=entry.package)
     try:
         target = _load(KINDS[kind], entry)
-        return dataclasses.replace(listed, arguments=_arguments(target), description=_description(target))
+        words = " ".join((inspect.getdoc(target) or "").split("\n\n")[0].split())
+        return dataclasses.replace(listed, arguments=_arguments(target), description=words)
     except (Exception, SystemExit) as error:  # a plug-in may raise anything while it is imported
         if entry.own:
             raise
@@ -128,10 +129,6 @@ def _load(kind: ComponentKind, entry: Entry) -> Callable[..., Any]:
     if not entry.own and not kind.admits_outside(target, (entry.module.split(".")[0],)):
         raise TypeError(f"{entry.value} is not {kind.noun}")
     return typing.cast(Callable[..., Any], target)
-
-
-def _description(target: Callable[..., Any]) -> str:
-    return " ".join((inspect.getdoc(target) or "").split("\n\n")[0].split())
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments

@@ -83,15 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        tell(_of_a_file(error))
+        of_a_file = error.filename is not None and error.strerror is not None
+        tell(f"{error.filename}: {error.strerror}: name another place, or change what is there" if of_a_file else error)
         return MISTAKE
-
-
-def _of_a_file(error: OSError) -> str:
-    """What the system says of a file, and what to do; another error's own words."""
-    if error.filename is None or error.strerror is None:
-        return str(error)
-    return f"{error.filename}: {error.strerror}: name another place, or change what is there"
 
 
 def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:

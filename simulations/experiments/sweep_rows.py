@@ -154,7 +154,7 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[list
     1 % false positives. Limit, bound and gap are PSNRs of mean squared errors; the gap is from the limit to the attack of the
     least error.
     """
-    by = measure_of(found)
+    by = modality_measured([row.metric for row in found]).main
     asked = {q: words.where for q, words in QUESTIONS.items() if q == MEMBER or any(r.metric == q for r in found)}
     compared = any(r.gap is not None or r.bound is not None for r in found)
     heads = ["defense", "what it promises", "strongest attack", f"{by.name}, {by.unit} (interval)", "baseline", "limit"]
@@ -174,7 +174,11 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[list
                 *_strongest(own, by),
                 number(_over_seeds(own, "baseline"), 1),
                 number(_over_seeds(own, "limit"), 1),
-                *([number(_over_seeds(own, "bound"), 1), number(_gap(own), 1)] if compared else []),
+                *(
+                    [number(_over_seeds(own, "bound"), 1), number(min(_means(own, "gap").values(), default=None), 1)]
+                    if compared
+                    else []
+                ),
                 *(_told([row for row in every if row.metric == question]) for question in asked),
                 _epsilon([r.epsilon for r in every]),
                 percent(accuracy, space=" "),
@@ -190,11 +194,6 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     below = ["---" if head in texts or "(interval)" in head else "---:" for head in lines[0]]
     rows = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([rows[0], f"|{'|'.join(below)}|", *rows[1:]]) + "\n"
-
-
-def measure_of(found: Sequence[SweepRow]) -> MainMetric:
-    """The metric by which a sweep's attacks are compared."""
-    return modality_measured([row.metric for row in found]).main
 
 
 def _strongest(own: Sequence[SweepRow], by: MainMetric) -> tuple[str, str]:
@@ -217,11 +216,6 @@ def _means(own: Sequence[SweepRow], column: str) -> dict[str, float]:
     """The mean of a column over the seeds, by attack; attacks without one are left out."""
     means = {a: _mean([getattr(r, column) for r in own if r.attack == a]) for a in dict.fromkeys(r.attack for r in own)}
     return {attack: mean for attack, mean in means.items() if mean is not None}
-
-
-def _gap(own: Sequence[SweepRow]) -> float | None:
-    """How far the attack of the least error stays below the limit."""
-    return min(_means(own, "gap").values(), default=None)
 
 
 def _told(tests: Sequence[SweepRow]) -> str:

@@ -93,10 +93,8 @@ def write_app(folder: Path, publisher: str) -> None:
     ours = distribution("fedgauge")
     flower = next(r.partition(";")[0].strip() for r in ours.requires or [] if r.startswith("flwr["))
     module = name.replace("-", "_").lower()
-    words = {
-        **{"name": name, "module": module, "publisher": publisher, "flower": flower},
-        "target": distribution("flwr").version,
-    }
+    target = distribution("flwr").version
+    words = dict(name=name, module=module, publisher=publisher, flower=flower, target=target)
     (folder / module).mkdir(parents=True)
     for path in EXAMPLE.glob("*.py"):
         (folder / module / path.name).write_text(path.read_text().replace("fedgauge.simulations.example_app", module))
@@ -104,8 +102,7 @@ def write_app(folder: Path, publisher: str) -> None:
     (folder / module / "audit.toml").write_text(AUDIT.format(**words))
     (folder / "pyproject.toml").write_text(PROJECT.format(**words))
     (folder / "README.md").write_text(READ_ME.format(**words))
-    license = (
-        ours.read_text("licenses/LICENSE") or (Path(__file__).parents[2] / "LICENSE").read_text()
-    )  # or a checkout's
+    # a checkout's, where nothing is installed
+    license = ours.read_text("licenses/LICENSE") or (Path(__file__).parents[2] / "LICENSE").read_text()
     (folder / "LICENSE").write_text(license)
     (folder / ".gitignore").write_text("runs/\n")
