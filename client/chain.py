@@ -104,7 +104,7 @@ class Chain:
 
         Which entries the links would drop from a guess says nothing about those that were seen.
         """
-        return Chain(tuple(link for link in self.links if not _drops(link)))
+        return Chain(tuple(link for link in self.links if _alone(link) != UpdateDistribution(sparse=True)))
 
     @property
     def parts(self) -> int:
@@ -212,23 +212,21 @@ def _stateful(link: Transform | None) -> bool:
     return isinstance(link, StatefulTransform) or getattr(link, "remembers", False)
 
 
+def _alone(link: Transform) -> UpdateDistribution | None:
+    """What a link by itself makes of a known update."""
+    return link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
+
+
 def _noisy(link: Link) -> bool:
-    declared = link.update_distribution(UpdateDistribution())
-    return declared is not None and declared.noisy
-
-
-def _drops(link: Transform) -> bool:
-    known = link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
-    return known == UpdateDistribution(sparse=True)
+    known = _alone(link)
+    return known is not None and known.noisy
 
 
 def _hidden(link: Transform) -> frozenset[str]:
     if isinstance(link, per_example):
         return _hidden(link.inner)
-    if isinstance(link, Chain):
-        return link.hidden
-    known = link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
-    return frozenset() if known is None else known.hidden
+    known = _alone(link)
+    return link.hidden if isinstance(link, Chain) else frozenset() if known is None else known.hidden
 
 
 def trained_on(chain: Chain, compute: UpdateFn, params: Params, batch: Batch, rng: Generator | None) -> Batch | None:

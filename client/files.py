@@ -80,7 +80,7 @@ def open_data(path: Path, most: int) -> IO[bytes]:
         OSError: it is no file (a device has no end, a pipe waits for its writer), or larger than `most` bytes.
     """
     found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # to open a folder fails by itself
         raise OSError(f"{path} is no file")
     _check_size(found.st_size, most, path)
     return path.open("rb")

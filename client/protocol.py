@@ -133,7 +133,8 @@ class Protocol:
         numbers = {k: coerce(spec.get(k, 0), int, k) for k in ("seed", "rounds", "clients")}
         for key, least, most in (("seed", 0, 2**63), ("rounds", 1, MOST_ROUNDS), ("clients", 1, MOST_CLIENTS)):
             if not least <= numbers[key] <= most:
-                raise SpecError(f"{key} must be at least {least} and at most {most}, got {numbers[key]}")
+                bound = f"at least {least}" if numbers[key] < least else f"at most {most}"
+                raise SpecError(f"{key} must be {bound}, got {numbers[key]}")
         data, model = (coerce(spec[k], dict, f"[{k}]") for k in ("data", "model"))
         chain = tuple(coerce(t, dict, f"[[chain]] #{i}") for i, t in enumerate(coerce(spec["chain"], list, "chain"), 1))
         return cls(

@@ -9,6 +9,7 @@ from torch import nn
 
 from fedgauge.client.models.language_parts import ModelParts, with_factors
 from fedgauge.client.models.libraries import import_library
+from fedgauge.client.models.vision import into_buffers
 
 A, B = "lora_A.default.weight", "lora_B.default.weight"  # the factors' names inside an adapted layer
 
@@ -79,12 +80,8 @@ def _matching(names: Iterable[str], ends: Sequence[str]) -> list[str]:
 
 
 def _freeze(model: nn.Module, trained: Collection[str]) -> None:
-    """Make all other parameters buffers that no state_dict holds, in every module that shares them."""
-    kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in trained}
-    for module in list(model.modules()):
-        for leaf, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in kept:
-                parameter.requires_grad_(True)  # peft wants none outside its factors
-            else:
-                delattr(module, leaf)
-                module.register_buffer(leaf, parameter.detach(), persistent=False)
+    """Make all other parameters buffers that no state_dict holds."""
+    kept = {id(p): p for name, p in model.named_parameters(remove_duplicate=False) if name in trained}
+    into_buffers(model, {id(p) for p in model.parameters()} - kept.keys(), persistent=False)
+    for parameter in kept.values():
+        parameter.requires_grad_(True)  # peft wants none outside its factors

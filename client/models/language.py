@@ -18,6 +18,7 @@ from fedgauge.client.models.libraries import import_library
 from fedgauge.client.models.network_calls import call_of
 from fedgauge.client.models.tokenizer import Task, Tokenizer, load_tokenizer, model_place
 from fedgauge.client.models.transformer import Transformer
+from fedgauge.client.models.vision import into_buffers
 
 import_transformers = partial(import_library, "transformers", "text")
 Freeze = Literal["words", "positions", "biases"]
@@ -92,12 +93,7 @@ class LanguageModel(nn.Module):
             if self.parts.position is None:
                 raise ValueError("freeze: the model has no learnt positions")
             names.add(self.parts.position)
-        frozen = {id(self.value(name)): self.value(name).detach() for name in names}
-        for module in list(self.modules()):
-            for leaf, parameter in list(module.named_parameters(recurse=False)):
-                if id(parameter) in frozen:  # a tied one stands in two modules
-                    delattr(module, leaf)
-                    module.register_buffer(leaf, frozen[id(parameter)])
+        into_buffers(self, {id(self.value(name)) for name in names}, persistent=True)
 
 
 def _check_differentiable(net: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -292,6 +292,16 @@ def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
     own = model.state_dict().keys()
     found = {name: b for name, b in model.named_buffers() if name in own and torch.is_floating_point(b)}
     return {name: b.detach().clone() for name, b in found.items()}
+
+
+def into_buffers(model: nn.Module, frozen: Set[int], persistent: bool) -> None:
+    """Make the parameters of these ids buffers in every module that shares them; persistent: they are in the state_dict."""
+    made: dict[int, Tensor] = {}
+    for module in list(model.modules()):
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in frozen:
+                delattr(module, leaf)
+                module.register_buffer(leaf, made.setdefault(id(parameter), parameter.detach()), persistent)
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
-import fedgauge.client
-from torch._inductor.runtime.cache_dir_utils import cache_dir
-print(cache_dir())
+import os, fedgauge.client
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 """
 
 
