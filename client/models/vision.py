@@ -326,7 +326,7 @@ def copy_weights(own: dict[str, Tensor], stored: dict[str, Tensor], needed: Iter
         expected, came = ((tuple(t[name].shape), t[name].dtype) if name in t else None for t in (own, stored))
         if expected != came or not torch.isfinite(stored[name]).all():
             raise ValueError(
-                f"{path} does not fit the model: expected finite {name!r} of {expected}, got {came or 'none'}"
+                f"{path} does not fit the model: expected finite {name!r} of shape {expected}, got {came or 'none'}"
             )
     with torch.no_grad():
         for name, t in stored.items():
@@ -341,5 +341,5 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     try:
         stored: dict[str, Tensor] = load(read_file(path, MOST_ARCHIVE))
     except (OSError, SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} is not a safetensors file that can be read from {Path.cwd()}: {error}") from error
+        raise ValueError(f"{path} cannot be read as a safetensors file from {Path.cwd()}: {error}") from error
     return stored
