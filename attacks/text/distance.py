@@ -146,7 +146,7 @@ class Matcher:
         return torch.cat(values), by_x, by_y[0] if by_y else None
 
     def _parts(self, guess: SentenceGuess) -> Iterator[SentenceGuess]:
-        size = TOGETHER if self.way == "products" else FEW
+        size = FEW if self.way == "chain" or self.distance.visible else TOGETHER
         for part in zip(*(t.split(size) for t in guess), strict=True):
             yield SentenceGuess(*part)
 
@@ -177,6 +177,8 @@ class Matcher:
         with torch.set_grad_enabled(differentiable):
             if self.way == "products":
                 return self.distance.of_table(self.seen.table(parts, owners))
+            if not self.distance.visible:
+                return self.seen.apart(parts, owners, self.distance.l1)
             terms = [checkpoint(self._term, name, part, owners, use_reentrant=False) for name, part in parts.items()]
             total = torch.stack(terms)
             return total.mean(0) if self.distance.kind == "cosine" else total.sum(0)

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedgauge.attacks.engine.gradients.factored import FORM_BELOW, FactoredGradient, Gradients, factored
+from fedgauge.attacks.engine.gradients.factored import FORM_BELOW, FactoredGradient, Gradients, apply, factored
 from fedgauge.attacks.engine.gradients.recording import CallRecorder, Unsupported
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.update import Loss, Params, Update
@@ -89,6 +91,18 @@ class ObservedGradients:
         inner, expected = (torch.stack(column, 1) for column in zip(*both, strict=True))
         return ProductTable(inner, torch.stack([self.squares[name] for name in parts], 1)[owners], expected)
 
+    def apart(self, parts: Mapping[str, Tensor | FactoredGradient], owners: Tensor, l1: float) -> Tensor:
+        """|seen - expected|^2 + l1 |seen - expected|_1 (P,), over all tensors; a large gradient is formed alone and freed."""
+        totals = []
+        for name, part in parts.items():
+            seen = self.gradient[name]
+            if isinstance(part, FactoredGradient):
+                totals.append(apply(_DifferenceNorms, *part, seen, owners, l1, torch.is_grad_enabled()))
+            else:
+                difference = (part - seen[owners]).flatten(1)
+                totals.append(difference.square().sum(1) + l1 * difference.abs().sum(1))
+        return torch.stack(totals).sum(0)
+
     def _products(self, name: str, part: Tensor | FactoredGradient, owners: Tensor) -> tuple[Tensor, Tensor]:
         """Inner products (P,) with the observed gradient, and squared norms (P,)."""
         seen = self.gradient[name]
@@ -105,6 +119,35 @@ class ObservedGradients:
         inner = torch.cat([signal @ seen[owner] for owner, signal in signals]) * part.input
         rows, columns = (t @ t.mT for t in part)
         return inner.flatten(1).sum(1), (rows * columns).flatten(1).sum(1)
+
+
+class _DifferenceNorms(Function):
+    """Squares plus l1 times magnitudes (P,) of the difference between products of rows and matrices (K, out, in)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, signal: Tensor, input: Tensor, seen: Tensor, owners: Tensor, l1: float, slopes: bool
+    ) -> Tensor:
+        totals, by_signal, by_input = [], torch.empty_like(signal), torch.empty_like(input)
+        apart, signs = torch.empty_like(seen[0]), torch.empty_like(seen[0])
+        for p, owner in enumerate(owners.tolist()):
+            # few passes over matrices, so that they stay in the cache: memory traffic dominates the cost
+            torch.mm(signal[p].T, input[p], out=apart).sub_(seen[owner])
+            torch.sign(apart, out=signs)
+            flat = apart.view(-1)
+            totals.append(torch.dot(flat, flat) + l1 * torch.dot(flat, signs.view(-1)))
+            if slopes:
+                half = torch.add(apart, signs, alpha=l1 / 2, out=signs)
+                by_signal[p] = 2 * torch.mm(half, input[p].T).T
+                by_input[p] = 2 * torch.mm(signal[p], half)
+        ctx.save_for_backward(by_signal, by_input)
+        return torch.stack(totals)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_value: Tensor) -> tuple[Tensor | None, ...]:
+        by_signal, by_input = ctx.saved_tensors
+        return by_value[:, None, None] * by_signal, by_value[:, None, None] * by_input, None, None, None, None
 
 
 Use = tuple[
