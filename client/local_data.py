@@ -53,6 +53,8 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
             file.seek(0)
             with np.load(file, allow_pickle=False) as stored:
                 return {key: stored[key] for key in stored.files}
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: there is no such file") from error
     except Exception as error:  # damage shows as zlib.error, TokenError, BadZipFile, NotImplementedError and more
         raise ValueError(f"{path} is not an npz file that can be read: {error}") from error
 

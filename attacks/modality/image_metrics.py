@@ -135,8 +135,13 @@ def _lpips_network(net: str, weights: str) -> Callable[[Tensor, Tensor], Tensor]
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # lpips asks torchvision for its models in a deprecated way
         network = lpips.LPIPS(net=net, pnet_rand=True, verbose=False).eval()
-    local = weights.endswith(".safetensors")
-    stored = load_file(weights) if local else torch.load(weights, weights_only=True, map_location="cpu")
+    if weights.endswith(".safetensors"):
+        stored = load_file(weights)
+    else:
+        import torchvision
+
+        published = getattr(torchvision.models, BACKBONES[net].torchvision).DEFAULT
+        stored = published.get_state_dict(progress=False, weights_only=True)  # tensors alone
     for sequence in network.net.children():
         for name, module in sequence.named_children():
             if isinstance(module, torch.nn.Conv2d):

@@ -172,7 +172,7 @@ class OwnerConfig:
         except FileNotFoundError as error:
             raise SpecError(f"{path}: there is no such file") from error
         except (OSError, UnicodeDecodeError) as error:
-            raise SpecError(f"{path}: not a readable file: {error}") from error
+            raise SpecError(f"{path}: not a readable file: {getattr(error, 'strerror', None) or error}") from error
 
     @classmethod
     def parse(cls, text: str, path: Path) -> "OwnerConfig":

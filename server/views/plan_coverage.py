@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from fedgauge.attacks.plan import AttackPlan
-from fedgauge.client.components import SpecError, check_arguments
+from fedgauge.client.components import check_arguments
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.formatting import listed, shortened
@@ -90,12 +90,9 @@ class PlanCoverage:
 
 
 def selection(tables: Mapping[str, Any]) -> AttackPlan:
-    """The part of a scenario's plan that selects rounds and clients; SpecError if `[audit]` does not hold one."""
+    """The part of a scenario's plan that selects rounds and clients; ValueError if `[audit]` does not hold one."""
     chosen = {key: value for key, value in tables.get("audit", {}).items() if key in SELECTION}
-    plan = AttackPlan(**check_arguments(AttackPlan, chosen, "[audit]", {"attacks": ()}))
-    if plan.every < 1:
-        raise SpecError(f"[audit]: every must be at least 1, got {plan.every}")
-    return plan
+    return AttackPlan(**check_arguments(AttackPlan, chosen, "[audit]", {"attacks": ()}))
 
 
 def plan_coverage(ledger: Ledger, tables: Mapping[str, Any], training: bool) -> PlanCoverage:

@@ -81,7 +81,7 @@ def tables_of(run: Run) -> dict[str, Any]:
         Protocol.from_tables(tables)
         selection(tables)
         _check_shapes(tables)
-    except SpecError as error:
+    except ValueError as error:
         raise LedgerError(f"{run.folder / 'scenario.toml'} is not a scenario: {error}") from error
     return tables
 

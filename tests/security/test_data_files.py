@@ -15,7 +15,6 @@ from fedgauge.client.data import corpora, images
 from fedgauge.client.data.corpora import csv
 from fedgauge.client.data.own_images import image_folder, npz
 from fedgauge.client.files import MOST_ARCHIVE, MOST_PICTURE, MOST_TABLE, MOST_WORDS, open_data
-from fedgauge.client.models.tokenizer import load_tokenizer
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 
@@ -54,16 +53,10 @@ def _alone(name: str, read: Callable[[Path], Any]) -> Callable[[Path, Callable[[
     return make
 
 
-def _tokenizer(folder: Path, bad: Callable[[Path], None]) -> None:
-    bad(folder / "tokenizer.json")
-    load_tokenizer(folder)
-
-
 LOADERS: dict[str, Callable[[Path, Callable[[Path], None]], None]] = {
     "csv": _alone("own.csv", csv),
     "npz": _alone("own.npz", npz),
     "image_folder": _pictures,
-    "tokenizer": _tokenizer,
     "lines of a corpus": _alone("train.tsv", lambda path: corpora._table(path, ("sentence", "label"))),
     "idx": _alone("train-images-idx3-ubyte.gz", images._read_idx),
     "cifar": _alone("cifar10-train-1.npz", images._read_npz),

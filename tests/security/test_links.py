@@ -150,20 +150,6 @@ def test_the_page_names_a_linked_run_and_shows_the_others(theirs: Run, attacked_
         assert http.get("/api/runs/theirs/overview").status_code == 503
 
 
-@pytest.mark.parametrize("name", ["training.lock", "audit.lock", "server.lock", "logs/flower.log", "ledger.sqlite"])
-def test_a_file_with_two_names_is_not_changed_in_place(theirs: Run, name: str) -> None:
-    """A hard link is another name of a file outside: locks are emptied, logs and ledgers written in place."""
-    own = outside(theirs, name)
-    put(theirs, name, lambda here: here.hardlink_to(own))
-    before = state(own.parent)
-    with (
-        pytest.raises(LedgerError, match="hard links"),
-        theirs.lock(name.removesuffix(".lock")) if name.endswith(".lock") else nullcontext(),
-    ):
-        _ = theirs.log("flower.log") if name.startswith("logs") else theirs.ledger()
-    assert state(own.parent) == before
-
-
 def test_every_opening_refuses_links_by_itself(theirs: Run) -> None:
     home = theirs.folder.parent.parent / "home"
     for part in ("tape", "reconstructions", "memories"):

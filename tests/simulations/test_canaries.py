@@ -92,7 +92,7 @@ def test_the_accounted_epsilon_lies_in_the_interval(name: str) -> None:
 
 def test_in_small_networks_a_canarys_own_part_does_not_count_as_noise() -> None:
     found = [estimate(SMALL[1], seed, model=SMALL[0]) for seed in range(10)]
-    assert sum(e.low <= (e.accounted or 0) <= e.high for e in found) >= 9
+    assert sum(e.seen.low <= (e.accounted or 0) <= e.seen.high for e in found) >= 9
 
 
 def test_a_sum_is_a_canarys_whoever_answers_first() -> None:
@@ -259,7 +259,7 @@ def test_where_canaries_make_no_sense_a_scenario_is_refused() -> None:
                 secure_sum={"group": 4, "clip": 1.0},
             )
         )
-    with pytest.raises(SpecError, match="in a simulation alone"):
+    with pytest.raises(SpecError, match="canaries"):
         check_deployable(scenario(chain=CHAINS["clipped updates"], canaries={"clients": 2, "examples": 3}))
     with pytest.raises(SpecError, match="groups that stay the same"):
         scenario(

@@ -110,9 +110,9 @@ _ENCODERS: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "gpt-2 that classifies": ("GPT2", _gpt2, ""),
     "opt that classifies": ("OPT", _opt, ""),
     "llama that classifies": ("Llama", _llama, ""),
-    "squeezebert": ("SqueezeBert", _squeeze, "'transformer.encoder.layers.0.attention.query' (Conv1d)"),
-    "mpnet": ("MPNet", _bert, "no stack of blocks whose query"),
-    "bart": ("Bart", _bart, "cannot be attacked through its word embeddings"),
+    "squeezebert": ("SqueezeBert", _squeeze, "'transformer.encoder.layers.0.attention.query'"),
+    "mpnet": ("MPNet", _bert, "no blocks whose query"),
+    "bart": ("Bart", _bart, "inputs_embeds"),
 }
 _DECODERS: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "gpt-2": ("GPT2", _gpt2, ""),

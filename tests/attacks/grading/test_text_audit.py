@@ -93,7 +93,7 @@ def seen_of(fed: Federation) -> Observation:
         ({"chain": [{"use": "soteria"}, LOCAL]}, "soteria"),
         ({"model": {**SMALL, "defense": [{"use": "precode"}]}}, "precode"),
         ({"model": {"use": "lenet"}}, "lenet"),
-        ({"model": GPT}, "tiny_gpt2"),
+        ({"model": GPT}, "next_token"),
         ({"loss": NEXT}, "next_token"),
         ({"data": {"task": "next_token"}, "model": GPT}, "cross_entropy"),
         ({"data": {"length": 200}}, "128 positions"),

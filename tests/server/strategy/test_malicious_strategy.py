@@ -339,7 +339,7 @@ def test_weights_that_cannot_be_crafted_in_a_later_round_are_the_honest_ones_and
         ({"server_attack": [{"use": "trap_weight"}]}, "did you mean 'trap_weights'"),
         ({"server_attack": [{"use": FISHING["use"]}]}, "client 0 draws its batches anew"),
         ({"server_attack": [DEAD], "model": {"use": "mlp", "hidden": []}}, "no layer with a bias"),
-        ({"model": {"use": "mlp", "architectures": []}}, "[model]: architectures is set by a malicious server"),
+        ({"model": {"use": "mlp", "architectures": []}}, "[model]: architectures"),
     ],
 )  # fmt: skip
 def test_a_plan_that_cannot_be_carried_out_is_refused(

@@ -232,5 +232,5 @@ def test_the_command_finds_the_users_package_beside_the_scenario(
     told = capsys.readouterr().out
     assert "wrong" in told and "draws random numbers" in told
     assert main(["doctor", str(path), "--allow", "fedgauge"]) == 2
-    assert "that is fedgauge's own package" in capsys.readouterr().err
+    assert "--allow" in capsys.readouterr().err
     assert "doctored" not in os.environ.get("FEDGAUGE_ALLOW", "")

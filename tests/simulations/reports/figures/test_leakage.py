@@ -60,7 +60,7 @@ def test_bands_are_the_intervals(run: Run) -> None:
 
 def test_everything_drawn_has_a_name(run: Run) -> None:
     figures = drawn(run)
-    limit = "Bayes error if the images of a class\nwere Gaussian (an estimate)"
+    limit = "Bayes error if the images of a class were\nGaussian (an estimate)"
     common = ["first", "second", "mean_image", "random_image"]
     tail = ["test accuracy (right)", "worst case", "95 % interval (3 clients)"]
     assert named(figures["leakage-psnr"]) == common + tail
