@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 
 from fedgauge.client.components import SpecError
@@ -20,7 +21,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import write_tensors
-from fedgauge.server.views.reading import run_summary
+from fedgauge.server.views.reading import run_summary, tables_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import resume
 from fedgauge.simulations.run.environment import environment
@@ -58,6 +59,22 @@ def changed(run: Run, script: str) -> None:
     db = sqlite3.connect(run.folder / "ledger.sqlite")
     db.executescript(script)
     db.close()
+
+
+@pytest.mark.parametrize("key", ["audit", "server_attack"])
+def test_a_number_in_place_of_a_table_is_no_scenario(key: str, tmp_path: Path) -> None:
+    tables = {
+        "rounds": 1,
+        "clients": 1,
+        "data": DATA,
+        "model": {"use": "mlp"},
+        "chain": [{"use": "local_sgd", "rate": 0.1}],
+    }
+    (tmp_path / "scenario.toml").write_text(tomli_w.dumps(tables))
+    assert tables_of(Run(tmp_path))["data"] == DATA
+    (tmp_path / "scenario.toml").write_text(tomli_w.dumps({**tables, key: 5}))
+    with pytest.raises(LedgerError, match=key):
+        tables_of(Run(tmp_path))
 
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
