@@ -61,6 +61,18 @@ def changed(run: Run, script: str) -> None:
     db.close()
 
 
+def test_an_update_of_another_form_ends_no_audit(
+    make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_taped(tmp_path / "run", make_scenario(attack=[{"use": "dlg", "iterations": 1}]), rounds=1)
+    digest = run.tape().write_update(1, 1, {"w": torch.zeros(2)})
+    with run.ledger() as ledger:
+        ledger.record_intake(1, [Participation(1, "accepted", "", 2, digest)])
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        assert {row["client"]: row["status"] for row in ledger.fates()} == {0: "attacked", 1: "not applicable"}
+
+
 @pytest.mark.parametrize("key", ["audit", "server_attack"])
 def test_a_number_in_place_of_a_table_is_no_scenario(key: str, tmp_path: Path) -> None:
     tables = {
