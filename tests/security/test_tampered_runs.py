@@ -173,6 +173,15 @@ def test_one_array_of_a_checkpoint_is_taken_once(theirs: Run) -> None:
         Checkpoint.read(theirs.folder)
 
 
+@pytest.mark.parametrize("client", [{}, "x", 2**70, None])
+def test_a_checkpoint_whose_clients_are_no_numbers_is_damaged(theirs: Run, client: object) -> None:
+    path = theirs.folder / "checkpoint.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "seen": [{**facts["seen"][0], "client": client}]}))
+    with pytest.raises(NotResumable, match="is damaged"):
+        Checkpoint.read(theirs.folder)
+
+
 @pytest.mark.parametrize(
     ("facts", "named"),
     [
