@@ -61,6 +61,11 @@ def changed(run: Run, script: str) -> None:
     db.close()
 
 
+def test_a_report_of_scores_without_clients_is_written(theirs: Run) -> None:
+    changed(theirs, "DELETE FROM observations")
+    assert main(["report", str(theirs.folder)]) == 0
+
+
 def test_an_update_of_another_form_ends_no_audit(
     make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
 ) -> None:
