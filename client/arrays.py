@@ -44,7 +44,10 @@ def npy_header(data: bytes) -> NpyHeader:
         raise ValueError("expected the header of an array of numbers")
     sizes, name, by_columns = (field[1].decode() for field in found if field)
     shape = tuple(int(size) for size in sizes.split(",") if size.strip())
-    dtype = np.dtype(name)
+    try:
+        dtype = np.dtype(name)
+    except TypeError as error:  # such as f3
+        raise ValueError(str(error)) from error
     if (claimed := math.prod(shape) * dtype.itemsize) > (following := len(data) - start):
         raise ValueError(f"the header claims {claimed} bytes for shape {shape}, but {following} follow")
     return NpyHeader(shape, dtype, by_columns == "True", start)

@@ -70,7 +70,7 @@ def _sync(path: Path) -> None:
 def read_file(path: Path, most: int) -> bytes:
     """Read a file that somebody else named; OSError as `open_data`."""
     with open_data(path, most) as file:
-        return file.read(most)
+        return file.read(os.fstat(file.fileno()).st_size)  # to read(most) Python takes memory for as much at once
 
 
 def open_data(path: Path, most: int) -> IO[bytes]:

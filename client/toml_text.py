@@ -1,10 +1,17 @@
 """TOML that somebody else wrote: parsed to a limit of size and depth."""
 
 import json
+import re
 import tomllib
 from typing import Any
 
 MOST = 1 << 20  # bytes
+_DEEPEST = 32  # names joined by dots
+_QUOTED = r"""(?:"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
+# more names joined by dots, for each of which tomllib goes through all those before; what stands in a text counts, too
+_LONG_KEY = re.compile(
+    rf"(?:(?<![\w-])[\w-]++|(?<![^\s\[{{,]){_QUOTED})(?:[ \t]*+\.[ \t]*+(?:[\w-]++|{_QUOTED})){{{_DEEPEST}}}", re.ASCII
+)
 
 
 def parse(data: bytes) -> dict[str, Any]:
@@ -12,6 +19,8 @@ def parse(data: bytes) -> dict[str, Any]:
     if len(data) > MOST:
         raise tomllib.TOMLDecodeError(f"it has {len(data)} bytes, expected at most {MOST}")
     text = data.decode()
+    if _LONG_KEY.search(text):
+        raise tomllib.TOMLDecodeError(f"more than {_DEEPEST} names are joined by dots")
     try:
         tables = tomllib.loads(text)
         json.dumps(tables, default=str)  # fails for what cannot be written again: numbers and nesting without an end

@@ -77,7 +77,7 @@ class Dataset:
                     f"{self.dtype} of {self.dimensions} dimensions and shape (N, {', '.join(map(str, self.shape))})"
                 )
                 raise ValueError(f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected {expected}, N at least 1")
-            if y.dtype != torch.int64 or y.shape != x.shape[: y.dim()]:
+            if y.dtype != torch.int64 or y.shape != x.shape[: y.dim() if self.dtype == torch.int64 else 1]:
                 raise ValueError(
                     f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 classes (N,)"
                 )

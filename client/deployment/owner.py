@@ -17,6 +17,7 @@ from fedgauge.client.components import (
     Table,
     allowing,
     build,
+    call,
     check_above_zero,
     check_at_least,
     coerce,
@@ -221,6 +222,7 @@ class OwnerConfig:
         with self.allowing():  # paths start from the owner's file
             table = with_absolute_paths(self.data, DATASET, self.path.parent)
             found: Dataset = build(table, "[data]", DATASET, beside=(*_DRAW, *_SPLIT))
+            call(found.check, {}, "[data]")
         return found
 
     def allowing(self) -> AbstractContextManager[None]:

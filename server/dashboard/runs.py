@@ -85,7 +85,7 @@ class RunCatalog:
         """
         with self._lock:
             known, asked = self._facts.get(name, ("", None))
-            if asked is None or (known != version and asked.done()):
+            if asked is None or (asked.done() and (known != version or asked.exception())):
                 asked = self._judge.submit(self.use, name, _facts_of)
                 self._facts[name] = version, asked
         try:

@@ -215,7 +215,12 @@ def _load(run: Run, ledger: Ledger, lease: Lease, scenario: Scenario) -> tuple[L
             ledger.fail(lease.of([client]), str(error))
     if not seen:
         return None
-    lease, wave, last = lease.of([o.client for o in seen]), Wave.stack(seen), lease.attempt >= ATTEMPTS
+    lease, last = lease.of([o.client for o in seen]), lease.attempt >= ATTEMPTS
+    try:
+        wave = Wave.stack(seen)
+    except Exception as error:  # somebody else's tape may hold updates of several forms
+        _give_up(ledger, lease, error)
+        return None
     planned, others = lease.attack.to_json(), dict(lease.others)
     return lease, Task(scenario.protocol.to_json(), planned, lease.seed, wave, others, memories, ledger.deployed, last)
 

@@ -36,7 +36,10 @@ class TrainingCheck:
         self._run, self._ledger, self._scenario = run, ledger, scenario
         self._assumed, meta = sha256(scenario.protocol.to_json().encode()).hexdigest(), ledger.meta()
         same = meta.get("training_assumed") == self._assumed
-        self._found = from_json(meta.get("training_by_round", "[]")) if same else {}
+        try:
+            self._found = from_json(meta.get("training_by_round", "[]")) if same else {}
+        except (ValueError, TypeError):  # damaged: compare again
+            self._found = {}
 
     def compare(self, round: int, clients: Collection[int]) -> None:
         """Compare the updates of a round's clients that were not compared yet."""

@@ -18,6 +18,7 @@ from flwr.app import Array, ArrayRecord
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
+from fedgauge.client.components import check_arguments
 from fedgauge.client.update import Params
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
@@ -89,7 +90,7 @@ class Checkpoint:
                 params={k: tensors.pop(_PARAM + k) for k in facts["params"]},
                 buffers={k: tensors.pop(_BUFFER + k) for k in facts["buffers"]},
                 strategy={name: _decoded(value, tensors) for name, value in facts["strategy"].items()},
-                seen=tuple(Participation(**seen) for seen in facts["seen"]),
+                seen=tuple(Participation(**check_arguments(Participation, seen, "seen")) for seen in facts["seen"]),
             )
         except TapeError as error:
             raise NotResumable(f"{folder} cannot be resumed: {error}") from error

@@ -48,6 +48,7 @@ def json_table(text: str, path: Path, what: str) -> dict[str, Any]:
     """The object in a ledger's column of JSON; LedgerError if there is none."""
     try:
         found = json.loads(text)
+        json.dumps(found, ensure_ascii=False).encode()  # half a pair of code units is no text
     except (ValueError, RecursionError) as error:
         raise LedgerError(f"{path} is damaged: its {what} cannot be read: {error}") from error
     if not isinstance(found, dict):

@@ -283,7 +283,7 @@ def _fit(tensors: Mapping[str, Tensor]) -> bool:
         return sure is None and example is None and not trace
     fits = any(modality.holds(x) for modality in MODALITIES.values()) and (y is None or len(y) == len(x))
     if sure is not None:
-        fits &= sure.dim() == 2 and len(sure) == len(x) and sure.is_floating_point()
+        fits = fits and sure.dim() == 2 and len(sure) == len(x) and sure.is_floating_point()
     if example is not None:
         fits &= example.shape == x.shape[:1] and example.dtype == torch.int64 and _within(example, -1)
         fits = fits and (not len(x) or (int(example.max()) + 1) * x[0].nbytes <= _MOST_RECONSTRUCTED)

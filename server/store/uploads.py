@@ -105,7 +105,8 @@ def as_the_model_has_it(seen: Observation, federation: Federation, replies: Repl
     model = federation.model
     if seen.update and all(t.dtype == torch.uint8 for t in seen.update.values()):
         raise UploadMismatch("the app's replies are bytes (uint8), as of tree models: no attack here inverts them")
-    came, sent = ({names_of(arrays, model)[k]: t for k, t in arrays.items()} for arrays in (seen.update, seen.params))
+    parts = ((names_of(arrays, model), arrays) for arrays in (seen.update, seen.params))
+    came, sent = ({names[k]: t for k, t in arrays.items()} for names, arrays in parts)
     own = dict(model.named_parameters())
     buffers = {k: b for k, b in model.named_buffers() if b.is_floating_point()}
     _check(came, sent, own | buffers, model)

@@ -43,9 +43,9 @@ def heat_map(reading: Reading, metric: str, attack: str | None = None) -> HeatMa
     """The worst leak of each client in each round, MOST_CELLS at most: who leaks most is shown; None before the first score."""
     rows, by = _graded(counted(reading.scores, metric), metric, attack), MEASURED[metric]
     every = np.unique(rows.round)
-    if not len(every):
-        return None
     table = _table(reading, metric, attack)
+    if not len(every) or not table:  # somebody else's ledger may have scores of clients that it never saw
+        return None
     ids, rounds = [row["client"] for row in table], evenly(every, MOST_ROUNDS)
     shown = sorted(ids[: MOST_CELLS // len(rounds)])
     worst = rows.where(np.isin(rows.client, shown) & np.isin(rows.round, rounds)).leakiest(metric, of_batch=True)

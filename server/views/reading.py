@@ -79,8 +79,8 @@ def tables_of(run: Run) -> dict[str, Any]:
         raise LedgerError(f"{run.folder / 'scenario.toml'} is not a scenario: it lacks {', '.join(missing)}")
     try:
         Protocol.from_tables(tables)
-        selection(tables)
         _check_shapes(tables)
+        selection(tables)
     except ValueError as error:
         raise LedgerError(f"{run.folder / 'scenario.toml'} is not a scenario: {error}") from error
     return tables
@@ -91,6 +91,7 @@ def _check_shapes(tables: Mapping[str, Any]) -> None:
     for table in (tables["data"], tables["model"], *tables["chain"]):
         coerce(table.get("use"), str, "use")
     of = {key: coerce(tables.get(key, {}), dict, f"[{key}]") for key in ("data", "audit", "tape")}
+    coerce(tables.get("server_attack", ()), tuple[dict, ...], "[[server_attack]]")
     kinds = (
         ("data", "batch_size", int),
         ("audit", "curious", bool),

@@ -337,7 +337,7 @@ def _none_moved(scores: Scores, ledger: Ledger) -> bool:
     flat = {row["name"] for row in ledger.attacks() if row["flat"]}
     graded, planned = scores.where(scores.by_attacks & ~np.isnan(scores.value)), ledger.planned()
     names = (graded.attacks[attack] for attack in np.unique(graded.attack))
-    tried = [e.attack for e in excesses(scores)] or [name for name in names if not planned[name].tells_members]
+    tried = [e.attack for e in excesses(scores)] or [n for n in names if n in planned and not planned[n].tells_members]
     return bool(tried) and flat.issuperset(tried)
 
 

@@ -43,6 +43,11 @@ def test_what_is_not_an_array_of_numbers_is_refused(array: object) -> None:
         npy_array(_saved(array))
 
 
+def test_a_dtype_that_numpy_does_not_have_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="f3"):
+        npy_header(_saved(np.zeros(4, "<f4")).replace(b"<f4", b"<f3"))
+
+
 def test_any_cut_or_changed_byte_is_a_value_error_or_an_array() -> None:
     whole = _saved(np.arange(6, dtype=np.float32).reshape(2, 3))
     draws = torch.Generator().manual_seed(0)

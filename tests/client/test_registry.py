@@ -33,6 +33,7 @@ HELPERS = {
     "perceptron",
     "secured",
 }
+HELPERS |= {"language_model"}  # the attacked one, of what an attack knows
 HELPERS |= {"discrete"}  # a link that is named changes itself into it in a deployment
 PACKAGES = ("client", "defenses", "attacks", "server", "simulations.experiments")
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from PIL import Image
 from fedgauge.client.data import corpora, images
 from fedgauge.client.data.corpora import csv
 from fedgauge.client.data.own_images import image_folder, npz
-from fedgauge.client.files import MOST_ARCHIVE, MOST_PICTURE, MOST_TABLE, MOST_WORDS, open_data
+from fedgauge.client.files import MOST_ARCHIVE, MOST_PICTURE, MOST_TABLE, MOST_WORDS, open_data, read_file
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 
@@ -78,6 +79,15 @@ def test_a_file_beyond_its_limit_is_refused(tmp_path: Path) -> None:
         _sparse(tmp_path / "file", most + 1)
         with pytest.raises(OSError, match=f"has {most + 1} bytes, and no such file has more than {most}$"):
             open_data(tmp_path / "file", most)
+
+
+def test_a_small_file_takes_little_memory_whatever_its_limit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"small")
+    tracemalloc.start()
+    assert read_file(tmp_path / "file", 1 << 28) == b"small"
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 # ------------------------------------------------------------------------------------------------- data in a run's folder

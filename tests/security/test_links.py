@@ -5,7 +5,6 @@ import shutil
 import socket
 import stat
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 
 from fedgauge.client.components import SpecError
@@ -20,7 +21,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import write_tensors
-from fedgauge.server.views.reading import run_summary
+from fedgauge.server.views.reading import run_summary, tables_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import resume
 from fedgauge.simulations.run.environment import environment
@@ -58,6 +59,39 @@ def changed(run: Run, script: str) -> None:
     db = sqlite3.connect(run.folder / "ledger.sqlite")
     db.executescript(script)
     db.close()
+
+
+def test_a_report_of_scores_without_clients_is_written(theirs: Run) -> None:
+    changed(theirs, "DELETE FROM observations")
+    assert main(["report", str(theirs.folder)]) == 0
+
+
+def test_an_update_of_another_form_ends_no_audit(
+    make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_taped(tmp_path / "run", make_scenario(attack=[{"use": "dlg", "iterations": 1}]), rounds=1)
+    digest = run.tape().write_update(1, 1, {"w": torch.zeros(2)})
+    with run.ledger() as ledger:
+        ledger.record_intake(1, [Participation(1, "accepted", "", 2, digest)])
+    serve(run, LocalExecutor())
+    with run.ledger() as ledger:
+        assert {row["client"]: row["status"] for row in ledger.fates()} == {0: "attacked", 1: "not applicable"}
+
+
+@pytest.mark.parametrize("key", ["audit", "server_attack"])
+def test_a_number_in_place_of_a_table_is_no_scenario(key: str, tmp_path: Path) -> None:
+    tables = {
+        "rounds": 1,
+        "clients": 1,
+        "data": DATA,
+        "model": {"use": "mlp"},
+        "chain": [{"use": "local_sgd", "rate": 0.1}],
+    }
+    (tmp_path / "scenario.toml").write_text(tomli_w.dumps(tables))
+    assert tables_of(Run(tmp_path))["data"] == DATA
+    (tmp_path / "scenario.toml").write_text(tomli_w.dumps({**tables, key: 5}))
+    with pytest.raises(LedgerError, match=key):
+        tables_of(Run(tmp_path))
 
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
@@ -134,6 +168,15 @@ def test_one_array_of_a_checkpoint_is_taken_once(theirs: Run) -> None:
             Checkpoint.read(theirs.folder)
     path.write_bytes(b" " * (33 << 20))
     with pytest.raises(NotResumable, match="no such file has more than 33554432"):
+        Checkpoint.read(theirs.folder)
+
+
+@pytest.mark.parametrize("client", [{}, "x", 2**70, None])
+def test_a_checkpoint_whose_clients_are_no_numbers_is_damaged(theirs: Run, client: object) -> None:
+    path = theirs.folder / "checkpoint.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "seen": [{**facts["seen"][0], "client": client}]}))
+    with pytest.raises(NotResumable, match="is damaged"):
         Checkpoint.read(theirs.folder)
 
 

@@ -162,7 +162,7 @@ def _measured(reading: Reading, metric: str) -> Measurement:
     if metric.startswith(WORST) and worst is not None:
         words = f"the worst of {worst.n} examples, by {worst.attack}{missing}"
         return Measurement(plotted_value(name, worst.best), words)
-    within = f" (95 % interval {words})" if (words := interval_words(leak)) else ""
+    within = "" if leak.low is None else f" (95 % interval {interval_words(leak)})"
     what = f"the area under the ROC curve over {leak.n} members" if metric in QUESTIONS else f"the mean of {leak.n}"
     return Measurement(leak.mean, f"{what} by {leak.attack}{within}{missing}")
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedgauge.client.components import SpecError
@@ -60,3 +61,12 @@ def test_a_mistake_in_a_component_names_the_owners_file(write: Write, changes: A
     path = write(**changes)
     with pytest.raises(SpecError, match="client.toml: .*has no argument"):
         DeployedClient.of(OwnerConfig.load(path), terms())
+
+
+@pytest.mark.parametrize(("key", "value"), [("classes", 2), ("mean", [0.5, 0.5]), ("std", [0.0])])
+def test_data_that_nobody_can_train_on_is_refused(write: Write, tmp_path: Path, key: str, value: Any) -> None:
+    np.savez(tmp_path / "own.npz", x=np.arange(24, dtype=np.uint8).reshape(6, 2, 2), y=np.arange(6) % 3)
+    data = {"use": "npz", "path": "own.npz", "classes": 3, "mean": [0.5], "std": [0.5], "whole": True}
+    assert OwnerConfig.load(write(data=data)).dataset.classes == 3
+    with pytest.raises(SpecError, match=r"^\[data\]: "):
+        _ = OwnerConfig.load(write(data={**data, key: value})).dataset

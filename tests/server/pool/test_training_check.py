@@ -1,6 +1,7 @@
 """The attack service compares an app's updates with the assumed training in each round that it attacks."""
 
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,13 @@ def test_of_many_clients_the_first_are_compared_and_none_twice(tmp_path: Path, m
 def test_updates_that_the_tape_no_longer_has_are_compared_by_themselves(tmp_path: Path) -> None:
     meta, _ = attacked(foreign_run(tmp_path / "run", kept=True, tape={"keep": "none"}))
     assert {(round, client) for round, client, _ in json.loads(meta["training_by_round"])} >= {(1, 0), (2, 0)}
+
+
+@pytest.mark.parametrize("damage", ["{", "5", "[[1, 0, {}]]"])
+def test_a_damaged_comparison_is_made_again(damage: str, tmp_path: Path) -> None:
+    run = foreign_run(tmp_path / "run", kept=False, clients=1)
+    assumed = sha256(run.scenario().protocol.to_json().encode()).hexdigest()
+    with run.ledger() as ledger:
+        ledger.set_meta(training_assumed=assumed, training_by_round=damage)
+        assert TrainingCheck(run, ledger, run.scenario()).begin(coming=False)
+        assert json.loads(ledger.meta()["training_by_round"])[0][:2] == [1, 0]

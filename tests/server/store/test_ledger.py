@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import Lease, Participation, Problem, Progress
+from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_types import Lease, Participation, Problem, Progress, json_table
 from tests.server.store.ledgers import accepted, filled, finish, jobs, plan_of, rows_of
 
 
@@ -66,6 +67,11 @@ def test_a_thousand_problems_are_kept(path: Path, monkeypatch: pytest.MonkeyPatc
             ledger.add_problem("unreadable", "x" * 1000, round)
         assert [problem.round for problem in ledger.problems()] == list(range(10))
         assert len(ledger.problems()[0].words) == 300
+
+
+def test_json_with_half_a_pair_of_code_units_is_damaged() -> None:
+    with pytest.raises(LedgerError, match="is damaged: its devices"):
+        json_table(r'{"a": "\ud800"}', Path("ledger.sqlite"), "devices")
 
 
 def test_intake_and_jobs_come_in_one_transaction(path: Path) -> None:
