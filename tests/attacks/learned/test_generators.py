@@ -73,6 +73,10 @@ class Broken(Flat):
     def forward(self, z):
         return torch.full((len(z), 30), float("nan"))
 
+class Branching(Flat):
+    def forward(self, z):
+        return super().forward(z) if float(self.fc.bias.sum()) > -9 else torch.zeros(len(z), 30)
+
 def no_network():
     return 3
 """
@@ -134,6 +138,7 @@ def test_a_tanh_is_declared_and_brought_to_pixels(here: Path) -> None:
         ("Flat", {"wieghts": "a"}, "wieghts"),
         ("Two", {}, "tuple"),
         ("Broken", {}, "nan"),
+        ("Branching", {}, "vmap"),
         ("no_network", {}, "int"),
         ("os", {}, "mygenerators:os"),
     ],
