@@ -177,7 +177,12 @@ class Matcher:
         with torch.set_grad_enabled(differentiable):
             if self.way == "products":
                 return self.distance.of_table(self.seen.table(parts, owners))
-            terms = [checkpoint(self._term, name, part, owners, use_reentrant=False) for name, part in parts.items()]
+            terms = [
+                self._term(name, part, owners)
+                if isinstance(part, Tensor)
+                else checkpoint(self._term, name, part, owners, use_reentrant=False)
+                for name, part in parts.items()
+            ]
             total = torch.stack(terms)
             return total.mean(0) if self.distance.kind == "cosine" else total.sum(0)
 
