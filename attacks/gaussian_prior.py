@@ -106,10 +106,15 @@ class GaussianPrior:
 
 
 def _principal(centred: Tensor) -> tuple[Tensor, Tensor]:
-    """Variances and orthonormal axes (r, d) of centred rows (N, d)."""
-    _, roots, axes = torch.linalg.svd(centred, full_matrices=False)
-    kept = roots > 1e-5 * roots[0]  # centring makes one direction empty, repeated images more
-    return roots[kept].square() / len(centred), axes[kept]
+    """Variances and orthonormal axes (r, d) of centred rows (N, d), through the smaller of the two products."""
+    count, size = centred.shape
+    if count > size:
+        variances, axes = torch.linalg.eigh(centred.T @ centred / count)
+        return variances.clamp_min(0), axes.T
+    variances, weights = torch.linalg.eigh(centred @ centred.T / count)
+    kept = variances > 1e-10 * variances[-1]  # centring makes one direction empty, repeated images more
+    axes = weights[:, kept].T @ centred
+    return variances[kept], axes / (count * variances[kept]).sqrt()[:, None]
 
 
 def _ledoit_wolf(centred: Tensor, variances: Tensor, average: float) -> float:

@@ -14,6 +14,7 @@ the clients confirm to each other which survivors and dropouts they were told of
 import hashlib
 import hmac
 import secrets
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -278,7 +279,9 @@ class PairwiseMasking(SecureSum):
         session = secrets.token_bytes(16)
         base: Record = {"session": session, "terms": self.terms}
         answers = yield {m: {**base, "step": "advertise"} for m in members}
-        advertised = self._usable(answers, members, lambda m, answer: _byte_strings(answer.get("keys"), 2, SECRET))
+        advertised = self._usable(answers, members, lambda m, answer: _public_keys(answer))
+        uses = Counter(key for pair in advertised.values() for key in pair)  # clients refuse keys that are not distinct
+        advertised = {m: pair for m, pair in advertised.items() if uses[pair[0]] == uses[pair[1]] == 1}
         number = {m: i for i, m in enumerate(advertised, 1)}
         keys = [key for pair in advertised.values() for key in pair]
         answers = yield {m: {**base, "step": "share", "keys": keys} for m in number}
@@ -409,6 +412,17 @@ def _byte_strings(value: Value | None, count: int, size: int) -> list[bytes] | N
         isinstance(value, list) and len(value) == count and all(isinstance(v, bytes) and len(v) == size for v in value)
     )
     return cast(list[bytes], value) if fits else None
+
+
+def _public_keys(answer: Mapping[str, Value]) -> list[bytes] | None:
+    """A client's two keys, or None: with a key of low order nobody could agree on anything, and all others would fail."""
+    keys = _byte_strings(answer.get("keys"), 2, SECRET)
+    try:
+        for key in keys or ():
+            agreed(secrets.token_bytes(SECRET), key, b"")
+    except ValueError:
+        return None
+    return keys
 
 
 def _passed_on(

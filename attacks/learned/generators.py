@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge
@@ -240,8 +240,9 @@ def own(table: Table, shape: Shape, where: str = "generator") -> ImageGenerator:
     network = network.eval().requires_grad_(False)
     load_weights(network, file.weights)
     found = ImageGenerator(network, _latents(network, file.latent, where), shape, *file.range)
-    made = network(torch.randn(_PROBES, *found.latent, generator=generator("probe")))
-    if not isinstance(made, Tensor) or tuple(made.shape[1:]) not in (tuple(shape), (math.prod(shape),)):
+    z = torch.randn(_PROBES, *found.latent, generator=generator("probe"))
+    made = network(z)
+    if not isinstance(made, Tensor) or tuple(made.shape) not in ((_PROBES, *shape), (_PROBES, math.prod(shape))):
         got = tuple(made.shape[1:]) if isinstance(made, Tensor) else type(made).__name__
         raise ValueError(
             f"{where}: expected images of the clients' shape {tuple(shape)}, or as many numbers, got {got}"
@@ -252,6 +253,11 @@ def own(table: Table, shape: Shape, where: str = "generator") -> ImageGenerator:
             f"{where}: expected values in [{found.low:g}, {found.high:g}], got {low:.3g} to {high:.3g}; set "
             "range = [black, white], which is [-1, 1] after a tanh"
         )
+    weights = {name: t[None] for name, t in found.weights.items()}
+    try:  # gi_gip searches weights of each problem's own
+        vmap(lambda own, latents: found(latents, own))(weights, z.flatten(1)[None])
+    except Exception as error:  # a user's code may raise anything
+        raise ValueError(f"{where}: torch.func.vmap over several sets of weights fails: {error}") from error
     return found
 
 

@@ -137,7 +137,9 @@ class Refinement:
 
     @cached_property
     def prior(self) -> WhitenedPrior:
-        return WhitenedPrior.of(self.shadow.auxiliary.x)
+        x = self.shadow.auxiliary.x
+        kept = self.shadow.cache.get(f"white-{digest(x, SHRINK)}", lambda: vars(WhitenedPrior.of(x)).copy())
+        return WhitenedPrior(**{k: t.to(x) for k, t in kept.items()})
 
     @cached_property
     def variances(self) -> dict[str, tuple[float, float]]:

@@ -30,7 +30,8 @@ class dead_layer(ServerAttack):
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         classifier = last_linear(known.model)
-        biased = (k.removesuffix(".bias") for k in sent if k.endswith(".bias"))
+        layers = (k.removesuffix(".bias") for k in sent if k.endswith(".bias"))
+        biased = (layer for layer in layers if f"{layer}.weight" in sent)
         if not (before := list(takewhile(lambda layer: layer != classifier, biased))):
             raise ValueError(f"no layer with a bias, which the attack switches off, is before {classifier!r}")
         name = before[-1]

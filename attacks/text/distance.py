@@ -179,7 +179,12 @@ class Matcher:
                 return self.distance.of_table(self.seen.table(parts, owners))
             if not self.distance.visible:
                 return self.seen.apart(parts, owners, self.distance.l1)
-            terms = [checkpoint(self._term, name, part, owners, use_reentrant=False) for name, part in parts.items()]
+            terms = [
+                self._term(name, part, owners)
+                if isinstance(part, Tensor)
+                else checkpoint(self._term, name, part, owners, use_reentrant=False)
+                for name, part in parts.items()
+            ]
             total = torch.stack(terms)
             return total.mean(0) if self.distance.kind == "cosine" else total.sum(0)
 

@@ -70,5 +70,6 @@ def _ranked(verifier: GuessVerifier, batch: Batch, step: Update, ends: Sequence[
         # only the last word adds to the row of a word that occurs nowhere else; in tied embeddings the rows of words that occur
         # also hold an input's share, so they are no evidence: all these words are tried, too
         sure = float(elsewhere.max()) > float(shares.abs().max()) / 10
-        ranked.append([*(best if sure else []), *alone, *own[shares[own].argsort(descending=True)].tolist()])
+        likely = own[shares[own].argsort(descending=True)].tolist()
+        ranked.append(list(dict.fromkeys([*(best if sure else []), *alone, *likely])))
     return ranked

@@ -41,9 +41,11 @@ def test_a_dead_network_sends_its_bias_and_nothing_else(make: object, steps: int
 
 
 def test_a_network_that_does_not_die_is_refused() -> None:
-    shape = (1, 6, 6)
+    shape, shift = (1, 6, 6), nn.Identity()
+    shift.register_parameter("bias", nn.Parameter(torch.zeros(36)))  # without a weight
     for model, name in (
         (nn.Sequential(nn.Flatten(), nn.Linear(36, CLASSES)), "no layer"),
+        (nn.Sequential(nn.Flatten(), shift, nn.Linear(36, CLASSES)), "no layer"),
         (mlp(shape, CLASSES, activation="tanh"), "weight"),  # not zero where it is flat
         (nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Linear(8, CLASSES)), "2.weight"),
     ):
