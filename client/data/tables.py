@@ -91,7 +91,8 @@ def table(
     if missing == "drop":
         whole = _whole(features)
         features, labels = {name: column[whole] for name, column in features.items()}, labels[whole]
-    names = _categories(labels, label, path) if classes is None else tuple(classes)
+    remedy = "name another column, or put its values into classes first"
+    names = _categories(labels, label, path, remedy) if classes is None else tuple(classes)
     if len(names) < 2:
         raise ValueError(f"{path}: column {label!r} has one class only: there is nothing to learn")
     y = torch.tensor(numbers(labels.tolist(), names, f"{path}: column {label!r}"), dtype=torch.int64)
@@ -201,13 +202,13 @@ def _cells(name: str, column: Any, categorical: bool, path: Path) -> np.ndarray:
     return np.array([None if text in EMPTY else text for text in texts], object)
 
 
-def _categories(column: np.ndarray, name: str, path: Path) -> tuple[str, ...]:
+def _categories(column: np.ndarray, name: str, path: Path, remedy: str = "") -> tuple[str, ...]:
     """The different texts of a column, in alphabetical order; ValueError if they are too many for categories."""
     found = tuple(sorted(set(column[~_absent(column)].tolist())))
     if len(found) > MOST_CATEGORIES or len(found) > max(FEW, FREE_TEXT * len(column)):
         raise ValueError(
             f"{path}: column {name!r} has {len(found)} different texts in {len(column)} rows, expected numbers or categories: "
-            f'drop = ["{name}"] leaves it out'
+            + (remedy or f'drop = ["{name}"] leaves it out')
         )
     return found
 

@@ -52,6 +52,8 @@ class TesterTruth:
             SpecError: nothing can be read there.
         """
         if (folder := Path(text)).is_dir():
+            if rows is not None:
+                raise TruthError(f"--truth-rows chooses rows of a dataset, and {folder} is a folder: leave it out")
             return cls(folder.absolute()).check()
         name, *settings = text.split() or [""]
         if folder.exists() or not (settings or ":" in name or name in {e.name for e in DATASET.entries()}):

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from fedgauge.attacks.engine.computation import dense_input_layer
 from fedgauge.attacks.gaussian_prior import class_means
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit, noise_is_known
@@ -27,9 +28,10 @@ from fedgauge.attacks.membership.limit import area, detectability, power
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy
 from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.plan import PlannedAttack, modalities_of
+from fedgauge.client.chain import trained_on
 from fedgauge.client.collusion import tolerance
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.pairing import in_db
+from fedgauge.client.pairing import in_db, one_to_one
 from fedgauge.client.rng import generator
 from fedgauge.client.training import evaluated
 from fedgauge.client.transforms import is_identity
@@ -114,7 +116,8 @@ class _Probe:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.fed = scenario, scenario.federation
-        self.auditor, stand_ins = Auditor(self.fed, scenario.plan.seed), StandIns(self.fed, STAND_INS)
+        self.auditor, self.stand_ins = Auditor(self.fed, scenario.plan.seed), StandIns(self.fed, STAND_INS)
+        stand_ins = self.stand_ins
         self.params, self.members, self.size = stand_ins.params, stand_ins.members, stand_ins.size
         self.batches, self.wave = stand_ins.batches, stand_ins.wave
         self.measured: dict[str, Measurement] = {}
@@ -146,7 +149,9 @@ class _Probe:
         model = self.fed.model
         own = self._word_embeddings(model) if isinstance(model, LanguageModel) else self._structure()
         closed_forms = [self._closed_form(*form) for form in CLOSED_FORMS]
-        findings = [f for f in (*own, *closed_forms, self._labels(), *self._chain()) if f is not None]
+        findings = [
+            f for f in (*own, *closed_forms, self._single_rows(), self._labels(), *self._chain()) if f is not None
+        ]
         yield from sorted(findings, key=lambda f: list(_STYLES).index(f.severity))
 
     def _word_embeddings(self, model: LanguageModel) -> Iterator[Finding]:
@@ -194,14 +199,45 @@ class _Probe:
         if not values:
             return None
         mean = sum(values) / len(values)
-        before = self.measured.get(main.metric)
-        if before is None or before.value is None or before.value < mean:
-            words = f"at least, as {use} on {len(values)} stand-ins; {NO_SEARCH}"
-            self.measured[main.metric] = Measurement(mean, words, conclusive=False)
+        self._reaches(mean, f"{use} on {len(values)} stand-ins")
         if exact := sum(map(main.came_back_whole, values)):
             words = f"{where} holds the {main.private}: read off {exact} of {len(values)} stand-ins without any search ({use})"
             return Finding("leaks", words, remedy)
         return Finding("note", f"{use} reads {where} and gets {in_unit(mean, main)} through this chain")
+
+    def _reaches(self, value: float, words: str) -> None:
+        """Note what an attacker reaches at least of the main metric, on average and without any search."""
+        metric = self.auditor.modality.main.metric
+        before = self.measured.get(metric)
+        if before is None or before.value is None or before.value < value:
+            self.measured[metric] = Measurement(value, f"at least, as {words}; {NO_SEARCH}", conclusive=False)
+
+    def _single_rows(self) -> Finding | None:
+        """The share of examples that some row's weight over bias gradient gives exactly, as its neuron saw no other one."""
+        known, own = self.auditor.knowledge(PlannedAttack("rows", {"use": "analytic"}), self.members), self.stand_ins
+        try:
+            layer = dense_input_layer(known.model, known.shape)
+        except ValueError:  # no layer reads whole examples
+            return None
+        read = 0
+        for k, batch in enumerate(self.batches):
+            draws = generator(own.seed, "stand-in draws", k)  # members of a secure sum train separately
+            changed = (
+                trained_on(self.fed.chain, self.fed.gradient, self.params, batch, draws) if self.members == 1 else None
+            )
+            weight, bias = (self.wave.update[of][k].double() for of in (layer.call.weight, layer.call.bias))
+            rows = known.pixels(layer.example((weight / bias[:, None])[bias != 0].view(-1, *known.shape))).flatten(1)
+            errors = torch.cdist((changed or batch).x.double().flatten(1), rows).square() / math.prod(known.shape)
+            read += one_to_one(errors <= 10 ** (-PSNR_CAP / 10))
+        if self.size == 1 or not read:
+            return None
+        share = read / (self.size * len(self.batches))
+        words = f"{percent(share)} of the stand-ins' examples are read off a row of the first fully connected layer's gradient"
+        self._reaches(share * self.auditor.modality.main.complete, words)
+        remedy = (
+            "larger batches, a convolution before it, or noise after it; a malicious server raises that share to 100 %"
+        )
+        return Finding("leaks", f"{words}: each is the only one that excites its neuron", remedy)
 
     def _labels(self) -> Finding | None:
         from fedgauge.attacks.labels import restore

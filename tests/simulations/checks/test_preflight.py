@@ -69,6 +69,31 @@ def test_a_convolution_first_is_not_read_off() -> None:
     assert found.layers[1].unknowns == 12 * 14 * 14
 
 
+def test_an_example_that_alone_excites_a_neuron_is_told() -> None:
+    """By hand: of 1,000 random neurons nearly every one of two digits has one of its own; clipping each leaves the quotient."""
+    wide = preflight(scenario(model={**MLP, "hidden": [1000]}, data={"use": "mnist5k", "batch_size": 2}))
+    assert finding(wide, "100\u00a0% of the stand-ins' examples are read off a row").severity == "leaks"
+    narrow = preflight(scenario(model={**MLP, "hidden": [2]}, data={"use": "mnist5k", "batch_size": 64}))
+    assert not [f for f in narrow.findings if "read off a row" in f.words and f.words.startswith("100")]
+    chain = [SGD, {"use": "gaussian", "sigma": 0.1}]
+    noisy = preflight(scenario(data={"use": "mnist5k", "batch_size": 2}, chain=chain))
+    assert not [f for f in noisy.findings if "read off a row" in f.words], "noise disturbs what it reads"
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        {"use": "clip", "max_norm": 0.1, "each": True},
+        {"use": "mixup", "alpha": 1.0},
+        {"use": "ats", "policy": "7-4-15"},
+    ],
+    ids=["clip each", "mixup", "ats"],
+)
+def test_what_leaves_the_quotient_of_a_row_does_not_hide_what_was_trained_on(link: dict[str, Any]) -> None:
+    wide = scenario(model={**MLP, "hidden": [500]}, data={"use": "mnist5k", "batch_size": 2}, chain=[link, SGD])
+    assert finding(preflight(wide), "read off a row").severity == "leaks"
+
+
 @pytest.mark.parametrize("group", [2, 4])
 def test_a_secure_sum_is_examined_as_a_batch(group: int) -> None:
     found = preflight(scenario(clients=4, secure_sum={"group": group}))
