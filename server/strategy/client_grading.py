@@ -65,7 +65,7 @@ class ClientGrader:
     clients: Mapping[int, int]
     protocol: Protocol
     timeout: float
-    grace: float = GRACE
+    grace: float = field(default_factory=lambda: GRACE)
     # clients that left a question unanswered: waiting for them in every round would delay all others
     _silent: set[int] = field(default_factory=set)
 

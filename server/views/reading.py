@@ -91,7 +91,7 @@ def _check_shapes(tables: Mapping[str, Any]) -> None:
     for table in (tables["data"], tables["model"], *tables["chain"]):
         coerce(table.get("use"), str, "use")
     of = {key: coerce(tables.get(key, {}), dict, f"[{key}]") for key in ("data", "audit", "tape")}
-    coerce(tables.get("server_attack", ()), tuple[dict[str, Any], ...], "[[server_attack]]")
+    coerce(tables.get("server_attack", ()), tuple[Mapping[str, Any], ...], "[[server_attack]]")
     kinds = (
         ("data", "batch_size", int),
         ("audit", "curious", bool),
