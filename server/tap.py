@@ -73,9 +73,10 @@ def curious(strategy: S, audit: str | Path, run: str | Path, allow: Sequence[str
         TypeError: the first argument is not such a strategy.
     """
     if not isinstance(strategy, Strategy):
-        raise TypeError(
-            f"curious() takes a strategy of flwr.serverapp.strategy, got {strategy!r}; or use tap(grid, ...)"
+        given = (
+            f"the class {strategy.__name__}: write {strategy.__name__}(...)" if inspect.isclass(strategy) else strategy
         )
+        raise TypeError(f"curious() takes a strategy of flwr.serverapp.strategy, got {given}; or use tap(grid, ...)")
     kind = type(strategy)
     if "start" in vars(strategy) or not inspect.isfunction(inspect.getattr_static(kind, "start")):
         say(WARNING, "fedgauge records nothing: start of %s is not a method; use tap(grid, ...)", kind.__name__)

@@ -129,6 +129,7 @@ def build_loss(table: Table, where: str, classes: int) -> Loss:
         raise SpecError(
             f"{where}: {table['use']!r} must take logits (B, classes) of any sign and labels (B,) of int64, and return their "
             f"finite, differentiable mean: {type(error).__name__}: {first}{own_line(error)}"
+            f"{_takes_instead(loss, logits.detach(), y)}"
         ) from error
     return loss
 
@@ -184,3 +185,23 @@ def _probe(loss: Loss, classes: int) -> tuple[Tensor, Tensor]:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs() <= SAME * (1e-6 + torch.maximum(a.abs(), b.abs())))
+
+
+def _takes_instead(loss: Loss, logits: Tensor, y: Tensor) -> str:
+    """Return what to change where a loss does not take logits, judged by the other forms that it takes; empty if by none."""
+    to_logits = "let the network return logits, without its last sigmoid or softmax, and use a loss of logits"
+    to_classes = (
+        "let the network return one logit for each class, torch.cat([torch.zeros_like(z), z], -1) of its logit z (without a "
+        "sigmoid), and leave [loss] out: the cross-entropy is then the same loss"
+    )
+    forms = [(logits.softmax(-1), f"; it takes probabilities: {to_logits}, such as the cross-entropy")]
+    if logits.shape[-1] == 2:
+        forms += [(logits[..., :1], f"; it takes one logit: {to_classes}")]
+        forms += [(logits[..., :1].sigmoid(), f"; it takes one probability: {to_classes}")]
+    for form, change in forms:
+        try:
+            loss(form, y)
+        except Exception:  # nor does it take this form
+            continue
+        return change
+    return ""

@@ -369,3 +369,19 @@ def test_a_loss_that_refuses_a_batch_of_one_is_no_mean_of_examples() -> None:
         return F.cross_entropy(logits, y)
 
     assert not is_mean(pairs, 5)
+
+
+def probabilities(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.binary_cross_entropy(output, F.one_hot(y, output.shape[-1]).to(output))
+
+
+def one_logit(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.binary_cross_entropy_with_logits(output, y.to(output).view(-1, 1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"), [("probabilities", "it takes probabilities"), ("one_logit", "it takes one logit")]
+)
+def test_a_loss_of_another_form_is_refused_with_what_to_change(loss: str, name: str) -> None:
+    with allowing(["tests"]), pytest.raises(SpecError, match=name):
+        build_loss({"use": f"tests.client.models.test_losses:{loss}"}, "[loss]", 2)
