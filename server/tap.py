@@ -73,10 +73,9 @@ def curious(strategy: S, audit: str | Path, run: str | Path, allow: Sequence[str
         TypeError: the first argument is not such a strategy.
     """
     if not isinstance(strategy, Strategy):
-        given = (
-            f"the class {strategy.__name__}: write {strategy.__name__}(...)" if inspect.isclass(strategy) else strategy
+        raise TypeError(
+            f"curious() takes a strategy of flwr.serverapp.strategy, got {_given(strategy)}; or use tap(grid, ...)"
         )
-        raise TypeError(f"curious() takes a strategy of flwr.serverapp.strategy, got {given}; or use tap(grid, ...)")
     kind = type(strategy)
     if "start" in vars(strategy) or not inspect.isfunction(inspect.getattr_static(kind, "start")):
         say(WARNING, "fedgauge records nothing: start of %s is not a method; use tap(grid, ...)", kind.__name__)
@@ -275,3 +274,7 @@ def _caller() -> Path | None:
     """The file that called `tap` or `curious`; None in an interactive session."""
     file = sys._getframe(2).f_globals.get("__file__")
     return None if file is None else Path(file)
+
+
+def _given(value: object) -> object:
+    return f"the class {value.__name__}: write {value.__name__}(...)" if isinstance(value, type) else value
