@@ -146,6 +146,7 @@ class AppRecorder:
         self._news = False  # since the round was last entered
         self._began, self._cost = time.perf_counter(), 0.0  # of this round; seconds that recording took
         self._taped = 0
+        self._silence = "no reply"  # why an open message has no row
         self._warned: set[str] = set()
         self._plan, self._keep_all = _targets(tables)
         rounds = tables.get("rounds")
@@ -319,12 +320,17 @@ class AppRecorder:
             self._counts.unanswered(sent.node, sent.round)
             self._enter(sent.round, Participation(self._clients[sent.node], "missing", reason, silent=silent))
 
+    def note_unread(self, words: str) -> None:
+        """Note that replies may have come which were not read."""
+        self._silence = "its reply was not read"
+        self.warn("collection", words)
+
     def end_exchange(self, exchange: Sequence[_Sent]) -> None:
         """Record which nodes have not answered when the call returns."""
         for sent in exchange:
             if sent in self._open[sent.node]:
                 self._open[sent.node].remove(sent)
-                self._enter_missing(sent, "no reply", silent=True)
+                self._enter_missing(sent, self._silence, silent=True)
         self._flush()
 
     def _flush(self) -> None:
@@ -414,7 +420,7 @@ class Exchange:
     def unread(self, kind: str) -> None:
         """Warn that messages passed in a collection which is left unread, as reading it might change it."""
         words = f"messages in a {kind} are not recorded: use a list, tuple, set, dict or iterator"
-        self._recorder.later("a warning", partial(self._recorder.warn, "collection", words))
+        self._recorder.later("a warning", partial(self._recorder.note_unread, words))
 
     def over(self) -> None:
         """Record which nodes have not answered, and write all to the ledger."""

@@ -49,7 +49,7 @@ class Distance(ABC):
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         """The distance, from the products of every tensor; if it is `by_products`."""
-        raise NotImplementedError
+        raise NotImplementedError  # only distances that are `by_products` are asked for it
 
     def between(self, seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Tensor:
         """The distances (P,) of P updates; if it is `joint`.

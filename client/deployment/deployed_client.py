@@ -225,6 +225,8 @@ class UpdatePolicy:
         Args:
             audit: of this update; on ValueError the update is withheld. It runs last, as it costs most.
         """
+        if odd := [k for k, t in update.items() if t.is_complex()]:
+            return f"{', '.join(odd)}: complex numbers, which no limit here is for"
         floats = {k: t.double() for k, t in update.items() if torch.is_floating_point(t)}
         if wrong := [k for k, t in floats.items() if not torch.isfinite(t).all()]:
             return f"{', '.join(wrong)}: entries that are not finite"

@@ -476,6 +476,21 @@ def test_an_iterable_of_the_apps_own_is_passed_on_unread(audit: Path, log: pytes
     assert "Own" in log.text and [p.code for p in problems] == ["collection"] and not seen
 
 
+def test_replies_in_a_collection_that_is_not_read_are_not_said_to_be_missing(audit: Path) -> None:
+    class Own(list[Message]):
+        pass
+
+    class Odd(Nodes):
+        def send_and_receive(self, messages: Iterable[Message], **options: Any) -> Any:
+            return Own(super().send_and_receive(messages, **options))
+
+    assert type(tap(Odd(), audit, audit.parent / "run").send_and_receive([train_message(100)])) is Own
+    gc.collect()  # the tap is gone, and what is open is entered
+    _, seen, problems = opened(audit.parent / "run")
+    assert [p.code for p in problems] == ["collection"]
+    assert [(o["status"], o["reason"]) for o in seen] == [("missing", "its reply was not read")]
+
+
 def test_a_grid_may_be_wrapped_copied_and_asked_for_what_it_has(audit: Path) -> None:
     grid: Any = Nodes()
     tapped = tap(grid, audit, audit.parent / "run")

@@ -24,6 +24,10 @@ def test_a_norm_beyond_single_precision_is_large() -> None:
     assert UpdatePolicy(max_norm=1.0).objection({"w": torch.tensor([3e38, 3e38])})
 
 
+def test_complex_numbers_do_not_pass_by_the_limits() -> None:
+    assert "b" in UpdatePolicy(max_norm=1.0).objection({**UPDATE, "b": torch.tensor([1e9 + 0j])})
+
+
 @pytest.mark.parametrize(
     ("higher_leaks", "leak", "stays"),
     [
