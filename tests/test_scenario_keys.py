@@ -5,13 +5,16 @@ import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft7Validator
 
-from docs.generate.keys import NEEDED, TABLES, Key
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.cli.scenario_keys import NEEDED, TABLES, Key
+from fedgauge.simulations.cli.schema import scenario_schema
 
 NO_VALUE = datetime.date(2026, 1, 1)  # TOML can write it, and no key takes it
 # a component for each table that names one, and the arguments that are its own
@@ -25,6 +28,11 @@ COMPONENTS: dict[str, dict[str, Any]] = {
 }
 NEEDED_BESIDE = {"secure_sum": {"group": 2}, "canaries": {"clients": 2}}
 REST = {"strategy"}  # what stands beside `use` is the strategy's own and is checked when it is built
+SHIPPED = [
+    p
+    for p in (Path(__file__).parents[1] / "simulations").glob("*.toml")
+    if "scenario" not in tomllib.loads(p.read_text())
+]
 PLACES = [(table, key) for table, keys in TABLES.items() for key in keys() if key.name != "use"]
 Tables = Callable[..., dict[str, Any]]
 
@@ -74,6 +82,30 @@ def test_a_key_without_a_default_is_needed(tables: Tables, table: str) -> None:
             with pytest.raises(SpecError, match=f"the scenario needs '{key.name}'"):
                 Scenario.from_tables(whole)
         assert key.meaning and not key.meaning[0].isupper(), key
+
+
+@pytest.fixture(scope="module")
+def schema() -> Draft7Validator:
+    """The JSON schema, itself checked."""
+    made = scenario_schema()
+    Draft7Validator.check_schema(made)
+    return Draft7Validator(made)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=[path.stem for path in SHIPPED])
+def test_the_schema_accepts_the_scenarios_that_ship(schema: Draft7Validator, path: Path) -> None:
+    assert [error.message for error in schema.iter_errors(tomllib.loads(path.read_text()))] == []
+
+
+def test_the_schema_refuses_wrong_values_and_unknown_keys(schema: Draft7Validator, tables: Tables) -> None:
+    assert schema.is_valid(scenario(tables, "top"))
+    for table, key in PLACES:
+        assert not schema.is_valid(scenario(tables, table, **{key.name: NO_VALUE})), (table, key.name)
+    for table in set(TABLES) - REST:
+        assert not schema.is_valid(scenario(tables, table, nonsense=1)), table
+    own = {"use": "my_package.nets:Small", "width": 4}
+    assert schema.is_valid({**scenario(tables, "top"), "model": own})
+    assert not schema.is_valid({**scenario(tables, "top"), "model": {**own, "use": "lenett"}})
 
 
 def test_defaults_change_nothing(tables: Tables) -> None:

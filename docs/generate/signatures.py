@@ -6,7 +6,7 @@ import pkgutil
 import textwrap
 from functools import cached_property
 
-from docs.generate.keys import meanings_of
+from fedgauge.simulations.cli.scenario_keys import meanings_of
 
 # by kind: methods that a component writes, and classes whose values it is handed or returns
 TARGETS = {

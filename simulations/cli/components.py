@@ -55,7 +55,7 @@ class Component:
     """One component as it is listed.
 
     Args:
-        arguments: names with their defaults, as TOML; a required one has no default.
+        target: the class or function; None if it cannot be imported.
         description: the first paragraph of its docstring.
         package: that registers it.
         error: why it cannot be used; empty if it can.
@@ -63,10 +63,16 @@ class Component:
 
     kind: str
     name: str
-    arguments: str = ""
+    target: Callable[..., Any] | None = None
     description: str = ""
     package: str = ""
     error: str = ""
+
+    @property
+    def arguments(self) -> str:
+        """Names with their defaults, as TOML; a required one has no default."""
+        listed = arguments_of(self.target) if self.target else []
+        return ", ".join(a.name if a.default is None else f"{a.name} = {a.default}" for a in listed)
 
 
 def components_of(kind: str | None = None, own_only: bool = False) -> list[Component]:
@@ -114,7 +120,7 @@ def _component(kind: str, entry: Entry) -> Component:
     try:
         target = _load(KINDS[kind], entry)
         words = " ".join((inspect.getdoc(target) or "").split("\n\n")[0].split())
-        return dataclasses.replace(listed, arguments=_arguments(target), description=words)
+        return dataclasses.replace(listed, target=target, description=words)
     except (Exception, SystemExit) as error:  # a plug-in may raise anything while it is imported
         if entry.own:
             raise
@@ -134,11 +140,20 @@ def _load(kind: ComponentKind, entry: Entry) -> Callable[..., Any]:
 # ---------------------------------------------------------------------------------------------------------- arguments
 
 
-def _arguments(target: Callable[..., Any]) -> str:
-    """The arguments that a scenario may set, with their defaults."""
+@dataclass(frozen=True)
+class Argument:
+    """One argument that a scenario may set: its type, and its default as TOML; a required one has none."""
+
+    name: str
+    hint: Any
+    default: str | None
+
+
+def arguments_of(target: Callable[..., Any]) -> list[Argument]:
+    """The arguments of a component that a scenario may set."""
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     defaults = _factory_defaults(target)
-    parts = []
+    found = []
     for name, parameter in inspect.signature(target).parameters.items():
         required = parameter.default is parameter.empty
         variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
@@ -146,8 +161,8 @@ def _arguments(target: Callable[..., Any]) -> str:
         if variadic or filled_in or not _is_settable(hints.get(name, Any)):
             continue
         default = OTHER_DEFAULTS.get(name) or toml(defaults.get(name, parameter.default))
-        parts.append(name if required else f"{name} = {default}")
-    return ", ".join(parts)
+        found.append(Argument(name, hints.get(name, Any), None if required else default))
+    return found
 
 
 def _factory_defaults(target: Callable[..., Any]) -> dict[str, object]:
@@ -200,4 +215,5 @@ def print_components(components: Sequence[Component], console: Console) -> None:
 
 def to_json(components: Sequence[Component]) -> str:
     """An array with one object per component."""
-    return json.dumps([dataclasses.asdict(c) for c in components], indent=1)
+    shown = ("kind", "name", "arguments", "description", "package", "error")
+    return json.dumps([{name: getattr(c, name) for name in shown} for c in components], indent=1)

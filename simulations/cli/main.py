@@ -42,6 +42,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "scenario_commands": {
         "init": "write a commented scenario to start from, or a Flower app that a curious server watches.",
         "list": "every component by kind, with those of installed plug-ins.",
+        "schema": "the JSON schema of a scenario, by which an editor completes and checks it.",
         "preflight": "what would leak, in seconds and before any training, and what to change.",
         "doctor": "what works on this machine and what is missing; what is wrong with a scenario or a client's file.",
     },

@@ -1,6 +1,7 @@
-"""`fedgauge init`, `list`, `preflight` and `doctor`: write a scenario and check it before it runs."""
+"""`fedgauge init`, `list`, `schema`, `preflight` and `doctor`: write a scenario and check it before it runs."""
 
 import argparse
+import json
 import sys
 import tomllib
 import warnings
@@ -32,6 +33,7 @@ def add_to(commands: Commands) -> None:
     listed = commands.add(list_components, with_run=False, name="list")
     listed.add_argument("kind", nargs="?", metavar="KIND", help="dataset, model, link, attack, ...; default: all")
     flag(listed, "--json", "one array of objects instead of lines")
+    commands.add(schema, with_run=False)
     estimate = commands.add(preflight, with_run=False)
     path(estimate, "scenario", "SCENARIO.toml")
     add_settings(estimate)
@@ -73,6 +75,14 @@ def list_components(options: argparse.Namespace) -> int:
         print(to_json(components))
     else:
         print_components(components, Console(soft_wrap=True))
+    return 0
+
+
+def schema(options: argparse.Namespace) -> int:
+    """fedgauge schema: the JSON schema of a scenario, by which an editor completes and checks it."""
+    from fedgauge.simulations.cli.schema import scenario_schema
+
+    print(json.dumps(scenario_schema(), indent=1))
     return 0
 
 
