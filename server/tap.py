@@ -56,7 +56,7 @@ def tap(grid: Grid, audit: str | Path, run: str | Path, allow: Sequence[str] = (
     if isinstance(grid, type) or not hasattr(grid, "send_and_receive"):
         raise TypeError(f"tap() takes the grid that Flower passes to the ServerApp's main, got {grid!r}")
     recorder = _open(audit, run, allow, _caller())
-    return grid if recorder is None else _tapped(grid, recorder)
+    return grid if recorder is None else tapped(grid, recorder)
 
 
 def curious(strategy: S, audit: str | Path, run: str | Path, allow: Sequence[str] = ()) -> S:
@@ -137,11 +137,11 @@ def _started(
         say(WARNING, "fedgauge records nothing: start() was given no grid; use tap(grid, ...)")
     if grid is None or (recorder := open()) is None:
         return start(*args, **options)
-    tapped = _tapped(grid, recorder)
+    tapped_grid = tapped(grid, recorder)
     with recorder.training():
         result = start(
-            *(tapped if arg is grid else arg for arg in args),
-            **{k: tapped if arg is grid else arg for k, arg in options.items()},
+            *(tapped_grid if arg is grid else arg for arg in args),
+            **{k: tapped_grid if arg is grid else arg for k, arg in options.items()},
         )
         if isinstance(result, Result):
             recorder.evaluated(result.evaluate_metrics_serverapp)
@@ -184,7 +184,8 @@ WATCHED = ("send_and_receive", "push_messages", "pull_messages")
 READ_TWICE: tuple[type, ...] = (list, tuple, set, frozenset, dict, type({}.values()))  # reading them changes nothing
 
 
-def _tapped(grid: Grid, recorder: AppRecorder) -> Grid:
+def tapped(grid: Grid, recorder: AppRecorder) -> Grid:
+    """Return the grid with a recorder behind it."""
     tapped = Tap(grid, recorder)
     weakref.finalize(tapped, recorder.close)
     return cast(Grid, tapped)

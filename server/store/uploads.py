@@ -149,6 +149,8 @@ def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
         return dict(zip(sorted(arrays, key=int), fits[0], strict=True))
     known = _tensors(model).keys()
     outer = {name.partition(".")[0] for name in known}
+    if part := _part_of(arrays, _tensors(model)):
+        return {name: f"{part}.{name}" for name in arrays}
     names = {name: _without_adapter(name) if name not in known else name for name in arrays}
     while not known >= set(names.values()):
         inside = {k: f"{part}.{name}" for part in outer if len(outer) == 1 for k, name in names.items()}
@@ -158,6 +160,17 @@ def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
             return {name: name for name in arrays}
         names = {k: name.partition(".")[2] for k, name in names.items()}  # the app wraps it, as torch.compile does
     return names
+
+
+def _part_of(arrays: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> str:
+    """Return the only layer whose own state has these names and shapes; empty if they are the network's, or of several."""
+    if not arrays or arrays.keys() & known.keys():
+        return ""
+    first = min(arrays)
+    layers = [name.removesuffix(f".{first}") for name in known if name.endswith(f".{first}")]
+    shapes = {name: t.shape for name, t in known.items()}
+    fits = [layer for layer in layers if all(shapes.get(f"{layer}.{k}") == t.shape for k, t in arrays.items())]
+    return fits[0] if len(fits) == 1 else ""
 
 
 def _without_adapter(name: str) -> str:

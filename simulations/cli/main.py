@@ -14,6 +14,9 @@ from fedgauge.simulations.cli.options import Command, Commands, tell
 # Each module with its commands, as help lists them. Only the module of the command that is run is imported: torch and
 # Flower take seconds, which help, --version and a misspelt command need not wait for.
 GROUPS: dict[str, dict[str, str]] = {
+    "app_commands": {
+        "app": "run a Flower app as it is, observe how its clients train, and attack what its server sees.",
+    },
     "run_commands": {
         "run": "train a federation and attack it, or continue a run that was interrupted.",
         "audit": "attack the updates on the tape, by the run's plan or another attack; continues where it stopped.",

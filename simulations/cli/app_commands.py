@@ -1,0 +1,64 @@
+"""`fedgauge app`: audit a Flower app as it lies in its folder."""
+
+import argparse
+import shlex
+
+from rich.console import Console
+
+from fedgauge.client import components
+from fedgauge.server.store.scenario import apply_setting
+from fedgauge.simulations.cli.options import Commands, add_gate, add_log, flag, path, positive, several
+from fedgauge.simulations.run.exit_status import INAPPLICABLE
+
+
+def add_to(commands: Commands) -> None:
+    """Register the command."""
+    command = commands.add(app, with_run=False)
+    path(command, "folder", "DIR", "the app's folder, with its pyproject.toml")
+    command.add_argument("--rounds", type=positive, default=2, metavar="N", help="of training (default: 2)")
+    command.add_argument("--clients", type=positive, default=2, metavar="N", help="that are attacked (default: 2)")
+    several(command, "--set", "KEY=VALUE", "set one value of the app's config, e.g. learning-rate=0.01 (repeatable)")
+    path(command, "--draft", "FILE", "write the drafted scenario here as well")
+    flag(command, "--no-truth", "grade nothing: leave the observed examples to the observer")
+    add_log(command)
+    add_gate(command)
+
+
+def app(options: argparse.Namespace) -> int:
+    """fedgauge app DIR: run a Flower app as it is, observe how its clients train, and attack what its server sees."""
+    from fedgauge.simulations.cli.main import command_parser
+    from fedgauge.simulations.cli.result_commands import chosen_thresholds, conclude_gate
+    from fedgauge.simulations.cli.run_commands import audit
+    from fedgauge.simulations.rehearsal.rehearse import observe, rehearse
+    from fedgauge.simulations.reports.report import write_report
+
+    console, settings = Console(stderr=True, markup=False, highlight=False), {"rounds": options.rounds}
+    thresholds = chosen_thresholds(options)
+    for setting in options.set:
+        apply_setting(settings, setting)
+    run, observed = observe(options.folder, options.runs, settings, options.clients, console)
+    found = rehearse(run, observed, options.folder, options.clients)
+    for failure in observed.failed[:3]:
+        console.print(f"a client failed: {failure}")
+    for note in found.draft.notes:
+        console.print(f"{note.code}: {note.words}")
+    if options.draft and found.draft.lines:
+        options.draft.write_text(found.draft.text())
+    if found.draft.fatal:
+        console.print(f"the app was trained and recorded in {run.folder}; nothing of it can be attacked as it is")
+        return INAPPLICABLE
+    console.print(found.proof)
+    given = [str(run.folder), "--log", options.log, *([] if options.no_truth else ["--truth", str(found.truth)])]
+    with components.allowing(found.packages, [options.folder.resolve()]):
+        status = audit(command_parser("audit").parse_args(given))
+        print(write_report(run))
+    allow = " ".join(f"--allow {package}" for package in found.packages)
+    console.print(f"attack it otherwise: edit {run.folder / 'scenario.toml'}, then in {options.folder}: ", end="")
+    console.print(f"fedgauge audit {shlex.quote(str(run.folder))} --retry all {allow}")
+    if thresholds:
+        from fedgauge.server.views.assurance.gate import gate_of_run
+        from fedgauge.server.views.reading import read_once
+
+        with read_once(run) as reading:
+            return conclude_gate(options, gate_of_run(reading, thresholds), run.folder) or status
+    return status

@@ -1,0 +1,151 @@
+"""A Flower app in its folder: its parts, its config, and its federation in the memory of one process."""
+
+import importlib
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+
+from fedgauge.client.components import SpecError
+from fedgauge.simulations.rehearsal.observer import Observer, Training
+from fedgauge.simulations.run.in_memory import MemoryGrid
+
+Settings = Mapping[str, bool | int | float | str]
+ROUNDS = ("num-server-rounds", "num_server_rounds", "num-rounds", "num_rounds", "rounds")
+PARTITIONS = 10  # as Flower's templates have
+TRIES = 2  # how often a strategy asks for clients and sends nothing before further ones appear
+
+
+@dataclass(frozen=True)
+class FlowerApp:
+    """What pyproject.toml says of an app: `[tool.flwr.app]`."""
+
+    folder: Path
+    server: str
+    client: str
+    config: Settings
+
+    @classmethod
+    def read(cls, folder: Path, settings: Settings) -> "FlowerApp":
+        """Read an app's pyproject.toml.
+
+        Args:
+            settings: replace values of its config; "rounds" sets the number of rounds, whatever the app calls it.
+
+        Raises:
+            SpecError: there is no app, it lacks a part, or has no such setting.
+        """
+        path = folder / "pyproject.toml"
+        try:
+            table = tomllib.loads(path.read_text())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise SpecError(f"{path} is not readable TOML ({error}): name the folder of a Flower app") from error
+        app = table.get("tool", {}).get("flwr", {}).get("app", {})
+        parts = app.get("components", {}) if isinstance(app, dict) else {}
+        for part in ("serverapp", "clientapp"):
+            if ":" not in str(parts.get(part, "")):
+                raise SpecError(f"{path}: [tool.flwr.app.components] needs {part} = 'module:object', as flwr run does")
+        config = dict(_flat(app.get("config", {})))
+        given = dict(settings)
+        rounds = given.pop("rounds", None)
+        if unknown := [key for key in given if key not in config]:
+            raise SpecError(
+                f"--set {unknown[0]}: the app's config has no such key (it has: {', '.join(config) or 'none'})"
+            )
+        if rounds is not None:
+            given |= {key: rounds for key in ROUNDS if isinstance(config.get(key), int) and key not in given}
+        return cls(folder, parts["serverapp"], parts["clientapp"], config | given)
+
+    def part(self, reference: str) -> Any:
+        """Import the server app or the client app; SpecError if that fails."""
+        if str(self.folder) not in sys.path:
+            sys.path.insert(0, str(self.folder))
+        module, _, name = reference.partition(":")
+        found: Any = importlib.import_module(module)
+        for attribute in name.split("."):
+            found = getattr(found, attribute)
+        return found
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+class AppGrid(MemoryGrid):
+    """A grid that answers with the app's own ClientApp, each client with its own context, and observes its training.
+
+    Args:
+        clients: how many there are at first; more appear if the strategy waits for more.
+    """
+
+    def __init__(self, app: Callable[[Message, Context], Message], config: Settings, clients: int, observer: Observer):
+        self._app, self._observer = app, observer
+        most = max(PARTITIONS, clients)
+        self._contexts = {
+            node: Context(1, node, {"partition-id": node - 1, "num-partitions": most}, RecordDict(), dict(config))
+            for node in range(1, most + 1)
+        }
+        self._here, self._asked = clients, 0
+        self._replies: dict[str, Message] = {}
+        self.trained: dict[int, list[Training]] = {}  # by node, in the order of its train messages
+        self.failed: list[str] = []
+
+    def get_node_ids(self) -> Iterable[int]:
+        self._asked += 1
+        if self._asked > TRIES and self._here < len(self._contexts):
+            self._here, self._asked = min(2 * self._here, len(self._contexts)), 0
+        elif self._asked > 20 * TRIES:
+            raise SpecError(
+                f"the app waits for more than {len(self._contexts)} clients: set --clients, or its config by --set"
+            )
+        return list(self._contexts)[: self._here]
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        pushed = []
+        for message in messages:
+            reply = self._answer(message)
+            pushed.append(key := message.metadata.message_id)
+            self._replies[key] = reply
+        return pushed
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [self._replies.pop(key) for key in message_ids if key in self._replies]
+
+    def _answer(self, message: Message) -> Message:
+        self._asked = 0
+        message.metadata.__dict__["_message_id"] = message.object_id  # as Flower's own grids do
+        node = message.metadata.dst_node_id
+        context = self._contexts[node]
+        try:
+            if message.metadata.message_type.partition(".")[0] != "train":
+                return self._app(message, context)
+            with self._observer.training() as seen:
+                reply = self._app(message, context)
+            self.trained.setdefault(node, []).append(seen)
+            return reply
+        except Exception as error:  # as with Flower, a client that fails is an error reply
+            self.failed.append(f"client {node - 1}: {blamed(error, None)}")
+            return Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=message)
+
+
+def blamed(error: BaseException, folder: Path | None) -> str:
+    """Return an exception in one line, with the last line of the app's own code that it passed."""
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if folder is None or Path(f.filename).is_relative_to(folder)] or frames
+    place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"

@@ -1,0 +1,285 @@
+"""Observe how a client trains: network, batches, labels, loss, optimizer and clipping, without a change to its code.
+
+Torch's own entry points are watched in the process that runs the app: calls of modules, functions of losses, steps of
+optimizers. What the app computes stays the same.
+"""
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+MOST_BYTES = 1 << 28  # of the inputs kept for one client and round
+LOSSES = {
+    getattr(F, name): name
+    for name in (
+        "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "ctc_loss",
+        "binary_cross_entropy", "binary_cross_entropy_with_logits", "multi_margin_loss", "multilabel_margin_loss",
+        "multilabel_soft_margin_loss", "poisson_nll_loss", "gaussian_nll_loss", "hinge_embedding_loss", "soft_margin_loss",
+        "cosine_embedding_loss", "margin_ranking_loss", "triplet_margin_loss",
+    )
+}  # fmt: skip
+WRAPPERS = ("_module", "module", "_orig_mod")  # where Opacus, data parallelism and torch.compile keep the network
+DROPOUT = nn.modules.dropout._DropoutNd
+
+
+@dataclass
+class Built:
+    """A call that built a network: a function or class at the top of a module, with its arguments."""
+
+    module: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass
+class Step:
+    """One step of an optimizer: its settings by parameter group, and the number of passes before it."""
+
+    optimizer: str
+    groups: list[dict[str, Any]]
+    passes: int
+    max_norm: float | None
+
+
+@dataclass
+class Training:
+    """What one client did in one round.
+
+    Attributes:
+        network: the first module that a pass with gradients called and that has parameters to train.
+        x, y: inputs and labels of each pass.
+        output: shape of the network's output.
+        losses: name and options of each loss that was computed from a pass.
+        dp: noise multiplier, clipping norm and expected batch size of Opacus' optimizer.
+        notes: what a scenario cannot express, by code.
+    """
+
+    network: nn.Module | None = None
+    x: list[Tensor] = field(default_factory=list)
+    y: list[Tensor | None] = field(default_factory=list)
+    output: tuple[int, ...] = ()
+    losses: dict[str, dict[str, Any]] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    trained: set[int] = field(default_factory=set)
+    built: list[Built] = field(default_factory=list)
+    modes: dict[str, bool] = field(default_factory=dict)
+    normalised: tuple[list[float], list[float]] | None = None
+    dp: dict[str, float] | None = None
+    notes: dict[str, str] = field(default_factory=dict)
+    bytes: int = 0
+    depth: int = 0
+    max_norm: float | None = None
+
+    def enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note a call of a module that no other module called."""
+        if type(module).__name__ == "Normalize":  # torchvision's
+            mean, std = (vars(module).get(name) for name in ("mean", "std"))
+            if isinstance(mean, Sequence) and isinstance(std, Sequence):
+                self.normalised = ([float(m) for m in mean], [float(s) for s in std])
+        if not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
+            return
+        if self.network is None:
+            self.network = module
+            inner = unwrapped(module)
+            self.modes = {name: m.training for name, m in inner.named_modules()}
+            if drawn := [name for name, m in inner.named_modules() if isinstance(m, DROPOUT) and m.training and m.p]:
+                self.notes["dropout"] = f"dropout draws in {', '.join(drawn[:3])}"
+            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                self.notes["autocast"] = "passes run in mixed precision (autocast)"
+        elif module is not self.network:
+            self.notes["networks"] = f"a step calls several networks, also {type(module).__name__}"
+            return
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        tensors += [v for a in args if isinstance(a, Mapping) for v in a.values() if isinstance(v, Tensor)]
+        if len(tensors) != 1:
+            named = ", ".join(k for k, v in kwargs.items() if isinstance(v, Tensor))
+            self.notes["inputs"] = f"the network takes {len(tensors)} tensors{f' ({named})' if named else ''}"
+        if not tensors:
+            return
+        self.bytes += tensors[0].nbytes
+        if self.bytes > MOST_BYTES:
+            self.notes["large"] = "a client trains on more data than is kept in memory; the first part was kept"
+            return
+        self.x.append(tensors[0].detach().clone())
+        self.y.append(None)
+
+    def leaves(self, module: nn.Module, result: object) -> None:
+        """Note the output of the network."""
+        if module is self.network and isinstance(result, Tensor):
+            self.output = tuple(result.shape)
+
+    def computes(self, name: str, call: inspect.BoundArguments) -> None:
+        """Note a loss: its target belongs to the last pass."""
+        options = {k: v for k, v in call.arguments.items() if k not in ("input", "target", "size_average", "reduce")}
+        self.losses[name] = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in options.items()}
+        target = call.arguments.get("target")
+        if self.y and self.y[-1] is None and isinstance(target, Tensor):
+            self.y[-1] = target.detach().clone()
+
+    def steps_by(self, optimizer: Optimizer) -> None:
+        """Note a step of an optimizer."""
+        groups = [
+            {k: v for k, v in group.items() if isinstance(v, bool | int | float | tuple | list) and k != "params"}
+            for group in optimizer.param_groups
+        ]
+        self.trained |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.steps.append(Step(type(optimizer).__name__, groups, len(self.x), self.max_norm))
+        self.max_norm = None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the network inside the wrappers of Opacus, data parallelism and torch.compile."""
+    while True:
+        inner = next((m for n in WRAPPERS if isinstance(m := module._modules.get(n), nn.Module)), None)
+        if inner is None or len(module._modules) != 1:
+            return module
+        module = inner
+
+
+class Observer:
+    """Watches torch in this process; create one, before the app is imported."""
+
+    def __init__(self) -> None:
+        self._now: Training | None = None
+        nn.Module.__call__ = self._watched(nn.Module.__call__)  # type: ignore[method-assign]
+        register_optimizer_step_pre_hook(self._step)
+        for place in (nn.utils, nn.utils.clip_grad):
+            place.clip_grad_norm_ = self._clipped(place.clip_grad_norm_)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def training(self) -> Iterator[Training]:
+        """Observe one client in one round."""
+        self._now = now = Training()
+        _watch_opacus(self)
+        factories = _Factories()
+        before = sys.getprofile()
+        sys.setprofile(factories)
+        try:
+            with _Losses(now):
+                yield now
+        finally:
+            sys.setprofile(before)
+            self._now = None
+            if now.network is not None:
+                now.built = factories.of(unwrapped(now.network))
+
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            now = self._now
+            if now is None:
+                return call(module, *args, **kwargs)
+            now.depth += 1
+            try:
+                if now.depth == 1:
+                    now.enters(module, args, kwargs)
+                    if now.network is not None and sys.getprofile() is not None:
+                        sys.setprofile(None)  # the network is built: the rest runs at full speed
+                result = call(module, *args, **kwargs)
+                if now.depth == 1:
+                    now.leaves(module, result)
+                return result
+            finally:
+                now.depth -= 1
+
+        return watched
+
+    def _step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._now is not None:
+            self._now.steps_by(optimizer)
+
+    def _clipped(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(clip)
+        def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+            if self._now is not None:
+                self._now.max_norm = float(max_norm)
+            return clip(parameters, max_norm, *args, **kwargs)
+
+        return clipped
+
+
+class _Losses(TorchFunctionMode):
+    """Notes losses among the functions that torch is asked for."""
+
+    def __init__(self, now: Training) -> None:
+        super().__init__()
+        self._now = now
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in LOSSES and torch.is_grad_enabled():
+            self._now.computes(LOSSES[func], inspect.signature(func).bind(*args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+class _Factories:
+    """Notes, as Python's profile function, which functions and classes return or initialise a network."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[nn.Module, Built]] = []
+
+    def __call__(self, frame: types.FrameType, event: str, value: object) -> None:
+        if event != "return":
+            return
+        code = frame.f_code
+        if isinstance(value, nn.Module) and "." not in code.co_qualname:
+            self._found.append((value, Built(frame.f_globals.get("__name__", ""), code.co_qualname, _given(frame, 0))))
+        elif code.co_name == "__init__" and code.co_argcount and isinstance(value, types.NoneType):
+            module = frame.f_locals.get(code.co_varnames[0])
+            kind = type(module)
+            own = getattr(inspect.getattr_static(kind, "__init__"), "__code__", None) is code
+            if isinstance(module, nn.Module) and own and "." not in kind.__qualname__:
+                self._found.append((module, Built(kind.__module__, kind.__qualname__, _given(frame, 1))))
+
+    def of(self, network: nn.Module) -> list[Built]:
+        """Return the calls that built this network, the app's own functions before classes."""
+        others = ("torch", "fedgauge")  # a Sequential has no arguments that a scenario could write
+        return [
+            built
+            for module, built in reversed(self._found)
+            if module is network and built.module.partition(".")[0] not in others
+        ]
+
+
+def _given(frame: types.FrameType, first: int) -> dict[str, Any]:
+    code = frame.f_code
+    names = code.co_varnames[first : code.co_argcount + code.co_kwonlyargcount]
+    given = {name: frame.f_locals[name] for name in names if name in frame.f_locals}
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        further = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+        given |= frame.f_locals.get(code.co_varnames[further], {})
+    return given
+
+
+def _watch_opacus(observer: Observer) -> None:
+    """Note noise and clipping of Opacus' optimizer, which steps through another one."""
+    module = sys.modules.get("opacus.optimizers.optimizer")
+    kind = getattr(module, "DPOptimizer", None)
+    if kind is None or hasattr(kind, "_fedgauge"):
+        return
+    step = kind.step
+
+    @wraps(step)
+    def watched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if (now := observer._now) is not None:
+            norm = optimizer.max_grad_norm
+            now.dp = {
+                "noise_multiplier": float(optimizer.noise_multiplier),
+                "max_norm": float(norm) if isinstance(norm, int | float) else float("nan"),
+                "examples": float(optimizer.expected_batch_size or 0),
+            }
+        return step(optimizer, *args, **kwargs)
+
+    kind.step, kind._fedgauge = watched, True

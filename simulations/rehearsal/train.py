@@ -1,0 +1,105 @@
+"""The process that runs the app: `python -m fedgauge.simulations.rehearsal.train RUN PLAN`, with the plan as JSON.
+
+It writes into the run's folder what the tap records, and beside it `observed.json` with the facts of each client's training and
+the inputs and labels of each pass.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Context, RecordDict
+from safetensors.torch import save
+from torch import Tensor
+
+from fedgauge.server.app_recorder import AppRecorder
+from fedgauge.server.store import run_files
+from fedgauge.server.store.run import WEIGHTS, Run
+from fedgauge.server.tap import tapped
+from fedgauge.simulations.rehearsal.flower_app import AppGrid, FlowerApp, blamed
+from fedgauge.simulations.rehearsal.observer import Observer, Training, unwrapped
+from fedgauge.simulations.run.in_memory import flower
+
+OBSERVED = "observed.json"
+FRAMEWORKS = ("sklearn", "xgboost", "catboost", "lightgbm", "tensorflow", "jax", "mlx")
+
+
+def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the app, and return what was observed, or the error that kept it from training."""
+    folder = Path(plan["folder"])
+    app = FlowerApp.read(folder, plan["settings"])
+    for entry in folder.iterdir():  # the app finds its files in the working directory, and leaves new ones in ours
+        (Path.cwd() / entry.name).symlink_to(entry)
+    observer = Observer()
+    sys.argv = [str(folder)]
+    try:
+        server, client = app.part(app.server), app.part(app.client)
+    except BaseException as error:
+        return {"error": f"the app cannot be imported: {blamed(error, folder)}"}
+    grid = AppGrid(client, app.config, plan["clients"], observer)
+    recorder = AppRecorder(run, {}, folder, ())
+    try:
+        with flower(), recorder.training():
+            server(tapped(grid, recorder), Context(1, 0, {}, RecordDict(), dict(app.config)))
+    except BaseException as error:
+        return {"error": f"the app ended: {blamed(error, folder)}"}
+    if not grid.trained:
+        return {"error": (grid.failed or ["the app asked no client to train"])[0]}
+    clients = {
+        node: [_facts(seen, run.folder / "observed", f"node-{node}-{k}.npz") for k, seen in enumerate(rounds, 1)]
+        for node, rounds in grid.trained.items()
+    }
+    frameworks = [name for name in FRAMEWORKS if name in sys.modules]
+    return {"clients": clients, "failed": grid.failed, "frameworks": frameworks}
+
+
+def _facts(seen: Training, folder: Path, name: str) -> dict[str, Any]:
+    """The facts of a training as JSON; inputs and labels in a file beside."""
+    network = None if seen.network is None else unwrapped(seen.network)
+    facts: dict[str, Any] = {
+        "network": None if network is None else type(network).__name__,
+        "output": seen.output,
+        "losses": seen.losses,
+        "steps": [asdict(step) for step in seen.steps],
+        "built": [asdict(built) for built in seen.built],
+        "normalised": seen.normalised,
+        "dp": seen.dp,
+        "notes": seen.notes,
+        "sizes": [len(x) for x in seen.x],
+    }
+    if network is not None:
+        facts["parameters"] = {name: list(p.shape) for name, p in network.named_parameters()}
+        trains = {id(p) for p in network.parameters() if p.requires_grad} & seen.trained
+        facts["frozen"] = [name for name, p in network.named_parameters() if id(p) not in trains]
+        if facts["frozen"]:  # their values never travel
+            run_files.write(folder.parent / WEIGHTS, save({k: t.contiguous() for k, t in network.state_dict().items()}))
+        facts["mode"] = "train" if seen.modes[""] else "eval"
+    labels = [y for y in seen.y if y is not None]
+    if seen.x and _alike(seen.x):
+        y = torch.cat(labels) if len(labels) == len(seen.x) and _alike(labels) else torch.zeros(0)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        np.savez(folder / name, x=torch.cat(seen.x).numpy(force=True), y=y.numpy(force=True))
+        facts["data"] = str(folder / name)
+    return facts
+
+
+def _alike(tensors: list[Tensor]) -> bool:
+    return len({(t.shape[1:], t.dtype) for t in tensors if t.dim()}) == 1 and all(t.dim() for t in tensors)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value)
+
+
+if __name__ == "__main__":
+    opened = Run.open(Path(sys.argv[1]))
+    found = observe(opened, json.loads(sys.argv[2]))
+    run_files.write(opened.folder / OBSERVED, json.dumps(found, default=_plain).encode())

@@ -1,0 +1,41 @@
+"""An MLP on vectors."""
+
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+from sklearn.datasets import load_digits
+from torch import nn
+
+client = ClientApp()
+server = ServerApp()
+
+
+def examples(partition):
+    digits = load_digits()
+    mine = range(partition, 400, 10)[:8]
+    return torch.tensor(digits.images[mine, None], dtype=torch.float32) / 16, torch.tensor(digits.target[mine])
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+
+
+@client.train()
+def train(message, context):
+    net = Net()
+    net.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    x, y = examples(context.node_config["partition-id"])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    nn.functional.cross_entropy(net(x.flatten(1)), y).backward()
+    optimizer.step()
+    records = {"arrays": ArrayRecord(net.state_dict()), "metrics": MetricRecord({"num-examples": len(y)})}
+    return Message(RecordDict(records), reply_to=message)
+
+
+@server.main()
+def main(grid, context):
+    rounds = context.run_config["num-server-rounds"]
+    FedAvg(fraction_evaluate=0.0).start(grid, ArrayRecord(Net().state_dict()), num_rounds=rounds)
