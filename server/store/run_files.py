@@ -16,7 +16,7 @@ from fedgauge.client.files import SCRAP, read_to
 FOLDERS = ("tape", "reconstructions", "memories", "logs")
 MOST_TEXT = 64 << 20  # bytes of a file of JSON or TOML
 MOST_VERSIONS = 1 << 20  # of environment.json
-_FILES = (".toml", ".json", ".sqlite", "-wal", "-shm", ".safetensors", ".lock", ".html", ".pdf", ".parquet", ".log")
+_FILES = (".toml", ".json", ".sqlite", "-wal", "-shm", ".safetensors", ".lock", ".html", ".parquet", ".log")
 _KINDS = (
     (stat.S_ISLNK, "a link"),
     (stat.S_ISDIR, "a folder"),

@@ -32,7 +32,8 @@ def app(options: argparse.Namespace) -> int:
     from fedgauge.simulations.rehearsal.rehearse import observe, rehearse
     from fedgauge.simulations.reports.report import write_report
 
-    console, settings = Console(stderr=True, markup=False, highlight=False), {"rounds": options.rounds}
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    settings = {"rounds": options.rounds}
     thresholds = chosen_thresholds(options)
     for setting in options.set:
         apply_setting(settings, setting)
@@ -51,7 +52,7 @@ def app(options: argparse.Namespace) -> int:
     given = [str(run.folder), "--log", options.log, *([] if options.no_truth else ["--truth", str(found.truth)])]
     with components.allowing(found.packages, [options.folder.resolve()]):
         status = audit(command_parser("audit").parse_args(given))
-        print(write_report(run))
+        write_report(run)
     allow = " ".join(f"--allow {package}" for package in found.packages)
     console.print(f"attack it otherwise: edit {run.folder / 'scenario.toml'}, then in {options.folder}: ", end="")
     console.print(f"fedgauge audit {shlex.quote(str(run.folder))} --retry all {allow}")

@@ -23,7 +23,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "result_commands": {
         "watch": "show runs in the browser, while they work and afterwards; Ctrl-C ends it.",
-        "report": "write the HTML report of each run, and compare several; figures and a PDF if asked for.",
+        "report": "write the HTML report of each run, and compare several; figures if asked for.",
         "gate": "compare what a run's attacks reached with thresholds; the exit status says whether they hold.",
         "verify": "check a run's audit record: its chain of digests, and what the run's folder holds.",
         "export": "every score as CSV or parquet.",
@@ -43,7 +43,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "prune": "delete what can be inverted, of runs older than --days or their retention_days; scores stay.",
     },
     "scenario_commands": {
-        "init": "write a commented scenario to start from, or a Flower app that a curious server watches.",
+        "init": "write a commented scenario to start from.",
         "list": "every component by kind, with those of installed plug-ins.",
         "schema": "the JSON schema of a scenario, by which an editor completes and checks it.",
         "preflight": "what would leak, in seconds and before any training, and what to change.",

@@ -32,7 +32,6 @@ def add_to(commands: Commands) -> None:
     path(written, "--figures", "FOLDER", "each plot as PNG and SVG, one column wide")
     text = "where the comparison of several runs goes (default: comparison.html beside the first)"
     path(written, "--output -o", "FILE", text)
-    flag(written, "--pdf", "report.pdf beside report.html, by an installed Chromium")
     add_gate(commands.add(gate))
     text = "of the last entry, as kept elsewhere"
     commands.add(verify).add_argument("--last", default="", metavar="DIGEST", help=text)
@@ -73,12 +72,9 @@ def leading_to(address: str) -> str:
 
 
 def report(options: argparse.Namespace) -> int:
-    """fedgauge report RUN ...: write the HTML report of each run, and compare several; figures and a PDF if asked for."""
-    from fedgauge.simulations.reports.pdf import find_browser, write_pdf
+    """fedgauge report RUN ...: write the HTML report of each run, and compare several; figures if asked for."""
     from fedgauge.simulations.reports.report import write_comparison, write_report
 
-    if options.pdf:
-        find_browser()  # before the work, which may be long
     chosen = [run for named in options.run for run in find_runs(named, options.runs)]
     if options.output is not None and len(chosen) == 1:
         raise SpecError("--output is for the comparison of several runs; a run's own report is written into its folder")
@@ -87,8 +83,6 @@ def report(options: argparse.Namespace) -> int:
         try:
             run.check()
             print(write_report(run))
-            if options.pdf:
-                print(write_pdf(run))
             shown.append(run)
         except LedgerError as error:
             if len(chosen) == 1:

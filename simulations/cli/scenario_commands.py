@@ -27,9 +27,6 @@ def add_to(commands: Commands) -> None:
     started = commands.add(init, with_run=False)
     path(started, "file", "FILE", nargs="?", default=Path("scenario.toml"))
     started.add_argument("--data", choices=tuple(QUICKSTARTS), default="images", help="kind of data (default: images)")
-    flag(started, "--app", "write a whole Flower app instead, into the new folder FILE")
-    text = "whose account of Flower Hub publishes the app (default: publisher)"
-    started.add_argument("--publisher", metavar="NAME", default="publisher", help=text)
     listed = commands.add(list_components, with_run=False, name="list")
     listed.add_argument("kind", nargs="?", metavar="KIND", help="dataset, model, link, attack, ...; default: all")
     flag(listed, "--json", "one array of objects instead of lines")
@@ -49,16 +46,8 @@ def add_to(commands: Commands) -> None:
 
 
 def init(options: argparse.Namespace) -> int:
-    """fedgauge init [FILE]: write a commented scenario to start from, or a Flower app that a curious server watches."""
+    """fedgauge init [FILE]: write a commented scenario to start from."""
     target: Path = options.file
-    if options.app:
-        from fedgauge.simulations.run.hub_app import write_app
-
-        if target.suffix:
-            raise SpecError(f"--app writes a folder: name one, such as fedgauge init --app curious-app, not {target}")
-        write_app(target, options.publisher)
-        print(f"{target}: a Flower app; {target / 'README.md'} says how to run and to publish it")
-        return 0
     if target.exists():
         raise SpecError(f"{target} exists; choose another name")
     target.write_text((Path(__file__).parents[1] / QUICKSTARTS[options.data]).read_text())

@@ -1,1 +1,1 @@
-"""Outputs of a run: HTML report, PDF, figures, exports, and a client's own report."""
+"""Outputs of a run: HTML report, figures, exports, and a client's own report."""

@@ -10,7 +10,6 @@ from fedgauge.server.store.run import ROUNDS, Run
 DAY = 86400.0  # seconds
 DERIVED = (
     "report.html",
-    "report.pdf",
     "checkpoint.json",
 )  # made from the private files, or useless without them
 

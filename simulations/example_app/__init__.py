@@ -1,1 +1,0 @@
-"""A whole Flower app that a curious server watches: `fedgauge init --app FOLDER` writes it in the layout of Flower Hub."""
