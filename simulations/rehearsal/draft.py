@@ -13,6 +13,7 @@ import tomli_w
 import torch
 
 from fedgauge.client.components import SpecError
+from fedgauge.client.local_data import read_npz
 from fedgauge.server.store.run import WEIGHTS
 from fedgauge.server.store.scenario import Scenario
 
@@ -193,8 +194,7 @@ def _examples(rounds: Sequence[Mapping[str, Any]]) -> tuple[int, int, bool]:
     """Return a client's examples of a round, the passes over them, and whether their order changes."""
     orders = []
     for facts in rounds:
-        with np.load(facts["data"]) as arrays:
-            orders.append([row.tobytes() for row in arrays["x"]])
+        orders.append([row.tobytes() for row in read_npz(Path(facts["data"]))["x"]])
     total, unique = len(orders[0]), len(set(orders[0]))
     epochs = total // unique if total % unique == 0 else 1
     n = total // epochs
@@ -207,8 +207,8 @@ def _examples(rounds: Sequence[Mapping[str, Any]]) -> tuple[int, int, bool]:
 
 def _data(draft: Draft, rounds: Sequence[Mapping[str, Any]], n: int, pixels: Pixels, files: Path, clients: int) -> None:
     """Write the public examples, repeated as often as the shards need, and name them."""
-    with np.load(rounds[0]["data"]) as arrays:
-        x, y = np.round(255 * pixels.of(arrays["x"])).astype(np.uint8), arrays["y"]
+    arrays = read_npz(Path(rounds[0]["data"]))
+    x, y = np.round(255 * pixels.of(arrays["x"])).astype(np.uint8), arrays["y"]
     kept = np.unique(x.reshape(len(x), -1), axis=0, return_index=True)[1]
     x, y = x[np.sort(kept)], y[np.sort(kept)]
     auxiliary = max(AT_LEAST, len(x))
@@ -326,5 +326,5 @@ def _in_toml(value: object) -> bool:
 
 def truth_of(facts: Mapping[str, Any], n: int, pixels: Pixels) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a round's examples of a client as pixels in [0, 1], and their labels: those of the first epoch."""
-    with np.load(facts["data"]) as arrays:
-        return torch.from_numpy(pixels.of(arrays["x"][:n])), torch.from_numpy(arrays["y"][:n])
+    arrays = read_npz(Path(facts["data"]))
+    return torch.from_numpy(pixels.of(arrays["x"][:n])), torch.from_numpy(arrays["y"][:n])

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from fedgauge.client import components
 from fedgauge.client.components import SpecError, users_errors
+from fedgauge.client.local_data import read_npz
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
@@ -163,8 +164,8 @@ def _proof(run: Run, scenario: Scenario, observed: Observed, node: str, pixels: 
 def _arrays(facts: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray | None]:
     if "data" not in facts:
         return None, None
-    with np.load(facts["data"]) as arrays:
-        return arrays["x"], arrays["y"] if len(arrays["y"]) == len(arrays["x"]) else None
+    arrays = read_npz(Path(facts["data"]))
+    return arrays["x"], arrays["y"] if len(arrays["y"]) == len(arrays["x"]) else None
 
 
 def _write_truth(folder: Path, node: str, round: int, x: torch.Tensor, y: torch.Tensor) -> None:
