@@ -192,9 +192,7 @@ def write_draft(
 
 def _examples(rounds: Sequence[Mapping[str, Any]]) -> tuple[int, int, bool]:
     """Return a client's examples of a round, the passes over them, and whether their order changes."""
-    orders = []
-    for facts in rounds:
-        orders.append([row.tobytes() for row in read_npz(Path(facts["data"]))["x"]])
+    orders = [[row.tobytes() for row in read_npz(Path(facts["data"]))["x"]] for facts in rounds]
     total, unique = len(orders[0]), len(set(orders[0]))
     epochs = total // unique if total % unique == 0 else 1
     n = total // epochs
