@@ -28,6 +28,7 @@ from fedgauge.attacks.membership.limit import area, detectability, power
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy
 from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.plan import PlannedAttack, modalities_of
+from fedgauge.attacks.problem import Problem
 from fedgauge.client.chain import trained_on
 from fedgauge.client.collusion import tolerance
 from fedgauge.client.models.language import LanguageModel
@@ -40,7 +41,6 @@ from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.assurance.gate import EPSILON, Measurement
 from fedgauge.server.views.formatting import decibel, finite, in_unit, percent
-from fedgauge.simulations.checks.check_result import attempt
 from fedgauge.simulations.checks.network_check import try_softmax
 from fedgauge.simulations.checks.stand_ins import StandIns
 
@@ -258,8 +258,8 @@ class _Probe:
         return Finding("leaks" if share > 0.9 else "weak" if share > 3 * chance else "note", words)
 
     def _chain(self) -> Iterator[Finding]:
-        if not (softmax := attempt("softmax", partial(try_softmax, self.fed))).works:
-            yield Finding("note", f"the model: {softmax.message}")
+        if isinstance(softmax := try_softmax(self.fed), Problem):
+            yield Finding("note", f"the model: {softmax}")
         local, chain = self.fed.chain.local, self.fed.chain
         if local.steps > 1:
             words = f"{local.steps} local steps at rate {local.rate:g}: attacks unroll them at {local.steps} times the cost, or"

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.checks.attack_trial import NONE_APPLIES
 from fedgauge.simulations.checks.preflight import preflight
 from fedgauge.simulations.checks.scenario_check import check, warnings_before
 from fedgauge.simulations.cli.main import main
@@ -65,7 +64,7 @@ WARNED: dict[str, tuple[dict[str, Any], str]] = {
     "branch": (defense("branching"), "differentiate"),
     "numpy": (defense("by_numpy"), "differentiate"),
     "noise": (defense("undeclared_noise"), "without a generator"),
-    "detached": (defense("detached"), "is zero"),
+    "detached": (defense("detached"), "derivative"),
     "half detached": (defense("half_detached"), "derivative"),
     "overwrites": (defense("overwriting"), "(overwriting)"),
 }
@@ -111,8 +110,8 @@ def test_what_has_nothing_wrong_raises_no_alarm(changes: dict[str, Any]) -> None
 
 
 def test_a_run_says_before_training_that_none_of_its_attacks_applies() -> None:
-    applies_not, alone = warnings_before(Scenario.from_tables(TABLES | {"attack": [{"use": "analytic"}]}))
-    assert applies_not.startswith("attack analytic: not applicable: ") and alone == NONE_APPLIES
+    (alone,) = warnings_before(Scenario.from_tables(TABLES | {"attack": [{"use": "analytic"}]}))
+    assert alone.startswith("the whole plan: ") and "(analytic: " in alone
     both = [{"use": "analytic"}, {"use": "inverting_gradients", "iterations": 20}]
     assert list(warnings_before(Scenario.from_tables(TABLES | {"attack": both}))) == []
 
