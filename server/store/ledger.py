@@ -14,7 +14,7 @@ from fedgauge.server.store.ledger_types import (
     STARTED,
     DeviceUse,
     Participation,
-    Problem,
+    RecordedProblem,
     json_table,
     sanitised,
 )
@@ -134,10 +134,10 @@ class Ledger(JobQueue):
                 (*row, _MOST_PROBLEMS),
             )
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[RecordedProblem]:
         """The problems of the recording, in the order in which they were recorded."""
         query = "SELECT code, round at_round, client of_client, words FROM problems ORDER BY rowid LIMIT ?"
-        return [Problem(*row) for row in self._db.execute(query, (_MOST_PROBLEMS,))]
+        return [RecordedProblem(*row) for row in self._db.execute(query, (_MOST_PROBLEMS,))]
 
     def rewind(self, round: int) -> None:
         """Delete everything about the rounds from this one on, which are trained again."""
