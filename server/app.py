@@ -93,7 +93,6 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         strict=True,
         counts=malicious.counts if malicious else lambda round, client: True,
         options=replace(scenario.validator, max_examples=scenario.validator.max_examples or claimed),
-        groups=scenario.protocol.groups if together else None,
     )
     if malicious is not None:
         malicious.clients = strategy.clients

@@ -15,7 +15,7 @@ from fedgauge.server.store.run_files import LedgerError as LedgerError
 APPLICATION = 0x666C656B  # "flek": marks a file as a fedgauge ledger
 PATIENCE = 30.0  # seconds that a connection waits for another one's lock
 _LONGEST = 16 << 20  # bytes of a value or row
-_MOST_BYTES = 1 << 38  # of a ledger; the check of its pages takes a bit of memory for each
+_MOST_BYTES = 1 << 38  # of a ledger
 
 VERSION = 1  # of the schema; the first release starts to count
 SCHEMA = """
@@ -131,7 +131,9 @@ class LedgerFile:
 
     def _opened(self) -> sqlite3.Connection:
         # SQLite opens its files by their paths, and a journal may name any file, which SQLite deletes when it plays it back
-        _, waiting, _ = (run_files.look(Path(f"{self.path}{end}")) for end in ("", "-wal", "-shm"))
+        held, waiting, _ = (run_files.look(Path(f"{self.path}{end}")) for end in ("", "-wal", "-shm"))
+        if held and held.st_size > _MOST_BYTES:
+            raise LedgerError(f"{self.path} has {held.st_size} bytes, and no ledger has more than {_MOST_BYTES}")
         if os.path.lexists(journal := f"{self.path}-journal"):
             raise LedgerError(f"{journal} is not of fedgauge: open a copy of the run without it")
         how = "rw"  # also to read: the last connection to close a ledger tidies up, which one of mode=ro cannot
@@ -154,12 +156,8 @@ class LedgerFile:
             raise LedgerError(f"{self.path} is not as fedgauge makes a ledger")
 
     def _check_pages(self) -> None:
-        """Refuse a ledger with more pages than its files hold, or whose pages are damaged or repeat."""
-        pages, size = (self._db.execute(f"PRAGMA page_{what}").fetchone()[0] for what in ("count", "size"))
-        held = sum(p.stat().st_size for p in (self.path, Path(f"{self.path}-wal")) if p.exists())
-        fault = f"it claims {pages} pages of {size} bytes, and holds {held} bytes"
-        if pages * size <= min(held, _MOST_BYTES):
-            fault = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        """Refuse a ledger whose pages are damaged or repeat."""
+        fault = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if fault != "ok":
             raise LedgerError(f"{self.path} is damaged: {' '.join(fault.split()):.200}")
 

@@ -6,7 +6,7 @@ A bad reply is dropped, recorded with its reason, and shown. If what was aggrega
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from logging import WARNING
 from statistics import median_low
 from typing import cast
@@ -122,7 +122,6 @@ class CheckedStrategy(Wrapper):
         strict: nodes that are not in clients take no part.
         counts: whether the wrapped strategy averages a client's reply in a round, and so its buffers; default: always.
         options: bounds on a reply.
-        groups: of a round, whose updates come together as the reply of one of them; default: those of the protocol's sum.
     """
 
     inner: Strategy
@@ -134,12 +133,9 @@ class CheckedStrategy(Wrapper):
     strict: bool = False
     counts: Callable[[int, int], bool] = lambda round, client: True
     options: ValidatorOptions = field(default_factory=ValidatorOptions)
-    groups: Callable[[int], Sequence[Sequence[int]]] | None = None
 
     def __post_init__(self) -> None:
         self.buffers, self.clients = dict(self.buffers), dict(self.clients)
-        if self.protocol is not None and self.protocol.secure_sum is not None:
-            self.groups = self.groups or self.protocol.groups
         self._params: Params = {}
         self._sent: dict[int, Params] = {}  # by client, if the wrapped strategy sends it other weights
         self._asked: set[int] = set()  # node ids
@@ -174,10 +170,8 @@ class CheckedStrategy(Wrapper):
             sent = self._sent_to_groups(self.protocol, server_round, [reply.client for reply, _ in passed])
             passed, alone = self._summed(self.protocol, server_round, passed)
             rejected |= alone
-        else:  # of a deployment's sum each reply is the mean of several already
-            rejected = {client: self._as_group(server_round, p) for client, p in rejected.items()}
         passed, outsized = self._within_norm(passed)
-        rejected |= {client: self._as_group(server_round, p) for client, p in outsized.items()}
+        rejected |= outsized
         accepted = tuple(reply for reply, _ in passed)
         before, undone = dict(self.buffers), ""
         try:
@@ -347,16 +341,6 @@ class CheckedStrategy(Wrapper):
         merged = AcceptedReply(replies[0].client, update, sum(examples), buffers, guard)
         group[0][1].content = self._as_weights(merged)
         return merged, group[0][1]
-
-    def _as_group(self, round: int, rejected: Participation) -> Participation:
-        """A rejection that blames no single client for the sum of several."""
-        group = next((g for g in self.groups(round) if rejected.client in g), ()) if self.groups is not None else ()
-        if len(group) < 2:
-            return rejected
-        clients = ", ".join(map(str, group))
-        return replace(
-            rejected, reason=f"{rejected.reason}; it is the mean of clients {clients}, not one client's update"
-        )
 
     def _absent(self, grid: Grid) -> set[int]:
         """The protocol's clients that are not connected; empty if the federation's nodes are not all known."""

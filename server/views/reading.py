@@ -196,7 +196,6 @@ class Reading(LedgerReading):
     """
 
     def __init__(self, run: Run) -> None:
-        run.check(whole=False)
         super().__init__(run.ledger(readonly=True), tables_of(run))
         self.run = run
         self.lock = Lock()
@@ -343,7 +342,6 @@ class Reading(LedgerReading):
         if self._scenario is None:
             try:
                 with offline():
-                    self.run.check()  # the scenario may name data in the run's own folder
                     self._scenario = self.run.scenario()
             except (SpecError, OSError, ValueError) as error:
                 self._scenario = str(error)
@@ -419,7 +417,6 @@ def most_examples(tables: Mapping[str, Any]) -> int:
 
 def run_summary(run: Run) -> dict[str, Any]:
     """A run in one line, without reading all its scores; LedgerError if it cannot be read."""
-    run.check(whole=False)
     with run.ledger(readonly=True) as ledger:
         tables = tables_of(run)
         progress, best = ledger.progress(), ledger.best_so_far()

@@ -1,16 +1,14 @@
 """The preflight: estimates in seconds, before any training, what a scenario would leak, and says what to change.
 
-Auxiliary images stand in for the clients', whose data is never touched. The preflight counts unknowns against equations layer
-by layer, tries the attacks that need no search (analytic inversion, label restoration) on updates that went through the whole
+Auxiliary images stand in for the clients', whose data is never touched. The preflight counts unknowns against equations,
+tries the attacks that need no search (analytic inversion, label restoration) on updates that went through the whole
 chain, and computes the limit.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -34,7 +32,6 @@ from fedgauge.client.collusion import tolerance
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.pairing import in_db, one_to_one
 from fedgauge.client.rng import generator
-from fedgauge.client.training import evaluated
 from fedgauge.client.transforms import is_identity
 from fedgauge.client.update import Batch
 from fedgauge.defenses.accounting import privacy_statement
@@ -51,36 +48,12 @@ TESTED = 512  # auxiliary images on which the mean image is measured
 MEASURE = "measure it with fedgauge run, then fedgauge gate"
 NO_SEARCH = f"without noise of a known density nothing limits a search: {MEASURE}"
 NOT_BEFORE_TRAINING = f"not estimated before training, or not for such a chain; {MEASURE}"
-CLOSED_FORMS = (  # attacks, what they read, and what to change
-    (
-        "analytic",
-        "the first fully connected layer's gradient",
-        "more examples an update, a convolution before the first fully connected layer, or noise after it",
-    ),
-    (
-        "patch_embedding",
-        "the gradient of the patches' and positions' embeddings",
-        "more examples an update, positions that are not learnt, or noise after it",
-    ),
-)
+CLOSED_FORMS = {  # attacks, and what they read
+    "analytic": "the first fully connected layer's gradient",
+    "patch_embedding": "the gradient of the patches' and positions' embeddings",
+}
 Severity = Literal["leaks", "weak", "unknown", "note", "holds"]
 _STYLES = dict(leaks="bold red", weak="yellow", unknown="yellow", note="", holds="green")
-
-
-@dataclass(frozen=True)
-class LayerExposure:
-    """One layer's part in the update.
-
-    Args:
-        entries: parameters; visible: entries of the uploaded update that are not zero, on average.
-        unknowns: numbers in the layer's input for the whole batch.
-    """
-
-    name: str
-    kind: str
-    entries: int
-    visible: int
-    unknowns: int
 
 
 @dataclass(frozen=True)
@@ -94,9 +67,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Preflight:
-    """The exposure of each layer, all findings, and what was measured of each metric, for a gate."""
+    """All findings, the worst first, and what was measured of each metric, for a gate."""
 
-    layers: tuple[LayerExposure, ...]
     findings: tuple[Finding, ...]
     measured: Mapping[str, Measurement]
 
@@ -108,7 +80,7 @@ class Preflight:
 def preflight(scenario: Scenario) -> Preflight:
     """Examine a checked scenario; this takes some seconds."""
     probe = _Probe(scenario)
-    return Preflight(tuple(probe.layers()), tuple(probe.findings()), probe.measured)
+    return Preflight(tuple(probe.findings()), probe.measured)
 
 
 class _Probe:
@@ -116,39 +88,16 @@ class _Probe:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.fed = scenario, scenario.federation
-        self.auditor, self.stand_ins = Auditor(self.fed, scenario.plan.seed), StandIns(self.fed, STAND_INS)
-        stand_ins = self.stand_ins
-        self.params, self.members, self.size = stand_ins.params, stand_ins.members, stand_ins.size
-        self.batches, self.wave = stand_ins.batches, stand_ins.wave
+        self.auditor, self.stand_ins = Auditor(self.fed, scenario.plan.seed), (own := StandIns(self.fed, STAND_INS))
+        self.params, self.members, self.size, self.batches = own.params, own.members, own.size, own.batches
+        self.wave = own.wave
         self.measured: dict[str, Measurement] = {}
-
-    # ----------------------------------------------------------------------------------------------------- layers
-
-    def layers(self) -> Iterator[LayerExposure]:
-        """Every layer with parameters of its own, in the order of the forward pass."""
-        found: dict[str, LayerExposure] = {}
-
-        def note(name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            names = [f"{name}.{n}" if name else n for n, _ in module.named_parameters(recurse=False)]
-            entries = sum(self.params[n].numel() for n in names)
-            visible = sum(int(self.wave.update[n].count_nonzero()) for n in names) // STAND_INS
-            found.setdefault(name, LayerExposure(name, type(module).__name__, entries, visible, given[0].numel()))
-
-        model = self.fed.model
-        with ExitStack() as hooks, evaluated(model), torch.no_grad():  # BatchNorm's statistics must not change
-            for name, module in model.named_modules():
-                if next(module.parameters(recurse=False), None) is not None:
-                    hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
-            model(self.fed.shards.dataset.normalise(self.batches[0].x))
-        yield from found.values()
-
-    # --------------------------------------------------------------------------------------------------- findings
 
     def findings(self) -> Iterator[Finding]:
         """The worst first."""
         model = self.fed.model
         own = self._word_embeddings(model) if isinstance(model, LanguageModel) else self._structure()
-        closed_forms = [self._closed_form(*form) for form in CLOSED_FORMS]
+        closed_forms = [self._closed_form(*form) for form in CLOSED_FORMS.items()]
         findings = [
             f for f in (*own, *closed_forms, self._single_rows(), self._labels(), *self._chain()) if f is not None
         ]
@@ -189,7 +138,7 @@ class _Probe:
                 yield Finding("leaks", words, self.fed.without_batch_statistics)
                 return
 
-    def _closed_form(self, use: str, where: str, remedy: str) -> Finding | None:
+    def _closed_form(self, use: str, where: str) -> Finding | None:
         """Result of an attack by a closed form on the stand-ins' updates."""
         if type(self.auditor.modality) not in modalities_of(use):
             return None
@@ -202,7 +151,7 @@ class _Probe:
         self._reaches(mean, f"{use} on {len(values)} stand-ins")
         if exact := sum(map(main.came_back_whole, values)):
             words = f"{where} holds the {main.private}: read off {exact} of {len(values)} stand-ins without any search ({use})"
-            return Finding("leaks", words, remedy)
+            return Finding("leaks", words, "more examples an update, a convolution before it, or noise after it")
         return Finding("note", f"{use} reads {where} and gets {in_unit(mean, main)} through this chain")
 
     def _reaches(self, value: float, words: str) -> None:
@@ -234,10 +183,7 @@ class _Probe:
         share = read / (self.size * len(self.batches))
         words = f"{percent(share)} of the stand-ins' examples are read off a row of the first fully connected layer's gradient"
         self._reaches(share * self.auditor.modality.main.complete, words)
-        remedy = (
-            "larger batches, a convolution before it, or noise after it; a malicious server raises that share to 100 %"
-        )
-        return Finding("leaks", f"{words}: each is the only one that excites its neuron", remedy)
+        return Finding("leaks", words, "larger batches, a convolution before it, or noise after it")
 
     def _labels(self) -> Finding | None:
         from fedgauge.attacks.labels import restore
@@ -350,13 +296,7 @@ def _fed(batch: Batch, pad: int) -> Tensor:
 
 
 def show(result: Preflight, console: Console) -> None:
-    """Print the layers as a table, then the findings, the worst first."""
-    table = Table("layer", "kind", "entries", "visible", "inputs of the batch", "visible / inputs", box=None)
-    for layer in result.layers:
-        counts = (f"{n:,}" for n in (layer.entries, layer.visible, layer.unknowns))
-        table.add_row(layer.name, layer.kind, *counts, f"{layer.visible / layer.unknowns:.2g}")
-    console.print(table)
-    console.print("visible: entries of an uploaded update that are not zero; above 1: more equations than unknowns\n")
+    """Print the findings, the worst first."""
     findings = Table(box=None, show_header=False, padding=(0, 1))
     for finding in result.findings:
         findings.add_row(Text(finding.severity, style=_STYLES[finding.severity]), finding.words)

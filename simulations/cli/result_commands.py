@@ -85,7 +85,6 @@ def report(options: argparse.Namespace) -> int:
     shown = []
     for run in chosen:
         try:
-            run.check()
             print(write_report(run))
             if options.pdf:
                 print(write_pdf(run))

@@ -56,17 +56,11 @@ def test_an_mlp_of_one_example_is_read_off() -> None:
     assert finding(found, "labels: 100\u00a0%").severity == "leaks"
     assert finding(found, "the chain has no defense").severity == "leaks"
     assert [f.severity for f in found.findings][:3] == ["leaks"] * 3, "the worst first"
-    first, last = found.layers
-    assert (first.kind, first.entries, first.unknowns) == ("Linear", 784 * 32 + 32, 784)
-    assert (last.entries, last.unknowns) == (32 * 10 + 10, 32)
-    assert first.visible <= first.entries
 
 
 def test_a_convolution_first_is_not_read_off() -> None:
     found = preflight(scenario(model={"use": "lenet"}))
     assert not [f for f in found.findings if "read off" in f.words and "image" in f.words]
-    assert [layer.kind for layer in found.layers] == ["Conv2d", "Conv2d", "Conv2d", "Linear"]
-    assert found.layers[1].unknowns == 12 * 14 * 14
 
 
 def test_an_example_that_alone_excites_a_neuron_is_told() -> None:
@@ -173,10 +167,9 @@ def test_the_command_prints_both_ways_and_refuses_mistakes(tmp_path: Any, capsys
     path.write_text(tomli_w.dumps(dict(scenario().tables)))
     assert main(["preflight", str(path), "--set", "model.hidden=[16]"]) == 0
     shown = capsys.readouterr().out
-    assert "12,560" in shown and "leaks" in shown and "change:" in shown
+    assert "leaks" in shown and "change:" in shown
     assert main(["preflight", str(path), "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
-    assert {layer["name"] for layer in read["layers"]} == {"1", "3"}
     assert {f["severity"] for f in read["findings"]} <= {"leaks", "weak", "unknown", "note", "holds"}
     assert main(["preflight", str(tmp_path / "no.toml")]) == 2
     assert "there is no such file" in capsys.readouterr().err
