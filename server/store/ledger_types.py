@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, check_at_least
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger_connection import LedgerError
 
@@ -108,6 +108,9 @@ class DeviceUse:
     busy: int
     waves: int
     share: float
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "workers", "busy", "waves", "share")
 
 
 @dataclass(frozen=True)

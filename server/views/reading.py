@@ -12,6 +12,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 from xxhash import xxh3_64_hexdigest
 
 from fedgauge.attacks.grading.knowledge_card import SEPARATOR
+from fedgauge.attacks.grading.scores import OBJECTIVE
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.local_data import may_download
@@ -275,7 +276,7 @@ class Reading(LedgerReading):
     @property
     def objectives(self) -> Mapping[tuple[int, int, str], float | None]:
         """What attacks without truth minimised, at their end, by round, client and attack."""
-        rows = self.view("objectives", lambda: self.ledger.objectives())
+        rows = self.view("objectives", lambda: list(self.ledger.scores(OBJECTIVE)))
         return self.view("by objective", lambda: {(r["round"], r["client"], r["attack"]): r["value"] for r in rows})
 
     def size_of(self, round: int, client: int) -> int:

@@ -14,7 +14,6 @@ from torch import nn
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.engine.devices import CPU
-from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.problem import Problem
@@ -22,14 +21,13 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.models.losses import is_cross_entropy, is_mean, takes_probabilities
-from fedgauge.client.training import without_running_stats
+from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.server.pool.service import attack_devices
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.attack_trial import NOT_APPLICABLE, PATIENCE, PLAN, check_attacks
 from fedgauge.simulations.checks.chain_check import check_links, try_links
 from fedgauge.simulations.checks.check_result import CheckResult, Found, attempt, attempt_all
-from fedgauge.simulations.checks.network_check import TRIED, check_network, inputs, try_derivatives
+from fedgauge.simulations.checks.network_check import check_network, try_derivatives
 
 BETWEEN_BUILDS = "draw with torch's generator, which the seed sets, or read it from a file"
 Stage = Callable[[Scenario], Iterator[CheckResult]]
@@ -172,7 +170,7 @@ def _same_data(fed: Federation, other: Federation) -> Found:
 
 
 def _check_model(scenario: Scenario) -> Iterator[CheckResult]:
-    """What training and attacks need of it, what is lost in eval mode, and what makes matching slower."""
+    """What training and attacks need of it, and what is lost in eval mode."""
     fed, works = scenario.federation, True
     for result in check_network(fed):
         works &= result.works is True or not result.needed
@@ -185,13 +183,6 @@ def _check_model(scenario: Scenario) -> Iterator[CheckResult]:
     if dropout and not fed.model.training:
         why = "is dropout, which eval mode turns off, so that clients train without it"
         yield CheckResult("dropout", False, False, Problem("dropout", f"layer {dropout[0]!r}", why))
-    x = inputs(fed, 2 * TRIED)
-    if len(x) == 2 * TRIED:
-        with without_running_stats(fed.model):
-            independent = examples_are_independent(fed.model, fed.initial()[0], x.view(2, TRIED, *x.shape[1:]))
-        if not independent:
-            why = "a layer draws, or the model mixes the examples of a batch, so matching uses vmap and is slower"
-            yield CheckResult("engine", False, False, Problem("mixes", "", why))
     if not isinstance(fed.model, LanguageModel):
         yield attempt("second derivative", partial(try_derivatives, fed))
 
@@ -207,17 +198,10 @@ def _same_model(fed: Federation, other: Federation) -> Found:
 
 def _check_loss(scenario: Scenario) -> Iterator[CheckResult]:
     fed = scenario.federation
-    if is_cross_entropy(fed.loss):
-        yield CheckResult("loss", True, True, "cross-entropy")
-        return
-    classes = fed.shards.dataset.classes
-    yield CheckResult("loss", True, True, f"{fed.protocol.loss['use']}; labels cannot be read off its gradient")
-    if not is_mean(fed.loss, classes):
-        why = "a batch's loss is not the mean of its examples', so matching uses vmap and is slower"
-        yield CheckResult("loss of a batch", False, False, Problem("no mean", "", why))
-    if not takes_probabilities(fed.loss, classes):
-        why = "it takes whole labels only: no attack optimises labels (dlg), no link may blend them (mixup)"
-        yield CheckResult("loss of probabilities", False, False, Problem("whole labels", "", why))
+    words = "cross-entropy"
+    if not is_cross_entropy(fed.loss):
+        words = f"{fed.protocol.loss['use']}; labels cannot be read off its gradient"
+    yield CheckResult("loss", True, True, words)
 
 
 def _check_step(scenario: Scenario) -> Iterator[CheckResult]:

@@ -39,7 +39,7 @@ def test_equal_ways_to_compute_are_kept_once(path: Path) -> None:
 def test_what_is_tried_again_is_no_longer_of_the_device_before(path: Path) -> None:
     with filled(path, plan_of("a", wave=4)) as ledger:
         attack(ledger, GPU)
-        ledger.retry_ended({"converged"}, 4)
+        ledger.retry_ended({"converged"})
         assert ledger.numerics() == []
         attack(ledger, CPU)
         assert [row["device"] for row in ledger.numerics()] == ["cpu"]
@@ -60,7 +60,7 @@ def test_the_use_of_devices_is_told(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "row",
-    [None, [1, 1, 12], [1, 1, 12, 1.5], [1, "1", 12, 0.5], [-1, 0, 0, 0.5]],
+    [None, [1, 1, 12], [1, "1", 12, 0.5], [-1, 0, 0, 0.5]],
     ids=str,
 )
 def test_a_device_that_no_service_wrote_is_damage(path: Path, row: object) -> None:
