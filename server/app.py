@@ -1,7 +1,7 @@
 """The Flower ServerApp: builds the strategy, wraps it, trains, and records every round."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from logging import WARNING
 from pathlib import Path
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.threat_model import public_knowledge
+from fedgauge.client.deployment.secure_sum_terms import build_secure_sum
 from fedgauge.client.federation import Federation
+from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Params
 from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store import checkpoint
@@ -28,9 +30,9 @@ from fedgauge.server.store.uploads import read_observation
 from fedgauge.server.strategy.build import build_strategy
 from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.client_grading import ClientGrader
-from fedgauge.server.strategy.deployed_sum import of_sums, secured
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
 from fedgauge.server.strategy.node_discovery import LateJoiners, discover_nodes
+from fedgauge.server.strategy.secure_aggregation import SecureSumStrategy
 
 app = ServerApp()
 
@@ -78,7 +80,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
 
     def take(intake: RoundReplies) -> None:
         if together is not None:
-            intake = of_sums(intake, protocol)
+            intake = _of_sums(intake, protocol)
         if malicious is not None:
             malicious.note(intake)
         seen[:] = recorder.put(intake)
@@ -103,7 +105,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         _note_start(ledger, done, flower_run)
         grader = ClientGrader(run, ledger, grid, strategy.clients, protocol, timeout)
         between = [grader.ask, LateJoiners(grid, protocol.clients, strategy.clients).admit]
-    served = strategy if together is None else secured(strategy, protocol, timeout)
+    served = strategy if together is None else _secured(strategy, protocol, timeout)
     arrays, began = ArrayRecord(params), time.perf_counter()
     for round in range(done, protocol.rounds + 1):
         if round > done:
@@ -121,6 +123,45 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     if grader is not None:
         grader.finish()
     write_tensors(run.model, {**params, **strategy.buffers})
+
+
+# ---------------------------------------------------------------------------------------- a deployment's secure sum
+
+
+def _secured(strategy: CheckedStrategy, protocol: Protocol, timeout: float) -> SecureSumStrategy:
+    """The strategy behind the secure sum of the scenario's terms, which every client's owner has agreed to.
+
+    Args:
+        timeout: seconds that clients have to answer a question without training.
+    """
+    assert protocol.secure_sum is not None
+
+    def groups(round: int, nodes: Sequence[int]) -> list[list[int]]:
+        of = {strategy.clients[node]: node for node in nodes}
+        return [[of[client] for client in group if client in of] for group in protocol.groups(round)]
+
+    return SecureSumStrategy(strategy, build_secure_sum(protocol.secure_sum.real), "updates", timeout, groups)
+
+
+def _of_sums(intake: RoundReplies, protocol: Protocol) -> RoundReplies:
+    """A round by groups: whoever is part of a sum has no entry of its own, and only complete sums are attacked.
+
+    An attack computes what the scenario's whole group would send; a sum that lacks a member is another function.
+    """
+    groups = {client: group for group in protocol.groups(intake.round) for client in group}
+    complete, partial = [], []
+    for reply in intake.accepted:
+        gone = [c for c in groups[reply.client] if c != reply.client and c not in intake.summed]
+        if not gone:
+            complete.append(reply)
+            continue
+        why = f"the sum of its group without client {', '.join(map(str, gone))}: trained on, not attacked"
+        partial.append(Participation(reply.client, "accepted", why, reply.examples))
+    others = [p for p in intake.refused if p.client not in intake.summed]
+    return replace(intake, accepted=tuple(complete), refused=(*others, *partial))
+
+
+# ------------------------------------------------------------------------------------------- what a round leaves
 
 
 def _note_start(ledger: Ledger, done: int, flower_run: int) -> None:

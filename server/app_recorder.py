@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
@@ -73,9 +73,9 @@ class _Sent:
 
     @classmethod
     def of(cls, message: Message) -> "_Sent":
-        metadata = message.metadata
-        sent = cls(metadata, metadata.dst_node_id, metadata.message_type, _round_of(message), {})
-        return replace(sent, arrays=_arrays(message.content)) if sent.kind == "train" else sent
+        metadata, kind = message.metadata, message.metadata.message_type
+        arrays = _arrays(message.content) if kind.partition(".")[0] == "train" else {}
+        return cls(metadata, metadata.dst_node_id, kind, _round_of(message), arrays)
 
     @property
     def kind(self) -> str:

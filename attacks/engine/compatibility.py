@@ -68,8 +68,8 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
             logits = _passed(model, params, x)
         except Exception as error:  # a user's model may raise anything
             layer, given = calls.running[-1] if calls.running else ("", ())
-            shape = given[0] if given and isinstance(given[0], Tensor) else x
-            why = f"cannot take a batch of {' x '.join(map(str, shape.shape))} ({_line(error)})"
+            taken = given[0] if given and isinstance(given[0], Tensor) else x
+            why = f"cannot take a batch of {' x '.join(map(str, taken.shape))} ({_line(error)})"
             return Problem("forward", layer or "the model", why, "build the network for such examples")
     if not isinstance(logits, Tensor):
         held = f" with {', '.join(map(str, logits))}" if isinstance(logits, dict) else ""

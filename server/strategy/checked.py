@@ -167,8 +167,7 @@ class CheckedStrategy(Wrapper):
         passed, rejected = self._checked(received)
         sent = self._sent
         if self.protocol is not None and self.protocol.secure_sum is not None:
-            sent = self._sent_to_groups(self.protocol, server_round, [reply.client for reply, _ in passed])
-            passed, alone = self._summed(self.protocol, server_round, passed)
+            passed, alone, sent = self._summed(self.protocol, server_round, passed)
             rejected |= alone
         passed, outsized = self._within_norm(passed)
         rejected |= outsized
@@ -306,29 +305,22 @@ class CheckedStrategy(Wrapper):
                 altered[self._client(message.metadata.dst_node_id)] = dict(record.to_torch_state_dict())
         return altered
 
-    def _sent_to_groups(self, protocol: Protocol, round: int, present: Sequence[int]) -> dict[int, Params]:
-        """By first client, what was sent to the groups of which no member got the federation's weights."""
-        sent = {}
-        for group in protocol.groups(round):
-            members = [client for client in group if client in present]
-            altered = [self._sent[client] for client in members if client in self._sent]
-            if altered and len(altered) == len(members):
-                sent[members[0]] = altered[0]
-        return sent
-
-    def _summed(self, protocol: Protocol, round: int, passed: Passed) -> tuple[Passed, dict[int, Participation]]:
-        """One reply for each group that has a sum, and the rejections of the groups that have none."""
+    def _summed(
+        self, protocol: Protocol, round: int, passed: Passed
+    ) -> tuple[Passed, dict[int, Participation], dict[int, Params]]:
+        """By groups: a reply for each sum, the rejections of those without, and what was sent where nobody got the usual."""
         replies = {reply.client: (reply, message) for reply, message in passed}
         merged: Passed = []
-        alone: dict[int, Participation] = {}
+        alone, sent = dict[int, Participation](), dict[int, Params]()
         for group in protocol.groups(round):
-            present = [replies[client] for client in group if client in replies]
-            reason = _no_sum(protocol, round, group, [reply.client for reply, _ in present])
-            if reason:
-                alone |= {reply.client: Participation(reply.client, "rejected", reason) for reply, _ in present}
+            present = [client for client in group if client in replies]
+            if reason := _no_sum(protocol, round, group, present):
+                alone |= {client: Participation(client, "rejected", reason) for client in present}
             elif present:
-                merged.append(self._merged(present))
-        return sorted(merged, key=lambda pair: pair[0].client), alone
+                merged.append(self._merged([replies[client] for client in present]))
+                if self._sent.keys() >= set(present):
+                    sent[present[0]] = self._sent[present[0]]
+        return sorted(merged, key=lambda pair: pair[0].client), alone, sent
 
     def _merged(self, group: Passed) -> tuple[AcceptedReply, Message]:
         """The mean of a group's updates, weighted by examples, as its first client's message."""

@@ -80,7 +80,7 @@ class _LinkTrial:
 
     def trains(self) -> Found:
         """As a client runs it: an update of the same form."""
-        update = self._client(_copied(self.base))
+        update: object = self._client(_copied(self.base))  # what a user's link returns may be anything
         if not isinstance(update, Mapping):
             return Problem("no update", "it", f"returned {type(update).__name__}", "return a tensor for each name")
         if other := sorted(update.keys() ^ self.base.keys()):

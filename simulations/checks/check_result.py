@@ -15,9 +15,8 @@ GENERATOR = (
     "draw with the generator that is handed over (torch.randn(..., generator=rng)), and declare in `mean` what remains without "
     "the noise (often the identity) and in `update_distribution` how it is distributed"
 )
-COPY = "keep locks, open files and tensors computed from others out of the module's attributes, or write __deepcopy__"
 _REMEDIES = (  # parts of torch's and Python's messages, the first that occurs decides
-    (("cannot pickle", "support the deepcopy protocol"), COPY),
+    (("cannot pickle", "support the deepcopy protocol"), "keep what cannot be copied out of the module's attributes"),
     ((".item()", "data-dependent", "Boolean value", "call numpy()", "calling .numpy()", "aten::_local_scalar"), TENSORS_ONLY),
     (("random operation",), GENERATOR),
     (("setup_context", "generate_vmap_rule"), "give its autograd Function a setup_context and generate_vmap_rule = True"),

@@ -1,6 +1,5 @@
 """What is wrong with a network, tried on a few examples: named with the layer and the remedy."""
 
-import copy
 import inspect
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +21,7 @@ from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.training import without_running_stats
-from fedgauge.simulations.checks.check_result import COPY, CheckResult, Found, attempt, problem_of
+from fedgauge.simulations.checks.check_result import CheckResult, Found, attempt
 
 TRIED = 4  # examples on which a network is tried
 PAIR = 2  # examples of a gradient: BatchNorm in train mode cannot normalise by one
@@ -35,20 +34,13 @@ def check_network(fed: Federation) -> Iterator[CheckResult]:
         yield (result := attempt(name, partial(check, fed), stops=True))
         if not result.works:
             return
-    for name, check in (("model, copied", _copy), ("input", _input), ("softmax", try_softmax)):
-        yield attempt(name, partial(check, fed), needed=False)
+    yield attempt("softmax", partial(try_softmax, fed), needed=False)
 
 
 def inputs(fed: Federation, count: int = TRIED) -> Tensor:
     """Some training examples, normalised as the model's input."""
     data = fed.shards.dataset
     return data.normalise(batch_of(data.x, data.y, torch.arange(min(count, len(data.y)))).x)
-
-
-def _outputs(fed: Federation, given: Tensor) -> Tensor:
-    with torch.no_grad(), without_running_stats(fed.model):  # a check must not change BatchNorm's statistics
-        made: Tensor = functional_call(fed.model, fed.initial()[0], (given,))
-    return made
 
 
 def _forward(fed: Federation) -> Found:
@@ -81,28 +73,10 @@ def _gradient(fed: Federation) -> Found:
     return "finite"
 
 
-def _input(fed: Federation) -> Found:
-    given = inputs(fed)
-    before = given.clone()
-    _outputs(fed, given)
-    if torch.equal(given, before):
-        return "unchanged"
-    why = "it changes its input in place, which ruins a batch that is used twice"
-    return Problem("changes input", "", why, "begin with x = x.clone(), or set inplace=False")
-
-
-def _copy(fed: Federation) -> Found:
-    """Copy the network, as dlg and idlg (for double precision), bounds, and defenses and attacks of the model do."""
-    try:
-        copy.deepcopy(fed.model)
-    except Exception as error:  # __deepcopy__ and __reduce__ are the user's
-        return problem_of(error, "deepcopy", COPY)
-    return "it can be copied"
-
-
 def try_softmax(fed: Federation) -> Found:
     """Whether its outputs are no probabilities, of which the cross-entropy would take the softmax a second time."""
-    made = _outputs(fed, inputs(fed))
+    with torch.no_grad(), without_running_stats(fed.model):  # a check must not change BatchNorm's statistics
+        made: Tensor = functional_call(fed.model, fed.initial()[0], (inputs(fed),))
     sums_to_one = bool(((made.sum(-1) - 1).abs() < UNIT).all())
     probabilities = made.shape[-1] > 1 and bool((made >= 0).all()) and sums_to_one
     if not (probabilities and is_cross_entropy(fed.loss)):

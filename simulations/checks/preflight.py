@@ -11,13 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from fedgauge.attacks.engine.computation import dense_input_layer
 from fedgauge.attacks.gaussian_prior import class_means
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit, noise_is_known
@@ -30,7 +28,7 @@ from fedgauge.attacks.problem import Problem
 from fedgauge.client.chain import trained_on
 from fedgauge.client.collusion import tolerance
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.pairing import in_db, one_to_one
+from fedgauge.client.pairing import in_db
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import is_identity
 from fedgauge.client.update import Batch
@@ -48,10 +46,6 @@ TESTED = 512  # auxiliary images on which the mean image is measured
 MEASURE = "measure it with fedgauge run, then fedgauge gate"
 NO_SEARCH = f"without noise of a known density nothing limits a search: {MEASURE}"
 NOT_BEFORE_TRAINING = f"not estimated before training, or not for such a chain; {MEASURE}"
-CLOSED_FORMS = {  # attacks, and what they read
-    "analytic": "the first fully connected layer's gradient",
-    "patch_embedding": "the gradient of the patches' and positions' embeddings",
-}
 Severity = Literal["leaks", "weak", "unknown", "note", "holds"]
 _STYLES = dict(leaks="bold red", weak="yellow", unknown="yellow", note="", holds="green")
 
@@ -97,10 +91,13 @@ class _Probe:
         """The worst first."""
         model = self.fed.model
         own = self._word_embeddings(model) if isinstance(model, LanguageModel) else self._structure()
-        closed_forms = [self._closed_form(*form) for form in CLOSED_FORMS.items()]
-        findings = [
-            f for f in (*own, *closed_forms, self._single_rows(), self._labels(), *self._chain()) if f is not None
+        closed_forms = [
+            self._closed_form(
+                "analytic" if self.size == 1 else "read_rows", "the first fully connected layer's gradient"
+            ),
+            self._closed_form("patch_embedding", "the gradient of the patches' and positions' embeddings"),
         ]
+        findings = [f for f in (*own, *closed_forms, self._labels(), *self._chain()) if f is not None]
         yield from sorted(findings, key=lambda f: list(_STYLES).index(f.severity))
 
     def _word_embeddings(self, model: LanguageModel) -> Iterator[Finding]:
@@ -144,7 +141,7 @@ class _Probe:
             return None
         results = self.auditor.attack(PlannedAttack(use, {"use": use}), self.wave, self.members)
         grader, main = self.auditor.grader, self.auditor.modality.main
-        values = [v for (r, _), b in zip(results, self.batches, strict=True) for v in grader.leaked(r, b)]
+        values = [v for (r, _), b in zip(results, self._trained_on(), strict=True) for v in grader.leaked(r, b)]
         if not values:
             return None
         mean = sum(values) / len(values)
@@ -154,36 +151,21 @@ class _Probe:
             return Finding("leaks", words, "more examples an update, a convolution before it, or noise after it")
         return Finding("note", f"{use} reads {where} and gets {in_unit(mean, main)} through this chain")
 
+    def _trained_on(self) -> list[Batch]:
+        """The stand-ins' examples as a link has changed them; members of a secure sum train separately."""
+        if self.members > 1:
+            return self.batches
+        fed, seed = self.fed, self.stand_ins.seed
+        draws = [generator(seed, "stand-in draws", k) for k in range(STAND_INS)]
+        each = zip(self.batches, draws, strict=True)
+        return [trained_on(fed.chain, fed.gradient, self.params, batch, draw) or batch for batch, draw in each]
+
     def _reaches(self, value: float, words: str) -> None:
         """Note what an attacker reaches at least of the main metric, on average and without any search."""
         metric = self.auditor.modality.main.metric
         before = self.measured.get(metric)
         if before is None or before.value is None or before.value < value:
             self.measured[metric] = Measurement(value, f"at least, as {words}; {NO_SEARCH}", conclusive=False)
-
-    def _single_rows(self) -> Finding | None:
-        """The share of examples that some row's weight over bias gradient gives exactly, as its neuron saw no other one."""
-        known, own = self.auditor.knowledge(PlannedAttack("rows", {"use": "analytic"}), self.members), self.stand_ins
-        try:
-            layer = dense_input_layer(known.model, known.shape)
-        except ValueError:  # no layer reads whole examples
-            return None
-        read = 0
-        for k, batch in enumerate(self.batches):
-            draws = generator(own.seed, "stand-in draws", k)  # members of a secure sum train separately
-            changed = (
-                trained_on(self.fed.chain, self.fed.gradient, self.params, batch, draws) if self.members == 1 else None
-            )
-            weight, bias = (self.wave.update[of][k].double() for of in (layer.call.weight, layer.call.bias))
-            rows = known.pixels(layer.example((weight / bias[:, None])[bias != 0].view(-1, *known.shape))).flatten(1)
-            errors = torch.cdist((changed or batch).x.double().flatten(1), rows).square() / math.prod(known.shape)
-            read += one_to_one(errors <= 10 ** (-PSNR_CAP / 10))
-        if self.size == 1 or not read:
-            return None
-        share = read / (self.size * len(self.batches))
-        words = f"{percent(share)} of the stand-ins' examples are read off a row of the first fully connected layer's gradient"
-        self._reaches(share * self.auditor.modality.main.complete, words)
-        return Finding("leaks", words, "larger batches, a convolution before it, or noise after it")
 
     def _labels(self) -> Finding | None:
         from fedgauge.attacks.labels import restore

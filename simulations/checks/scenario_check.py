@@ -176,7 +176,6 @@ def _check_model(scenario: Scenario) -> Iterator[CheckResult]:
         works &= result.works is True or not result.needed
         if result.needed or not result.works:
             yield result
-    yield attempt("model, built again", partial(_same_model, fed, Federation(scenario.protocol)))
     if not works:
         return
     dropout = [n for n, m in fed.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
@@ -185,15 +184,6 @@ def _check_model(scenario: Scenario) -> Iterator[CheckResult]:
         yield CheckResult("dropout", False, False, Problem("dropout", f"layer {dropout[0]!r}", why))
     if not isinstance(fed.model, LanguageModel):
         yield attempt("second derivative", partial(try_derivatives, fed))
-
-
-def _same_model(fed: Federation, other: Federation) -> Found:
-    again = other.model.state_dict()
-    for name, tensor in fed.model.state_dict().items():
-        # a NaN equals nothing, itself included
-        if name not in again or not torch.equal(tensor.nan_to_num(), again[name].nan_to_num()):
-            return Problem("two builds", "", f"two builds differ in {name!r}", BETWEEN_BUILDS)
-    return "the same weights"
 
 
 def _check_loss(scenario: Scenario) -> Iterator[CheckResult]:

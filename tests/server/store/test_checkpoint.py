@@ -481,7 +481,6 @@ def test_a_strategy_built_with_another_function_is_refused() -> None:
 @pytest.mark.parametrize(
     "state",
     [
-        {"min_train_nodes": [2]},
         {"aggregate_train": 5},
         {"__dict__": {}},
         {"start": checkpoint._Named.of(FedAvgM.start)},
