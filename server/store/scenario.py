@@ -231,7 +231,8 @@ class Scenario:
             {"seed": protocol.seed, **{k: v for k, v in audit.items() if k in _PLAN}},
             federation,
         )
-        _check_secure_sum(protocol, strategy, plan)
+        if protocol.secure_sum is not None and strategy.get("fraction_train", 1.0) != 1.0:
+            raise SpecError("[secure_sum]: its groups hold all clients, so [strategy] fraction_train must be 1.0")
         targeting.check_decoders(server_attack, plan.attacks, protocol.secure_sum is not None)
         tape = settings_of(TapeOptions, tables.get("tape", {}), "[tape]")
         simulation = settings_of(SimulationOptions, tables.get("simulation", {}), "[simulation]")
@@ -338,19 +339,6 @@ def _with_canaries(protocol: Protocol) -> Table | None:
     # a sum is called by the first of its clients that answers
     clients = [client for group in protocol.groups(1) if canaries.intersection(group) for client in group]
     return {"clients": clients, **({"examples": each} if (each := protocol.canary_examples) else {})}
-
-
-def _check_secure_sum(protocol: Protocol, strategy: Table, plan: AttackPlan) -> None:
-    """Refuse settings that have no meaning under a secure sum."""
-    if protocol.secure_sum is None:
-        return
-    if strategy.get("fraction_train", 1.0) != 1.0:
-        raise SpecError("[secure_sum]: its groups hold all clients, so [strategy] fraction_train must be 1.0")
-    first = [group[0] for group in protocol.groups(1)]
-    drawn = protocol.secure_sum.drawn
-    if plan.clients is not None and (drawn or not set(plan.clients) <= set(first)):
-        allowed = "none, as each round draws new groups" if drawn else first
-        raise SpecError(f"[audit]: under [secure_sum], clients names groups by their first client: {allowed}")
 
 
 def component_of(text: str, option: str) -> dict[str, Any]:
