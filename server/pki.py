@@ -17,20 +17,19 @@ DAYS = 825  # a certificate is valid
 _PRIVATE, _PUBLIC = 0o600, 0o644
 
 
-def write_authority(folder: Path, hosts: Sequence[str] = (), days: int = DAYS, mutual: bool = False) -> None:
+def write_authority(folder: Path, hosts: Sequence[str] = (), mutual: bool = False) -> None:
     """Write a certificate authority of its own, and the server's certificate: ca.crt, server.*.
 
     The authority signs once and its key is not kept, as its holder could impersonate the server to every client.
 
     Args:
         hosts: names and addresses under which clients reach the server, in addition to `HOSTS`.
-        days: how long both are valid; validity starts one day in the past, as clocks differ.
         mutual: the server's certificate serves its clients, too, of which the server wants one.
     """
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     ca = _named("fedgauge deployment CA")
     now = datetime.datetime.now(datetime.UTC)
-    since, until = now - datetime.timedelta(days=1), now + datetime.timedelta(days=days)
+    since, until = now - datetime.timedelta(days=1), now + datetime.timedelta(days=DAYS)  # clocks differ
 
     def certificate(name: x509.Name, key: ec.EllipticCurvePrivateKey, signs: bool) -> x509.CertificateBuilder:
         made = x509.CertificateBuilder().subject_name(name).issuer_name(ca).public_key(key.public_key())

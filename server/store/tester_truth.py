@@ -53,8 +53,10 @@ class TesterTruth:
         """
         if (folder := Path(text)).is_dir():
             return cls(folder.absolute()).check()
+        if rows is None:
+            raise TruthError(f"--truth: {text!r} is no folder of {LAYOUT}; a dataset needs --truth-rows, too")
         located = with_absolute_paths(component_of(text, "--truth"), DATASET, Path.cwd())
-        return cls(None, located, rows and rows.absolute()).check()
+        return cls(None, located, rows.absolute()).check()
 
     def to_json(self) -> str:
         """For the run's ledger."""

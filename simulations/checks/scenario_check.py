@@ -107,16 +107,24 @@ def _refuse(result: CheckResult, where: str = "") -> None:
 
 
 def _strategy(scenario: Scenario) -> Iterator[CheckResult]:
-    yield attempt("strategy", partial(_build_strategy, scenario), stops=True)
+    yield attempt("strategy", partial(_try_strategy, scenario), stops=True)
 
 
-def _build_strategy(scenario: Scenario) -> str:
+def _try_strategy(scenario: Scenario) -> Found:
+    """Build the server's strategy, and let one of Flower's aggregate a round of small replies, one a client or group."""
     from fedgauge.server.strategy.build import build_strategy  # imports Flower: seconds
+    from fedgauge.simulations.checks.strategy_trial import aggregated
 
     logging.getLogger("flwr").setLevel(logging.ERROR)  # it warns that evaluation is off, which is our own choice
     protocol = scenario.protocol
-    groups = len(protocol.groups(1)) if protocol.secure_sum is not None else None
-    return type(build_strategy(scenario.strategy, protocol.clients, groups=groups)).__name__
+    strategy = build_strategy(scenario.strategy, protocol.clients)
+    groups = len(protocol.groups(1)) if protocol.secure_sum is not None else protocol.clients
+    if type(strategy).__module__.startswith("flwr.") and not aggregated(strategy, protocol.clients, groups):
+        why = (
+            f"[strategy]: with these arguments it makes no finite, new weights of a round's replies (at most {groups})"
+        )
+        return Problem("strategy", "", why, "change them")
+    return type(strategy).__name__
 
 
 def _check_devices(scenario: Scenario) -> Iterator[CheckResult]:
