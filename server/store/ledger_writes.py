@@ -218,13 +218,14 @@ class JobQueue(LedgerReads):
                 row = ScoreRecord(lease.round, client, lease.attack.name, WHOLE_BATCH, metric, None, "failed", 0.0)
                 self._write_scores(db, job, [row])
 
-    def retry_ended(self, statuses: Collection[str]) -> tuple[int, int]:
+    def retry_ended(self, statuses: Collection[str], wave: int) -> tuple[int, int]:
         """Return ended jobs to the queue as if they had never been tried; returns how many, and how many have no update any more.
 
         A stateful attack's later rounds of the same client, which were carried out without what these leave, return with them.
 
         Args:
             statuses: how they ended: failed, not_applicable.
+            wave: jobs that were split from their wave are put into waves of so many again.
         """
         own = "SELECT 1 FROM scores s JOIN attacks a ON a.id = jobs.attack_id WHERE s.job_id = jobs.id AND s.attack = a.name"
         marks = ", ".join("?" * len(statuses))
@@ -237,6 +238,7 @@ class JobQueue(LedgerReads):
         )
         every = f"WITH chosen AS (SELECT * FROM jobs WHERE {chosen} AND {taped})"
         ended = f"(({chosen}) OR ({after}))"
+        rank = "(SELECT count(*) FROM jobs b WHERE b.attack_id = jobs.attack_id AND b.round = jobs.round AND b.id < jobs.id)"
         with self._transaction() as db:
             wanted = 2 * tuple(statuses)
             (gone,) = db.execute(f"{every} SELECT count(*) FROM jobs WHERE {ended} AND NOT {taped}", wanted).fetchone()
@@ -245,8 +247,8 @@ class JobQueue(LedgerReads):
             self._delete_scores(db, ids)
             db.executemany(
                 "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, ended = NULL, graded = NULL, graded_to = NULL,"
-                " memory = NULL, numerics_id = NULL WHERE id = ?",
-                [(i,) for i in ids],
+                f" memory = NULL, numerics_id = NULL, wave = CASE WHEN wave < 0 THEN {rank} / ? ELSE wave END WHERE id = ?",
+                [(wave, i) for i in ids],
             )
         return len(ids), gone
 

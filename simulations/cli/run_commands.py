@@ -245,7 +245,7 @@ def _retry(run: Run, ledger: Ledger, scenario: Scenario, kinds: list[str], conso
     """Put ended jobs back into the queue, and say how many."""
     with run.lock("audit"):  # no service may be at work on them
         statuses = {"failed", *get_args(Status)} if "all" in kinds else {kind.replace("-", "_") for kind in kinds}
-        again, gone = ledger.retry_ended(statuses)
+        again, gone = ledger.retry_ended(statuses, scenario.plan.wave)
     words = f"{again} attacks ({' or '.join(kinds)}) are tried again" if again else f"no attack is {' or '.join(kinds)}"
     if gone:
         words += f"; {gone} cannot be: their updates are no longer on the tape"

@@ -53,7 +53,7 @@ def train_again(ledger: Ledger) -> None:
 
 DELETIONS: dict[str, Callable[[Ledger], object]] = {
     "a round is trained again": train_again,
-    "failed jobs are tried again": lambda ledger: ledger.retry_ended(["failed"]),
+    "failed jobs are tried again": lambda ledger: ledger.retry_ended(["failed"], 2),
     "a grade is taken back": lambda ledger: ledger.grade(1, [], None, afresh=True),
 }
 

@@ -118,7 +118,7 @@ def test_a_run_whose_clients_did_something_else_says_so_and_is_not_attacked(kit:
     serve(run, LocalExecutor(), force=True)
     assert (meta(run)["replay"], progress(run)) == ("mismatch", Progress(done=4 * 3))
     with run.ledger() as ledger:
-        ledger.retry_ended(["converged"])
+        ledger.retry_ended(["converged"], 2)
     serve(run, LocalExecutor(), other)  # what differed is mended
     assert meta(run)["replay"] == "ok"
     assert progress(run) == Progress(done=4 * 3)

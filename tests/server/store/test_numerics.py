@@ -39,7 +39,7 @@ def test_equal_ways_to_compute_are_kept_once(path: Path) -> None:
 def test_what_is_tried_again_is_no_longer_of_the_device_before(path: Path) -> None:
     with filled(path, plan_of("a", wave=4)) as ledger:
         attack(ledger, GPU)
-        ledger.retry_ended({"converged"})
+        ledger.retry_ended({"converged"}, 4)
         assert ledger.numerics() == []
         attack(ledger, CPU)
         assert [row["device"] for row in ledger.numerics()] == ["cpu"]
