@@ -28,12 +28,6 @@ def data_folder() -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def has_images(name: str) -> bool:
-    """Whether the local data folder has both parts of a dataset of images."""
-    folder = data_folder()
-    return folder is not None and all(any(folder.glob(f"{name}-{part}-*.npz")) for part in ("train", "test"))
-
-
 def state_folder() -> Path:
     """What must outlive the cache: XDG_STATE_HOME/fedgauge."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "fedgauge"

@@ -1,20 +1,23 @@
 """The Flower ServerApp: builds the strategy, wraps it, trains, and records every round."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from logging import WARNING
 from pathlib import Path
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Strategy
+from torch import Tensor
 
 from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.threat_model import public_knowledge
+from fedgauge.client.deployment.secure_sum_terms import build_secure_sum
 from fedgauge.client.federation import Federation
+from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Params
 from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store import checkpoint
@@ -27,10 +30,9 @@ from fedgauge.server.store.uploads import read_observation
 from fedgauge.server.strategy.build import build_strategy
 from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.client_grading import ClientGrader
-from fedgauge.server.strategy.deployed_sum import of_sums, secured
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
 from fedgauge.server.strategy.node_discovery import LateJoiners, discover_nodes
-from fedgauge.server.strategy.strategy_wrapper import Wrapper
+from fedgauge.server.strategy.secure_aggregation import SecureSumStrategy
 
 app = ServerApp()
 
@@ -55,92 +57,111 @@ def federate(run: Run, grid: Grid, flower_run: int = 1) -> None:
         _train(run, ledger, grid, flower_run)
 
 
+def one_round(strategy: Strategy, grid: Grid, round: int, arrays: ArrayRecord, timeout: float) -> ArrayRecord:
+    """Let clients train, and aggregate; a round without replies leaves the weights as they are."""
+    messages = strategy.configure_train(round, arrays, ConfigRecord(), grid)
+    aggregated, _ = strategy.aggregate_train(round, grid.send_and_receive(messages, timeout=timeout))
+    return arrays if aggregated is None else aggregated
+
+
 def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     scenario = run.scenario()
-    fed = scenario.federation
+    fed, protocol, timeout = scenario.federation, scenario.protocol, scenario.simulation.round_timeout
     start = checkpoint.starting_point(run, ledger, scenario)
     done, params, buffers = (start.round, start.params, start.buffers) if start else (0, *fed.initial())
     recorder = UpdateRecorder(ledger, run.tape(), scenario.plan if scenario.audit.curious else None, scenario.tape.keep)
     # in a deployment a client may never come back, and the rounds go on with the others
-    inner = build_strategy(scenario.strategy, scenario.protocol.clients, 1 if ledger.deployed else None)
+    inner = build_strategy(scenario.strategy, protocol.clients, 1 if ledger.deployed else None)
     if start is not None:
         checkpoint.restore(inner, start.strategy)
     seen: list[Participation] = []
     malicious = _malicious(run, ledger, scenario, inner)
-
-    together = scenario.protocol.secure_sum if ledger.deployed else None  # a simulation's is the checked strategy's
+    together = protocol.secure_sum if ledger.deployed else None  # a simulation's is the checked strategy's
 
     def take(intake: RoundReplies) -> None:
         if together is not None:
-            intake = of_sums(intake, scenario.protocol)
+            intake = _of_sums(intake, protocol)
         if malicious is not None:
             malicious.note(intake)
         seen[:] = recorder.put(intake)
-
-    def over(round: int, arrays: ArrayRecord) -> None:
-        weights = dict(arrays.to_torch_state_dict())
-        _keep(run, ledger, checkpoint.Checkpoint(round, weights, strategy.buffers, vars(inner), tuple(seen)))
-        recorder.enter(round, seen)
 
     claimed = None if ledger.deployed else fed.shards.batch_size  # a deployment's clients choose their own
     strategy = CheckedStrategy(
         malicious or inner,
         take,
         buffers,
-        scenario.protocol.seed,
-        discover_nodes(grid, scenario.protocol.clients, scenario.simulation.round_timeout if ledger.deployed else None),
-        protocol=replace(scenario.protocol, secure_sum=None) if together else scenario.protocol,
+        protocol.seed,
+        discover_nodes(grid, protocol.clients, timeout if ledger.deployed else None),
+        protocol=replace(protocol, secure_sum=None) if together else protocol,
         strict=True,
         counts=malicious.counts if malicious else lambda round, client: True,
         options=replace(scenario.validator, max_examples=scenario.validator.max_examples or claimed),
-        groups=scenario.protocol.groups if together else None,
     )
     if malicious is not None:
         malicious.clients = strategy.clients
+    grader: ClientGrader | None = None
     between: list[Callable[[], None]] = []
-    finish: Callable[[], None] | None = None
     if ledger.deployed:
         _note_start(ledger, done, flower_run)
-        grader = ClientGrader(run, ledger, grid, strategy.clients, scenario.protocol, scenario.simulation.round_timeout)
-        late = LateJoiners(grid, scenario.protocol.clients, strategy.clients)
-        between, finish = [grader.ask, late.admit], grader.finish
-    record = _Record(fed, ledger, strategy, recorder, done, between)
-    rounds, timeout = scenario.protocol.rounds - done, scenario.simulation.round_timeout
-    served = strategy if together is None else secured(strategy, scenario.protocol, timeout)
-    continued = ResumedStrategy(served, done, over)
-    result = continued.start(grid, ArrayRecord(params), rounds, timeout, evaluate_fn=record)
-    trained = result.arrays.to_torch_state_dict() if result.arrays else params
-    if finish is not None:
-        finish()
-    write_tensors(run.model, {**trained, **strategy.buffers})
+        grader = ClientGrader(run, ledger, grid, strategy.clients, protocol, timeout)
+        between = [grader.ask, LateJoiners(grid, protocol.clients, strategy.clients).admit]
+    served = strategy if together is None else _secured(strategy, protocol, timeout)
+    arrays, began = ArrayRecord(params), time.perf_counter()
+    for round in range(done, protocol.rounds + 1):
+        if round > done:
+            arrays = one_round(served, grid, round, arrays, timeout)
+            params = dict(arrays.to_torch_state_dict())
+            _keep(run, ledger, checkpoint.Checkpoint(round, params, strategy.buffers, vars(inner), tuple(seen)))
+            recorder.enter(round, seen)
+        elif any(row["round"] == done for row in ledger.rounds(done)):
+            continue
+        accuracy, loss = _figures(fed, ledger, round, params, strategy.buffers)
+        ledger.record_round(round, accuracy, loss, time.perf_counter() - began, recorder.seconds.pop(round, 0.0))
+        for wait in between:
+            wait()
+        began = time.perf_counter()
+    if grader is not None:
+        grader.finish()
+    write_tensors(run.model, {**params, **strategy.buffers})
 
 
-class ResumedStrategy(Wrapper):
-    """A strategy that resumes after some rounds: Flower counts from 1, the wrapped strategy gets the true round.
+# ---------------------------------------------------------------------------------------- a deployment's secure sum
+
+
+def _secured(strategy: CheckedStrategy, protocol: Protocol, timeout: float) -> SecureSumStrategy:
+    """The strategy behind the secure sum of the scenario's terms, which every client's owner has agreed to.
 
     Args:
-        done: how many rounds are finished.
-        over: called after each round's aggregation with the true round and the new weights.
+        timeout: seconds that clients have to answer a question without training.
     """
+    assert protocol.secure_sum is not None
 
-    def __init__(self, inner: Strategy, done: int, over: Callable[[int, ArrayRecord], None]) -> None:
-        self.inner, self.done, self.over = inner, done, over
-        self._arrays = ArrayRecord()
+    def groups(round: int, nodes: Sequence[int]) -> list[list[int]]:
+        of = {strategy.clients[node]: node for node in nodes}
+        return [[of[client] for client in group if client in of] for group in protocol.groups(round)]
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """The wrapped strategy's."""
-        self._arrays = arrays
-        return self.inner.configure_train(self.done + server_round, arrays, config, grid)
+    return SecureSumStrategy(strategy, build_secure_sum(protocol.secure_sum.real), "updates", timeout, groups)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The wrapped strategy's; a round without replies leaves the weights unchanged."""
-        arrays, metrics = self.inner.aggregate_train(self.done + server_round, replies)
-        self.over(self.done + server_round, self._arrays if arrays is None else arrays)
-        return arrays, metrics
+
+def _of_sums(intake: RoundReplies, protocol: Protocol) -> RoundReplies:
+    """A round by groups: whoever is part of a sum has no entry of its own, and only complete sums are attacked.
+
+    An attack computes what the scenario's whole group would send; a sum that lacks a member is another function.
+    """
+    groups = {client: group for group in protocol.groups(intake.round) for client in group}
+    complete, partial = [], []
+    for reply in intake.accepted:
+        gone = [c for c in groups[reply.client] if c != reply.client and c not in intake.summed]
+        if not gone:
+            complete.append(reply)
+            continue
+        why = f"the sum of its group without client {', '.join(map(str, gone))}: trained on, not attacked"
+        partial.append(Participation(reply.client, "accepted", why, reply.examples))
+    others = [p for p in intake.refused if p.client not in intake.summed]
+    return replace(intake, accepted=tuple(complete), refused=(*others, *partial))
+
+
+# ------------------------------------------------------------------------------------------- what a round leaves
 
 
 def _note_start(ledger: Ledger, done: int, flower_run: int) -> None:
@@ -175,47 +196,22 @@ def _malicious(run: Run, ledger: Ledger, scenario: Scenario, inner: Strategy) ->
     return malicious
 
 
-@dataclass
-class _Record:
-    """Flower calls it between rounds: it evaluates and records the round once, then calls whoever waits for the round's end."""
-
-    fed: Federation
-    ledger: Ledger
-    strategy: CheckedStrategy
-    recorder: UpdateRecorder
-    done: int  # rounds before this start
-    between: Sequence[Callable[[], None]]
-    began: float = field(default_factory=time.perf_counter)
-
-    def __post_init__(self) -> None:
-        self.recorded = {row["round"] for row in self.ledger.rounds(self.done)}
-
-    def __call__(self, counted: int, arrays: ArrayRecord) -> MetricRecord | None:
-        if (round := self.done + counted) in self.recorded:
-            return None
-        figures = self._figures(round, dict(arrays.to_torch_state_dict()))
-        accuracy, loss = figures or (None, None)
-        seconds = time.perf_counter() - self.began
-        self.ledger.record_round(round, accuracy, loss, seconds, self.recorder.seconds.pop(round, 0.0))
-        for wait in self.between:
-            wait()
-        self.began = time.perf_counter()
-        return figures and MetricRecord({"accuracy": figures[0], "loss": figures[1]})
-
-    def _figures(self, round: int, params: Params) -> tuple[float, float] | None:
-        """Test accuracy and loss; None, with a note, if the model fails with weights that the training has led to."""
-        self.fed.load_buffers(self.strategy.buffers)
-        try:
-            return self.fed.evaluate(params)
-        except Exception as error:
-            # a user's model or loss may raise anything over weights that one client made extreme; the first are nobody's
-            if round == 0 or exhausted(error):
-                raise
-            why = sanitised(f"{type(error).__name__}: {error}")
-            note = f"the test figures are missing, as the model fails with the round's weights ({why})"
-        self.ledger.add_problem("figures", note, round)
-        log(WARNING, "fedgauge: round %d: %s", round, note)
-        return None
+def _figures(
+    fed: Federation, ledger: Ledger, round: int, params: Params, buffers: Mapping[str, Tensor]
+) -> tuple[float | None, float | None]:
+    """Test accuracy and loss; None, with a note, if the model fails with weights that the training has led to."""
+    fed.load_buffers(buffers)
+    try:
+        return fed.evaluate(params)
+    except Exception as error:
+        # a user's model or loss may raise anything over weights that one client made extreme; the first are nobody's
+        if round == 0 or exhausted(error):
+            raise
+        why = sanitised(f"{type(error).__name__}: {error}")
+        note = f"the test figures are missing, as the model fails with the round's weights ({why})"
+    ledger.add_problem("figures", note, round)
+    log(WARNING, "fedgauge: round %d: %s", round, note)
+    return None, None
 
 
 def _keep(run: Run, ledger: Ledger, at: checkpoint.Checkpoint) -> None:

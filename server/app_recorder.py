@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
@@ -27,8 +27,10 @@ from torch import Tensor
 
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.arrays import npy_array
+from fedgauge.client.components import SpecError, coerce, settings_of
 from fedgauge.server.store.ledger_types import DEPLOYMENT, EMPTY, Participation
 from fedgauge.server.store.run import BASE, Run
+from fedgauge.server.store.scenario import TapeOptions
 from fedgauge.server.store.tape import DTYPES
 from fedgauge.server.views.outcomes import none_accepted
 
@@ -71,9 +73,9 @@ class _Sent:
 
     @classmethod
     def of(cls, message: Message) -> "_Sent":
-        metadata = message.metadata
-        sent = cls(metadata, metadata.dst_node_id, metadata.message_type, _round_of(message), {})
-        return replace(sent, arrays=_arrays(message.content)) if sent.kind == "train" else sent
+        metadata, kind = message.metadata, message.metadata.message_type
+        arrays = _arrays(message.content) if kind.partition(".")[0] == "train" else {}
+        return cls(metadata, metadata.dst_node_id, kind, _round_of(message), arrays)
 
     @property
     def kind(self) -> str:
@@ -139,16 +141,14 @@ class AppRecorder:
         self._recorded: dict[int, int] = {}  # by the app's number of a round, the latest round for it
         self._written: dict[int, tuple[Arrays, str]] = {}  # by round, the weights in its file and the file's digest
         self._seen: dict[int, dict[int, Participation]] = {}  # by round and client, to be entered
-        self._sums: dict[
-            str, dict[str, tuple[float, float]]
-        ] = {}  # by who computed it and metric: weighted sum, weights
+        self._sums: dict[str, dict[str, tuple[float, float]]] = {}  # by who computed and metric: weighted sum, weights
         self._round = 0  # the newest, to which metrics belong
         self._news = False  # since the round was last entered
         self._began, self._cost = time.perf_counter(), 0.0  # of this round; seconds that recording took
         self._taped = 0
         self._silence = "no reply"  # why an open message has no row
         self._warned: set[str] = set()
-        self._plan, self._keep_all = _targets(tables)
+        self._plan = _kept(tables)
         rounds = tables.get("rounds")
         planned = rounds if type(rounds) is int and 0 < rounds <= MOST_ROUNDS else 0
         self._ledger.set_meta(mode=DEPLOYMENT, state="training", rounds=str(planned), **{BASE: str(base)})
@@ -234,11 +234,7 @@ class AppRecorder:
             if sent.given is not None:
                 self._recorded[sent.given] = sent.round
                 if sent.round != sent.given:
-                    self.warn(
-                        "rounds",
-                        f"the app's round {sent.given} is recorded as round {sent.round}: a node was asked more than once in a "
-                        "round, or the app's rounds began again",
-                    )
+                    self.warn("rounds", f"the app's round {sent.given} is recorded as round {sent.round}")
         self._open[sent.node].append(sent)
 
     def note_reply(self, reply: _Reply, exchange: Sequence[_Sent]) -> None:
@@ -253,11 +249,10 @@ class AppRecorder:
         if sent.round:
             self._record(sent, reply)
         elif reply.arrays:
-            self.warn(
-                f"arrays:{sent.type}",
-                f"replies to {sent.type!r} carry arrays without weights having been sent (embeddings, activations): they are not "
-                "recorded, and no attack here inverts them",
+            words = (
+                f"replies to {sent.type!r} carry arrays without weights having been sent: no attack here inverts them"
             )
+            self.warn(f"arrays:{sent.type}", words)
         if sent.kind in ("train", "evaluate"):
             self._add_metrics(TRAINING if sent.kind == "train" else EVALUATION, reply)
 
@@ -273,7 +268,7 @@ class AppRecorder:
 
     def _record(self, sent: _Sent, reply: _Reply) -> None:
         client, why, digest = self._clients[sent.node], "", None
-        if not self._keep_all and self._taped and client not in self._plan.targets(sent.round, [client]):
+        if self._plan is not None and self._taped and client not in self._plan.targets(sent.round, [client]):
             self._enter(sent.round, Participation(client, "accepted", examples=reply.examples))
             return
         try:
@@ -292,12 +287,10 @@ class AppRecorder:
 
     def _readable(self, others: Mapping[str, Arrays]) -> dict[str, Tensor]:
         """The arrays of further records, as far as they can be recorded; said once."""
-        if not others:
-            return {}
-        named = ", ".join(f"{name} ({len(arrays)} arrays)" for name, arrays in others.items())
-        self.warn("records", f"replies carry further records, which are recorded but not attacked: {named}"[:300])
         beside: dict[str, Tensor] = {}
         for name, arrays in others.items():
+            words = f"replies carry a further record, which is recorded but not attacked: {name:.60}"
+            self.warn("records", words)
             with suppress(ValueError):
                 beside |= {f"{name}/{k}": t for k, t in _tensors(arrays).items()}
         return beside
@@ -505,17 +498,14 @@ def _size(arrays: Arrays) -> int:
     return sum(len(array.data) for array in arrays.values())
 
 
-def _targets(tables: Mapping[str, Any]) -> tuple[AttackPlan, bool]:
-    """Which updates the audit file asks for, and whether all are kept; all of them where it is not understood."""
-    audit, tape = ({**t} if isinstance(t := tables.get(key), dict) else {} for key in ("audit", "tape"))
-
-    def numbers(key: str) -> tuple[int, ...] | None:
-        value = audit.get(key)
-        return tuple(value) if isinstance(value, list) and all(type(n) is int for n in value) else None
-
-    every = audit.get("every", 1)
-    plan = AttackPlan((), numbers("rounds"), every if type(every) is int and every > 0 else 1, numbers("clients"))
-    return plan, tape.get("keep") not in ("attacked", "none")
+def _kept(tables: Mapping[str, Any]) -> AttackPlan | None:
+    """Which updates alone the audit file wants to be kept; None: all of them, also where it is not understood."""
+    with suppress(SpecError):
+        if settings_of(TapeOptions, tables.get("tape", {}), "[tape]").keep != "all":
+            audit = coerce(tables.get("audit", {}), dict, "[audit]")
+            rounds, clients = (coerce(audit.get(key), tuple[int, ...] | None, key) for key in ("rounds", "clients"))
+            return AttackPlan((), rounds, max(1, coerce(audit.get("every", 1), int, "every")), clients)
+    return None
 
 
 def _pair(sent: Mapping[str, Arrays], came: Mapping[str, Arrays]) -> tuple[str, str]:

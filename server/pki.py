@@ -17,35 +17,36 @@ DAYS = 825  # a certificate is valid
 _PRIVATE, _PUBLIC = 0o600, 0o644
 
 
-def write_authority(folder: Path, hosts: Sequence[str] = (), days: int = DAYS, mutual: bool = False) -> None:
+def write_authority(folder: Path, hosts: Sequence[str] = (), mutual: bool = False) -> None:
     """Write a certificate authority of its own, and the server's certificate: ca.crt, server.*.
 
     The authority signs once and its key is not kept, as its holder could impersonate the server to every client.
 
     Args:
         hosts: names and addresses under which clients reach the server, in addition to `HOSTS`.
-        days: how long both are valid; validity starts one day in the past, as clocks differ.
         mutual: the server's certificate serves its clients, too, of which the server wants one.
     """
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     ca = _named("fedgauge deployment CA")
     now = datetime.datetime.now(datetime.UTC)
-    since, until = now - datetime.timedelta(days=1), now + datetime.timedelta(days=days)
+    since, until = now - datetime.timedelta(days=1), now + datetime.timedelta(days=DAYS)  # clocks differ
 
-    def certificate(name: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+    def certificate(name: x509.Name, key: ec.EllipticCurvePrivateKey, signs: bool) -> x509.CertificateBuilder:
         made = x509.CertificateBuilder().subject_name(name).issuer_name(ca).public_key(key.public_key())
         made = made.serial_number(x509.random_serial_number()).not_valid_before(since).not_valid_after(until)
-        return made.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        made = made.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        made = made.add_extension(x509.BasicConstraints(signs, path_length=0 if signs else None), critical=True)
+        return made.add_extension(_usage(signs), critical=True)
 
-    signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
-    own = certificate(ca, authority).add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    own = own.add_extension(_usage(signs_certificates=True), critical=True)
-    served = certificate(_named("superlink"), server).add_extension(signer, critical=False)
-    served = served.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    served = served.add_extension(_usage(signs_certificates=False), critical=True)
+    own = certificate(ca, authority, signs=True)
+    served = certificate(_named("superlink"), server, signs=False)
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, *([ExtendedKeyUsageOID.CLIENT_AUTH] if mutual else [])]
-    served = served.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-    served = served.add_extension(x509.SubjectAlternativeName(alternative_names(hosts)), critical=False)
+    for extension in (
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()),
+        x509.ExtendedKeyUsage(purposes),
+        x509.SubjectAlternativeName(alternative_names(hosts)),
+    ):
+        served = served.add_extension(extension, critical=False)
     for name, builder in (("ca", own), ("server", served)):
         signed = builder.sign(authority, hashes.SHA384()).public_bytes(serialization.Encoding.PEM)
         _write(folder / f"{name}.crt", signed, _PUBLIC)
@@ -77,11 +78,11 @@ def _named(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _usage(signs_certificates: bool) -> x509.KeyUsage:
+def _usage(signs: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=True,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
+        key_cert_sign=signs,
+        crl_sign=signs,
         content_commitment=False,
         key_encipherment=False,
         data_encipherment=False,

@@ -1,6 +1,6 @@
 """Whether and how a model can be attacked, tried once for each model: its parameters, its forward pass and its derivatives.
 
-`check_parameters`, `check_forward` and `check_lookups` refuse a model by a ValueError that names the layer and the remedy.
+`parameter_problem`, `forward_problem` and `lookup_problem` name what is wrong with a model, with the layer and the remedy.
 `differentiation_of` finds the fastest way to differentiate its gradients that gives what plain autograd gives: in one pass
 over all problems, by vmap, or one problem after the other, each tried on two problems of random examples.
 """
@@ -26,12 +26,12 @@ from fedgauge.attacks.engine.gradients.factored import formed
 from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
 from fedgauge.attacks.engine.second_derivatives import twice_differentiable
 from fedgauge.attacks.engine.value_reads import ValueReads
+from fedgauge.attacks.problem import Problem, Unattackable, refuse
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch, Params, Update
 
 SAME = 1e-4  # relative difference between two passes up to which they are equal
-OTHERWISE = "or use an attack that needs no derivative"
 Route = Literal["one pass", "vmap", "loop"]
 PROBLEMS = 2
 # relative to a tensor's norm. A wrong derivative is wrong by as much as its size; layers that compute in float32 whatever
@@ -53,79 +53,63 @@ INCOMPLETE = (
 # ---------------------------------------------------------------------------------------------- parameters and forward pass
 
 
-def check_forward(model: nn.Module, params: Params, x: Tensor) -> Tensor:
-    """Run a model on a batch of examples x (B, ...); returns its logits.
+def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[int, ...] = ()) -> Problem | None:
+    """Why a model cannot be run on a batch of examples x (B, ...).
 
-    Raises:
-        ValueError: it is lazy, fails, does not return a batch of logits, draws random numbers, or its logits are not finite. The
-            message names the layer; what the model itself raised is the cause.
+    Args:
+        outputs: the shape that its logits must have; empty: any number of classes.
     """
     for name, module in model.named_modules():
         if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
-            raise ValueError(
-                f"layer {name!r} ({type(module).__name__}) has no weights before its first batch: give it its number of inputs, "
-                "or run the model once on a batch before it is returned"
-            )
+            why = "has no weights before its first batch"
+            return Problem("lazy", _layer(name, module), why, "give it its number of inputs")
     with _layer_calls(model) as calls:
         try:
             logits = _passed(model, params, x)
         except Exception as error:  # a user's model may raise anything
             layer, given = calls.running[-1] if calls.running else ("", ())
-            where = f"{layer} cannot take {_form(given[0] if given else None)}" if layer else "its forward fails"
-            raise ValueError(
-                f"the model fails on a batch of shape {tuple(x.shape)}: {where} ({_line(error)}); it is called with the normalised "
-                "examples and nothing else"
-            ) from error
+            taken = given[0] if given and isinstance(given[0], Tensor) else x
+            why = f"cannot take a batch of {' x '.join(map(str, taken.shape))} ({_line(error)})"
+            return Problem("forward", layer or "the model", why, "build the network for such examples")
     if not isinstance(logits, Tensor):
-        raise ValueError(
-            f"the model returns {_form(logits)}, expected the logits (B, classes) alone: wrap it in a module that returns them"
-        )
-    if logits.dim() < 2 or len(logits) != len(x):
-        raise ValueError(
-            f"the model returns shape {tuple(logits.shape)} for a batch of {len(x)}, expected (B, classes): one row an example"
-        )
+        held = f" with {', '.join(map(str, logits))}" if isinstance(logits, dict) else ""
+        why = f"returns a {type(logits).__name__}{held}, expected the logits (B, classes) alone"
+        return Problem("no logits", "the model", why, "wrap it in a module that returns them")
+    shape = tuple(logits.shape)
+    if len(shape) < 2 or len(logits) != len(x) or (outputs and shape != outputs):
+        why = f"returns logits of shape {shape} for a batch of {len(x)}, expected {outputs or '(B, classes)'}"
+        return Problem("logits", "the model", why, "its factory is offered `shape` and `classes`")
     if not logits.isfinite().all():
         layer = next(call.layer for call in calls.ended if not all(t.isfinite().all() for t in call.outs))
-        raise ValueError(
-            f"the model's output is not finite, first in {layer}: its weights have diverged, its initial ones are too large, or "
-            "mean and std of the data are wrong"
-        )
+        return Problem("not finite", layer, "gives numbers that are not finite", "smaller weights, or scaled data")
     with _layer_calls(model) as again:
         _passed(model, params, x, seed=1)
     for call, other in zip(calls.ended, again.ended, strict=False):
         if not all(map(_equal, call.outs, other.outs)):
-            raise ValueError(
-                f"{call.layer} draws random numbers, and the attacker's differentiable update lacks its draws: set its "
-                "probability to 0, or put it in eval mode"
-            )
-    return logits
+            why = "draws random numbers, and the attacker's differentiable update lacks its draws"
+            return Problem("draws", call.layer, why, "set its probability to 0, or put it in eval mode")
+    return None
 
 
-def check_parameters(model: nn.Module, params: Params) -> None:
-    """Refuse what has no real gradient, or takes no weights: ValueError names it and the remedy."""
+def parameter_problem(model: nn.Module, params: Params) -> Problem | None:
+    """What has no real gradient, or takes no weights."""
     if scripted := [name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]:
-        raise ValueError(
-            f"layer {scripted[0]!r} is TorchScript, into which an attack cannot hand weights safely: build the network from the "
-            "modules that were scripted or traced"
-        )
+        why = "is TorchScript, into which an attack cannot hand weights safely"
+        return Problem("scripted", f"layer {scripted[0]!r}", why, "build it from the modules that were scripted")
     if not params:
-        raise ValueError("the model has no parameters, so its update says nothing: name a network that is trained")
+        return Problem("no parameters", "the model", "has no parameters, so its update says nothing")
     for name, p in params.items():
         if p.is_complex():
-            raise ValueError(
-                f"parameter {name!r} is complex, and updates are compared as real numbers: keep its real and imaginary "
-                "parts in a real parameter (torch.view_as_real), and join them in the forward pass"
-            )
+            why = "is complex, and updates are compared as real numbers"
+            return Problem("complex", f"parameter {name!r}", why, "keep it as a real one (torch.view_as_real)")
         if not p.is_floating_point():
-            raise ValueError(f"parameter {name!r} holds whole numbers, which are not trained: make it a buffer")
+            why = "holds whole numbers, which are not trained"
+            return Problem("whole numbers", f"parameter {name!r}", why, "make it a buffer")
+    return None
 
 
-def check_lookups(model: nn.Module, params: Params, x: Tensor) -> None:
-    """Refuse a model that computes with a parameter other than the one under its name, kept in a list or from a pass before.
-
-    Raises:
-        ValueError: the gradient of such a parameter is missed wherever weights are handed in; the message names it.
-    """
+def lookup_problem(model: nn.Module, params: Params, x: Tensor) -> Problem | None:
+    """The parameter that a model reads elsewhere than under its name, so that its gradient is missed."""
     leaves = {k: p.detach().clone().requires_grad_() for k, p in params.items()}
     before = {id(t) for t in (*model.parameters(), *model.buffers(), *leaves.values())}
     own = {k: p for k, p in model.named_parameters() if p.requires_grad}
@@ -134,31 +118,24 @@ def check_lookups(model: nn.Module, params: Params, x: Tensor) -> None:
         for name, module in model.named_modules():
             kept = [t for t in tree_leaves(containers(module)) if isinstance(t, Tensor) and id(t) not in before]
             if any(t.requires_grad for t in kept):
-                raise ValueError(
-                    f"layer {name!r} ({type(module).__name__}) keeps what it made of its parameters from one pass to the next, so "
-                    "their gradient is missed: let it compute this anew in every pass; some layers do so in train mode"
-                )
+                why = "keeps what it made of its parameters from one pass to the next, so their gradient is missed"
+                return Problem("kept", _layer(name, module), why, "compute it in every pass, or use train mode")
     if not out.requires_grad:
-        return
+        return None
     # none of them took part, unless the forward pass found it elsewhere
     slopes = torch.autograd.grad(out.square().sum(), list(own.values()), allow_unused=True)
     if found := [name for name, slope in zip(own, slopes, strict=True) if slope is not None]:
-        raise ValueError(
-            f"the forward pass takes parameter {found[0]!r} from a list, dict or other object, where weights that are handed "
-            "in do not reach it, so its gradient is missed: let forward read it by its module's attribute (self.layer.weight)"
-        )
+        why = "is read from a list, dict or other object, where weights that are handed in do not reach it"
+        return Problem("lookup", f"parameter {found[0]!r}", why, "read it by its module's attribute")
+    return None
 
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _form(value: object) -> str:
-    if isinstance(value, Tensor):
-        return " x ".join(map(str, value.shape))
-    if isinstance(value, dict):
-        return f"a {type(value).__name__} with {', '.join(map(str, value)) or 'nothing'}"
-    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, list | tuple) else "")
+def _layer(name: str, module: nn.Module) -> str:
+    return f"layer {name!r} ({type(module).__name__})" if name else "the model itself"
 
 
 def _passed(model: nn.Module, params: Params, x: Tensor, seed: int = 0) -> Any:
@@ -190,7 +167,7 @@ class _LayerCalls(NamedTuple):
 def _layer_calls(model: nn.Module) -> Iterator[_LayerCalls]:
     """A context that records the calls of a model's layers."""
     calls = _LayerCalls([], [])
-    names = {m: name and f"layer {name!r} ({type(m).__name__})" for name, m in model.named_modules()}
+    names = {m: _layer(name, m) for name, m in model.named_modules()}
 
     def enter(module: nn.Module, given: Any) -> None:
         if module in names:
@@ -200,7 +177,7 @@ def _layer_calls(model: nn.Module) -> Iterator[_LayerCalls]:
         if module in names:
             calls.running.pop()
             floats = [t.clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
-            calls.ended.append(_Ended(names[module] or "the model itself", module, given, floats))
+            calls.ended.append(_Ended(names[module], module, given, floats))
 
     hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
     try:
@@ -210,22 +187,20 @@ def _layer_calls(model: nn.Module) -> Iterator[_LayerCalls]:
             hook.remove()
 
 
-def _not_twice(model: nn.Module, params: Params, x: Tensor, error: Exception) -> ValueError:
-    """The refusal of a model without a second derivative; it names the innermost layer that fails by itself."""
+def _not_twice(model: nn.Module, params: Params, x: Tensor, error: Exception) -> Problem:
+    """A model without a second derivative; named is the innermost layer that fails by itself."""
     with _layer_calls(model) as calls:
         _passed(model, params, x)
     for call in calls.ended:
         floats = [t for t in tree_leaves(call.given) if isinstance(t, Tensor) and t.is_floating_point()]
         if floats and not _twice(call.module, call.given):
-            words = f"{call.layer} cannot be differentiated twice ({_line(error)}): replace it by one that can"
-            return ValueError(f"{words}, {OTHERWISE}")
-    return _refused(error)
+            return _undifferentiable(error, call.layer)
+    return _undifferentiable(error)
 
 
-def _refused(error: Exception) -> ValueError:
-    return ValueError(
-        f"the model cannot be differentiated twice ({_line(error)}): replace the layer that uses this function, {OTHERWISE}"
-    )
+def _undifferentiable(error: Exception, layer: str = "the model") -> Problem:
+    why = f"cannot be differentiated twice ({_line(error)})"
+    return Problem("derivative", layer, why, "replace it, or use an attack that needs no derivative")
 
 
 def _twice(module: nn.Module, inputs: Any) -> bool:
@@ -326,19 +301,18 @@ def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Diff
         one_pass: whether the chain allows one pass.
 
     Raises:
-        ValueError: the model cannot be run or differentiated twice; the message names the layer and the remedy.
+        Unattackable: the model cannot be run or differentiated twice.
     """
-    check_parameters(known.model, params)
+    refuse(parameter_problem(known.model, params))
     examples = known.chain.slice_of(known.batch_size)
     like = next(iter(params.values()))
     if like.dtype not in TOLERANCE:
-        raise ValueError(
-            f"the parameters are {str(like.dtype).removeprefix('torch.')}, too coarse for the differences that the descent "
-            "follows: set double = true where the attack has it, or build the model in float32 (model.float())"
-        )
+        why = f"are {str(like.dtype).removeprefix('torch.')}, too coarse for the differences that the descent follows"
+        remedy = "set double = true where the attack has it, or build the model in float32 (model.float())"
+        raise Unattackable(Problem("half precision", "the parameters", why, remedy))
     rng = generator("derivatives")
     x = known.normalise(torch.rand(PROBLEMS, examples, *known.shape, generator=rng)).to(like)
-    check_forward(known.model, params, x[0])
+    refuse(forward_problem(known.model, params, x[0]))
     states = tuple(m.training for m in known.model.modules())
     steps = min(2, known.chain.local.steps)
     key = (one_pass, examples, steps, known.shape, known.classes, known.loss, like.dtype, like.device, states)
@@ -347,26 +321,25 @@ def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Diff
         y = (torch.arange(PROBLEMS * examples, device=like.device) % known.classes).view(PROBLEMS, examples)
         weights = {k: torch.randn(p.shape, generator=rng).to(like) for k, p in params.items()}
         try:
-            check_lookups(known.model, params, x[0])
+            refuse(lookup_problem(known.model, params, x[0]))
             trial = _Trial(known, params, local_sgd(known.chain.local.rate, steps), x, y, weights)
             found[key] = _choose(trial.doubled(), one_pass)
         except Exception as error:  # a user's model may raise anything
             if isinstance(error, ValueError) or exhausted(error):
                 raise
-            raise _refused(error) from error
+            raise Unattackable(_undifferentiable(error)) from error
     return found[key]
 
 
 def doubled(known: Knowledge) -> Knowledge:
-    """The knowledge with copies of the model and the loss in float64; ValueError where they cannot be copied."""
+    """The knowledge with copies of the model and the loss in float64; Unattackable where they cannot be copied."""
     try:
         model = copy.deepcopy(known.model).double()
         loss = copy.deepcopy(known.loss).double() if isinstance(known.loss, nn.Module) else known.loss
     except Exception as error:  # whatever the model holds may refuse in its own words
-        raise ValueError(
-            f"the model cannot be copied ({type(error).__name__}: {error}), and float64 needs a copy: set double = false, "
-            "or keep what cannot be copied out of the module"
-        ) from error
+        why = f"cannot be copied ({_line(error)}), and float64 needs a copy"
+        remedy = "set double = false, or keep what cannot be copied out of the module"
+        raise Unattackable(Problem("copy", "the model", why, remedy)) from error
     return replace(known, model=model, loss=loss)
 
 
@@ -412,7 +385,7 @@ def _expected(trial: _Trial) -> tuple[_Derivatives, bool]:
         except RuntimeError as error:
             if exhausted(error):
                 raise
-            raise _not_twice(trial.known.model, trial.params, trial.x[0], error) from error
+            raise Unattackable(_not_twice(trial.known.model, trial.params, trial.x[0], error)) from error
 
 
 def _agrees(way: Differentiation, differentiate: Differentiate, trial: _Trial, expected: _Derivatives) -> bool:

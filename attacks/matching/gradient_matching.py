@@ -15,7 +15,7 @@ from torch import Tensor
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
-from fedgauge.attacks.engine.compatibility import check_parameters, doubled
+from fedgauge.attacks.engine.compatibility import doubled, parameter_problem
 from fedgauge.attacks.engine.distances import likelihood, rounding_likelihood
 from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, Variables
 from fedgauge.attacks.engine.trace import Tracer, check_snapshots
@@ -23,6 +23,7 @@ from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian_by_class, other_priors
 from fedgauge.attacks.matching.problems import Problems, SearchFails
 from fedgauge.attacks.matching.search import AdamSearch, Search, SearchContext
+from fedgauge.attacks.problem import refuse
 from fedgauge.client.models.losses import takes_probabilities
 
 
@@ -113,7 +114,7 @@ class GradientMatching(Attack):
 
     def _problems(self, wave: Wave, known: Knowledge, restarts: int, streams: Sequence[Stream]) -> Problems:
         """The wave's problems; ValueError if they cannot be posed."""
-        check_parameters(known.model, wave.params)
+        refuse(parameter_problem(known.model, wave.params))
         like = next(iter(wave.params.values()))
         y = None
         if known.labels is not None or self.objective.labels == "restored":

@@ -7,7 +7,6 @@ exists. Before that, its files on the tape are deleted; after that, rows missing
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from numbers import Real
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -158,16 +157,10 @@ def restore(strategy: Strategy, state: Mapping[str, Any]) -> None:
         if isinstance(value, _Named):
             if _Named.of(now) != value:
                 raise NotResumable(f"the strategy's {name} was {value.name} and is another now: build it as before")
-        elif (name not in fresh and hasattr(strategy, name)) or not _alike(value, now):
+        elif name not in fresh and hasattr(strategy, name):
             raise NotResumable(f"the checkpoint is damaged: its {name!r:.60} is no state of the strategy")
         else:
             setattr(strategy, name, value)
-
-
-def _alike(value: object, fresh: object) -> bool:
-    """Whether a strategy that began with one value may have come to another."""
-    numbers = isinstance(value, Real) and isinstance(fresh, Real) and not isinstance(fresh, bool)
-    return value is None or fresh is None or numbers or isinstance(value, type(fresh))
 
 
 # ------------------------------------------------------------------------------------------------ a strategy's state

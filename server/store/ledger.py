@@ -3,10 +3,10 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, fields, replace
 
 from fedgauge.attacks.plan import AttackPlan
-from fedgauge.server.store import typed_rows
+from fedgauge.client.components import settings_of
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import (
     DEPLOYMENT,
@@ -14,7 +14,7 @@ from fedgauge.server.store.ledger_types import (
     STARTED,
     DeviceUse,
     Participation,
-    Problem,
+    RecordedProblem,
     json_table,
     sanitised,
 )
@@ -77,16 +77,13 @@ class Ledger(JobQueue):
 
     def devices(self) -> list[DeviceUse]:
         """How the last attack service uses its devices; none before its first wave."""
-        found = []
-        checks = typed_rows.columns(("device", "workers", "busy", "waves", "share"))
-        for device, row in json_table(self.meta().get(DEVICES, "{}"), self.path, "devices").items():
-            values = [sanitised(device), *(row if isinstance(row, list) else [])]
-            try:
-                typed_rows.check(checks, values)
-            except (IndexError, typed_rows.WrongValue) as error:
-                raise LedgerError(f"{self.path} is damaged: its devices cannot be read: {error}") from error
-            found.append(DeviceUse(*values[: len(checks)]))
-        return found
+        table = json_table(self.meta().get(DEVICES, "{}"), self.path, "devices")
+        names = [f.name for f in fields(DeviceUse)]
+        try:
+            rows = [dict(zip(names, (sanitised(device), *row), strict=True)) for device, row in table.items()]
+            return [settings_of(DeviceUse, row, "devices") for row in rows]
+        except (ValueError, TypeError) as error:
+            raise LedgerError(f"{self.path} is damaged: its devices cannot be read: {error}") from error
 
     def record_round(
         self,
@@ -134,10 +131,10 @@ class Ledger(JobQueue):
                 (*row, _MOST_PROBLEMS),
             )
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[RecordedProblem]:
         """The problems of the recording, in the order in which they were recorded."""
         query = "SELECT code, round at_round, client of_client, words FROM problems ORDER BY rowid LIMIT ?"
-        return [Problem(*row) for row in self._db.execute(query, (_MOST_PROBLEMS,))]
+        return [RecordedProblem(*row) for row in self._db.execute(query, (_MOST_PROBLEMS,))]
 
     def rewind(self, round: int) -> None:
         """Delete everything about the rounds from this one on, which are trained again."""

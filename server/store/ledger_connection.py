@@ -2,7 +2,6 @@
 
 import os
 import sqlite3
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import cache
@@ -16,7 +15,7 @@ from fedgauge.server.store.run_files import LedgerError as LedgerError
 APPLICATION = 0x666C656B  # "flek": marks a file as a fedgauge ledger
 PATIENCE = 30.0  # seconds that a connection waits for another one's lock
 _LONGEST = 16 << 20  # bytes of a value or row
-_MOST_BYTES = 1 << 38  # of a ledger; the check of its pages takes a bit of memory for each
+_MOST_BYTES = 1 << 38  # of a ledger
 
 VERSION = 1  # of the schema; the first release starts to count
 SCHEMA = """
@@ -58,9 +57,18 @@ SCHEMA = """
 """
 
 
+def _make(path: Path) -> None:
+    """Create the file with the tables of a ledger."""
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.executescript(
+            f"BEGIN; {SCHEMA}; PRAGMA user_version = {VERSION}; PRAGMA application_id = {APPLICATION}; COMMIT"
+        )
+
+
 def _new() -> sqlite3.Connection:
     """A database in memory with the tables of a ledger."""
-    db = sqlite3.connect(":memory:", isolation_level=None)
+    db = sqlite3.connect(":memory:")
     db.executescript(SCHEMA)
     return db
 
@@ -93,7 +101,7 @@ class LedgerFile:
         """Open the file.
 
         Args:
-            create: the file and its tables, if they are missing.
+            create: its tables, if they are missing; nobody else may open it meanwhile.
             readonly: write no row; wait for locks one second at most; any thread may use the connection, one at a time.
 
         Raises:
@@ -101,21 +109,19 @@ class LedgerFile:
         """
         self.path, self.readonly = path, readonly
         self._described: Any = None
-        if not create and not os.path.lexists(path):
+        if create and not (path.exists() and path.stat().st_size):
+            _make(path)
+        if not os.path.lexists(path):
             raise LedgerError(f"{path} is missing: {path.parent} is not a run folder")
         try:
-            self._db = self._opened(create, readonly)
+            self._db = self._opened()
             try:
                 self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
                 self._db.execute("PRAGMA trusted_schema = OFF")
-                if readonly:
-                    self._db.execute("PRAGMA query_only = ON")
-                fresh = self._check(create)
-                if not readonly:
-                    self._write_ahead()
-                    self._db.execute("PRAGMA synchronous = NORMAL")
-                    if fresh:
-                        self._make()
+                with self.snapshot():
+                    self._check_schema()
+                    self._check_pages()
+                self._db.execute("PRAGMA query_only = ON" if readonly else "PRAGMA synchronous = NORMAL")
                 self._db.row_factory = self._row
             except BaseException:
                 self._db.close()
@@ -123,39 +129,19 @@ class LedgerFile:
         except (sqlite3.DatabaseError, UnicodeDecodeError, run_files.RefusedFile) as error:
             raise self._unreadable(error) from error
 
-    def _opened(self, create: bool, readonly: bool) -> sqlite3.Connection:
-        # next to a new file SQLite still may have its journal
-        waiting = 0 if create else self._check_files()
-        how = "rwc" if create else "rw"
-        if readonly and not waiting and not os.access(self.path.parent, os.W_OK):
+    def _opened(self) -> sqlite3.Connection:
+        # SQLite opens its files by their paths, and a journal may name any file, which SQLite deletes when it plays it back
+        held, waiting, _ = (run_files.look(Path(f"{self.path}{end}")) for end in ("", "-wal", "-shm"))
+        if held and held.st_size > _MOST_BYTES:
+            raise LedgerError(f"{self.path} has {held.st_size} bytes, and no ledger has more than {_MOST_BYTES}")
+        if os.path.lexists(journal := f"{self.path}-journal"):
+            raise LedgerError(f"{journal} is not of fedgauge: open a copy of the run without it")
+        how = "rw"  # also to read: the last connection to close a ledger tidies up, which one of mode=ro cannot
+        if self.readonly and not (waiting and waiting.st_size) and not os.access(self.path.parent, os.W_OK):
             how = "ro&immutable=1"  # the file is complete, and SQLite cannot create the files by which it locks
         uri = f"file:{quote(os.fsencode(self.path.absolute()))}?mode={how}"
-        # the last connection to close the file locks it for a moment
-        timeout = 1.0 if readonly else PATIENCE
-        # the last connection to close a ledger tidies up, which one of mode=ro cannot
+        timeout = 1.0 if self.readonly else PATIENCE
         return sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False)
-
-    def _check_files(self) -> int:
-        """Return the bytes of the write-ahead log; RefusedFile if a file of the ledger is a link or no file.
-
-        SQLite opens its files by their paths. A journal may name any file, which SQLite deletes when it plays the journal back.
-        """
-        _, waiting, _ = (run_files.look(Path(f"{self.path}{end}")) for end in ("", "-wal", "-shm"))
-        if os.path.lexists(journal := f"{self.path}-journal"):
-            raise LedgerError(
-                f"{journal} is not of fedgauge, which keeps no such file: open a copy of the run without it"
-            )
-        return waiting.st_size if waiting else 0
-
-    def _check(self, create: bool) -> bool:
-        """Refuse a file that is no ledger of this version; returns whether it is still empty."""
-        self._db.execute("BEGIN")  # all of one moment, as another process may create the tables
-        fresh: bool = self._db.execute("PRAGMA schema_version").fetchone()[0] == 0
-        if not (fresh and create):
-            self._check_schema()
-            self._check_pages()
-        self._db.execute("COMMIT")
-        return fresh
 
     def _check_schema(self) -> None:
         application, version = (
@@ -170,12 +156,8 @@ class LedgerFile:
             raise LedgerError(f"{self.path} is not as fedgauge makes a ledger")
 
     def _check_pages(self) -> None:
-        """Refuse a ledger with more pages than its files hold, or whose pages are damaged or repeat."""
-        pages, size = (self._db.execute(f"PRAGMA page_{what}").fetchone()[0] for what in ("count", "size"))
-        held = sum(p.stat().st_size for p in (self.path, Path(f"{self.path}-wal")) if p.exists())
-        fault = f"it claims {pages} pages of {size} bytes, and holds {held} bytes"
-        if pages * size <= min(held, _MOST_BYTES):
-            fault = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        """Refuse a ledger whose pages are damaged or repeat."""
+        fault = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if fault != "ok":
             raise LedgerError(f"{self.path} is damaged: {' '.join(fault.split()):.200}")
 
@@ -193,8 +175,7 @@ class LedgerFile:
 
     def _row(self, cursor: Any, row: tuple[Any, ...]) -> sqlite3.Row:
         """A row by name, with every value checked."""
-        self._tuple(cursor, row)
-        return sqlite3.Row(cursor, row)
+        return sqlite3.Row(cursor, self._tuple(cursor, row))
 
     def _tuple(self, cursor: Any, row: tuple[Any, ...]) -> tuple[Any, ...]:
         """A row of which there are many, with every value checked."""
@@ -207,26 +188,6 @@ class LedgerFile:
             raise LedgerError(f"{self.path} is damaged: {error}") from error
         return row
 
-    def _write_ahead(self) -> None:
-        """Switch to write-ahead logging; SQLite ignores its timeout here while another connection opens the file, so retry."""
-        give_up = time.monotonic() + PATIENCE
-        while self._db.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
-            try:
-                self._db.execute("PRAGMA journal_mode = WAL")
-            except sqlite3.OperationalError as error:
-                if "locked" not in str(error) or time.monotonic() > give_up:
-                    raise
-                time.sleep(0.01)
-
-    def _make(self) -> None:
-        with self._transaction() as db:
-            if db.execute("PRAGMA user_version").fetchone()[0]:  # another process was faster
-                return
-            for statement in SCHEMA.split(";"):
-                db.execute(statement)
-            db.execute(f"PRAGMA user_version = {VERSION}")
-            db.execute(f"PRAGMA application_id = {APPLICATION}")
-
     def close(self) -> None:
         """Close the connection."""
         self._db.close()
@@ -236,16 +197,12 @@ class LedgerFile:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()
-        if isinstance(error, UnicodeDecodeError):  # SQLite's message quotes what is damaged
-            raise self._unreadable(error) from error
-        if not isinstance(error, sqlite3.DatabaseError):
-            return
-        # other subclasses are programming errors; damage shows as one of the first two, with many different messages, and rows
-        # that no fedgauge has written together as the third
-        if type(error) is sqlite3.DatabaseError or isinstance(error, sqlite3.OperationalError | sqlite3.IntegrityError):
+        # other subclasses are programming errors; damage shows as one of these, with many different messages
+        damage = UnicodeDecodeError, sqlite3.OperationalError, sqlite3.IntegrityError
+        if error is not None and (isinstance(error, damage) or type(error) is sqlite3.DatabaseError):
             raise self._unreadable(error) from error
 
-    def _unreadable(self, error: Exception) -> LedgerError:
+    def _unreadable(self, error: BaseException) -> LedgerError:
         return LedgerError(f"{self.path} cannot be read as a ledger: {error}")
 
     @contextmanager

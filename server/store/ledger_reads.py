@@ -46,11 +46,6 @@ class LedgerReads(LedgerFile):
         self._modality = found
         return found
 
-    def errors(self) -> list[str]:
-        """The distinct errors of failed jobs."""
-        query = "SELECT DISTINCT error FROM jobs WHERE state = 'failed' AND error NOTNULL ORDER BY 1"
-        return [row["error"] for row in self._db.execute(query)]
-
     def reasons(self, state: Literal["done", "failed"] = "done") -> list[sqlite3.Row]:
         """The reasons that finished (or failed) jobs gave, the commonest first: attack, reason, number of jobs."""
         return self._db.execute(
@@ -173,13 +168,6 @@ class LedgerReads(LedgerFile):
         rows = self._db.execute(query, (finished, OBJECTIVE, self.modality.main.metric))
         rows.row_factory = self._tuple  # a large run has many
         yield from rows
-
-    def objectives(self) -> list[sqlite3.Row]:
-        """What attacks without truth minimised, at their end: round, client, attack, value, status; ordered by these."""
-        query = (
-            "SELECT round, client, attack, value, status FROM scores WHERE metric = ? ORDER BY round, client, attack"
-        )
-        return self._db.execute(query, (OBJECTIVE,)).fetchall()
 
     def size_of(self, round: int, client: int) -> int:
         """How many examples a client says its update is of; 1 if it says nothing."""

@@ -5,11 +5,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, check_at_least
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger_connection import LedgerError
 
@@ -84,15 +84,8 @@ class Participation:
     silent: bool | None = None
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A problem of a run's recording, for `audit` to print.
-
-    Args:
-        code: a short name by which programs know it.
-        round, client: None: it concerns all.
-        words: a sentence for the user.
-    """
+class RecordedProblem(NamedTuple):
+    """A problem of a run's recording, by its code; without round and client it concerns all."""
 
     code: str
     round: int | None
@@ -115,6 +108,9 @@ class DeviceUse:
     busy: int
     waves: int
     share: float
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "workers", "busy", "waves", "share")
 
 
 @dataclass(frozen=True)

@@ -247,9 +247,7 @@ class JobQueue(LedgerReads):
             self._delete_scores(db, ids)
             db.executemany(
                 "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, ended = NULL, graded = NULL, graded_to = NULL,"
-                " memory = NULL,"
-                " numerics_id = NULL,"
-                f" wave = CASE WHEN wave < 0 THEN {rank} / ? ELSE wave END WHERE id = ?",
+                f" memory = NULL, numerics_id = NULL, wave = CASE WHEN wave < 0 THEN {rank} / ? ELSE wave END WHERE id = ?",
                 [(wave, i) for i in ids],
             )
         return len(ids), gone

@@ -85,30 +85,11 @@ class Run:
 
         Raises:
             LedgerError: the folder is no run.
-            RefusedFile: something in it is a link or no file.
         """
         missing = [name for name in ("ledger.sqlite", "scenario.toml") if not os.path.lexists(folder / name)]
         if missing:
             raise LedgerError(f"{folder} is not a run folder: it has no {' and no '.join(missing)}")
-        run = cls(folder)
-        run.check()
-        return run
-
-    def check(self, whole: bool = True) -> None:
-        """Refuse what is no run of this version, or not safe to read.
-
-        Args:
-            whole: look at every file; otherwise at those in the folder itself, as a list of runs does.
-
-        Raises:
-            RefusedFile: something in it is a link or no file.
-            LedgerError: its name is no text.
-        """
-        try:
-            self.folder.name.encode()
-        except UnicodeEncodeError as error:
-            raise LedgerError(f"{self.folder} has a name that is no text (UTF-8): rename the folder") from error
-        run_files.check(self.folder, whole)
+        return cls(folder)
 
     @property
     def name(self) -> str:

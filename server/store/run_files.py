@@ -16,14 +16,6 @@ from fedgauge.client.files import SCRAP, read_to
 FOLDERS = ("tape", "reconstructions", "memories", "logs")
 MOST_TEXT = 64 << 20  # bytes of a file of JSON or TOML
 MOST_VERSIONS = 1 << 20  # of environment.json
-_FILES = (".toml", ".json", ".sqlite", "-wal", "-shm", ".safetensors", ".lock", ".html", ".parquet", ".log")
-_KINDS = (
-    (stat.S_ISLNK, "a link"),
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISREG, "a file"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-)
 
 
 class LedgerError(Exception):
@@ -35,9 +27,9 @@ class RefusedFile(LedgerError, OSError):
 
 
 def _check(found: os.stat_result, path: Path | str, folder: bool = False) -> None:
-    wanted = "a folder" if folder else "a file"
-    kind = next((word for is_kind, word in _KINDS if is_kind(found.st_mode)), "a device")
-    if kind != wanted:
+    wanted, right = ("a folder", stat.S_ISDIR) if folder else ("a file", stat.S_ISREG)
+    if not right(found.st_mode):
+        kind = "a link" if stat.S_ISLNK(found.st_mode) else "something else"
         raise RefusedFile(f"{path} is {kind} where a run has {wanted}: put {wanted} there, or delete it")
 
 
@@ -125,29 +117,3 @@ def names(folder: Path) -> list[str]:
         return sorted(os.listdir(folder))
     except FileNotFoundError:
         return []
-
-
-def check(folder: Path, whole: bool = True) -> None:
-    """Refuse a run's folder in which anything is no file or folder of ours.
-
-    Args:
-        whole: look at the files in its folders, too; otherwise only at what the folder itself holds.
-
-    Raises:
-        RefusedFile: naming the first, and what to do.
-    """
-    _check_folder(folder)
-    waiting = [folder]
-    while waiting:
-        with suppress(FileNotFoundError), os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):  # a run at work deletes files
-                    found = entry.stat(follow_symlinks=False)
-                    folder_here = stat.S_ISDIR(found.st_mode)
-                    # a report that is printed, and an export, keep an unfinished file or folder in the run's own until they end
-                    if entry.name.startswith(SCRAP) and (folder_here or stat.S_ISREG(found.st_mode)):
-                        continue
-                    wanted = entry.name in FOLDERS or (folder_here and not entry.name.endswith(_FILES))
-                    _check(found, entry.path, folder=wanted)
-                    if wanted and whole:
-                        waiting.append(Path(entry.path))

@@ -231,7 +231,8 @@ class Scenario:
             {"seed": protocol.seed, **{k: v for k, v in audit.items() if k in _PLAN}},
             federation,
         )
-        _check_secure_sum(protocol, strategy, plan)
+        if protocol.secure_sum is not None and strategy.get("fraction_train", 1.0) != 1.0:
+            raise SpecError("[secure_sum]: its groups hold all clients, so [strategy] fraction_train must be 1.0")
         targeting.check_decoders(server_attack, plan.attacks, protocol.secure_sum is not None)
         tape = settings_of(TapeOptions, tables.get("tape", {}), "[tape]")
         simulation = settings_of(SimulationOptions, tables.get("simulation", {}), "[simulation]")
@@ -260,12 +261,9 @@ def _server_attacks(tables: Table) -> tuple[TargetedServerAttack, ...]:
     """What a malicious server does; SpecError if `server` and [[server_attack]] contradict each other."""
     server = coerce(tables.get("server", "honest"), Literal["honest", "malicious"], "server")
     planned = coerce(tables.get("server_attack", []), list, "[[server_attack]]")
-    if planned and server == "honest":
-        raise SpecError('[[server_attack]] needs a malicious server: set server = "malicious"')
-    if server == "malicious" and not planned:
-        raise SpecError(
-            f'server = "malicious" needs a [[server_attack]]; use is one of {", ".join(SERVER_ATTACK.names())}'
-        )
+    if bool(planned) != (server == "malicious"):
+        names = ", ".join(SERVER_ATTACK.names())
+        raise SpecError(f'server = "malicious" and [[server_attack]] need each other; use is one of {names}')
     rounds, clients = (coerce(tables.get(key, 1), int, key) for key in ("rounds", "clients"))
     return tuple(
         TargetedServerAttack.from_table(
@@ -343,19 +341,6 @@ def _with_canaries(protocol: Protocol) -> Table | None:
     return {"clients": clients, **({"examples": each} if (each := protocol.canary_examples) else {})}
 
 
-def _check_secure_sum(protocol: Protocol, strategy: Table, plan: AttackPlan) -> None:
-    """Refuse settings that have no meaning under a secure sum."""
-    if protocol.secure_sum is None:
-        return
-    if strategy.get("fraction_train", 1.0) != 1.0:
-        raise SpecError("[secure_sum]: its groups hold all clients, so [strategy] fraction_train must be 1.0")
-    first = [group[0] for group in protocol.groups(1)]
-    drawn = protocol.secure_sum.drawn
-    if plan.clients is not None and (drawn or not set(plan.clients) <= set(first)):
-        allowed = "none, as each round draws new groups" if drawn else first
-        raise SpecError(f"[audit]: under [secure_sum], clients names groups by their first client: {allowed}")
-
-
 def component_of(text: str, option: str) -> dict[str, Any]:
     """A component and its settings from what an option says: "dlg iterations=300"."""
     use, *settings = text.split() or [""]
@@ -369,17 +354,13 @@ def component_of(text: str, option: str) -> dict[str, Any]:
 
 def _check_control_variates(federation: Federation, strategy: Table, tape: TapeOptions) -> None:
     """Refuse settings with which clients' control variates are not SCAFFOLD's, or not known to the server."""
-    if not federation.chain.local.remembers:
-        return
-    name = str(strategy.get("use", "FedAvg")).replace(":", ".").rpartition(".")[2]
-    if name != "FedAvg":
-        raise SpecError(f'[strategy]: scaffold needs the plain average of all clients: use "FedAvg", not {name!r}')
-    if strategy.get("fraction_train", 1.0) != 1.0 or federation.protocol.stragglers.probability:
+    everyone = strategy.get("fraction_train", 1.0) == 1.0 and not federation.protocol.stragglers.probability
+    plain = strategy.get("use") in ("FedAvg", "flwr.serverapp.strategy:FedAvg")
+    if federation.chain.local.remembers and not (plain and everyone and tape.keep == "all"):
         raise SpecError(
-            "[[chain]]: scaffold needs all clients in every round: leave fraction_train and [stragglers] out"
+            '[[chain]]: scaffold needs the plain average ("FedAvg") of all clients in every round, and all their updates '
+            "on the tape: leave fraction_train, [stragglers] and [tape] keep out"
         )
-    if tape.keep != "all":
-        raise SpecError("[tape]: scaffold's control variates follow from all earlier updates: leave keep out")
 
 
 def apply_setting(tables: dict[str, Any], setting: str) -> None:

@@ -52,17 +52,11 @@ class TesterTruth:
             SpecError: nothing can be read there.
         """
         if (folder := Path(text)).is_dir():
-            if rows is not None:
-                raise TruthError(f"--truth-rows chooses rows of a dataset, and {folder} is a folder: leave it out")
             return cls(folder.absolute()).check()
-        name, *settings = text.split() or [""]
-        if folder.exists() or not (settings or ":" in name or name in {e.name for e in DATASET.entries()}):
-            raise TruthError(
-                f"--truth: {text!r} is no folder and no dataset: expected a folder with a file for each client, {LAYOUT}; or "
-                "'NAME KEY=VALUE ...' of a dataset (fedgauge list dataset) with --truth-rows"
-            )
+        if rows is None:
+            raise TruthError(f"--truth: {text!r} is no folder of {LAYOUT}; a dataset needs --truth-rows, too")
         located = with_absolute_paths(component_of(text, "--truth"), DATASET, Path.cwd())
-        return cls(None, located, rows.absolute() if rows is not None else None).check()
+        return cls(None, located, rows.absolute()).check()
 
     def to_json(self) -> str:
         """For the run's ledger."""
@@ -136,11 +130,12 @@ def _read(path: Path, changed: int) -> Batch:
             arrays = {key: torch.from_numpy(array) for key, array in read_npz(path).items()}
         else:
             arrays = tensors_of(read_file(path, most_bytes()), path)
+        x, y = arrays["x"], arrays["y"]
+        if len(x) != len(y):
+            raise ValueError(f"{len(x)} examples x and {len(y)} labels y")
     except Exception as error:  # a damaged archive raises BadZipFile, zlib.error, ValueError, TapeError and more
-        raise TruthError(f"{path} cannot be read as the truth: {error}") from error
-    if not arrays.keys() >= {"x", "y"} or len(arrays["x"]) != len(arrays["y"]):
-        raise TruthError(f"{path} needs as many examples x as labels y")
-    return Batch(arrays["x"], arrays["y"].long())
+        raise TruthError(f"{path} cannot be read as the truth, examples x and labels y: {error}") from error
+    return Batch(x, y.long())
 
 
 def _arranged(x: Tensor, like: Dataset, where: str) -> Tensor:

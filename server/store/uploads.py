@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Observation
 from fedgauge.client.federation import Federation
-from fedgauge.client.local_training import ControlledSGD
-from fedgauge.client.update import Params
-from fedgauge.server.store.control_variates import with_known_pull
+from fedgauge.client.local_training import ControlledSGD, own_move, pull_after
+from fedgauge.client.update import Params, Update
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
@@ -46,32 +45,54 @@ def read_observation(
         return as_the_model_has_it(seen, federation, replies_of(run, ledger)) if foreign else seen
 
     seen = read(round, digest)
-    return with_known_pull(seen, ledger, read) if isinstance(federation.chain.local, ControlledSGD) else seen
+    return _with_known_pull(seen, ledger, read) if isinstance(federation.chain.local, ControlledSGD) else seen
+
+
+def _with_known_pull(seen: Observation, ledger: Ledger, read: Callable[[int, str], Observation]) -> Observation:
+    """An observation of a SCAFFOLD client with the pull of its control variates; that of its first round has none.
+
+    Args:
+        read: the client's observation of a round, by its digest.
+
+    Raises:
+        TapeError: an earlier update of the client is not on the tape, so nobody but the client knows its variate.
+    """
+    own = {o["round"]: o for o in ledger.observations() if o["client"] == seen.client} if seen.round > 1 else {}
+    pull: Update = {}
+    before: Observation | None = None
+    for round in range(1, seen.round):
+        row = own.get(round)
+        if row is None or row["status"] != "accepted" or not row["digest"]:
+            raise TapeError(
+                f"client {seen.client}'s control variate is not known in round {seen.round}, as the tape lacks its update of "
+                f"round {round}: it follows from all of a client's updates"
+            )
+        now = read(round, row["digest"])
+        pull, before = _next_pull(before, pull, now), now
+    return replace(seen, pull=_next_pull(before, pull, seen))
+
+
+def _next_pull(before: Observation | None, pull: Update, now: Observation) -> Update:
+    return {} if before is None else pull_after(before.params, own_move(before.update, pull), now.params)
 
 
 def replies_of(run: Run, ledger: Ledger) -> Replies:
-    """What the clients of a user's app upload: as the ledger says, else as the first recorded round shows, which is then noted.
+    """What the clients of a user's app upload: as the ledger says, else as the first reply that tells shows, which is noted.
 
     Weights are nearer to those that were sent than to zero. Replies to weights of zero are the same either way.
     """
     known = ledger.meta().get(REPLIES, "")
     if known in get_args(Replies):
         return cast(Replies, known)
-    votes = [0, 0]
-    taped = [o for o in ledger.observations() if o["status"] == "accepted" and o["digest"]]
-    for number in dict.fromkeys(o["round"] for o in taped):
-        for o in taped:
-            if o["round"] == number:
-                with suppress(TapeError):  # damaged; its own attacks say so
-                    seen = run.tape().read(o["round"], o["client"], o["digest"])
-                    votes[0] += (near := _projection(seen)) > 0.5
-                    votes[1] += near < 0.5
-        if any(votes):
-            break
-    found: Replies = "updates" if votes[1] > votes[0] else "weights"
-    if any(votes) and not ledger.readonly:
-        ledger.set_meta(**{REPLIES: found})
-    return found
+    for o in ledger.observations():
+        if o["status"] == "accepted" and o["digest"]:
+            with suppress(TapeError):  # damaged; its own attacks say so
+                if (near := _projection(run.tape().read(o["round"], o["client"], o["digest"]))) != 0.5:
+                    found: Replies = "weights" if near > 0.5 else "updates"
+                    if not ledger.readonly:
+                        ledger.set_meta(**{REPLIES: found})
+                    return found
+    return "weights"
 
 
 def _projection(seen: Observation) -> float:

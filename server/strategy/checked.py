@@ -6,7 +6,7 @@ A bad reply is dropped, recorded with its reason, and shown. If what was aggrega
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from logging import WARNING
 from statistics import median_low
 from typing import cast
@@ -122,7 +122,6 @@ class CheckedStrategy(Wrapper):
         strict: nodes that are not in clients take no part.
         counts: whether the wrapped strategy averages a client's reply in a round, and so its buffers; default: always.
         options: bounds on a reply.
-        groups: of a round, whose updates come together as the reply of one of them; default: those of the protocol's sum.
     """
 
     inner: Strategy
@@ -134,12 +133,9 @@ class CheckedStrategy(Wrapper):
     strict: bool = False
     counts: Callable[[int, int], bool] = lambda round, client: True
     options: ValidatorOptions = field(default_factory=ValidatorOptions)
-    groups: Callable[[int], Sequence[Sequence[int]]] | None = None
 
     def __post_init__(self) -> None:
         self.buffers, self.clients = dict(self.buffers), dict(self.clients)
-        if self.protocol is not None and self.protocol.secure_sum is not None:
-            self.groups = self.groups or self.protocol.groups
         self._params: Params = {}
         self._sent: dict[int, Params] = {}  # by client, if the wrapped strategy sends it other weights
         self._asked: set[int] = set()  # node ids
@@ -171,13 +167,10 @@ class CheckedStrategy(Wrapper):
         passed, rejected = self._checked(received)
         sent = self._sent
         if self.protocol is not None and self.protocol.secure_sum is not None:
-            sent = self._sent_to_groups(self.protocol, server_round, [reply.client for reply, _ in passed])
-            passed, alone = self._summed(self.protocol, server_round, passed)
+            passed, alone, sent = self._summed(self.protocol, server_round, passed)
             rejected |= alone
-        else:  # of a deployment's sum each reply is the mean of several already
-            rejected = {client: self._as_group(server_round, p) for client, p in rejected.items()}
         passed, outsized = self._within_norm(passed)
-        rejected |= {client: self._as_group(server_round, p) for client, p in outsized.items()}
+        rejected |= outsized
         accepted = tuple(reply for reply, _ in passed)
         before, undone = dict(self.buffers), ""
         try:
@@ -312,29 +305,22 @@ class CheckedStrategy(Wrapper):
                 altered[self._client(message.metadata.dst_node_id)] = dict(record.to_torch_state_dict())
         return altered
 
-    def _sent_to_groups(self, protocol: Protocol, round: int, present: Sequence[int]) -> dict[int, Params]:
-        """By first client, what was sent to the groups of which no member got the federation's weights."""
-        sent = {}
-        for group in protocol.groups(round):
-            members = [client for client in group if client in present]
-            altered = [self._sent[client] for client in members if client in self._sent]
-            if altered and len(altered) == len(members):
-                sent[members[0]] = altered[0]
-        return sent
-
-    def _summed(self, protocol: Protocol, round: int, passed: Passed) -> tuple[Passed, dict[int, Participation]]:
-        """One reply for each group that has a sum, and the rejections of the groups that have none."""
+    def _summed(
+        self, protocol: Protocol, round: int, passed: Passed
+    ) -> tuple[Passed, dict[int, Participation], dict[int, Params]]:
+        """By groups: a reply for each sum, the rejections of those without, and what was sent where nobody got the usual."""
         replies = {reply.client: (reply, message) for reply, message in passed}
         merged: Passed = []
-        alone: dict[int, Participation] = {}
+        alone, sent = dict[int, Participation](), dict[int, Params]()
         for group in protocol.groups(round):
-            present = [replies[client] for client in group if client in replies]
-            reason = _no_sum(protocol, round, group, [reply.client for reply, _ in present])
-            if reason:
-                alone |= {reply.client: Participation(reply.client, "rejected", reason) for reply, _ in present}
+            present = [client for client in group if client in replies]
+            if reason := _no_sum(protocol, round, group, present):
+                alone |= {client: Participation(client, "rejected", reason) for client in present}
             elif present:
-                merged.append(self._merged(present))
-        return sorted(merged, key=lambda pair: pair[0].client), alone
+                merged.append(self._merged([replies[client] for client in present]))
+                if self._sent.keys() >= set(present):
+                    sent[present[0]] = self._sent[present[0]]
+        return sorted(merged, key=lambda pair: pair[0].client), alone, sent
 
     def _merged(self, group: Passed) -> tuple[AcceptedReply, Message]:
         """The mean of a group's updates, weighted by examples, as its first client's message."""
@@ -347,16 +333,6 @@ class CheckedStrategy(Wrapper):
         merged = AcceptedReply(replies[0].client, update, sum(examples), buffers, guard)
         group[0][1].content = self._as_weights(merged)
         return merged, group[0][1]
-
-    def _as_group(self, round: int, rejected: Participation) -> Participation:
-        """A rejection that blames no single client for the sum of several."""
-        group = next((g for g in self.groups(round) if rejected.client in g), ()) if self.groups is not None else ()
-        if len(group) < 2:
-            return rejected
-        clients = ", ".join(map(str, group))
-        return replace(
-            rejected, reason=f"{rejected.reason}; it is the mean of clients {clients}, not one client's update"
-        )
 
     def _absent(self, grid: Grid) -> set[int]:
         """The protocol's clients that are not connected; empty if the federation's nodes are not all known."""

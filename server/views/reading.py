@@ -12,6 +12,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 from xxhash import xxh3_64_hexdigest
 
 from fedgauge.attacks.grading.knowledge_card import SEPARATOR
+from fedgauge.attacks.grading.scores import OBJECTIVE
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.local_data import may_download
@@ -196,7 +197,6 @@ class Reading(LedgerReading):
     """
 
     def __init__(self, run: Run) -> None:
-        run.check(whole=False)
         super().__init__(run.ledger(readonly=True), tables_of(run))
         self.run = run
         self.lock = Lock()
@@ -276,7 +276,7 @@ class Reading(LedgerReading):
     @property
     def objectives(self) -> Mapping[tuple[int, int, str], float | None]:
         """What attacks without truth minimised, at their end, by round, client and attack."""
-        rows = self.view("objectives", lambda: self.ledger.objectives())
+        rows = self.view("objectives", lambda: list(self.ledger.scores(OBJECTIVE)))
         return self.view("by objective", lambda: {(r["round"], r["client"], r["attack"]): r["value"] for r in rows})
 
     def size_of(self, round: int, client: int) -> int:
@@ -343,7 +343,6 @@ class Reading(LedgerReading):
         if self._scenario is None:
             try:
                 with offline():
-                    self.run.check()  # the scenario may name data in the run's own folder
                     self._scenario = self.run.scenario()
             except (SpecError, OSError, ValueError) as error:
                 self._scenario = str(error)
@@ -419,7 +418,6 @@ def most_examples(tables: Mapping[str, Any]) -> int:
 
 def run_summary(run: Run) -> dict[str, Any]:
     """A run in one line, without reading all its scores; LedgerError if it cannot be read."""
-    run.check(whole=False)
     with run.ledger(readonly=True) as ledger:
         tables = tables_of(run)
         progress, best = ledger.progress(), ledger.best_so_far()

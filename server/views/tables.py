@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fedgauge.attacks.grading.scores import OBJECTIVE
 from fedgauge.attacks.modality.membership import QUESTIONS, RATES
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.formatting import NONE, between, decibel, in_metric, number, percent, status_words
@@ -87,7 +88,7 @@ def without_truth(scores: Scores, ledger: Ledger) -> Table:
         (round, scores.attacks[a]) for round, a in zip(valued.round.tolist(), valued.attack.tolist(), strict=True)
     }
     found: dict[tuple[int, str], list[tuple[float | None, str]]] = defaultdict(list)
-    for row in ledger.objectives():
+    for row in ledger.scores(OBJECTIVE):
         if is_attack(row["attack"]) and (row["round"], row["attack"]) not in graded:
             found[row["round"], row["attack"]].append((row["value"], row["status"]))
     plan, rows = list(ledger.planned()), []

@@ -12,6 +12,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import cast
 
+from flwr.serverapp import Grid
+
 from fedgauge.client.components import Table
 from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.run import Run
@@ -114,7 +116,7 @@ def _tapped(case: InterceptCase, folder: Path) -> list[tuple[float, float]]:
     folder.mkdir(parents=True)
     scenario = case.scenario()
     (folder / "audit.toml").write_text(scenario.to_toml())
-    grid = tap(MemoryGrid(scenario.protocol), folder / "audit.toml", folder / "run")
+    grid = tap(cast(Grid, MemoryGrid(scenario.protocol)), folder / "audit.toml", folder / "run")
     federation, run = InMemory(scenario, lambda intake: None, cast(MemoryGrid, grid)), Run.open(folder / "run")
     for round in range(1, case.rounds + 2):
         federation.advance(round)

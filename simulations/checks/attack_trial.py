@@ -6,7 +6,7 @@ in closed form learns from a few examples here.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -14,51 +14,48 @@ from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.images import DECODERS
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
+from fedgauge.attacks.problem import Problem
 from fedgauge.client.update import Batch
 from fedgauge.server.store.expected_jobs import expected_updates
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.checks.check_result import CheckFailed, CheckResult, attempt, require
-from fedgauge.simulations.checks.remedies import remedy, sentence
+from fedgauge.simulations.checks.check_result import CheckResult, Found, attempt, problem_of
 from fedgauge.simulations.checks.stand_ins import StandIns
 
 ITERATIONS = 10  # that are timed
 FEW = 64  # auxiliary examples from which an attack learns in a trial
 SECONDS = 10.0  # of a trial, for attacks that watch the clock
 PATIENCE = 10.0  # seconds for all trials before a run
-NONE_APPLIES = (
-    "no attack applies to the first round's updates, so nothing would be known of what they leak: let fedgauge choose "
-    "([audit] effort), or name others (fedgauge list attack)"
-)
+NOT_APPLICABLE = "not applicable"
+PLAN = "the whole plan"
 
 
-def try_attacks(scenario: Scenario, patience: float = PATIENCE) -> Iterator[CheckResult]:
-    """Try every planned attack once; those left when the patience (seconds) is over are not checked."""
-    return _results(scenario, lambda trial, planned: trial.once(planned), patience)
+def check_attacks(scenario: Scenario, patience: float = math.inf, timed: bool = True) -> Iterator[CheckResult]:
+    """Try every planned attack once; those left when the patience (seconds) is over are not checked.
 
-
-def estimate_attacks(scenario: Scenario) -> Iterator[CheckResult]:
-    """Try every planned attack, and estimate the time of the whole audit."""
-    seconds: dict[str, float] = {}
-    results = list(_results(scenario, lambda trial, planned: trial.measured(planned, seconds)))
-    yield from results
-    if results and all(result.works is False and not result.needed for result in results):
-        yield CheckResult("the whole plan", False, False, NONE_APPLIES)
-    if seconds:
-        yield attempt("audit, estimated", partial(_estimate, scenario, seconds))
-
-
-def _results(
-    scenario: Scenario, tried: Callable[["_Trial", PlannedAttack], str], patience: float = math.inf
-) -> Iterator[CheckResult]:
+    Args:
+        timed: several times, to estimate the time of the whole audit.
+    """
     if not scenario.audit.curious or not (planned := _searches(scenario)):
         return
-    trial, began = _Trial(scenario), time.perf_counter()
+    trial, began, results = _Trial(scenario), time.perf_counter(), list[CheckResult]()
     for attack in planned:
         reason = _untried(attack) or ("no time is left" if time.perf_counter() - began > patience else "")
+        name = f"attack {attack.name}"
         if reason:
-            yield CheckResult(f"attack {attack.name}", None, False, f"not tried: {reason}")
+            results.append(CheckResult(name, None, False, f"not tried: {reason}"))
         else:
-            yield trial.result(attack, tried)
+            found = attempt(name, partial(trial.measured if timed else trial.once, attack))
+            results.append(replace(found, needed=found.code != NOT_APPLICABLE))
+        yield results[-1]
+    reasons = "; ".join(f"{r.name.removeprefix('attack ')}: {r.message}" for r in results)
+    if all(r.works is False and r.needed for r in results):
+        yield CheckResult(PLAN, False, True, Problem("fails", "", f"none of its attacks works: {reasons}"), stops=True)
+    elif all(r.code == NOT_APPLICABLE for r in results):
+        remedy = "let fedgauge choose ([audit] effort), or name others (fedgauge list attack)"
+        why = f"no attack applies to the first round's updates ({reasons})"
+        yield CheckResult(PLAN, False, False, Problem(NOT_APPLICABLE, "", why, remedy))
+    if trial.seconds:
+        yield attempt("audit, estimated", partial(_estimate, scenario, trial.seconds))
 
 
 def _searches(scenario: Scenario) -> list[PlannedAttack]:
@@ -75,10 +72,6 @@ def _untried(attack: PlannedAttack) -> str:
     return "it trains or loads a network first" if attack.build().trains_first else ""
 
 
-class _NotApplicable(Exception):
-    """An attack says that it cannot work on these updates, and why."""
-
-
 class _TrialAuditor(Auditor):
     """Attacks learn from a few examples."""
 
@@ -87,26 +80,16 @@ class _TrialAuditor(Auditor):
 
 
 class _Trial:
-    """One stand-in's update, which the attacks of a plan are tried on."""
+    """One stand-in's update, which the attacks of a plan are tried on.
+
+    Attributes:
+        seconds: by attack, its time for one observation of the real audit, as far as it was measured.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self.auditor = _TrialAuditor(scenario.federation, scenario.plan.seed)
         self.stand_ins = StandIns(scenario.federation, 1)
-
-    def result(self, planned: PlannedAttack, tried: Callable[["_Trial", PlannedAttack], str]) -> CheckResult:
-        """The result of a trial under the attack's name; that it is not applicable is a note."""
-        name = f"attack {planned.name}"
-        try:
-            return CheckResult(name, True, True, tried(self, planned))
-        except _NotApplicable as words:
-            return CheckResult(name, False, False, f"not applicable: {words}")
-        except CheckFailed as words:
-            return CheckResult(name, False, True, str(words))
-        except Exception as error:  # plug-ins, and what a user's model or link makes of an attack, may raise anything
-            change = remedy(
-                error, "the whole error is what the audit would report of every update; leave the attack out"
-            )
-            return CheckResult(name, False, True, f"it fails: {sentence(error)}; {change}")
+        self.seconds: dict[str, float] = {}
 
     def run(self, planned: PlannedAttack, iterations: int) -> Reconstruction:
         """Attack the stand-in's update for this many iterations, from one start."""
@@ -117,28 +100,30 @@ class _Trial:
         )
         return found
 
-    def once(self, planned: PlannedAttack) -> str:
-        """One iteration; raises what the attack raises, or _NotApplicable."""
-        found = self.run(planned, 1)
-        if found.status == "not_applicable" and planned.budget.iterations > 1:
-            found = self.run(planned, planned.budget.iterations)  # some share their iterations among several searches
-        if found.status == "not_applicable":
-            raise _NotApplicable(found.reason)
-        return "works"
+    def once(self, planned: PlannedAttack) -> Found:
+        """One iteration."""
+        try:
+            found = self.run(planned, 1)
+            if found.status == "not_applicable" and planned.budget.iterations > 1:
+                found = self.run(planned, planned.budget.iterations)  # some share their iterations among searches
+        except Exception as error:  # plug-ins, and what a user's model or link makes of an attack, may raise anything
+            return problem_of(error, "fails", "leave the attack out, as the audit would report this of every update")
+        return Problem(NOT_APPLICABLE, "", found.reason) if found.status == "not_applicable" else "works"
 
-    def measured(self, planned: PlannedAttack, seconds: dict[str, float]) -> str:
-        """A trial with its time for one observation of the real audit, which is left in seconds."""
-        self.once(planned)
+    def measured(self, planned: PlannedAttack) -> Found:
+        """A trial with its time for one observation of the real audit."""
+        if isinstance(problem := self.once(planned), Problem):
+            return problem
         (first, _), (all_, found) = self._timed(planned, 1), self._timed(planned, 1 + ITERATIONS)
-        words = (
-            f"it diverges in its first {1 + ITERATIONS} iterations: {found.reason}; check the scale of data and weights"
-        )
-        require(found.status != "diverged", words)
+        if found.status == "diverged":
+            why = f"it diverges in its first {1 + ITERATIONS} iterations ({found.reason})"
+            return Problem("diverges", "", why, "check the scale of data and weights")
         budget, each = planned.budget, max(all_ - first, 0.0) / ITERATIONS
         searched = found.iterations > 0
-        seconds[planned.name] = budget.restarts * (first + (budget.iterations - 1) * each) if searched else all_
+        whole = budget.restarts * (first + (budget.iterations - 1) * each) if searched else all_
+        self.seconds[planned.name] = whole
         pace = f"{1000 * each:.3g} ms an iteration, " if searched else ""
-        return f"works; {pace}{_duration(seconds[planned.name])} an update"
+        return f"works; {pace}{_duration(whole)} an update"
 
     def _timed(self, planned: PlannedAttack, iterations: int) -> tuple[float, Reconstruction]:
         started = time.perf_counter()

@@ -11,14 +11,22 @@ import torch
 from torch import Generator, Tensor
 from torch.func import grad, vmap
 
+from fedgauge.attacks.problem import Problem
 from fedgauge.client.components import Table, is_own
 from fedgauge.client.federation import TRANSFORM, Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import is_per_example, noise_free
 from fedgauge.client.update import Batch, Params, Transform, Update
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.checks.check_result import CheckFailed, CheckResult, attempt, require
-from fedgauge.simulations.checks.remedies import GENERATOR, TENSORS_ONLY, remedy, sentence
+from fedgauge.simulations.checks.check_result import (
+    GENERATOR,
+    TENSORS_ONLY,
+    CheckResult,
+    Found,
+    attempt,
+    remedy,
+    sentence,
+)
 from fedgauge.simulations.checks.stand_ins import StandIns
 
 STEPS = (1e-4, 1e-6, 1e-8)  # of the finite difference, in double: within the longer a link that drops entries may jump
@@ -62,20 +70,6 @@ def _trials(fed: Federation) -> Iterator[tuple[str, Table, "_LinkTrial"]]:
             yield f"link #{i} ({str(table['use']).split(':')[-1]})", table, _LinkTrial(link, base, batch)
 
 
-def _compare(update: Update, like: Params) -> None:
-    require(
-        isinstance(update, Mapping), f"it returned {type(update).__name__}, expected a tensor for each parameter's name"
-    )
-    other = sorted(update.keys() ^ like.keys())
-    require(not other, f"it changed which parameters the update has ({other[:1]}): return every name that came in")
-    for name, t in update.items():
-        form, expected = (f"{tuple(v.shape)} of {v.dtype}" for v in (t, like[name]))
-        require(form == expected, f"it made {name!r} {form}, expected {expected}: keep shapes and number types")
-        require(
-            t.isfinite().all(), f"it made {name!r} not finite: a division by zero, or a root of something negative?"
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class _LinkTrial:
     """One link around a small client, whose update is `base`."""
@@ -84,59 +78,69 @@ class _LinkTrial:
     base: Update
     batch: Batch
 
-    def trains(self) -> str:
+    def trains(self) -> Found:
         """As a client runs it: an update of the same form."""
-        _compare(self._client(_copied(self.base)), self.base)
+        update: object = self._client(_copied(self.base))  # what a user's link returns may be anything
+        if not isinstance(update, Mapping):
+            return Problem("no update", "it", f"returned {type(update).__name__}", "return a tensor for each name")
+        if other := sorted(update.keys() ^ self.base.keys()):
+            return Problem("names", "it", f"changed which parameters the update has ({other[0]})", "return every name")
+        for name, t in update.items():
+            form, expected = (f"{tuple(v.shape)} of {v.dtype}" for v in (t, self.base[name]))
+            if form != expected:
+                return Problem("form", "it", f"made {name!r} {form}, expected {expected}", "keep shapes and dtypes")
+            if not t.isfinite().all():
+                return Problem("not finite", "it", f"made {name!r} not finite", "a division by zero, or a root?")
         return "runs"
 
-    def repeats(self) -> str:
+    def repeats(self) -> Found:
         """The same update again from the same generator."""
-        alike = not _differ(*(self._client(_copied(self.base)) for _ in range(2)))
-        require(
-            alike, f"it draws without the generator that it is given, so no replay can check an update: {GENERATOR}"
+        if not _differ(*(self._client(_copied(self.base)) for _ in range(2))):
+            return "reproducible"
+        return Problem(
+            "draws", "it", "draws without the generator that it is given, so that no replay works", GENERATOR
         )
-        return "reproducible"
 
-    def preserves(self) -> str:
+    def preserves(self) -> Found:
         """The update that came in stays as it was."""
         given = _copied(self.base)
         self._client(given)
-        words = "it changes the update that it is given: return new tensors (t * factor, not t.mul_(factor))"
-        require(not _differ(given, self.base), words)
-        return "reproducible"
+        if not _differ(given, self.base):
+            return "reproducible"
+        return Problem(
+            "changes input", "it", "changes the update that it is given", "return new tensors (not t.mul_())"
+        )
 
-    def is_differentiable(self) -> str:
+    def is_differentiable(self) -> Found:
         """As an attacker takes it: without its noise, vectorised and differentiated."""
         form = noise_free(self.link)
-        alike = not _differ(self._run(form, None, self.base), self._run(form, None, self.base))
-        require(alike, f"without a generator, as attacks take it, it still draws: {GENERATOR}")
+        if _differ(self._run(form, None, self.base), self._run(form, None, self.base)):
+            return Problem("noise", "it", "still draws without a generator, as attacks take it", GENERATOR)
         along = partial(self._along, form, torch.float32)
         try:
             slopes = vmap(grad(along), randomness="different")(torch.tensor([0.0, 0.5]))
         except Exception as error:  # the link is the user's
-            words = f"attacks cannot differentiate through it ({sentence(error)}): {remedy(error, TENSORS_ONLY)}"
-            raise CheckFailed(words) from error
-        require(slopes.isfinite().all(), "its derivative is not finite: a root or division at zero?")
-        require(
-            slopes.any(), f"its derivative is zero (detach(), rounding, signs?), so attacks would find noise: {SMOOTH}"
-        )
-        return "reproducible, differentiable"
+            why = f"attacks cannot differentiate through it ({sentence(error)})"
+            return Problem("no derivative", "", why, remedy(error, TENSORS_ONLY))
+        if slopes.any() and slopes.isfinite().all():
+            return "reproducible, differentiable"
+        return Problem("derivative", "", "its derivative is zero or not finite (detach(), rounding, signs?)", SMOOTH)
 
-    def declares_noise(self) -> str:
+    def declares_noise(self) -> Found:
         """Noise that it draws is declared."""
         first, other = (self._client(self.base, seed) for seed in ("link", "other"))
-        declared = noise_free(self.link) is not self.link
-        require(declared or not _differ(first, other), f"it draws noise and declares none: {GENERATOR}")
+        if noise_free(self.link) is self.link and _differ(first, other):
+            return Problem("undeclared noise", "it", "draws noise and declares none", GENERATOR)
         return "reproducible, differentiable"
 
-    def follows_its_derivative(self) -> str:
+    def follows_its_derivative(self) -> Found:
         """Whether the derivative, which attacks follow, is that of the values."""
         along = partial(self._along, noise_free(self.link), torch.float64)
         slope = grad(along)(torch.zeros((), dtype=torch.float64))
         changes = [(along(torch.tensor(h).double()) - along(torch.tensor(-h).double())) / (2 * h) for h in STEPS]
-        near = any((slope - c).abs() <= APART * torch.maximum(slope.abs(), c.abs()) for c in changes)
-        require(near, f"its derivative, which attacks follow, is not that of its values (detach(), float()?): {SMOOTH}")
-        return "reproducible, differentiable"
+        if any((slope - c).abs() <= APART * torch.maximum(slope.abs(), c.abs()) for c in changes):
+            return "reproducible, differentiable"
+        return Problem("derivative", "", "its derivative is not that of its values (detach(), float()?)", SMOOTH)
 
     def _client(self, given: Update, seed: str = "link") -> Update:
         return self._run(self.link, generator("doctor", seed), given)

@@ -1,16 +1,36 @@
-"""The result of one check of the doctor, and how a check is carried out."""
+"""The result of one check, how a check is carried out, and what to change after an exception of torch."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from fedgauge.attacks.problem import Problem, Unattackable
 from fedgauge.client.components import MEND, SpecError, own_line
 from fedgauge.client.deployment.terms import RequestRefused
-from fedgauge.simulations.checks.remedies import remedy, sentence
+
+LONGEST = 120  # characters of an exception's own words; torch explains itself at length
+TENSORS_ONLY = (
+    "compute with tensors throughout: a number taken out of one (float(), .item(), `if`) cannot be differentiated"
+)
+GENERATOR = (
+    "draw with the generator that is handed over (torch.randn(..., generator=rng)), and declare in `mean` what remains without "
+    "the noise (often the identity) and in `update_distribution` how it is distributed"
+)
+_REMEDIES = (  # parts of torch's and Python's messages, the first that occurs decides
+    (("cannot pickle", "support the deepcopy protocol"), "keep what cannot be copied out of the module's attributes"),
+    ((".item()", "data-dependent", "Boolean value", "call numpy()", "calling .numpy()", "aten::_local_scalar"), TENSORS_ONLY),
+    (("random operation",), GENERATOR),
+    (("setup_context", "generate_vmap_rule"), "give its autograd Function a setup_context and generate_vmap_rule = True"),
+    (("mutate a captured", "in-place", "inplace"), "let it build new tensors in place of changing the ones that it is given"),
+    (("Expected more than 1 value per channel",), 'set [model] mode = "eval", or a [data] batch_size of at least 2'),
+    (("derivative for", "double backward", "is not implemented"), "use another layer, or attacks that do not descend"),
+    (("out of memory", "can't allocate memory"), "take a smaller network, batch or wave"),
+)  # fmt: skip
+Found = str | Problem  # what a check found, in words where it works
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check and a sentence.
+    """One check and what it found.
 
     Args:
         works: None: not checked.
@@ -21,26 +41,27 @@ class CheckResult:
     name: str
     works: bool | None
     needed: bool
-    message: str
+    found: Found
     stops: bool = False
 
+    @property
+    def message(self) -> str:
+        """What was found, as a sentence."""
+        return str(self.found)
 
-class CheckFailed(Exception):
-    """What is wrong, and what to change."""
+    @property
+    def code(self) -> str:
+        """The code of the problem; empty if there is none."""
+        return self.found.code if isinstance(self.found, Problem) else ""
 
 
-def require(holds: object, words: str) -> None:
-    """Raise CheckFailed with these words unless something holds."""
-    if not holds:
-        raise CheckFailed(words)
-
-
-def attempt(name: str, check: Callable[[], str], needed: bool = True, stops: bool = False) -> CheckResult:
-    """Carry out a check that returns a sentence, or raises one; a user's own code may raise anything."""
+def attempt(name: str, check: Callable[[], Found], needed: bool = True, stops: bool = False) -> CheckResult:
+    """Carry out a check, which calls a user's own code, that may raise anything."""
     try:
-        return CheckResult(name, True, needed, check(), stops)
+        found = check()
     except Exception as error:  # the failure is what the user asked to see
-        return CheckResult(name, False, needed, explain(error), stops)
+        found = problem_of(error)
+    return CheckResult(name, not isinstance(found, Problem), needed, found, stops)
 
 
 def attempt_all(name: str, checks: Iterable[CheckResult]) -> Iterator[CheckResult]:
@@ -48,12 +69,30 @@ def attempt_all(name: str, checks: Iterable[CheckResult]) -> Iterator[CheckResul
     try:
         yield from checks
     except Exception as error:  # a check calls a user's own code, which may raise anything
-        yield CheckResult(name, False, True, explain(error), stops=True)
+        yield CheckResult(name, False, True, problem_of(error), stops=True)
 
 
-def explain(error: Exception) -> str:
-    """What is wrong and what to change, of an exception of a check or of a user's code."""
-    if isinstance(error, CheckFailed | SpecError | RequestRefused):
-        return str(error)
-    change = remedy(error, MEND if own_line(error) else "")
-    return sentence(error) + (f": {change}" if change else "")
+def problem_of(error: Exception, code: str = "error", otherwise: str = "") -> Problem:
+    """An exception of a check or of a user's code as a problem.
+
+    Args:
+        otherwise: the remedy if none is known.
+    """
+    if isinstance(error, Unattackable):
+        return error.problem
+    if isinstance(error, SpecError | RequestRefused):
+        return Problem(code, "", str(error))
+    return Problem(code, "", sentence(error), remedy(error, otherwise or (MEND if own_line(error) else "")))
+
+
+def remedy(error: BaseException, otherwise: str = "") -> str:
+    """What to change after this exception."""
+    text = str(error)
+    return next((words for parts, words in _REMEDIES if any(part in text for part in parts)), otherwise)
+
+
+def sentence(error: BaseException) -> str:
+    """An exception as one short line, with the place in a user's code that raised it."""
+    words = " ".join(str(error).split())
+    short = words if len(words) <= LONGEST else words[:LONGEST].rsplit(" ", 1)[0] + " ..."
+    return (f"{type(error).__name__}: {short}" if short else type(error).__name__) + own_line(error)

@@ -12,14 +12,9 @@ import torch
 from fedgauge.attacks.engine.devices import devices_of, driver
 from fedgauge.attacks.modality.image_metrics import BACKBONES, lpips_weights
 from fedgauge.client.cache_folder import cache_folder
-from fedgauge.client.components import SpecError, build
-from fedgauge.client.data import images
-from fedgauge.client.federation import DATASET
-from fedgauge.client.local_data import data_folder, has_images
+from fedgauge.client.local_data import data_folder
 from fedgauge.simulations.checks.check_result import CheckResult, attempt
 from fedgauge.simulations.run.environment import PACKAGES, package
-
-EMBEDDED = "mnist5k"  # the dataset of images that needs no file
 
 
 def examine() -> list[CheckResult]:
@@ -30,16 +25,13 @@ def examine() -> list[CheckResult]:
         needed = name not in ("transformers", "rouge-score", "fedgauge")
         results.append(CheckResult(name, version is not None, needed, version or f"not installed: pip install {name}"))
     results += [attempt("torchvision import", _torchvision), *gpus(), attempt("Ray", _ray, needed=False)]
-    program = shutil.which(
-        "flower-superlink", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    )
-    results.append(
-        CheckResult("Flower's programs", program is not None, True, program or "no flower-superlink on the path")
-    )
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # beside Python's
+    program = shutil.which("flower-superlink", path=path)
+    found = program or "no flower-superlink on the path"
+    results.append(CheckResult("Flower's programs", program is not None, True, found))
     folder = data_folder()
     message = str(folder or "none (set FEDGAUGE_DATA to a folder); public data is downloaded on first use")
     results.append(CheckResult("local data", folder is not None, False, message))
-    results += [_dataset(e.name) for e in DATASET.entries() if e.module == images.__name__]
     for net, backbone in BACKBONES.items():
         weights = lpips_weights(net)
         missing = f"missing: weights/{backbone.local} in the local data folder, or FEDGAUGE_LPIPS=download"
@@ -81,14 +73,3 @@ def _ray() -> str:
         return f"a worker started (process {executor.pids()[0]})"
     finally:
         executor.close()
-
-
-def _dataset(short: str) -> CheckResult:
-    folder = data_folder()
-    if short != EMBEDDED and (folder is None or not ((folder / short).is_dir() or has_images(short))):
-        return CheckResult(short, None, False, "not in a local data folder; downloaded on first use")
-    try:
-        dataset = build({"use": short}, f"dataset {short}", DATASET)
-    except SpecError as error:
-        return CheckResult(short, False, short == EMBEDDED, str(error))
-    return CheckResult(short, True, short == EMBEDDED, f"{len(dataset.y):,} + {len(dataset.y_test):,} examples")

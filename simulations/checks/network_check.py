@@ -1,6 +1,5 @@
 """What is wrong with a network, tried on a few examples: named with the layer and the remedy."""
 
-import copy
 import inspect
 from collections.abc import Iterator
 from functools import partial
@@ -10,34 +9,32 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedgauge.attacks.base import Knowledge
-from fedgauge.attacks.engine.compatibility import check_forward, check_lookups, check_parameters, differentiation_of
+from fedgauge.attacks.engine.compatibility import (
+    differentiation_of,
+    forward_problem,
+    lookup_problem,
+    parameter_problem,
+)
 from fedgauge.attacks.modality.registry import examples_of
+from fedgauge.attacks.problem import Problem
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.training import without_running_stats
-from fedgauge.simulations.checks.check_result import CheckFailed, CheckResult, attempt, require
-from fedgauge.simulations.checks.remedies import COPY, remedy, sentence
+from fedgauge.simulations.checks.check_result import CheckResult, Found, attempt
 
 TRIED = 4  # examples on which a network is tried
 PAIR = 2  # examples of a gradient: BatchNorm in train mode cannot normalise by one
 UNIT = 1e-4  # how far a sum of probabilities may be from one
 
 
-SOFTMAX = (
-    "its outputs are probabilities (none is negative, they sum to one), of which the cross-entropy takes the softmax again: "
-    "gradients are weaker and learning is slower; let it return logits, without its last softmax"
-)
-
-
 def check_network(fed: Federation) -> Iterator[CheckResult]:
     """Try the network on a few examples: first what training needs, then what only attacks or speed suffer from."""
-    for name, check in (("model", try_network), ("gradient", try_gradient)):
+    for name, check in (("model", _forward), ("gradient", _gradient)):
         yield (result := attempt(name, partial(check, fed), stops=True))
         if not result.works:
             return
-    for name, check in (("model, copied", try_copy), ("input", try_input), ("softmax", try_softmax)):
-        yield attempt(name, partial(check, fed), needed=False)
+    yield attempt("softmax", partial(try_softmax, fed), needed=False)
 
 
 def inputs(fed: Federation, count: int = TRIED) -> Tensor:
@@ -46,89 +43,56 @@ def inputs(fed: Federation, count: int = TRIED) -> Tensor:
     return data.normalise(batch_of(data.x, data.y, torch.arange(min(count, len(data.y)))).x)
 
 
-def outputs(fed: Federation, given: Tensor) -> Tensor:
-    """What the network makes of normalised examples."""
-    with torch.no_grad(), without_running_stats(fed.model):  # a check must not change BatchNorm's statistics
-        made: Tensor = functional_call(fed.model, fed.initial()[0], (given,))
-    return made
-
-
-def try_network(fed: Federation) -> str:
-    """Run the network forward; CheckFailed names the layer that cannot take these examples, or what else is wrong."""
+def _forward(fed: Federation) -> Found:
     model, data, params = fed.model, fed.shards.dataset, fed.initial()[0]
-    further, held = _further_arguments(model), examples_of(data)
-    words = "give it a default, or wrap the network in a module whose forward takes one argument"
-    require(not further, f"its forward needs {' and '.join(map(repr, further))} besides the {held}: {words}")
-    bad = [name for name, p in params.items() if not p.isfinite().all()]
-    require(not bad, f"parameter {bad[:1]} is not finite at the start: check how the network is initialised")
+    if further := _further_arguments(model):
+        why = f"needs {' and '.join(map(repr, further))} besides the {examples_of(data)}"
+        return Problem("arguments", "its forward", why, "give it a default, or wrap the network in a module")
+    if bad := [name for name, p in params.items() if not p.isfinite().all()]:
+        why = "is not finite at the start"
+        return Problem("not finite", f"parameter {bad[0]!r}", why, "check how the network is initialised")
     x = inputs(fed)
-    try:
-        check_parameters(model, params)
-        logits = check_forward(model, params, x)
-    except ValueError as error:
-        given = f"[data] gives {held} of {' x '.join(map(str, data.shape))}"
-        fits = f"{given}: build the network for them (its factory is offered `shape` and `classes`)"
-        raise CheckFailed(f"{error}; {remedy(error.__cause__, fits)}" if error.__cause__ else str(error)) from error
-    expected, made = (len(x), *data.y.shape[1:], data.classes), tuple(logits.shape)
-    words = "let its factory take `shape` and `classes`, which it is offered"
-    require(made == expected, f"it gives {made} for {len(x)} {held}, expected logits {expected}: {words}")
+    logits = (len(x), *data.y.shape[1:], data.classes)
     count = sum(p.numel() for p in params.values())
-    return f"{type(model).__name__}, outputs for {data.classes} classes, {count:,} parameters"
+    works = f"{type(model).__name__}, outputs for {data.classes} classes, {count:,} parameters"
+    return parameter_problem(model, params) or forward_problem(model, params, x, logits) or works
 
 
-def try_input(fed: Federation) -> str:
-    """Run it on examples that must stay as they are."""
-    given = inputs(fed)
-    before = given.clone()
-    outputs(fed, given)
-    words = "it changes its input in place, which ruins a batch that is used twice: begin with x = x.clone(), or set inplace=False"
-    require(torch.equal(given, before), words)
-    return "unchanged"
-
-
-def try_gradient(fed: Federation) -> str:
+def _gradient(fed: Federation) -> Found:
     """Compute a client's gradient of a few examples, as every local step does."""
     data = fed.shards.dataset
     batch = batch_of(data.x, data.y, torch.arange(min(PAIR if fed.shards.batch_size > 1 else 1, len(data.y))))
     params = fed.initial()[0]
     update = fed.gradient(params, batch, None)
-    try:
-        check_lookups(fed.model, params, inputs(fed, len(batch.x)))
-    except ValueError as error:
-        raise CheckFailed(str(error)) from error
-    bad = [name for name, t in update.items() if not t.isfinite().all()]
-    require(not bad, f"the gradient of {bad[:1]} is not finite: a square root, norm or division at zero?")
-    moved = any(t.any() for t in update.values())
-    require(moved, "every gradient is zero: is the loss detached from the parameters, or every unit dead?")
+    if problem := lookup_problem(fed.model, params, inputs(fed, len(batch.x))):
+        return problem
+    if bad := [name for name, t in update.items() if not t.isfinite().all()]:
+        return Problem("not finite", f"the gradient of {bad[0]!r}", "is not finite", "a root or division at zero?")
+    if not any(t.any() for t in update.values()):
+        return Problem("zero gradient", "", "every gradient is zero", "is the loss detached, or every unit dead?")
     return "finite"
 
 
-def try_copy(fed: Federation) -> str:
-    """Copy the network, as dlg and idlg (for double precision), bounds, and defenses and attacks of the model do."""
-    try:
-        copy.deepcopy(fed.model)
-    except Exception as error:  # __deepcopy__ and __reduce__ are the user's
-        raise CheckFailed(f"copy.deepcopy fails ({sentence(error)}): {remedy(error, COPY)}") from error
-    return "it can be copied"
-
-
-def try_softmax(fed: Federation) -> str:
-    """Look at its outputs: of probabilities the cross-entropy would take the softmax a second time."""
-    made = outputs(fed, inputs(fed))
+def try_softmax(fed: Federation) -> Found:
+    """Whether its outputs are no probabilities, of which the cross-entropy would take the softmax a second time."""
+    with torch.no_grad(), without_running_stats(fed.model):  # a check must not change BatchNorm's statistics
+        made: Tensor = functional_call(fed.model, fed.initial()[0], (inputs(fed),))
     sums_to_one = bool(((made.sum(-1) - 1).abs() < UNIT).all())
     probabilities = made.shape[-1] > 1 and bool((made >= 0).all()) and sums_to_one
-    require(not (is_cross_entropy(fed.loss) and probabilities), SOFTMAX)
-    return "no probabilities"
+    if not (probabilities and is_cross_entropy(fed.loss)):
+        return "no probabilities"
+    why = "its outputs are probabilities, of which the cross-entropy takes the softmax again"
+    return Problem("softmax", "", why, "let it return logits, without its last softmax")
 
 
-def try_derivatives(fed: Federation) -> str:
+def try_derivatives(fed: Federation) -> Found:
     """Compare the network's second derivative, which every matching attack follows, with the change of the first."""
     data = fed.shards.dataset
     size = min(PAIR, fed.shards.batch_size)
     known = Knowledge(fed.model, fed.chain, data.shape, data.classes, size, data.mean, data.std, loss=fed.loss)
     found = differentiation_of(known, fed.initial()[0], one_pass=False)
-    require(not found.note, f"{found.note}; let forward compute with tensors throughout, or take another layer")
-    return "as the gradient changes"
+    remedy = "let forward compute with tensors throughout, or take another layer"
+    return Problem("derivative", "", found.note, remedy) if found.note else "as the gradient changes"
 
 
 def _further_arguments(model: nn.Module) -> list[str]:

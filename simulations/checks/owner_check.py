@@ -4,12 +4,13 @@ import math
 from functools import partial
 
 from fedgauge.attacks.plan import describe
+from fedgauge.attacks.problem import Problem
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.deployment.terms import ServerTerms
-from fedgauge.simulations.checks.check_result import CheckResult, attempt, require
+from fedgauge.simulations.checks.check_result import CheckResult, Found, attempt
 from fedgauge.simulations.checks.scenario_check import describe_data
 
 
@@ -44,9 +45,10 @@ def _stand_in(owner: OwnerConfig) -> ServerTerms:
     return ServerTerms(seed=0, rounds=1, clients=owner.client + 1, model=model, canaries=int(owner.canary))
 
 
-def _one_step(client: DeployedClient) -> str:
+def _one_step(client: DeployedClient) -> Found:
     params, buffers = client.initial()
     update = client.compute(params, buffers, client.owner.batch(client.draw(1)), {})
     norm = math.sqrt(sum(float(t.double().square().sum()) for t in update.values()))
-    require(math.isfinite(norm), "the update is not finite: is the rate too high?")
-    return f"an update of norm {norm:.3g}"
+    if math.isfinite(norm):
+        return f"an update of norm {norm:.3g}"
+    return Problem("not finite", "", "the update is not finite", "is the rate too high?")

@@ -1,25 +1,21 @@
 """The preflight: estimates in seconds, before any training, what a scenario would leak, and says what to change.
 
-Auxiliary images stand in for the clients', whose data is never touched. The preflight counts unknowns against equations layer
-by layer, tries the attacks that need no search (analytic inversion, label restoration) on updates that went through the whole
+Auxiliary images stand in for the clients', whose data is never touched. The preflight counts unknowns against equations,
+tries the attacks that need no search (analytic inversion, label restoration) on updates that went through the whole
 chain, and computes the limit.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Literal
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from fedgauge.attacks.engine.computation import dense_input_layer
 from fedgauge.attacks.gaussian_prior import class_means
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit, noise_is_known
@@ -28,19 +24,18 @@ from fedgauge.attacks.membership.limit import area, detectability, power
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy
 from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.plan import PlannedAttack, modalities_of
+from fedgauge.attacks.problem import Problem
 from fedgauge.client.chain import trained_on
 from fedgauge.client.collusion import tolerance
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.pairing import in_db, one_to_one
+from fedgauge.client.pairing import in_db
 from fedgauge.client.rng import generator
-from fedgauge.client.training import evaluated
 from fedgauge.client.transforms import is_identity
 from fedgauge.client.update import Batch
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.assurance.gate import EPSILON, Measurement
 from fedgauge.server.views.formatting import decibel, finite, in_unit, percent
-from fedgauge.simulations.checks.check_result import attempt
 from fedgauge.simulations.checks.network_check import try_softmax
 from fedgauge.simulations.checks.stand_ins import StandIns
 
@@ -51,36 +46,8 @@ TESTED = 512  # auxiliary images on which the mean image is measured
 MEASURE = "measure it with fedgauge run, then fedgauge gate"
 NO_SEARCH = f"without noise of a known density nothing limits a search: {MEASURE}"
 NOT_BEFORE_TRAINING = f"not estimated before training, or not for such a chain; {MEASURE}"
-CLOSED_FORMS = (  # attacks, what they read, and what to change
-    (
-        "analytic",
-        "the first fully connected layer's gradient",
-        "more examples an update, a convolution before the first fully connected layer, or noise after it",
-    ),
-    (
-        "patch_embedding",
-        "the gradient of the patches' and positions' embeddings",
-        "more examples an update, positions that are not learnt, or noise after it",
-    ),
-)
 Severity = Literal["leaks", "weak", "unknown", "note", "holds"]
 _STYLES = dict(leaks="bold red", weak="yellow", unknown="yellow", note="", holds="green")
-
-
-@dataclass(frozen=True)
-class LayerExposure:
-    """One layer's part in the update.
-
-    Args:
-        entries: parameters; visible: entries of the uploaded update that are not zero, on average.
-        unknowns: numbers in the layer's input for the whole batch.
-    """
-
-    name: str
-    kind: str
-    entries: int
-    visible: int
-    unknowns: int
 
 
 @dataclass(frozen=True)
@@ -94,9 +61,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Preflight:
-    """The exposure of each layer, all findings, and what was measured of each metric, for a gate."""
+    """All findings, the worst first, and what was measured of each metric, for a gate."""
 
-    layers: tuple[LayerExposure, ...]
     findings: tuple[Finding, ...]
     measured: Mapping[str, Measurement]
 
@@ -108,7 +74,7 @@ class Preflight:
 def preflight(scenario: Scenario) -> Preflight:
     """Examine a checked scenario; this takes some seconds."""
     probe = _Probe(scenario)
-    return Preflight(tuple(probe.layers()), tuple(probe.findings()), probe.measured)
+    return Preflight(tuple(probe.findings()), probe.measured)
 
 
 class _Probe:
@@ -116,42 +82,22 @@ class _Probe:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.fed = scenario, scenario.federation
-        self.auditor, self.stand_ins = Auditor(self.fed, scenario.plan.seed), StandIns(self.fed, STAND_INS)
-        stand_ins = self.stand_ins
-        self.params, self.members, self.size = stand_ins.params, stand_ins.members, stand_ins.size
-        self.batches, self.wave = stand_ins.batches, stand_ins.wave
+        self.auditor, self.stand_ins = Auditor(self.fed, scenario.plan.seed), (own := StandIns(self.fed, STAND_INS))
+        self.params, self.members, self.size, self.batches = own.params, own.members, own.size, own.batches
+        self.wave = own.wave
         self.measured: dict[str, Measurement] = {}
-
-    # ----------------------------------------------------------------------------------------------------- layers
-
-    def layers(self) -> Iterator[LayerExposure]:
-        """Every layer with parameters of its own, in the order of the forward pass."""
-        found: dict[str, LayerExposure] = {}
-
-        def note(name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            names = [f"{name}.{n}" if name else n for n, _ in module.named_parameters(recurse=False)]
-            entries = sum(self.params[n].numel() for n in names)
-            visible = sum(int(self.wave.update[n].count_nonzero()) for n in names) // STAND_INS
-            found.setdefault(name, LayerExposure(name, type(module).__name__, entries, visible, given[0].numel()))
-
-        model = self.fed.model
-        with ExitStack() as hooks, evaluated(model), torch.no_grad():  # BatchNorm's statistics must not change
-            for name, module in model.named_modules():
-                if next(module.parameters(recurse=False), None) is not None:
-                    hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
-            model(self.fed.shards.dataset.normalise(self.batches[0].x))
-        yield from found.values()
-
-    # --------------------------------------------------------------------------------------------------- findings
 
     def findings(self) -> Iterator[Finding]:
         """The worst first."""
         model = self.fed.model
         own = self._word_embeddings(model) if isinstance(model, LanguageModel) else self._structure()
-        closed_forms = [self._closed_form(*form) for form in CLOSED_FORMS]
-        findings = [
-            f for f in (*own, *closed_forms, self._single_rows(), self._labels(), *self._chain()) if f is not None
+        closed_forms = [
+            self._closed_form(
+                "analytic" if self.size == 1 else "read_rows", "the first fully connected layer's gradient"
+            ),
+            self._closed_form("patch_embedding", "the gradient of the patches' and positions' embeddings"),
         ]
+        findings = [f for f in (*own, *closed_forms, self._labels(), *self._chain()) if f is not None]
         yield from sorted(findings, key=lambda f: list(_STYLES).index(f.severity))
 
     def _word_embeddings(self, model: LanguageModel) -> Iterator[Finding]:
@@ -189,21 +135,30 @@ class _Probe:
                 yield Finding("leaks", words, self.fed.without_batch_statistics)
                 return
 
-    def _closed_form(self, use: str, where: str, remedy: str) -> Finding | None:
+    def _closed_form(self, use: str, where: str) -> Finding | None:
         """Result of an attack by a closed form on the stand-ins' updates."""
         if type(self.auditor.modality) not in modalities_of(use):
             return None
         results = self.auditor.attack(PlannedAttack(use, {"use": use}), self.wave, self.members)
         grader, main = self.auditor.grader, self.auditor.modality.main
-        values = [v for (r, _), b in zip(results, self.batches, strict=True) for v in grader.leaked(r, b)]
+        values = [v for (r, _), b in zip(results, self._trained_on(), strict=True) for v in grader.leaked(r, b)]
         if not values:
             return None
         mean = sum(values) / len(values)
         self._reaches(mean, f"{use} on {len(values)} stand-ins")
         if exact := sum(map(main.came_back_whole, values)):
             words = f"{where} holds the {main.private}: read off {exact} of {len(values)} stand-ins without any search ({use})"
-            return Finding("leaks", words, remedy)
+            return Finding("leaks", words, "more examples an update, a convolution before it, or noise after it")
         return Finding("note", f"{use} reads {where} and gets {in_unit(mean, main)} through this chain")
+
+    def _trained_on(self) -> list[Batch]:
+        """The stand-ins' examples as a link has changed them; members of a secure sum train separately."""
+        if self.members > 1:
+            return self.batches
+        fed, seed = self.fed, self.stand_ins.seed
+        draws = [generator(seed, "stand-in draws", k) for k in range(STAND_INS)]
+        each = zip(self.batches, draws, strict=True)
+        return [trained_on(fed.chain, fed.gradient, self.params, batch, draw) or batch for batch, draw in each]
 
     def _reaches(self, value: float, words: str) -> None:
         """Note what an attacker reaches at least of the main metric, on average and without any search."""
@@ -211,33 +166,6 @@ class _Probe:
         before = self.measured.get(metric)
         if before is None or before.value is None or before.value < value:
             self.measured[metric] = Measurement(value, f"at least, as {words}; {NO_SEARCH}", conclusive=False)
-
-    def _single_rows(self) -> Finding | None:
-        """The share of examples that some row's weight over bias gradient gives exactly, as its neuron saw no other one."""
-        known, own = self.auditor.knowledge(PlannedAttack("rows", {"use": "analytic"}), self.members), self.stand_ins
-        try:
-            layer = dense_input_layer(known.model, known.shape)
-        except ValueError:  # no layer reads whole examples
-            return None
-        read = 0
-        for k, batch in enumerate(self.batches):
-            draws = generator(own.seed, "stand-in draws", k)  # members of a secure sum train separately
-            changed = (
-                trained_on(self.fed.chain, self.fed.gradient, self.params, batch, draws) if self.members == 1 else None
-            )
-            weight, bias = (self.wave.update[of][k].double() for of in (layer.call.weight, layer.call.bias))
-            rows = known.pixels(layer.example((weight / bias[:, None])[bias != 0].view(-1, *known.shape))).flatten(1)
-            errors = torch.cdist((changed or batch).x.double().flatten(1), rows).square() / math.prod(known.shape)
-            read += one_to_one(errors <= 10 ** (-PSNR_CAP / 10))
-        if self.size == 1 or not read:
-            return None
-        share = read / (self.size * len(self.batches))
-        words = f"{percent(share)} of the stand-ins' examples are read off a row of the first fully connected layer's gradient"
-        self._reaches(share * self.auditor.modality.main.complete, words)
-        remedy = (
-            "larger batches, a convolution before it, or noise after it; a malicious server raises that share to 100 %"
-        )
-        return Finding("leaks", f"{words}: each is the only one that excites its neuron", remedy)
 
     def _labels(self) -> Finding | None:
         from fedgauge.attacks.labels import restore
@@ -258,8 +186,8 @@ class _Probe:
         return Finding("leaks" if share > 0.9 else "weak" if share > 3 * chance else "note", words)
 
     def _chain(self) -> Iterator[Finding]:
-        if not (softmax := attempt("softmax", partial(try_softmax, self.fed))).works:
-            yield Finding("note", f"the model: {softmax.message}")
+        if isinstance(softmax := try_softmax(self.fed), Problem):
+            yield Finding("note", f"the model: {softmax}")
         local, chain = self.fed.chain.local, self.fed.chain
         if local.steps > 1:
             words = f"{local.steps} local steps at rate {local.rate:g}: attacks unroll them at {local.steps} times the cost, or"
@@ -350,13 +278,7 @@ def _fed(batch: Batch, pad: int) -> Tensor:
 
 
 def show(result: Preflight, console: Console) -> None:
-    """Print the layers as a table, then the findings, the worst first."""
-    table = Table("layer", "kind", "entries", "visible", "inputs of the batch", "visible / inputs", box=None)
-    for layer in result.layers:
-        counts = (f"{n:,}" for n in (layer.entries, layer.visible, layer.unknowns))
-        table.add_row(layer.name, layer.kind, *counts, f"{layer.visible / layer.unknowns:.2g}")
-    console.print(table)
-    console.print("visible: entries of an uploaded update that are not zero; above 1: more equations than unknowns\n")
+    """Print the findings, the worst first."""
     findings = Table(box=None, show_header=False, padding=(0, 1))
     for finding in result.findings:
         findings.add_row(Text(finding.severity, style=_STYLES[finding.severity]), finding.words)

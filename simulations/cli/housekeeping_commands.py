@@ -84,7 +84,6 @@ def prune(options: argparse.Namespace) -> int:
     status, named = 0, [run for name in options.run for run in find_runs(name, options.runs)]
     for run in named if options.run else reversed(all_runs(options.runs)):
         try:
-            run.check()
             age = options.days if options.days is not None else tables_of(run).get("tape", {}).get("retention_days")
             if age is None:
                 words = "kept; set --days, or [tape] retention_days in its scenario, to delete it"

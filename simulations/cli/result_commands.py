@@ -81,7 +81,6 @@ def report(options: argparse.Namespace) -> int:
     shown = []
     for run in chosen:
         try:
-            run.check()
             print(write_report(run))
             shown.append(run)
         except LedgerError as error:

@@ -10,7 +10,7 @@ from fedgauge.attacks.modality.registry import modality_measured
 from fedgauge.attacks.plan import ATTACK, ERROR_LIMITS
 from fedgauge.client.components import SpecError, is_own, own_line
 from fedgauge.client.federation import TRANSFORM
-from fedgauge.simulations.checks.remedies import remedy, sentence
+from fedgauge.simulations.checks.check_result import remedy, sentence
 from fedgauge.simulations.experiments.measures import DERIVED, AttackOutcome, ComparedFigure, measured, metric_of
 from fedgauge.simulations.experiments.paper_tables import AttackSpec, PaperTable, Setting
 from fedgauge.simulations.experiments.run_attack import check_attacks, run_attack
@@ -113,4 +113,4 @@ def _told(where: str, own: bool) -> Iterator[None]:
     except Exception as error:  # a user's code may raise anything
         if own and not own_line(error):
             raise
-        raise SpecError("; ".join(filter(None, (f"{where}: {sentence(error)}", remedy(error, ""))))) from error
+        raise SpecError("; ".join(filter(None, (f"{where}: {sentence(error)}", remedy(error))))) from error

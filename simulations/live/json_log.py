@@ -93,7 +93,7 @@ def finish(run: Run, report: Path) -> None:
                 {**_in_numbers(pooled[a]), "low": pooled[a].low, "high": pooled[a].high}
                 for a in attack_order(ledger, pooled)
             ],
-            errors=ledger.errors(),
+            errors=sorted({row["reason"] for row in ledger.reasons("failed")}),
         )
 
 

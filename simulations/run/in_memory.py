@@ -5,24 +5,24 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run as FlowerRun
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedgauge.client.app import app as client_app
 from fedgauge.client.components import SpecError, users_errors
 from fedgauge.client.protocol import Protocol
-from fedgauge.server.app import federate
+from fedgauge.server.app import federate, one_round
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.build import build_strategy
 from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 
 
-class MemoryGrid(Grid):
-    """Answers each message by calling `client/app.py` at once; node n is client n - 1.
+class MemoryGrid:
+    """A grid that answers each message by calling `client/app.py` at once; node n is client n - 1.
 
     Args:
         owners: the files of a deployment's clients, which then take the place of a simulation's clients.
@@ -51,24 +51,6 @@ class MemoryGrid(Grid):
         except Exception as error:  # as with Flower, a client that fails is an error reply, which the server records
             return Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=message)
 
-    def set_run(self, run: FlowerRun) -> None:
-        raise NotImplementedError("there is no SuperLink here")  # Grid declares it; no strategy calls it
-
-    @property
-    def run(self) -> FlowerRun:
-        raise NotImplementedError("there is no SuperLink here")  # Grid declares it; no strategy calls it
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        raise NotImplementedError("messages are made by the strategy")  # Grid declares it; no strategy calls it
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        raise NotImplementedError("messages are answered at once")  # Grid declares it; no strategy calls it
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        raise NotImplementedError("messages are answered at once")  # Grid declares it; no strategy calls it
-
 
 def train(run: Run, owners: Sequence[Path] = (), number: int = 1) -> None:
     """Train a run's federation in this process, with the same server app and client app that Flower starts.
@@ -77,7 +59,7 @@ def train(run: Run, owners: Sequence[Path] = (), number: int = 1) -> None:
         owners, number: as MemoryGrid's owners and run.
     """
     with flower():
-        federate(run, MemoryGrid(run.scenario().protocol, owners, number))
+        federate(run, cast(Grid, MemoryGrid(run.scenario().protocol, owners, number)))
 
 
 class InMemory:
@@ -91,21 +73,17 @@ class InMemory:
         self, scenario: Scenario, recorder: Callable[[RoundReplies], None], grid: MemoryGrid | None = None
     ) -> None:
         params, buffers = scenario.federation.initial()
-        self._grid = grid or MemoryGrid(scenario.protocol)
+        given = grid or MemoryGrid(scenario.protocol)
+        self._grid = cast(Grid, given)
         inner = build_strategy(scenario.strategy, scenario.protocol.clients)
         self._strategy = CheckedStrategy(
-            inner, recorder, buffers, scenario.protocol.seed, self._grid.clients, protocol=scenario.protocol
+            inner, recorder, buffers, scenario.protocol.seed, given.clients, protocol=scenario.protocol
         )
         self._arrays = ArrayRecord(params)
 
     def advance(self, round: int) -> None:
         """One round: weights out, every client trains, updates in, aggregation."""
-        sent = self._strategy.configure_train(round, self._arrays, ConfigRecord(), self._grid)
-        replies = self._grid.send_and_receive(sent)
-        arrays, _ = self._strategy.aggregate_train(round, replies)
-        if arrays is None:
-            raise RuntimeError(f"round {round}: no update was accepted")
-        self._arrays = arrays
+        self._arrays = one_round(self._strategy, self._grid, round, self._arrays, 600.0)
 
 
 @contextmanager

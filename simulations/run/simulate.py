@@ -18,7 +18,6 @@ from fedgauge.simulations.run.exit_status import INTERRUPTED
 from fedgauge.simulations.run.launch import AuditFailed, AuditService, TrainingFailed, TrainingProcess
 
 POLL = 0.3  # seconds between two readings of the run
-RESTARTS = 2  # of an attack service that dies
 
 
 class Interrupt:
@@ -58,7 +57,7 @@ def simulate(
 
     Raises:
         TrainingFailed: the federation failed; the updates that it had sent are still attacked.
-        AuditFailed: the attack service died repeatedly; the training was completed.
+        AuditFailed: the attack service died; the training was completed.
         KeyboardInterrupt: a second interrupt; the attacks in flight are lost.
     """
     with (
@@ -69,7 +68,7 @@ def simulate(
         try:
             with run.lock("training"):  # the service follows while this lock is held
                 if scenario.audit.curious:
-                    supervisor.start()
+                    supervisor.service = AuditService(run)
                 loads = "the training" if in_memory else "Flower's simulation engine and the clients"
                 supervisor.view.note = f"waiting for {loads} to load"
                 _train(run, ledger, supervisor, interrupt, in_memory)
@@ -103,25 +102,18 @@ def _train(run: Run, ledger: Ledger, supervisor: "AuditSupervisor", interrupt: I
 
 
 class AuditSupervisor:
-    """Supervises the attack service: shows its state, starts it again when it dies, ends it."""
+    """Supervises the attack service: shows its state, ends it."""
 
     def __init__(self, run: Run, view: View, interrupt: Interrupt) -> None:
-        self.run = run
-        self.view = view
-        self.interrupt = interrupt
+        self.run, self.view, self.interrupt = run, view, interrupt
         self.service: AuditService | None = None
-        self.restarts = 0
-
-    def start(self) -> None:
-        """Start the attack service."""
-        self.service = AuditService(self.run)
 
     def poll(self) -> bool:
-        """Update the view and restart a dead service; returns whether the service works."""
+        """Update the view; returns whether the service works."""
         if self.view.note and self.view.run_progress.rounds:
             self.view.note = ""
         self.view.update()
-        return self._at_work()
+        return self.service is not None and self.service.status() is None
 
     def drain(self) -> None:
         """Wait until the service has finished the queue or, after an interrupt, the attacks in flight."""
@@ -135,7 +127,7 @@ class AuditSupervisor:
             time.sleep(POLL)
 
     def verify(self) -> None:
-        """Raise AuditFailed if the service died and is not started again."""
+        """Raise AuditFailed if the service died."""
         status = self.service.status() if self.service is not None else 0
         if status == INTERRUPTED:  # `fedgauge stop` after the training signals the service only
             self.interrupt.asked = True
@@ -146,14 +138,3 @@ class AuditSupervisor:
         """End the service, whatever it does."""
         if self.service is not None:
             self.service.close()
-
-    def _at_work(self) -> bool:
-        # restart a dead service a few times, unless the user has asked for an end
-        status = self.service.status() if self.service is not None else 0
-        dead = status not in (None, 0, INTERRUPTED)
-        if dead and self.restarts < RESTARTS and not self.interrupt.asked:
-            self.restarts += 1
-            self.close()
-            self.start()
-            return True
-        return status is None

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import sqlite3
-import struct
 import tomllib
 from pathlib import Path
 
@@ -60,34 +59,6 @@ def test_a_key_of_many_names_is_not_even_parsed(text: str, monkeypatch: pytest.M
         toml_text.parse(text.encode())
 
 
-def _sums(data: bytes, first: int, second: int) -> tuple[int, int]:
-    """The checksum of SQLite's write-ahead log, as it goes on."""
-    words = struct.unpack(f"<{len(data) // 4}I", data)
-    for i in range(0, len(words), 2):
-        first = first + words[i] + second & 0xFFFFFFFF
-        second = second + words[i + 1] + first & 0xFFFFFFFF
-    return first, second
-
-
-@pytest.mark.parametrize("readonly", [True, False])
-def test_a_log_that_claims_two_terabytes_of_pages_is_refused_unchecked(theirs: Run, readonly: bool) -> None:
-    """SQLite's check takes a bit for each page that a file claims: 512 MB for a file of 35 KB."""
-    path, pages = theirs.folder / "ledger.sqlite", 2**32 - 2
-    page = bytearray(path.read_bytes()[:512])
-    page[92:96] = bytes(4)  # the number of pages in the file's own head does not count then
-    head = struct.pack(">6I", 0x377F0682, 3007000, 512, 0, 1, 2)
-    sums = _sums(head, 0, 0)
-    log = head + struct.pack(">2I", *sums)
-    frame = struct.pack(">2I", 1, pages)
-    sums = _sums(bytes(page), *_sums(frame, *sums))
-    log += frame + struct.pack(">4I", 1, 2, *sums) + page
-    (theirs.folder / "ledger.sqlite-wal").write_bytes(log)
-    with pytest.raises(
-        LedgerError, match=f"is damaged: it claims {pages} pages of 512 bytes, and holds [0-9]{{5,6}} bytes"
-    ):
-        theirs.ledger(readonly=readonly)
-
-
 def test_a_ledger_of_holes_is_refused_unchecked(theirs: Run) -> None:
     path = theirs.folder / "ledger.sqlite"
     data = bytearray(path.read_bytes())
@@ -96,7 +67,7 @@ def test_a_ledger_of_holes_is_refused_unchecked(theirs: Run) -> None:
     with theirs.ledger(readonly=True) as ledger:
         assert ledger.rounds(), "without the hole it is as good as any"
     os.truncate(path, 1 << 40)
-    with pytest.raises(LedgerError, match=f"is damaged: it claims {2**31} pages of 512 bytes"):
+    with pytest.raises(LedgerError, match="no ledger has more than"):
         theirs.ledger(readonly=True)
 
 

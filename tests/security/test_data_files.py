@@ -1,7 +1,6 @@
 """Data that a scenario names, which may be anybody's: what is no file, or has no end, is a sentence and nobody waits for it."""
 
 import os
-import shutil
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -9,15 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from fedgauge.client.data import corpora, images
 from fedgauge.client.data.corpora import csv
 from fedgauge.client.data.own_images import image_folder, npz
 from fedgauge.client.files import MOST_ARCHIVE, MOST_PICTURE, MOST_TABLE, MOST_WORDS, open_data, read_file
-from fedgauge.server.store import run_files
-from fedgauge.server.store.run import Run
 
 
 def _sparse(path: Path, size: int) -> None:
@@ -88,39 +84,3 @@ def test_a_small_file_takes_little_memory_whatever_its_limit(tmp_path: Path) -> 
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20
-
-
-# ------------------------------------------------------------------------------------------------- data in a run's folder
-
-
-@pytest.fixture
-def theirs(attacked_run: Run, tmp_path: Path) -> Run:
-    """A run whose scenario names pictures in its own folder."""
-    return Run(Path(shutil.copytree(attacked_run.folder, tmp_path / "runs" / "theirs")))
-
-
-@pytest.mark.parametrize(
-    ("name", "make", "kind"),
-    [
-        (".part-x", lambda path: path.symlink_to("/etc/passwd"), "a link"),
-        (".part-x", os.mkfifo, "a pipe"),
-        ("tape/.part-x", lambda path: path.symlink_to("/etc"), "a link"),
-        ("tape/.part-x", os.mkfifo, "a pipe"),
-    ],
-)
-def test_an_unfinished_name_excuses_no_link_and_no_pipe(
-    theirs: Run, name: str, make: Callable[[Path], None], kind: str
-) -> None:
-    make(theirs.folder / name)
-    with pytest.raises(run_files.RefusedFile, match=rf"{name} is {kind} where a run has a file"):
-        Run.open(theirs.folder)
-
-
-def test_what_is_unfinished_keeps_no_run_from_being_read(theirs: Run) -> None:
-    """A report that is printed keeps a browser's folder here, with links and sockets; a killed process leaves what it wrote."""
-    (theirs.folder / ".part-browser").mkdir()
-    (theirs.folder / ".part-browser" / "SingletonLock").symlink_to("host-1")
-    for name in (".part-1", "tape/.part-1"):
-        (theirs.folder / name).write_bytes(b"half")
-    assert Run.open(theirs.folder).scenario_text()
-    assert torch.is_tensor(Run.open(theirs.folder).scenario().federation.shards.dataset.x)

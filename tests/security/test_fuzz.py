@@ -196,7 +196,7 @@ def test_any_file_of_a_run_is_read_or_refused_by_name(
 def read_all(path: Path) -> None:
     with Ledger(path, readonly=True) as ledger:
         seen = [ledger.meta(), ledger.rounds(), ledger.observations(), ledger.attacks(), ledger.progress()]
-        seen += [list(ledger.scores()), ledger.errors(), ledger.reasons("failed"), ledger.best_so_far()]
+        seen += [list(ledger.scores()), ledger.reasons("failed"), ledger.best_so_far()]
         seen += [
             list(ledger.scores_since(0)),
             ledger.last_round(),

@@ -13,7 +13,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
-from fedgauge.simulations.checks.attack_trial import estimate_attacks
+from fedgauge.simulations.checks.attack_trial import check_attacks
 from tests.small_runs import scores_of
 
 LOCAL = {"use": "local_sgd", "rate": 0.1}
@@ -71,7 +71,7 @@ def test_what_is_chosen_works_on_a_stand_in(setting: str) -> None:
     """No attack fails; one that was chosen by the network's structure may still say why it cannot read this update."""
     changes, wanted = SETTINGS[setting]
     scenario = Scenario.from_tables(tables(**changes, audit={"effort": "standard"}))
-    failed = {r.name: r.message for r in estimate_attacks(scenario) if r.works is False and r.needed}
+    failed = {r.name: r.message for r in check_attacks(scenario) if r.works is False and r.needed}
     assert failed == {}
 
 

@@ -199,7 +199,7 @@ def test_an_update_that_always_kills_its_worker_fails_with_a_row_and_the_others_
     with run.ledger() as ledger:
         assert ledger.progress() == Progress(done=15, failed=1)
         failed = [(r["client"], r["attack"], r["value"]) for r in ledger.scores() if r["status"] == "failed"]
-        (error,) = ledger.errors()
+        ((_, error, _),) = ledger.reasons("failed")
     assert failed == [(3, "inverting_gradients", None)]
     assert error.startswith("WorkerDied: ") and len(error) > len("WorkerDied: "), "Ray's own words follow"
     assert {a for _, c, a, _, _ in scores(run) if c == 0} >= {

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.store.ledger_types import Lease, Participation, Problem, Progress, json_table
+from fedgauge.server.store.ledger_types import Lease, Participation, Progress, RecordedProblem, json_table
 from tests.server.store.ledgers import accepted, filled, finish, jobs, plan_of, rows_of
 
 
@@ -49,9 +49,9 @@ def test_problems_are_kept_once_and_in_order(path: Path) -> None:
             ledger.add_problem("unreadable", "round 1", round=1)
         ledger.add_problem("unreadable", "other words for the same", round=2, client=3)
     expected = [
-        Problem("unreadable", 2, 3, "the reply's arrays  have no names"),
-        Problem("unreadable", None, None, "no reply can be read"),
-        Problem("unreadable", 1, None, "round 1"),
+        RecordedProblem("unreadable", 2, 3, "the reply's arrays  have no names"),
+        RecordedProblem("unreadable", None, None, "no reply can be read"),
+        RecordedProblem("unreadable", 1, None, "round 1"),
     ]
     with Ledger(path, readonly=True) as reader:
         assert reader.problems() == expected

@@ -2,14 +2,12 @@
 
 import json
 import sqlite3
-import threading
 from pathlib import Path
 
 import pytest
 
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import APPLICATION, VERSION, LedgerError
-from fedgauge.server.store.ledger_types import Progress
 from tests.server.store.ledgers import filled, plan_of, rows_of
 
 
@@ -60,25 +58,6 @@ def test_a_ledger_of_another_version_is_refused_and_left_alone(path: Path, versi
     with pytest.raises(LedgerError, match=f"version {version}"):
         Ledger(path, readonly=readonly)
     assert path.read_bytes() == before
-
-
-def test_many_that_open_a_fresh_ledger_at_once_all_get_it(path: Path) -> None:
-    errors: list[BaseException] = []
-
-    def open_it() -> None:
-        try:
-            Ledger(path, create=True).close()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=open_it) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    with Ledger(path) as ledger:
-        assert ledger.progress() == Progress()
 
 
 def test_a_reader_finds_every_row_once_in_whatever_pieces_it_asks(path: Path) -> None:

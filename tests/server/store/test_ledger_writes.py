@@ -110,14 +110,14 @@ def test_a_wave_is_tried_again_and_then_fails_with_rows_that_say_so(path: Path) 
             if attempt < 3:
                 ledger.retry(lease, f"died {attempt}")
                 assert ledger.progress() == Progress(queued=4)
-                assert (list(ledger.scores()), ledger.errors()) == ([], [])
+                assert list(ledger.scores()) == ledger.reasons("failed") == []
         ledger.fail(lease, "died 3")
         assert ledger.progress() == Progress(queued=2, failed=2)
         assert [(r["client"], r["status"], r["value"]) for r in ledger.scores()] == [
             (0, "failed", None),
             (1, "failed", None),
         ]
-        assert ledger.errors() == ["died 3"]
+        assert [row["reason"] for row in ledger.reasons("failed")] == ["died 3"]
         following = take(ledger)
         assert following.clients == (2, 3)
 
@@ -145,7 +145,7 @@ def test_why_an_attack_ended_as_it_did_is_kept_beside_its_job(path: Path) -> Non
             ledger.finish(lease, rows_of(lease), reasons)
         told = [(r["attack"], r["reason"], r["jobs"]) for r in ledger.reasons()]
         assert told == [("a", "too dark", 2), ("a", "no label", 1)]
-        assert ledger.errors() == [], "a reason is no failure"
+        assert ledger.reasons("failed") == [], "a reason is no failure"
 
 
 def test_a_wave_is_finished_whole_or_not_at_all(path: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_use_of_devices_is_told(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "row",
-    [None, [1, 1, 12], [1, 1, 12, 1.5], [1, "1", 12, 0.5], [-1, 0, 0, 0.5]],
+    [None, [1, 1, 12], [1, "1", 12, 0.5], [-1, 0, 0, 0.5]],
     ids=str,
 )
 def test_a_device_that_no_service_wrote_is_damage(path: Path, row: object) -> None:

@@ -1,6 +1,5 @@
 """Networks and defenses as somebody might bring them: each is wrong in one way."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,35 +23,11 @@ class Good(nn.Module):
         return logits
 
 
-class Locked(Good):
-    """Cannot be copied."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes)
-        self.lock = threading.Lock()
-
-
-class Kept(Good):
-    """Cannot be copied: it keeps a tensor with a graph."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes)
-        self.doubled = self.head.weight * 2
-
-
 class Fewer(Good):
     """Returns another shape."""
 
     def __init__(self) -> None:
         super().__init__(7)
-
-
-class Overwriting(Good):
-    """Changes its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x -= 0.5
-        return super().forward(x)
 
 
 class Masked(Good):

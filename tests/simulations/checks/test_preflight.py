@@ -56,28 +56,22 @@ def test_an_mlp_of_one_example_is_read_off() -> None:
     assert finding(found, "labels: 100\u00a0%").severity == "leaks"
     assert finding(found, "the chain has no defense").severity == "leaks"
     assert [f.severity for f in found.findings][:3] == ["leaks"] * 3, "the worst first"
-    first, last = found.layers
-    assert (first.kind, first.entries, first.unknowns) == ("Linear", 784 * 32 + 32, 784)
-    assert (last.entries, last.unknowns) == (32 * 10 + 10, 32)
-    assert first.visible <= first.entries
 
 
 def test_a_convolution_first_is_not_read_off() -> None:
     found = preflight(scenario(model={"use": "lenet"}))
     assert not [f for f in found.findings if "read off" in f.words and "image" in f.words]
-    assert [layer.kind for layer in found.layers] == ["Conv2d", "Conv2d", "Conv2d", "Linear"]
-    assert found.layers[1].unknowns == 12 * 14 * 14
 
 
 def test_an_example_that_alone_excites_a_neuron_is_told() -> None:
     """By hand: of 1,000 random neurons nearly every one of two digits has one of its own; clipping each leaves the quotient."""
     wide = preflight(scenario(model={**MLP, "hidden": [1000]}, data={"use": "mnist5k", "batch_size": 2}))
-    assert finding(wide, "100\u00a0% of the stand-ins' examples are read off a row").severity == "leaks"
+    assert finding(wide, "read off 16 of 16 stand-ins", "(read_rows)").severity == "leaks"
     narrow = preflight(scenario(model={**MLP, "hidden": [2]}, data={"use": "mnist5k", "batch_size": 64}))
-    assert not [f for f in narrow.findings if "read off a row" in f.words and f.words.startswith("100")]
+    assert finding(narrow, "read_rows").severity == "note"
     chain = [SGD, {"use": "gaussian", "sigma": 0.1}]
     noisy = preflight(scenario(data={"use": "mnist5k", "batch_size": 2}, chain=chain))
-    assert not [f for f in noisy.findings if "read off a row" in f.words], "noise disturbs what it reads"
+    assert finding(noisy, "read_rows").severity == "note", "noise disturbs what it reads"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +85,7 @@ def test_an_example_that_alone_excites_a_neuron_is_told() -> None:
 )
 def test_what_leaves_the_quotient_of_a_row_does_not_hide_what_was_trained_on(link: dict[str, Any]) -> None:
     wide = scenario(model={**MLP, "hidden": [500]}, data={"use": "mnist5k", "batch_size": 2}, chain=[link, SGD])
-    assert finding(preflight(wide), "read off a row").severity == "leaks"
+    assert finding(preflight(wide), "read off", "(read_rows)").severity == "leaks"
 
 
 @pytest.mark.parametrize("group", [2, 4])
@@ -173,10 +167,9 @@ def test_the_command_prints_both_ways_and_refuses_mistakes(tmp_path: Any, capsys
     path.write_text(tomli_w.dumps(dict(scenario().tables)))
     assert main(["preflight", str(path), "--set", "model.hidden=[16]"]) == 0
     shown = capsys.readouterr().out
-    assert "12,560" in shown and "leaks" in shown and "change:" in shown
+    assert "leaks" in shown and "change:" in shown
     assert main(["preflight", str(path), "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
-    assert {layer["name"] for layer in read["layers"]} == {"1", "3"}
     assert {f["severity"] for f in read["findings"]} <= {"leaks", "weak", "unknown", "note", "holds"}
     assert main(["preflight", str(tmp_path / "no.toml")]) == 2
     assert "there is no such file" in capsys.readouterr().err

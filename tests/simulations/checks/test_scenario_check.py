@@ -49,10 +49,6 @@ class Pair(Good):
     def forward(self, x):
         return super().forward(x), x
 
-class Mixing(Good):
-    def forward(self, x):
-        return super().forward(x - x.mean(0, keepdim=True))
-
 class Once(torch.autograd.Function):
     """A layer whose second derivative lacks a term."""
     @staticmethod
@@ -79,12 +75,6 @@ class Detached(Good):
         return super().forward(x.detach())
 
 counter = itertools.count(1)
-def drifting(classes):
-    model = Good(classes)
-    with torch.no_grad():
-        model.head.bias.fill_(next(counter))
-    return model
-
 from fedgauge.client.data.images import Dataset, mnist5k
 def shuffled() -> Dataset:
     data = mnist5k()
@@ -118,11 +108,11 @@ def examine(folder: Path) -> Iterator[Examine]:
 
 
 def wrong(found: dict[str, CheckResult]) -> dict[str, str]:
-    return {name: f.message for name, f in found.items() if f.needed and not f.works}
+    return {name: f.code for name, f in found.items() if f.needed and not f.works}
 
 
 def noted(found: dict[str, CheckResult]) -> dict[str, str]:
-    return {name: f.message for name, f in found.items() if not f.needed and not f.works}
+    return {name: f.code for name, f in found.items() if not f.needed and not f.works}
 
 
 def test_a_good_scenario_is_found_so_and_replays_to_rounding(examine: Examine) -> None:
@@ -134,38 +124,29 @@ def test_a_good_scenario_is_found_so_and_replays_to_rounding(examine: Examine) -
 
 
 @pytest.mark.parametrize(
-    ("model", "where", "words"),
+    ("model", "where", "code"),
     [
-        ({"use": "doctored:Dropped", "mode": "train"}, "model", "layer 'drop' (Dropout) draws random numbers"),
-        ({"use": "doctored:Drawing"}, "model", "draws random numbers"),
-        (
-            {"use": "doctored:Fewer"},
-            "model",
-            "(4, 7)",
-        ),
-        ({"use": "doctored:Pair"}, "model", "expected the logits (B, classes) alone"),
-        ({"use": "doctored:drifting"}, "model, built again", "two builds differ in 'head.bias'"),
-        ({"use": "doctored:Single"}, "second derivative", "second derivative lacks a part"),
-        ({"use": "doctored:Detached"}, "second derivative", "second derivative lacks a part"),
+        ({"use": "doctored:Dropped", "mode": "train"}, "model", "draws"),
+        ({"use": "doctored:Drawing"}, "model", "draws"),
+        ({"use": "doctored:Fewer"}, "model", "logits"),
+        ({"use": "doctored:Pair"}, "model", "no logits"),
+        ({"use": "doctored:Single"}, "second derivative", "derivative"),
+        ({"use": "doctored:Detached"}, "second derivative", "derivative"),
     ],
     ids=lambda v: v["use"] if isinstance(v, dict) else "",
 )
-def test_a_model_that_cannot_be_attacked_is_told(examine: Examine, model: Any, where: str, words: str) -> None:
-    assert words in wrong(examine(model=model))[where]
+def test_a_model_that_cannot_be_attacked_is_told(examine: Examine, model: Any, where: str, code: str) -> None:
+    assert wrong(examine(model=model))[where] == code
 
 
 def test_data_that_come_otherwise_each_time_are_told(examine: Examine) -> None:
     told = wrong(examine(data={**TABLES["data"], "use": "doctored:shuffled"}))
-    assert "two builds differ in x" in told["data, built again"]
+    assert told["data, built again"] == "two builds"
 
 
 def test_what_only_costs_something_is_a_note(examine: Examine) -> None:
-    found = examine(model={"use": "doctored:Mixing"}, loss={"use": "doctored:total"})
-    assert wrong(found) == {}
-    assert "mixes the examples" in noted(found)["engine"]
-    assert "is not the mean of its examples'" in noted(found)["loss of a batch"]
-    assert "it takes whole labels only" in noted(found)["loss of probabilities"]
-    assert "which eval mode turns off" in noted(examine(model={"use": "doctored:Dropped"}))["dropout"]
+    assert wrong(examine(loss={"use": "doctored:total"})) == {}
+    assert noted(examine(model={"use": "doctored:Dropped"})) == {"dropout": "dropout"}
     assert wrong(examine(model={"use": "doctored:Idle"})) == {}
 
 
@@ -174,22 +155,21 @@ def test_where_attacks_run_is_told(examine: Examine, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert examine()["devices"].message == "attacks run on the CPU"
     assert "devices" not in examine(audit={"curious": False}), "nothing is attacked"
-    missing = wrong(examine(audit={"devices": ["cuda:0"]}))["devices"]
-    assert missing.startswith("[audit] devices: ") and 'set devices = "cpu"' in missing
+    assert examine(audit={"devices": ["cuda:0"]})["devices"].message.startswith("[audit] devices: ")
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     found = examine(audit={"devices": "cuda", "precision": "tf32"})["devices"]
     assert found.works
     assert "cuda" in found.message and "tf32" in found.message
-    assert "a Ray cluster chooses the GPU" in wrong(examine(audit={"devices": ["cuda:0"]}))["devices"]
+    assert "a Ray cluster chooses the GPU" in examine(audit={"devices": ["cuda:0"]})["devices"].message
 
 
 def test_odd_data_are_noted(examine: Examine, tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 40, (400, 28, 28), dtype=np.uint8)
     np.savez(tmp_path / "odd.npz", x=x, y=2 * (np.arange(400) % 3))
     odd = {**TABLES["data"], "use": "npz", "path": str(tmp_path / "odd.npz")}
-    assert "no training example of 2 classes, the first of them 1" in noted(examine(data=odd))["classes"]
     found = examine(data={**odd, "mean": [0.5], "std": [0.1]})
-    assert "expected about 0 and 1: see mean and std" in noted(found)["normalisation"]
+    assert noted(found)["classes"] == "classes" and "2 classes, the first of them 1" in found["classes"].message
+    assert noted(found)["normalisation"] == "normalisation"
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_a_failed_attack_is_told_with_its_error(tmp_path: Path) -> None:
     page = page_of(run)
     with run.ledger() as ledger:
         assert ledger.progress().failed > 0
-        assert all(" ".join(error.split()) in page.words for error in ledger.errors())
+        assert all(" ".join(row["reason"].split()) in page.words for row in ledger.reasons("failed"))
     assert any(tile["note"] == "failed" for tile in page.tiles("inverting_gradients"))
 
 

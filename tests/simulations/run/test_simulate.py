@@ -17,7 +17,7 @@ from fedgauge.server.strategy.checked import AcceptedReply, RoundReplies
 from fedgauge.simulations.run import simulate as module
 from fedgauge.simulations.run.create import new_run
 from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
-from fedgauge.simulations.run.simulate import RESTARTS, Interrupt, simulate
+from fedgauge.simulations.run.simulate import Interrupt, simulate
 
 pytestmark = pytest.mark.slow  # the attack service is a process of its own, which loads torch
 
@@ -89,7 +89,7 @@ def test_what_a_failed_training_had_sent_is_attacked_before_its_failure_is_told(
     assert run.holder("audit") is None
 
 
-def test_an_attack_service_that_keeps_dying_is_told_with_the_end_of_its_log(
+def test_an_attack_service_that_dies_is_told_with_the_end_of_its_log(
     begun: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, scenario = begun(QUICK)
@@ -100,8 +100,6 @@ def test_an_attack_service_that_keeps_dying_is_told_with_the_end_of_its_log(
         simulate(run, scenario, quietly(), interrupt)
     assert str(failed.value).splitlines()[0] == "the attack service died (exit status 2)"
     assert "scenario.toml: not a readable TOML file" in str(failed.value)
-    log = (run.folder / "logs" / "audit.log").read_text()
-    assert log.count("not a readable TOML file") == 1 + RESTARTS, "it was given its chances"
     assert not interrupt.asked, "nobody wanted it to stop"
 
 
