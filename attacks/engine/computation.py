@@ -125,6 +125,12 @@ def input_layers(model: nn.Module, shape: Sequence[int]) -> tuple[InputLayer, ..
         return tuple(layer for layer in layers if layer is not None)
 
 
+def layer_calls(model: nn.Module, shape: Sequence[int]) -> list[LayerCall]:
+    """The calls of fully connected layers and convolutions on made-up examples; ValueError where the model fails on these."""
+    with _failures_named(shape):
+        return _tried(model, torch.rand(2, *shape, generator=generator("pixels")))[3]
+
+
 _classifiers: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], str]] = WeakKeyDictionary()
 
 
@@ -274,6 +280,18 @@ def _input_layer(
     off = call.output < 0
     relu = bool(off.any()) and not bool(signal[off].any()) and bool(signal.any())
     return InputLayer(call, scale, shift, follows, relu, only)
+
+
+def activation_between(below: LayerCall, above: LayerCall) -> str:
+    """The activation (of ACTIVATIONS) through which a layer reads another's output, up to a reshape.
+
+    Raises:
+        ValueError: it reads it through none of these.
+    """
+    for name, activation in ACTIVATIONS.items():
+        if close(above.input.flatten(1), activation(below.output).flatten(1)):
+            return name
+    raise ValueError(f"layer {above.name!r} does not read layer {below.name!r} through a ReLU, sigmoid or tanh")
 
 
 def close(a: Tensor, b: Tensor) -> bool:

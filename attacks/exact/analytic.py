@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
-from fedgauge.attacks.engine.computation import ACTIVATIONS, InputLayer, LayerCall, close, dense_input_layer
+from fedgauge.attacks.engine.computation import InputLayer, LayerCall, activation_between, dense_input_layer
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader, check_one_example, labels_of
 
 
@@ -62,14 +62,8 @@ class _Stack:
             below = layers[-1]
             if below.bias:
                 break
-            acts = [name for name, act in ACTIVATIONS.items() if above.dense and close(above.input, act(below.output))]
-            if not acts:
-                raise ValueError(
-                    f"layer {above.name!r} does not read layer {below.name!r} through a ReLU, sigmoid or tanh, and "
-                    f"layer {below.name!r} has no bias"
-                )
+            activations.append(activation_between(below, above))
             layers.append(above)
-            activations.append(acts[0])
         if not layers[-1].bias:
             raise ValueError("no fully connected layer that follows from the example has a bias")
         return cls(reads, tuple(layers), tuple(activations))

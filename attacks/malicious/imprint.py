@@ -21,8 +21,9 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.carried_input import check_images
-from fedgauge.attacks.malicious.decoding import ClosedForm, LayerRows, Reader, input_to_pixels, read_images
+from fedgauge.attacks.malicious.decoding import LayerRows, input_to_pixels, read_images
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.client.components import Table, check_above_zero, check_at_least
 from fedgauge.client.models.vision import Shape
@@ -170,10 +171,10 @@ class read_imprint(ClosedForm):
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         prefix, _ = sorting_block(known)
-        return partial(read_bins, known, f"{prefix}query")
+        return partial(read_bins, f"{prefix}query")
 
 
-def read_bins(known: Knowledge, layer: str, alone: Wave, members: int = 0) -> Reconstruction:
+def read_bins(layer: str, alone: Wave, known: Knowledge, members: int = 0) -> Reconstruction:
     """The images of one observation, each from the difference of two rows of a layer that reads images.
 
     Args:

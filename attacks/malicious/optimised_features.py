@@ -22,11 +22,12 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.engine.computation import classifier
+from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.carried_input import check_images
-from fedgauge.attacks.malicious.decoding import ClassifierInputs, ClosedForm, Reader, check_readable
+from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
 from fedgauge.client.components import check_at_least
-from fedgauge.client.models.vision import last_linear
 from fedgauge.client.update import Batch, Params, relative_error
 
 TOGETHER = 256  # images in one forward pass
@@ -100,7 +101,7 @@ class optimised_features(ServerAttack):
     zero: bool = False
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        made = principal_layers(last_linear(known.model), sent, known)
+        made = principal_layers(classifier(known.model, known.shape), sent, known)
         ours, theirs = (_public_psnr(known, weights) for weights in (made, sent))
         if ours <= theirs:
             raise ValueError(f"crafted weights are worse than honest ones ({ours:.1f} against {theirs:.1f} dB)")
@@ -125,7 +126,7 @@ def principal_layers(end: str, sent: Params, known: Knowledge) -> dict[str, Tens
 def _public_psnr(known: Knowledge, params: Params) -> float:
     """Mean PSNR of the estimate on public images that it was not fitted to."""
     public = public_images(known)[: 2 * FITTED]
-    h = layer_input(known, params, last_linear(known.model), public).flatten(1)
+    h = layer_input(known, params, classifier(known.model, known.shape), public).flatten(1)
     half = len(public) // 2
     guess = LinearEstimate.fitted(h[:half], public[:half], RIDGE)(h[half:], torch.zeros(len(public) - half))
     return float(-10 * (guess.clamp(0, 1) - public[half:].flatten(1)).square().mean(1).log10().mean())
@@ -227,12 +228,12 @@ class read_features(ClosedForm):
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         public = public_images(known)
         check_readable(known, wave.params)
-        h = layer_input(known, wave.params, last_linear(known.model), public).flatten(1)
+        h = layer_input(known, wave.params, classifier(known.model, known.shape), public).flatten(1)
         fit = LinearEstimate.fitted(h, public, self.ridge)
-        return partial(_read, known, fit)
+        return partial(_read, fit)
 
 
-def _read(known: Knowledge, fit: LinearEstimate, alone: Wave) -> Reconstruction:
+def _read(fit: LinearEstimate, alone: Wave, known: Knowledge) -> Reconstruction:
     update, params = alone.alone(0), alone.params
     decoded = ClassifierInputs.from_update(update, params, known)
     noise = known.chain.update_distribution

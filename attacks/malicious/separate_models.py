@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator, Tensor, nn
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack, fill_with_mean
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.delegating import DelegatingAttack
+from fedgauge.attacks.malicious.server_attack import ServerAttack, fill_with_mean
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import Table, check_at_least
 from fedgauge.client.models.losses import is_cross_entropy
@@ -92,7 +93,7 @@ class separated(DelegatingAttack):
         attack: the component table of that attack, which gets the whole budget's iterations for each part.
     """
 
-    attack: Mapping[str, Any] = field(default_factory=lambda: {"use": "analytic"})
+    attack: str | Mapping[str, Any] | Attack = field(default_factory=lambda: {"use": "analytic"})
     decodes: ClassVar[tuple[str, ...]] = ("separate_models",)
 
     def reconstruct(

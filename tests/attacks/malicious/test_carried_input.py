@@ -221,13 +221,13 @@ NOT_CARRYING: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", NOT_CARRYING)
 def test_a_network_that_cannot_carry_is_refused_by_both(name: str) -> None:
-    check_refused(identity_convolutions(), read_carried(), knowledge(NOT_CARRYING[name](), 1), name)
+    check_refused(identity_convolutions(), read_carried(), knowledge(NOT_CARRYING[name](), 1))
 
 
 @pytest.mark.parametrize(
     ("labels", "crafted", "links", "name"),
     [
-        ([1], False, chain(local_sgd(0.1)), "conv1"),
+        ([1], False, chain(local_sgd(0.1)), "conv3"),
         ([1, 2], True, chain(local_sgd(0.1)), "zero = true"),
         ([1], True, chain(local_sgd(0.1, steps=2)), "2 local steps"),
     ],
