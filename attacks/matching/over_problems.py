@@ -1,7 +1,7 @@
 """Functions of one problem, evaluated and differentiated for many problems: by vmap, or one after the other."""
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ def with_slopes(
     by: tuple[int, ...],
     *arguments: Tensor | Update,
     loop: bool,
-    draws: Literal["same", "error"] = "error",
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """The gradients by some arguments of a function of one problem, and its values, for all problems.
 
@@ -39,7 +38,7 @@ def with_slopes(
         loop: by plain autograd in turn, for functions that torch.func or vmap refuse.
     """
     if not loop and len(cast(Tensor, arguments[0])) > 1:
-        slopes, value = vmap(grad_and_value(function, by), randomness=draws)(*arguments)
+        slopes, value = vmap(grad_and_value(function, by))(*arguments)
         return slopes, value
     if not loop:
         slopes, value = grad_and_value(function, by)(*_problem(arguments, 0))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class Problems:
             f"latents {i}": pair for i, pair in enumerate(bound)
         }  # by the name of its variable, if it has one
         self.own = self.training.variables(known)
-        generally = self.training.draws or self.own or not is_mean(known.loss, known.classes)
+        generally = self.own or not is_mean(known.loss, known.classes)
         step = None if generally else whole_batch_update(known.chain.mean, known.loss)
         self.way = differentiation_of(known, wave.params, step is not None)
         self.step = step if self.way.route == "one pass" else None
@@ -87,8 +87,8 @@ class Problems:
 
     @property
     def one_path(self) -> bool:
-        """Whether a step always takes the same path, so that it can be recorded: a loop may branch, a draw is not kept."""
-        return self.way.route != "loop" and not self.training.draws
+        """Whether a step always takes the same path, so that it can be recorded: a loop may branch."""
+        return self.way.route != "loop"
 
     @property
     def signed(self) -> set[str]:
@@ -279,8 +279,7 @@ class Problems:
         inputs = {0: x, **({} if self.labels is not None else {1: y}), **dict(enumerate(own.values(), 3))}
         arguments: list[Tensor | Update] = [x.detach(), y.detach(), seen, *(t.detach() for t in own.values())]
         # grad inside vmap: autograd around a vmap of grad is faster, but wrong for some layers (LayerNorm in torch 2.13)
-        draws: Literal["same", "error"] = "same" if self.training.draws else "error"
-        slopes, value = with_slopes(one, tuple(inputs), *arguments, loop=loop, draws=draws)
+        slopes, value = with_slopes(one, tuple(inputs), *arguments, loop=loop)
         return cast(Tensor, KnownGradient.apply(value, len(inputs), *inputs.values(), *slopes))  # type: ignore[no-untyped-call]
 
     def _compare(self, seen: ObservedUpdates, expected: Gradients) -> Tensor:
@@ -301,6 +300,7 @@ class Problems:
     def _one(
         self, known: Knowledge, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, *own: Tensor
     ) -> Tensor:
-        """One problem's distance, averaged over draws if there are any."""
-        updates = self.training.updates(known, self.params, x, y, seen, dict(zip(names, own, strict=True)))
-        return torch.stack([self.likelihood(seen, update) for update in updates]).mean(0)
+        """One problem's distance."""
+        return self.likelihood(
+            seen, self.training.update(known, self.params, x, y, seen, dict(zip(names, own, strict=True)))
+        )

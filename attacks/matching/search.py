@@ -178,7 +178,7 @@ class AdamSearch(adam, Search):
         """Record the objectives for the next check of these problems."""
         part.finite.logical_or_(value.isfinite())
         if self.patience and not (isinstance(weight, float) and weight < 1):
-            part.record(value, self.tolerance, weight == 1 if isinstance(weight, Tensor) else None)
+            part.record(value, weight == 1 if isinstance(weight, Tensor) else None)
 
     def nearby(self, x: Tensor, at: Sequence[int]) -> Tensor | None:
         """Displacements, uniform in the box; a problem's iteration decides its draws, so that packing changes nothing."""
