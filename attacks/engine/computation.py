@@ -197,11 +197,11 @@ def called(model: nn.Module, params: Params, x: Tensor) -> tuple[Any, list[Layer
 def layer_inputs(
     model: nn.Module, params: Params, layers: Iterable[nn.Module], x: Tensor
 ) -> list[tuple[nn.Module, Tensor]]:
-    """Each use of some layers on x, in order, with its input (channels, values); running statistics stay as they are."""
+    """Each use of some layers on x, in order, with its input; running statistics stay as they are."""
     found: list[tuple[nn.Module, Tensor]] = []
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        found.append((module, inputs[0].transpose(0, 1).flatten(1)))
+        found.append((module, inputs[0]))
 
     hooks = [m.register_forward_pre_hook(note) for m in layers]
     try:

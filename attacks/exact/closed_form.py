@@ -41,6 +41,8 @@ class ClosedForm(Attack):
                     raise ValueError("the update is not finite")
                 labels = None if known.labels is None else known.labels[k : k + 1]
                 result = read(alone, replace(known, labels=labels))
+                if result.x is not None and not bool(result.x.isfinite().all()):
+                    raise ValueError("what was read is not finite")
             except ValueError as error:
                 (result,) = not_applicable(alone, str(error))
             results.append(replace(result, seconds=time.perf_counter() - started))

@@ -103,8 +103,6 @@ class ReversibleNetwork(nn.Module):
 def reversible(shape: Shape, classes: int, blocks: int = 3, width: int = 16) -> ReversibleNetwork:
     """A network of reversible blocks in place of the agreed one; each of the blocks has two 3x3 convolutions with width between."""
     check_images(shape)
-    if shape[1] % 2 or shape[2] % 2:
-        raise ValueError(f"reversible blocks take images of even height and width, got {shape[1]} x {shape[2]}")
     return ReversibleNetwork(shape, classes, blocks, width)
 
 
@@ -264,8 +262,6 @@ def _carried(carrier: CarriedInputNetwork | ReversibleNetwork | _Path, alone: Wa
     update, params = alone.alone(0), alone.params
     decoded = ClassifierInputs.from_update(update, params, known)
     inputs, y = carrier.image(decoded.inputs, params).view(-1, *known.shape), decoded.y
-    if not bool(torch.isfinite(inputs).all()):
-        raise ValueError("the classifier's inputs hold no finite image")
     x = known.pixels(inputs)
     exact, off = on_grid(x), float("nan")
     x = torch.where(exact[:, None, None, None], snap_to_grid(x), x.float()).clamp(0, 1)

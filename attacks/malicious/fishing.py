@@ -157,12 +157,9 @@ class _OneRow(UpdateTransform):
     row: int
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
-        kept = dict(update)
-        for name in (f"{self.classifier}.weight", f"{self.classifier}.bias"):
-            t = update[name]
-            chosen = torch.arange(len(t), device=t.device) == self.row
-            kept[name] = t.where(chosen.view(-1, *[1] * (t.dim() - 1)), 0.0)
-        return kept
+        names = (f"{self.classifier}.weight", f"{self.classifier}.bias")
+        others = torch.arange(len(update[names[0]]), device=update[names[0]].device) != self.row
+        return {**update, **{k: update[k].movedim(0, -1).masked_fill(others, 0.0).movedim(-1, 0) for k in names}}
 
 
 @dataclass(frozen=True)
@@ -197,13 +194,10 @@ class lone_example(DelegatingAttack):
         links = list(known.chain.links)
         links.insert(sum(map(is_per_example, links)), _BatchShare(known.batch_size))
         rest = _OneRow(classifier(known.model, known.shape), row)
-        alone = replace(
-            known,
-            chain=Chain((*links, rest)),
-            batch_size=1,
-            labels=torch.full((len(wave), 1), row, device=wave.device),
-        )
-        update = {k: torch.stack([rest.apply(wave.alone(i), None)[k] for i in range(len(wave))]) for k in wave.update}
+        labels = torch.full((len(wave), 1), row, device=wave.device)
+        alone = replace(known, chain=Chain((*links, rest)), batch_size=1, labels=labels)
+        parts = [rest.apply(wave.alone(i), None) for i in range(len(wave))]
+        update = {k: torch.stack([part[k] for part in parts]) for k in wave.update}
         unthresholded = replace(wave, params=_without_threshold(wave.params, known, row), update=update)
         return delegated(self.inner, unthresholded, alone, known, budget, streams, notes)
 

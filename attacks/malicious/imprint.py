@@ -137,8 +137,6 @@ def _levels(weights: Tensor, bins: int, known: Knowledge) -> tuple[Tensor, float
     else:
         values = known.auxiliary.x.flatten(1).double() @ weights
         spread = float(values.std())
-        if not spread > 0:
-            raise ValueError("the public images are all equally bright: no threshold can separate images")
         quantiles = quantile_levels(values, bins)
     below = torch.tensor([-spread], dtype=torch.float64)  # below every image: pixels are not negative
     return torch.cat([below, quantiles]), spread
@@ -150,6 +148,8 @@ def quantile_levels(values: Tensor, bins: int) -> Tensor:
     Quantiles of the values smoothed by a normal kernel, whose width for distribution functions is Azzalini's (1981).
     """
     width = 1.3 * float(values.std()) * len(values) ** (-1 / 3)
+    if not width > 0:
+        raise ValueError("the public images are all alike to the query: no threshold can separate images")
     lowest, highest = float(values.min()) - 4 * width, float(values.max()) + 4 * width
     points = torch.linspace(lowest, highest, POINTS, dtype=torch.float64)
     near = ((values - lowest) / (highest - lowest) * (POINTS - 1)).round().long()  # far finer than the kernel

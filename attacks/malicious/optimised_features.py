@@ -14,15 +14,13 @@ that is wide enough then loses nothing, and a narrow one loses what varies least
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
-from fedgauge.attacks.engine.computation import classifier
+from fedgauge.attacks.engine.computation import classifier, layer_inputs
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.carried_input import check_images
 from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable
@@ -40,15 +38,9 @@ LEAST = 16  # public images that a fit needs
 @torch.no_grad()
 def layer_input(known: Knowledge, params: Params, layer: str, x: Tensor) -> Tensor:
     """A layer's inputs (n, ...) for images x (n, C, H, W) in pixels."""
-    inputs: list[Tensor] = []
-
-    def keep(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-        inputs.append(arguments[0])
-
-    with known.model.get_submodule(layer).register_forward_pre_hook(keep):
-        for part in x.split(TOGETHER):
-            functional_call(known.model, dict(params), (known.normalise(part),))
-    return torch.cat(inputs)
+    module = known.model.get_submodule(layer)
+    parts = (layer_inputs(known.model, params, [module], known.normalise(part)) for part in x.split(TOGETHER))
+    return torch.cat([inputs for uses in parts for _, inputs in uses])
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +165,9 @@ def _components(
     tiles = _tiles(layer, inputs, pool)
     weight, middle = sent[f"{name}.weight"].clone(), tiles.mean(0)
     axes, largest = _principal(tiles - middle)
-    kept, shift = min(len(weight), len(axes)), _shift([m for _, m in behind])
+    kept, activation = min(len(weight), len(axes)), [m for _, m in behind if not isinstance(m, nn.BatchNorm2d)][:1]
+    # the offset of a ReLU's inputs, in standard deviations of the first component
+    shift = 3.0 if activation and isinstance(activation[0], nn.ReLU) else 0.0
     rows = axes[:kept] / max(largest, TINY)
     if isinstance(layer, nn.Conv2d):
         weight[:kept] = 0
@@ -202,12 +196,6 @@ def _principal(centred: Tensor) -> tuple[Tensor, float]:
         return axes, float(values[0]) / len(centred) ** 0.5
     variances, axes = torch.linalg.eigh(centred.T @ centred / len(centred))
     return axes.T.flip(0), float(variances[-1].clamp(min=0).sqrt())
-
-
-def _shift(behind: Sequence[nn.Module]) -> float:
-    """The offset of the activation's inputs behind a layer, in standard deviations of the first component."""
-    activation = next((m for m in behind if not isinstance(m, nn.BatchNorm2d)), None)
-    return 3.0 if isinstance(activation, nn.ReLU) else 0.0
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,6 @@ class scale_mia(ServerAttack):
         query = torch.randn(h.shape[1], generator=rng, dtype=torch.float64) / h.shape[1] ** 0.5
         values = h @ query
         spread = float(values.std())
-        if not spread > 0:
-            raise ValueError("the public images all have the same features: no threshold can separate images")
         weight, onward = made[f"{head.first}.weight"], made[f"{head.second}.weight"]
         lowest = values.min() - 3 * spread  # below every image
         levels = torch.cat([lowest[None], quantile_levels(values, len(weight))])
@@ -155,7 +153,8 @@ class _Decoder:
         grid = _grid(known, params, layer, x[:1])
         half = len(x) // 2
         noise = torch.full((len(x) - half,), (ROUNDED**2) * float(h.square().mean()), dtype=torch.float64)
-        best, least = None, float("inf")
+        best: tuple[tuple[int, ...] | None, float] = (None, RIDGES[0])
+        least = float("inf")
         for parts in (None, *([grid] if grid else [])):
             fit = cls._fit(h[:half], x[:half], parts)
             for ridge in RIDGES:
@@ -163,8 +162,6 @@ class _Decoder:
                 off = float((tried(h[half:], noise) - x[half:]).square().mean())
                 if off < least:
                     best, least = (parts, ridge), off
-        if best is None:
-            raise ValueError("the weights that were sent give features that are not finite")
         return cls._fit(h, x, best[0])._at(best[1], h)
 
     @classmethod

@@ -68,15 +68,9 @@ def _check_separable(known: Knowledge) -> None:
     """ValueError where examples share sub-networks."""
     if not isinstance(known.model, SeparateNetworks):
         raise ValueError("all examples share one network: the model needs the architecture separate")
-    obstacles = {
-        "examples one by one, each as the first of its batch": any(map(is_per_example, known.chain.links)),
-        f"{known.chain.local.words}, which mix the sub-networks' gradients": not known.chain.local.plain,
-        "slices of the batch, whose examples share sub-networks": (
-            known.chain.slice_of(known.batch_size) < known.batch_size
-        ),
-    }
-    if found := [name for name, there in obstacles.items() if there]:
-        raise ValueError(f"the clients take {found[0]}")
+    each, size = any(map(is_per_example, known.chain.links)), known.batch_size
+    if each or not known.chain.local.plain or known.chain.slice_of(size) < size:
+        raise ValueError("examples are kept apart by plain steps of the whole batch, and the clients take others")
 
 
 # ------------------------------------------------------------------------------------------------------------- decoder

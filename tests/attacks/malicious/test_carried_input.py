@@ -249,7 +249,6 @@ def test_all_classes_at_once_and_counts_under_noise_are_reported() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     refused: list[tuple[Callable[[], object], str]] = [
-        (lambda: reversible((1, 7, 8), 2), "7 x 8"),
         (lambda: reversible_blocks(0), "blocks"),
         (lambda: carried(mlp(SHAPE, 2), (16,), 2), "images"),
         (lambda: carried(mlp(SHAPE, 4), SHAPE, 2), "'3'"),
