@@ -230,18 +230,16 @@ def _directions(rows: Tensor, count: int, rng: Generator) -> Tensor:
     drawn = torch.rand(count, len(rows), generator=rng).topk(size - 1, dim=1).indices
     # the direction orthogonal to B - 1 rows
     q: Tensor = torch.linalg.svd(rows[drawn], full_matrices=True).Vh[:, -1]
-    return q[_silent(rows, q.T).sum(0) >= _least(size, len(rows))].T
+    least = size + max(
+        2, len(rows) // 20
+    )  # more zeros than chance gives: those by construction, and a part of the layer
+    return q[_silent(rows, q.T).sum(0) >= least].T
 
 
 def _silent(rows: Tensor, columns: Tensor) -> Tensor:
     """Which entries of L Q (m, N) are zero up to rounding."""
     signals: Tensor = (rows @ columns).abs()
     return signals < SILENT * signals.amax(0)
-
-
-def _least(size: int, neurons: int) -> int:
-    """More zeros than chance gives: those by construction, and a twentieth of the layer."""
-    return size + max(2, neurons // 20)
 
 
 def _distinct(rows: Tensor, columns: Tensor) -> Tensor:

@@ -252,10 +252,10 @@ class read_carried(ClosedForm):
     """
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
-        own = isinstance(known.model, CarriedInputNetwork | ReversibleNetwork)
-        carrier = known.model if own else _Path.of(known)
         check_readable(known, wave.params)
-        return partial(_carried, carrier)
+        if isinstance(known.model, CarriedInputNetwork | ReversibleNetwork):
+            return partial(_carried, known.model)
+        return partial(_carried, _Path.of(known))
 
 
 def _carried(carrier: CarriedInputNetwork | ReversibleNetwork | _Path, alone: Wave, known: Knowledge) -> Reconstruction:

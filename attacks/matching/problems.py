@@ -243,11 +243,11 @@ class Problems:
         objectives = likelihood_weight * self._distances(x, y, seen, own)
         loop = self.way.route == "loop"
         for name, (weight, prior) in self.priors.items():
-            energy, beside = prior, [x]
+            of: list[Tensor] = [x]
             if isinstance(prior, LabelledEnergy | LatentPrior):
-                energy, beside = prior.energy, [x, y if isinstance(prior, LabelledEnergy) else variables[name]]
-            batches = [t.reshape(-1, self.known.batch_size, *t.shape[2:]) for t in beside]
-            energies = over_problems(energy, *batches, loop=loop)
+                of.append(y if isinstance(prior, LabelledEnergy) else variables[name])
+            batches = [t.reshape(-1, self.known.batch_size, *t.shape[2:]) for t in of]
+            energies = over_problems(getattr(prior, "energy", prior), *batches, loop=loop)
             objectives = objectives + weight * energies.view(-1, self.epochs).mean(1)
         for term in self.training.terms(x, self.epochs, own):
             objectives = objectives + term
