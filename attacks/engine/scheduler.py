@@ -75,10 +75,7 @@ class OptimizerState:
         return OptimizerState(
             {name: t[rows] for name, t in self.variables.items()},
             {name: (first[rows], second[rows]) for name, (first, second) in self.moments.items()},
-            self.spent[rows],
-            self.lowest[rows],
-            self.since[rows],
-            self.finite[rows],
+            *(t[rows] for t in (self.spent, self.lowest, self.since, self.finite)),
         )
 
     def scatter(self, rows: Tensor, part: "OptimizerState", done: int) -> None:

@@ -1,6 +1,7 @@
 """What attacks share that read each observation by itself, without a search."""
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -13,18 +14,14 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Str
 Reader = Callable[[Wave, Knowledge], Reconstruction]
 
 
-class ClosedForm(Attack):
+class EachByItself(Attack):
     """Reads each observation by itself, off its gradients."""
 
     on_cpu = True
 
-    def reader(self, wave: Wave, known: Knowledge) -> Reader:
-        """How each observation of the wave is read; ValueError where none can be."""
-        raise NotImplementedError
-
+    @abstractmethod
     def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]) -> Sequence[Reader]:
-        """`reader` of each observation, for an attack that reads each in another way."""
-        return [self.reader(wave, known)] * len(wave)
+        """How each observation of the wave is read; ValueError where none can be."""
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -47,6 +44,17 @@ class ClosedForm(Attack):
                 (result,) = not_applicable(alone, str(error))
             results.append(replace(result, seconds=time.perf_counter() - started))
         return results
+
+
+class ClosedForm(EachByItself):
+    """Reads every observation in the same way."""
+
+    @abstractmethod
+    def reader(self, wave: Wave, known: Knowledge) -> Reader:
+        """How an observation of the wave is read; ValueError where none can be."""
+
+    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]) -> Sequence[Reader]:
+        return [self.reader(wave, known)] * len(wave)
 
 
 def labels_of(alone: Wave, known: Knowledge) -> Tensor | None:

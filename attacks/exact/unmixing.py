@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Wave
 from fedgauge.attacks.engine.computation import InputLayer, called, dense_input_layer
 from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
+from fedgauge.attacks.exact.closed_form import EachByItself, Reader
 from fedgauge.attacks.exact.dictionary import SparseMixture
 from fedgauge.client.update import Batch, Params, norm, relative_error
 
@@ -123,7 +123,7 @@ class _UnmixingState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Unmixing(ClosedForm):
+class _Unmixing(EachByItself):
     """Each observation's first verified guess of Q, else the nearest one."""
 
     needs_relu: ClassVar[bool] = True  # only a verified guess counts as found then, where one can be

@@ -1,6 +1,6 @@
 """The problems of a wave: each one's objective (likelihood and priors) as a function of its images, and its gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import cast
@@ -247,7 +247,8 @@ class Problems:
             if isinstance(prior, LabelledEnergy | LatentPrior):
                 of.append(y if isinstance(prior, LabelledEnergy) else variables[name])
             batches = [t.reshape(-1, self.known.batch_size, *t.shape[2:]) for t in of]
-            energies = over_problems(getattr(prior, "energy", prior), *batches, loop=loop)
+            energy: Callable[..., Tensor] = prior.energy if isinstance(prior, LabelledEnergy | LatentPrior) else prior
+            energies = over_problems(energy, *batches, loop=loop)
             objectives = objectives + weight * energies.view(-1, self.epochs).mean(1)
         for term in self.training.terms(x, self.epochs, own):
             objectives = objectives + term

@@ -108,7 +108,12 @@ class AdamSearch(adam, Search):
     def minimise(self, variables: Variables, context: SearchContext) -> OptimizationResult:
         problems, limiter, clock = context.problems, context.limiter, context.clock
         state, units, iterations = OptimizerState.at(variables), problems.units, context.budget.iterations
-        stretch = partial(self._advance, context, self._step(problems, limiter))
+        step: Step = problems.value_and_slopes
+        if self.compile and problems.one_path:
+            from fedgauge.attacks.matching.compiled_step import CompiledStep
+
+            step = CompiledStep(problems, limiter).value_and_slopes
+        stretch = partial(self._advance, context, step)
         interrupted = advance(state, units, iterations, self.patience, limiter, clock, stretch)
 
         def value(some: Tensor) -> Tensor:
@@ -116,13 +121,6 @@ class AdamSearch(adam, Search):
             return problems.value({name: t[rows] for name, t in variables.items()}, rows)
 
         return OptimizationResult(torch.cat(limiter.each(value, torch.arange(len(units)))), state.spent, interrupted)
-
-    def _step(self, problems: Problems, limiter: BatchLimiter) -> Step:
-        if not (self.compile and problems.one_path):
-            return problems.value_and_slopes
-        from fedgauge.attacks.matching.compiled_step import CompiledStep
-
-        return CompiledStep(problems, limiter).value_and_slopes
 
     def _advance(self, context: SearchContext, step: Step, part: OptimizerState, rows: Tensor, length: int) -> int:
         """Advance some problems in place, each from its own iteration; returns the iterations done."""
@@ -137,7 +135,9 @@ class AdamSearch(adam, Search):
             value, slopes = step(variables, rows, weight, nearby)
             if self.flat:
                 slopes = self._with_penalty(step, variables, rows, weight, nearby, slopes)
-            self._record(part, value, weight)
+            part.finite.logical_or_(value.isfinite())
+            if self.patience and not (isinstance(weight, float) and weight < 1):
+                part.record(value, weight == 1 if isinstance(weight, Tensor) else None)
             whole = nearby is None and isinstance(weight, float) and weight == 1
             self._keep(context, variables, rows, at, value if whole else None)
             for name, t in variables.items():
@@ -173,12 +173,6 @@ class AdamSearch(adam, Search):
             value = context.problems.value(variables, rows) if value is None else value
             images = context.problems.joined(variables["x"][due], rows[due])
             context.tracer.keep(rows[due], torch.tensor(at)[due], value[due], images)
-
-    def _record(self, part: OptimizerState, value: Tensor, weight: Tensor | float) -> None:
-        """Record the objectives for the next check of these problems."""
-        part.finite.logical_or_(value.isfinite())
-        if self.patience and not (isinstance(weight, float) and weight < 1):
-            part.record(value, weight == 1 if isinstance(weight, Tensor) else None)
 
     def nearby(self, x: Tensor, at: Sequence[int]) -> Tensor | None:
         """Displacements, uniform in the box; a problem's iteration decides its draws, so that packing changes nothing."""
