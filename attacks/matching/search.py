@@ -108,12 +108,7 @@ class AdamSearch(adam, Search):
     def minimise(self, variables: Variables, context: SearchContext) -> OptimizationResult:
         problems, limiter, clock = context.problems, context.limiter, context.clock
         state, units, iterations = OptimizerState.at(variables), problems.units, context.budget.iterations
-        step: Step = problems.value_and_slopes
-        if self.compile and problems.one_path:
-            from fedgauge.attacks.matching.compiled_step import CompiledStep
-
-            step = CompiledStep(problems, limiter).value_and_slopes
-        stretch = partial(self._advance, context, step)
+        stretch = partial(self._advance, context, self._step(problems, limiter))
         interrupted = advance(state, units, iterations, self.patience, limiter, clock, stretch)
 
         def value(some: Tensor) -> Tensor:
@@ -121,6 +116,13 @@ class AdamSearch(adam, Search):
             return problems.value({name: t[rows] for name, t in variables.items()}, rows)
 
         return OptimizationResult(torch.cat(limiter.each(value, torch.arange(len(units)))), state.spent, interrupted)
+
+    def _step(self, problems: Problems, limiter: BatchLimiter) -> Step:
+        if not (self.compile and problems.one_path):
+            return problems.value_and_slopes
+        from fedgauge.attacks.matching.compiled_step import CompiledStep
+
+        return CompiledStep(problems, limiter).value_and_slopes
 
     def _advance(self, context: SearchContext, step: Step, part: OptimizerState, rows: Tensor, length: int) -> int:
         """Advance some problems in place, each from its own iteration; returns the iterations done."""
