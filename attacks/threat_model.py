@@ -133,7 +133,7 @@ def statistics_of_batch(known: Knowledge, wave: Wave) -> dict[str, Tensor]:
     layers, like = _tracking(known.model, known.chain), next(iter(wave.params.values()))
     with torch.no_grad():
         inputs = layer_inputs(known.model, wave.params, layers.values(), like.new_zeros(known.batch_size, *known.shape))
-    counts = {layer: values.shape[1] for layer, values in inputs}
+    counts = {layer: values.numel() // values.shape[1] for layer, values in inputs}
     found = {}
     for name, layer in layers.items():
         for part, share in (("running_mean", 1.0), ("running_var", 1 - 1 / counts.get(layer, 2))):

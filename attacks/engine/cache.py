@@ -4,8 +4,8 @@ import fcntl
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -78,7 +78,9 @@ class TensorCache:
 
     def get(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """The tensors of a name, computed if they are missing; one process computes them, and the others wait."""
-        with self.alone(name):
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self.folder / f"{name}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the process dies
             if (kept := self.read(name)) is not None:
                 return kept
             made = make()
@@ -111,18 +113,6 @@ class TensorCache:
                 scratch.write(save({k: t.detach().cpu().contiguous() for k, t in tensors.items()}))
         except OSError as error:  # such as a full disk: the computed tensors are still usable
             warnings.warn(f"{self._path(name)} is not cached: {error}", stacklevel=2)
-
-    def drop(self, name: str) -> None:
-        """Remove the tensors of a name."""
-        self._path(name).unlink(missing_ok=True)
-
-    @contextmanager
-    def alone(self, name: str) -> Iterator[None]:
-        """A lock on a name across processes; it is released when its process dies."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self.folder / f"{name}.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
     def _make_room(self, size: int, name: str) -> None:
         others = [path for path in self.folder.glob("*.safetensors") if path != self._path(name)]

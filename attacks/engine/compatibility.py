@@ -25,7 +25,6 @@ from fedgauge.attacks.engine.computation import containers, run, undisturbed
 from fedgauge.attacks.engine.gradients.factored import formed
 from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
 from fedgauge.attacks.engine.second_derivatives import twice_differentiable
-from fedgauge.attacks.engine.value_reads import ValueReads
 from fedgauge.attacks.problem import Problem, Unattackable, refuse
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
@@ -44,6 +43,7 @@ DISPLACEMENTS = (
 )  # of pixels: a kink (relu, max pooling) may lie within one of them, hardly within all
 NEGLIGIBLE = 1e-3  # of the largest tensor's norm: below, a tensor's rounding may be as large as itself
 SLOPE = 1e-2  # relative difference between a derivative and the quotient of differences, which holds rounding too
+READING = (".item()", "control flow", "data pointer", "aten::equal", "dynamic shape")  # vmap's words for reading values
 INCOMPLETE = (
     "the descent is approximate: the model's second derivative lacks a part, as with detach(), a rounding, or a custom "
     "autograd function that gives a first derivative only"
@@ -403,9 +403,17 @@ def _agrees(way: Differentiation, differentiate: Differentiate, trial: _Trial, e
 
 def _reads_values(way: Differentiation, trial: _Trial) -> bool:
     """Whether training reads values of the batch, so that problems in one pass would share what follows from them."""
-    with way(), ValueReads(trial.x, trial.y) as reads:
-        trial.updates(trial.x[:1])
-    return reads.found
+    known = trial.known
+
+    def one(x: Tensor, y: Tensor) -> Tensor:
+        return known.loss(functional_call(known.model, trial.params, (x,)), y)
+
+    try:
+        with way(), torch.no_grad(), undisturbed(known.model, trial.x.device), _rules_alone():
+            vmap(one, randomness="same")(trial.x, trial.y)
+    except RuntimeError as error:
+        return any(words in str(error) for words in READING)
+    return False
 
 
 def _close(found: Update, expected: Update, tolerance: float) -> bool:
@@ -448,11 +456,17 @@ def _by_vmap(trial: _Trial) -> _Derivatives:
         update = client(trial.params, Batch(x, y), None)
         return trial.projected(update), update
 
-    # by rules alone: without one, vmap would loop over the problems, slower than the loop itself
+    with _rules_alone():
+        slopes, updates = vmap(grad(one, has_aux=True))(trial.x, trial.y)
+    return _Derivatives(updates, slopes)
+
+
+@contextmanager
+def _rules_alone() -> Iterator[None]:
+    """A context in which vmap fails without a rule: else it would loop over the problems, slower than the loop itself."""
     switch: Callable[[bool], None] = getattr(torch._C._functorch, "_set_vmap_fallback_enabled")  # noqa: B009  # has no stub
     switch(False)
     try:
-        slopes, updates = vmap(grad(one, has_aux=True))(trial.x, trial.y)
+        yield
     finally:
         switch(True)
-    return _Derivatives(updates, slopes)

@@ -125,6 +125,12 @@ def input_layers(model: nn.Module, shape: Sequence[int]) -> tuple[InputLayer, ..
         return tuple(layer for layer in layers if layer is not None)
 
 
+def layer_calls(model: nn.Module, shape: Sequence[int]) -> list[LayerCall]:
+    """The calls of fully connected layers and convolutions on made-up examples; ValueError where the model fails on these."""
+    with _failures_named(shape):
+        return _tried(model, torch.rand(2, *shape, generator=generator("pixels")))[3]
+
+
 _classifiers: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], str]] = WeakKeyDictionary()
 
 
@@ -191,11 +197,11 @@ def called(model: nn.Module, params: Params, x: Tensor) -> tuple[Any, list[Layer
 def layer_inputs(
     model: nn.Module, params: Params, layers: Iterable[nn.Module], x: Tensor
 ) -> list[tuple[nn.Module, Tensor]]:
-    """Each use of some layers on x, in order, with its input (channels, values); running statistics stay as they are."""
+    """Each use of some layers on x, in order, with its input; running statistics stay as they are."""
     found: list[tuple[nn.Module, Tensor]] = []
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        found.append((module, inputs[0].transpose(0, 1).flatten(1)))
+        found.append((module, inputs[0]))
 
     hooks = [m.register_forward_pre_hook(note) for m in layers]
     try:
@@ -274,6 +280,18 @@ def _input_layer(
     off = call.output < 0
     relu = bool(off.any()) and not bool(signal[off].any()) and bool(signal.any())
     return InputLayer(call, scale, shift, follows, relu, only)
+
+
+def activation_between(below: LayerCall, above: LayerCall) -> str:
+    """The activation (of ACTIVATIONS) through which a layer reads another's output, up to a reshape.
+
+    Raises:
+        ValueError: it reads it through none of these.
+    """
+    for name, activation in ACTIVATIONS.items():
+        if close(above.input.flatten(1), activation(below.output).flatten(1)):
+            return name
+    raise ValueError(f"layer {above.name!r} does not read layer {below.name!r} through a ReLU, sigmoid or tanh")
 
 
 def close(a: Tensor, b: Tensor) -> bool:

@@ -62,19 +62,12 @@ def devices_of(wanted: str | Sequence[str]) -> list[torch.device]:
 
 
 def _check_cuda(device: torch.device) -> None:
-    if not torch.backends.cuda.is_built():
-        raise ValueError(
-            f"device {device} needs a torch with CUDA, and {torch.__version__} has none: install torch from its index for your "
-            'CUDA version, or set devices = "cpu"'
-        )
     count = torch.cuda.device_count()
-    if not count:
+    if (device.index or 0) >= count:
         raise ValueError(
-            f"device {device}: torch sees no GPU here (nvidia-smi and CUDA_VISIBLE_DEVICES say which there are): "
-            'mend that, or set devices = "cpu"'
+            f"device {device}: torch {torch.__version__} sees {count} GPUs here (nvidia-smi and CUDA_VISIBLE_DEVICES say which "
+            'there are; a torch without CUDA sees none): mend that, or set devices = "cpu"'
         )
-    if device.index is not None and device.index >= count:
-        raise ValueError(f"there is no device {device}: this machine has cuda:0 to cuda:{count - 1}")
 
 
 def compute_on(device: torch.device, precision: Precision = "ieee", deterministic: bool = True) -> None:

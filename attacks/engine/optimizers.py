@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,25 +28,19 @@ class adam:
         signed: use the gradient's sign (Inverting Gradients).
         cuts: the rate is divided by ten at each of these fractions of the iterations.
         decay: the rate is multiplied by this after every iteration.
-        weight_decay: of AdamW (Loshchilov & Hutter, 2019).
         patience: a problem ends when its objective has not fallen for this many iterations (of those at the likelihood's full
             weight); 0: never, as in the published schedules, since a later cut of the rate may make it fall again.
-        tolerance: the relative decrease that counts as a fall.
     """
 
     rate: float = 0.1
     signed: bool = False
     cuts: tuple[float, ...] = ()
     decay: float = 1.0
-    weight_decay: float = 0.0
     patience: int = 0
-    tolerance: float = 1e-3
 
     def __post_init__(self) -> None:
         check_above_zero(self, "rate")
         check_at_least(self, 0, "patience")
-        if not 0 <= self.tolerance < 1:
-            raise ValueError(f"tolerance must be at least 0 and below 1, got {self.tolerance}")
 
     @property
     def state_per_variable(self) -> int:
@@ -70,8 +63,6 @@ class adam:
         first, second = moments
         length = per_iteration_count(lambda n: self.rate_at(n, iterations) / (1 - BETAS[0] ** (n + 1)), counts, x)
         root = per_iteration_count(lambda n: math.sqrt(1 - BETAS[1] ** (n + 1)), counts, x)
-        if self.weight_decay:
-            x.mul_(per_iteration_count(lambda n: 1 - self.rate_at(n, iterations) * self.weight_decay, counts, x))
         first.lerp_(slope, 1 - BETAS[0])
         second.mul_(BETAS[1]).addcmul_(slope, slope, value=1 - BETAS[1])
         denominator = second.sqrt().div_(root).add_(EPSILON)
@@ -143,7 +134,6 @@ def minimise(
     start: Tensor,
     allowed: Tensor,
     settings: lbfgs,
-    capacity: int | None = None,
     over: Callable[[], bool] = lambda: False,
     watch: Callback = lambda at, moved: None,
 ) -> Descent:
@@ -152,16 +142,18 @@ def minimise(
     Args:
         start: (P, D).
         allowed: (P,) evaluations for each, at least 1.
-        capacity: at most this many problems advance together; when one ends, the next takes its place. Default: all.
         over: called between steps; True ends the search.
         watch: called with all problems at the start, and after each step with those that took it.
     """
-    descent = _start(evaluate, start, capacity or len(start))
-    watch(descent, torch.arange(len(start), device=start.device))
+    everyone = torch.arange(len(start), device=start.device)
+    f, g = evaluate(start, everyone)
+    lost = ~f.isfinite() | ~g.isfinite().all(1) | (g.abs().amax(1) == 0)
+    descent = Descent(start.clone(), f, g, torch.ones_like(everyone), lost)
+    watch(descent, everyone)
     memory = _LBFGSHistory(settings.history, start)
-    marks, steps = descent.f.clone(), torch.zeros(len(start), dtype=torch.int64, device=start.device)
+    marks, steps = descent.f.clone(), torch.zeros_like(everyone)
     while not over():
-        live = (~descent.ended & (descent.spent < allowed)).nonzero().flatten()[:capacity]
+        live = (~descent.ended & (descent.spent < allowed)).nonzero().flatten()
         if len(live) == 0:
             break
         _step(evaluate, descent, live, memory, allowed)
@@ -172,14 +164,6 @@ def minimise(
         marks[judged] = descent.f[judged]
         watch(descent, live)
     return descent
-
-
-def _start(evaluate: Evaluate, start: Tensor, capacity: int) -> Descent:
-    everyone = torch.arange(len(start), device=start.device)
-    parts = [evaluate(start[rows], rows) for rows in everyone.split(capacity)]
-    f, g = (torch.cat(part) for part in zip(*parts, strict=True))
-    lost = ~f.isfinite() | ~g.isfinite().all(1) | (g.abs().amax(1) == 0)
-    return Descent(start.clone(), f, g, torch.ones_like(everyone), lost)
 
 
 def _step(evaluate: Evaluate, at: Descent, live: Tensor, memory: "_LBFGSHistory", allowed: Tensor) -> None:
@@ -298,7 +282,6 @@ def restarted(descent: Descent, again: Descent, rows: Tensor) -> None:
     """Take over the result of restarting some rows where it is lower; its evaluations count."""
     descent.spent[rows] += again.spent
     lower = again.f < descent.f[rows].nan_to_num(torch.inf)
-    kept: tuple[tuple[Any, Any], ...] = ((descent.x, again.x), (descent.f, again.f), (descent.g, again.g))
-    for ours, theirs in kept:
-        ours[rows[lower]] = theirs[lower]
+    for name in ("x", "f", "g"):
+        getattr(descent, name)[rows[lower]] = getattr(again, name)[lower]
     descent.ended[rows] = again.ended

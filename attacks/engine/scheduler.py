@@ -11,6 +11,7 @@ from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 
 Variables = dict[str, Tensor]  # what the problems of a wave optimise, by name
 
+TOLERANCE = 1e-3  # the relative decrease of an objective that counts as a fall
 CHECK_EVERY = 16  # iterations between two checks of the problems: a check waits for the device, an iteration does not
 
 
@@ -74,10 +75,7 @@ class OptimizerState:
         return OptimizerState(
             {name: t[rows] for name, t in self.variables.items()},
             {name: (first[rows], second[rows]) for name, (first, second) in self.moments.items()},
-            self.spent[rows],
-            self.lowest[rows],
-            self.since[rows],
-            self.finite[rows],
+            *(t[rows] for t in (self.spent, self.lowest, self.since, self.finite)),
         )
 
     def scatter(self, rows: Tensor, part: "OptimizerState", done: int) -> None:
@@ -100,15 +98,15 @@ class OptimizerState:
         self.finite[rows[due]] = False
         return due & gone.cpu()
 
-    def record(self, objectives: Tensor, tolerance: float, full: Tensor | None) -> None:
-        """Record whether objectives (N,) fell by the relative tolerance, without waiting for the device.
+    def record(self, objectives: Tensor, full: Tensor | None) -> None:
+        """Record whether objectives (N,) fell, by TOLERANCE at least, without waiting for the device.
 
         Args:
             full: (N,) whether the likelihood has its full weight, since others cannot be compared; None: all have.
         """
         if full is not None:
             objectives = torch.where(full, objectives, torch.inf)
-        margin = torch.where(self.lowest.isfinite(), tolerance * self.lowest.abs(), 0.0)
+        margin = torch.where(self.lowest.isfinite(), TOLERANCE * self.lowest.abs(), 0.0)
         fell = objectives < self.lowest - margin
         self.since.add_(1 if full is None else full).masked_fill_(fell, 0)
         self.lowest.copy_(torch.where(fell, objectives, self.lowest))

@@ -1,7 +1,7 @@
 """Layers whose first derivative torch cannot differentiate once more, computed by operators of which it can.
 
 Hard sigmoid and hard swish by clamping; weighted embedding bags by embeddings; attention by its formula instead of fused
-kernels; recurrent layers by their cells, or at least without cuDNN. The values and first derivatives are the same.
+kernels; recurrent layers without cuDNN. The values and first derivatives are the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-
-from fedgauge.attacks.engine.recurrent_cells import RECURRENT
 
 
 @contextmanager
@@ -66,5 +64,4 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     F.hardsigmoid: _hardsigmoid,
     F.hardswish: _hardswish,
     F.embedding_bag: _embedding_bag,
-    **RECURRENT,
 }

@@ -59,7 +59,8 @@ class Simulator:
             batches = self._apart(some, labels)
             found = self._together(batches, rng) if together else None
             together = found is not None  # else the chain itself, from now on
-            yield self._summed(_detached(self._by_chain(batches, rng) if found is None else found))
+            found = self._by_chain(batches, rng) if found is None else found
+            yield self._summed({k: t.detach() for k, t in found.items()})
 
     def differentiable(self, x: Tensor, y: Tensor) -> Update:
         """The updates (n, ...) of batches x (n, B, C, H, W), differentiable by x; for a quiet simulator."""
@@ -96,19 +97,14 @@ class Simulator:
         return self.client(gradient(self.known.model, self.known.loss, normalise=self.known.normalise))
 
     def _by_chain(self, batches: Batch, rng: Generator) -> Update:
-        client = self._bare()
-        if len(batches.x) > 1 and self._maps(client, batches):
-            return _detached(_mapped(client, self.params, batches, rng))
+        client, state = self._bare(), rng.get_state()
+        if len(batches.x) > 1:
+            try:
+                return _mapped(client, self.params, batches, rng)
+            except (RuntimeError, ValueError):  # as where a link branches on values: then one client after the other
+                rng.set_state(state)
         alone = [client(self.params, Batch(x, y), rng) for x, y in zip(*batches, strict=True)]
-        return {k: torch.stack([one[k].detach() for one in alone]) for k in alone[0]}
-
-    def _maps(self, client: UpdateFn, batches: Batch) -> bool:
-        """Whether vmap works for this client: a link may branch on values, which vmap does not allow."""
-        try:
-            _mapped(client, self.params, Batch(batches.x[:2], batches.y[:2]), torch.Generator().manual_seed(0))
-        except (RuntimeError, ValueError):
-            return False  # then one client after the other, where a real error is raised again
-        return True
+        return {k: torch.stack([one[k] for one in alone]) for k in alone[0]}
 
 
 def _mapped(client: UpdateFn, params: Params, batches: Batch, rng: Generator | None) -> Update:
@@ -119,7 +115,3 @@ def _mapped(client: UpdateFn, params: Params, batches: Batch, rng: Generator | N
         warnings.filterwarnings("ignore", "There is a performance drop")  # fused attention has no rule for vmap
         found: Update = vmap(one, randomness="different")(*batches)
     return found
-
-
-def _detached(updates: Update) -> Update:
-    return {k: t.detach() for k, t in updates.items()}

@@ -5,65 +5,40 @@ the stack is inverted from its first biased layer downwards: the chain rule give
 that layer's weight gradient, of rank one, gives its input.
 """
 
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from fedgauge.attacks import labels as labelling
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.engine.computation import ACTIVATIONS, InputLayer, LayerCall, close, dense_input_layer
-from fedgauge.client.models.losses import is_cross_entropy
-from fedgauge.client.update import Params, Update
+from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
+from fedgauge.attacks.engine.computation import InputLayer, LayerCall, activation_between, dense_input_layer
+from fedgauge.attacks.exact.closed_form import ClosedForm, Reader, check_one_example, labels_of
 
 
 @dataclass(frozen=True)
-class analytic(Attack):
+class analytic(ClosedForm):
     """Exact inversion of a network that begins with fully connected layers, for updates of one example."""
 
-    on_cpu = True
+    def reader(self, wave: Wave, known: Knowledge) -> Reader:
+        check_one_example(known)
+        return partial(_inverted, _Stack.of(known))
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        started = time.perf_counter()
-        try:
-            check_one_gradient(known)
-            stack = _Stack.of(known)
-            # the images depend neither on the labels nor on the loss
-            y = labelling.restore(wave, known) if known.labels is not None or is_cross_entropy(known.loss) else None
-        except ValueError as error:
-            return not_applicable(wave, str(error))
-        found = [self._invert(stack, wave.alone(k), wave.params, known) for k in range(len(wave))]
-        seconds = (time.perf_counter() - started) / len(wave)
-        return [self._answer(x, None if y is None else y[k], seconds) for k, x in enumerate(found)]
 
-    def _answer(self, x: Tensor | None, y: Tensor | None, seconds: float) -> Reconstruction:
-        if x is None:
-            reason = "the first biased layer's gradient is zero"
-            return Reconstruction(None, y, float("nan"), 1, seconds, "not_applicable", reason)
-        if not torch.isfinite(x).all():
-            return Reconstruction(None, y, float("nan"), 1, seconds, "diverged", "the image is not finite")
-        return Reconstruction(x, y, 0.0, 1, seconds, "converged")
-
-    def _invert(self, stack: "_Stack", update: Update, params: Params, known: Knowledge) -> Tensor | None:
-        gradient = {k: -t.double() for k, t in update.items()}  # its scale cancels in every step below
-        top = stack.layers[-1]
-        signal = gradient[top.bias]  # dL/d(pre-activation)
-        if not signal.abs().max() > 0:
-            return None
-        value = _rank_one_input(gradient[top.weight], signal)
-        for below, activation, above in reversed(
-            list(zip(stack.layers, stack.activations, stack.layers[1:], strict=False))
-        ):
-            slope = _slope(activation, value)
-            signal = (params[above.weight].double().T @ signal) * slope
-            if not signal.abs().max() > 0:
-                return None
-            value = _rank_one_input(gradient[below.weight], signal)
-        return known.examples(stack.reads.example(value.view(1, *known.shape))).float()
+def _inverted(stack: "_Stack", alone: Wave, known: Knowledge) -> Reconstruction:
+    gradient = {k: -t.double() for k, t in alone.alone(0).items()}  # its scale cancels in every step below
+    y = labels_of(alone, known)  # the images do not depend on them
+    above = stack.layers[-1]
+    signal = gradient[above.bias]  # dL/d(pre-activation)
+    value = _rank_one_input(gradient[above.weight], signal)
+    for below, activation in zip(stack.layers[-2::-1], stack.activations[::-1], strict=True):
+        signal = (alone.params[above.weight].double().T @ signal) * _slope(activation, value)
+        value, above = _rank_one_input(gradient[below.weight], signal), below
+    if not bool(signal.abs().max() > 0):
+        reason = "the first biased layer's gradient is zero"
+        return Reconstruction(None, y, float("nan"), 1, 0.0, "not_applicable", reason)
+    x = known.examples(stack.reads.example(value.view(1, *known.shape))).float()
+    return Reconstruction(x, y, 0.0, 1, 0.0, "converged")
 
 
 @dataclass(frozen=True)
@@ -87,25 +62,11 @@ class _Stack:
             below = layers[-1]
             if below.bias:
                 break
-            acts = [name for name, act in ACTIVATIONS.items() if above.dense and close(above.input, act(below.output))]
-            if not acts:
-                raise ValueError(
-                    f"layer {above.name!r} does not read layer {below.name!r} through a ReLU, sigmoid or tanh, and "
-                    f"layer {below.name!r} has no bias"
-                )
+            activations.append(activation_between(below, above))
             layers.append(above)
-            activations.append(acts[0])
         if not layers[-1].bias:
             raise ValueError("no fully connected layer that follows from the example has a bias")
         return cls(reads, tuple(layers), tuple(activations))
-
-
-def check_one_gradient(known: Knowledge) -> None:
-    """ValueError unless an update is the gradient of one example, up to its scale."""
-    if known.batch_size != 1:
-        raise ValueError(f"the attack needs one example in each update, and this one sums {known.batch_size}")
-    if known.chain.local.adaptive:
-        raise ValueError(f"the attack needs a gradient's magnitudes, and the clients take {known.chain.local.words}")
 
 
 def _rank_one_input(weight: Tensor, signal: Tensor) -> Tensor:

@@ -10,23 +10,20 @@ way, and solve the system of an attention without a norm before it; this one hol
 rows are dependent (more patches than width) or noisy, X is the posterior mean under the auxiliary images' covariance.
 """
 
-import math
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks import labels as labelling
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
 from fedgauge.attacks.engine.computation import InputLayer, called, input_layers
-from fedgauge.attacks.exact.analytic import check_one_gradient
-from fedgauge.client.models.losses import is_cross_entropy
+from fedgauge.attacks.exact.closed_form import ClosedForm, Reader, check_one_example, labels_of
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Params, Update
+from fedgauge.client.update import Params
 
 SAME = 1e-3  # relative difference of two gradients that are one up to rounding
 ROUNDED = 1e-7  # of the largest singular value: what float32 leaves of a direction
@@ -34,27 +31,15 @@ FIT = 1e-4  # relative error of dL/dW = D^T X, up to which an update is one grad
 
 
 @dataclass(frozen=True)
-class patch_embedding(Attack):
+class patch_embedding(ClosedForm):
     """One image from a vision transformer, by the gradients of its patches' and positions' embeddings."""
 
     is_random = False
 
-    on_cpu = True
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        started = time.perf_counter()
-        try:
-            check_one_gradient(known)
-            patches = Patches.of(known, wave.params)
-            prior = _Prior.of(known, patches)
-            y = None if known.labels is None and not is_cross_entropy(known.loss) else labelling.restore(wave, known)
-        except ValueError as error:
-            return not_applicable(wave, str(error))
-        found = [_read(wave.alone(k), known, patches, prior) for k in range(len(wave))]
-        seconds = (time.perf_counter() - started) / len(wave)
-        return [replace(one, y=None if y is None else y[k], seconds=seconds) for k, one in enumerate(found)]
+    def reader(self, wave: Wave, known: Knowledge) -> Reader:
+        check_one_example(known)
+        patches = Patches.of(known, wave.params)
+        return partial(_read, patches, _Prior.of(known, patches))
 
 
 @dataclass(frozen=True)
@@ -195,16 +180,13 @@ class _Prior:
         return cls(mean, torch.linalg.cholesky(covariance))
 
 
-def _read(update: Update, known: Knowledge, patches: Patches, prior: _Prior) -> Reconstruction:
+def _read(patches: Patches, prior: _Prior, alone: Wave, known: Knowledge) -> Reconstruction:
+    update = alone.alone(0)
     weight = -update[patches.reads.call.weight].double().flatten(1)  # (m, n)
     rows = -update[patches.positions].double().reshape(-1, len(weight))
     signal = rows[patches.first : patches.first + patches.count]  # D (N, m)
-    size = float(signal.norm())
-    empty = Reconstruction(None, None, float("nan"), 1, 0.0, "not_applicable")
-    if not math.isfinite(size) or not bool(torch.isfinite(weight).all()):
-        return replace(empty, reason="the update is not finite")
-    if not size > 0 or not bool(weight.any()):
-        return replace(empty, reason="the gradient of the embeddings is zero: it reveals nothing of this image")
+    if not bool(signal.any()) or not bool(weight.any()):
+        raise ValueError("the gradient of the embeddings is zero: it reveals nothing of this image")
     left, values, right = torch.linalg.svd(signal.T @ prior.root, full_matrices=False)
     noise = _noise(known, prior)
     floor = float(values[0]) * ROUNDED
@@ -216,7 +198,7 @@ def _read(update: Update, known: Knowledge, patches: Patches, prior: _Prior) -> 
     told = int((values > max(noise**0.5, floor)).sum())
     notes = [f"{told} of {patches.count} directions of patches stand out"] * (told < patches.count)
     notes += [f"the gradients fit one image to {error:.0e}"] * (error > FIT)
-    return Reconstruction(image, None, error, 1, 0.0, "converged", "; ".join(notes))
+    return Reconstruction(image, labels_of(alone, known), error, 1, 0.0, "converged", "; ".join(notes))
 
 
 def _noise(known: Knowledge, prior: _Prior) -> float:

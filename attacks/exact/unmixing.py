@@ -9,21 +9,23 @@ by the independence of the images (Kariyappa et al., ICML 2023).
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations, islice
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Wave
 from fedgauge.attacks.engine.computation import InputLayer, called, dense_input_layer
 from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.exact.closed_form import EachByItself, Reader
 from fedgauge.attacks.exact.dictionary import SparseMixture
-from fedgauge.client.update import Batch, Params, Update, norm, relative_error
+from fedgauge.client.update import Batch, Params, norm, relative_error
 
 PROVEN = (
     1e-3  # error of a guess's update relative to what its faintest image contributes; below it, the guess is the batch
@@ -54,22 +56,19 @@ class _Mixture:
     size: int
     noisy: bool
 
-    @property
-    def reason(self) -> str:
-        """Why it cannot be factored; empty if it can."""
-        if not bool(torch.isfinite(self.weight).all() and torch.isfinite(self.bias).all()):
-            return "the update is not finite"
+    def check(self) -> None:
+        """ValueError where it cannot be factored."""
         if self.rank > self.size and self.noisy:
             edge = self.noise * sum(math.sqrt(side) for side in self.weight.shape)  # of a matrix of noise alone
-            if float(self._factors[1][self.size - 1]) > edge:
-                return ""
-            return f"noise of {self.noise:.0e} in the first layer's update hides directions of the {self.size} examples"
-        if self.rank != self.size:
-            return (
+            if not float(self._factors[1][self.size - 1]) > edge:
+                raise ValueError(
+                    f"noise of {self.noise:.0e} in the first layer's update hides directions of the {self.size} examples"
+                )
+        elif self.rank != self.size:
+            raise ValueError(
                 f"the first layer's gradient has rank {self.rank}, and expected was {self.size}, one for each example: "
                 "examples are linearly dependent, or a defense changed the update"
             )
-        return ""
 
     @cached_property
     def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,93 +122,66 @@ class _UnmixingState(NamedTuple):
     spent: int
 
 
-Search = Callable[[_Mixture, Generator, Deadline], Iterator[_UnmixingState]]
+@dataclass(frozen=True)
+class _Unmixing(EachByItself):
+    """Each observation's first verified guess of Q, else the nearest one."""
 
+    needs_relu: ClassVar[bool] = True  # only a verified guess counts as found then, where one can be
+    tolerant: ClassVar[bool] = False  # whether it bears noise and local steps
 
-def _unmixed(
-    wave: Wave,
-    known: Knowledge,
-    budget: Budget,
-    streams: Sequence[Stream],
-    search: Search,
-    relu: bool,
-    tolerant: bool = False,
-) -> list[Reconstruction]:
-    """The result of a search for each observation: its first verified guess of Q, else the nearest one.
+    @abstractmethod
+    def guesses(
+        self, mixture: _Mixture, shape: tuple[int, ...], budget: Budget, rng: Generator, clock: Deadline
+    ) -> Iterator[_UnmixingState]:
+        """Guesses of Q, until the budget is spent; examples have this shape."""
 
-    Args:
-        relu: the search needs a ReLU after the layer, and only a verified guess counts as found, where one can be.
-        tolerant: the search bears noise and local steps.
-    """
-    clock = Deadline(time.perf_counter(), budget.seconds)
-    try:
-        layer = dense_input_layer(known.model, known.shape)
-    except ValueError as error:
-        return not_applicable(wave, str(error))
-    local = known.chain.local
-    if local.adaptive if tolerant else not local.one_gradient:
-        needed = "steps along gradients" if tolerant else "a single gradient"
-        reason = f"the attack needs {needed}, and the clients take {local.words}"
-        return not_applicable(wave, reason)
-    if relu and not layer.relu:
-        reason = f"no ReLU follows layer {layer.name!r}, so its error signals have no zeros"
-        return not_applicable(wave, reason)
-    return [
-        _inverted(wave.alone(k), wave.params, layer, known, stream("unmixing"), clock, search, relu, tolerant)
-        for k, stream in enumerate(streams)
-    ]
+    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]) -> Sequence[Reader]:
+        clock = Deadline(time.perf_counter(), budget.seconds)
+        layer, local = dense_input_layer(known.model, known.shape), known.chain.local
+        if local.adaptive if self.tolerant else not local.one_gradient:
+            needed = "steps along gradients" if self.tolerant else "a single gradient"
+            raise ValueError(f"the attack needs {needed}, and the clients take {local.words}")
+        if self.needs_relu and not layer.relu:
+            raise ValueError(f"no ReLU follows layer {layer.name!r}, so its error signals have no zeros")
+        return [partial(self._read, layer, budget, stream("unmixing"), clock) for stream in streams]
 
-
-def _inverted(
-    update: Update,
-    params: Params,
-    layer: InputLayer,
-    known: Knowledge,
-    rng: Generator,
-    clock: Deadline,
-    search: Search,
-    exact: bool,
-    tolerant: bool,
-) -> Reconstruction:
-    started = time.perf_counter()
-
-    def answer(batch: Batch | None, error: float, spent: int, status: Status, reason: str = "") -> Reconstruction:
-        x, y = (None, None) if batch is None else (batch.x, batch.y)
-        return Reconstruction(x, y, error, spent, time.perf_counter() - started, status, reason)
-
-    weight, bias = (-update[name].double() for name in (layer.call.weight, layer.call.bias))
-    mixture = _Mixture(weight, bias, known.batch_size, tolerant)
-    if reason := mixture.reason:
-        return answer(None, math.nan, 0, "not_applicable", reason)
-    unproven = "" if mixture.exact else "the update holds noise"
-    if not unproven and known.chain.slice_of(mixture.size) < mixture.size:
-        unproven = "which examples each local step takes is unknown"
-    best, error, spent, idle = None, math.inf, 0, 0
-    seen = float(norm({name: t.double() for name, t in update.items()}))
-    for columns, spent in search(mixture, rng, clock):
-        idle = idle + 1 if columns is None else 0
+    def _read(
+        self, layer: InputLayer, budget: Budget, rng: Generator, clock: Deadline, alone: Wave, known: Knowledge
+    ) -> Reconstruction:
+        params, update = alone.params, alone.alone(0)
+        weight, bias = (-update[name].double() for name in (layer.call.weight, layer.call.bias))
+        mixture = _Mixture(weight, bias, known.batch_size, self.tolerant)
+        mixture.check()
+        unproven = "" if mixture.exact else "the update holds noise"
+        if not unproven and known.chain.slice_of(mixture.size) < mixture.size:
+            unproven = "which examples each local step takes is unknown"
+        best, error, spent, idle = None, math.inf, 0, 0
+        seen = float(norm({name: t.double() for name, t in update.items()}))
+        for columns, spent in self.guesses(mixture, known.shape, budget, rng, clock):
+            idle = idle + 1 if columns is None else 0
+            if unproven and idle == SETTLED:
+                break
+            inputs = None if columns is None else mixture.inputs(columns)
+            if inputs is None or not bool(torch.isfinite(inputs).all()):
+                continue
+            x = known.examples(layer.example(inputs.view(-1, *known.shape))).float()
+            fed = layer.read(known.normalise(x)).flatten(1).double()
+            signals = torch.linalg.lstsq(fed.T, mixture.weight.T).solution  # (B, m)
+            guess = Batch(x, _labels(x, signals, params, layer, known))
+            off = relative_error(known.forward(params, guess, None), update)
+            if off < error:
+                best, error = guess, off
+            if not unproven and off * seen <= PROVEN * float((signals.norm(dim=1) * fed.norm(dim=1)).min()):
+                return Reconstruction(*guess, off, spent, 0.0, "converged")
+        if best is None:
+            reason = f"nothing was found in {spent:,} iterations"
+            return Reconstruction(None, None, math.nan, spent, 0.0, "out_of_budget", reason)
+        if not self.needs_relu and not clock.over():
+            return Reconstruction(*best, error, spent, 0.0, "converged")
+        reason = f"not proven: the examples reproduce the update only up to a relative error of {error:.0e}"
         if unproven and idle == SETTLED:
-            break
-        inputs = None if columns is None else mixture.inputs(columns)
-        if inputs is None or not bool(torch.isfinite(inputs).all()):
-            continue
-        x = known.examples(layer.example(inputs.view(-1, *known.shape))).float()
-        fed = layer.read(known.normalise(x)).flatten(1).double()
-        signals = torch.linalg.lstsq(fed.T, mixture.weight.T).solution  # (B, m)
-        guess = Batch(x, _labels(x, signals, params, layer, known))
-        off = relative_error(known.forward(params, guess, None), update)
-        if off < error:
-            best, error = guess, off
-        if not unproven and off * seen <= PROVEN * float((signals.norm(dim=1) * fed.norm(dim=1)).min()):
-            return answer(guess, off, spent, "converged")
-    if best is None:
-        return answer(None, math.nan, spent, "out_of_budget", f"nothing was found in {spent:,} iterations")
-    if not exact and not clock.over():
-        return answer(best, error, spent, "converged")
-    reason = f"not proven: the examples reproduce the update only up to a relative error of {error:.0e}"
-    if unproven and idle == SETTLED:
-        return answer(best, error, spent, "converged", f"{reason}; {unproven}")
-    return answer(best, error, spent, "out_of_budget", reason)
+            return Reconstruction(*best, error, spent, 0.0, "converged", f"{reason}; {unproven}")
+        return Reconstruction(*best, error, spent, 0.0, "out_of_budget", reason)
 
 
 def _labels(x: Tensor, signals: Tensor, params: Params, layer: InputLayer, known: Knowledge) -> Tensor:
@@ -228,32 +200,26 @@ def _labels(x: Tensor, signals: Tensor, params: Params, layer: InputLayer, known
 
 
 @dataclass(frozen=True)
-class spear(Attack):
+class spear(_Unmixing):
     """Exact batches from a first layer with ReLU: error signals are the directions in which many neurons are off.
 
     B - 1 neurons that are all off for one example determine its direction; about one set in 2^(B-1) is like that. The
     budget's iterations count sets of neurons, in thousands.
     """
 
-    on_cpu = True
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        return _unmixed(wave, known, budget, streams, partial(_by_silence, budget), relu=True)
-
-
-def _by_silence(budget: Budget, mixture: _Mixture, rng: Generator, clock: Deadline) -> Iterator[_UnmixingState]:
-    rows = mixture.left[mixture.left.norm(dim=1) > SILENT * mixture.left.norm(dim=1).max()]  # neurons that are on
-    tries, most = 0, 1000 * budget.iterations
-    found = rows.new_empty(mixture.size, 0)
-    while tries < most and not (tries and clock.over()):
-        fresh = min(AT_ONCE, 64 << mixture.size, most - tries)
-        tries += fresh
-        before, found = found, _distinct(rows, torch.cat([found, _directions(rows, fresh, rng)], 1))
-        if not torch.equal(before, found):
-            yield from (_UnmixingState(basis, tries) for basis in _bases(found))
-    yield _UnmixingState(None, tries)
+    def guesses(
+        self, mixture: _Mixture, shape: tuple[int, ...], budget: Budget, rng: Generator, clock: Deadline
+    ) -> Iterator[_UnmixingState]:
+        rows = mixture.left[mixture.left.norm(dim=1) > SILENT * mixture.left.norm(dim=1).max()]  # neurons that are on
+        tries, most = 0, 1000 * budget.iterations
+        found = rows.new_empty(mixture.size, 0)
+        while tries < most and not (tries and clock.over()):
+            fresh = min(AT_ONCE, 64 << mixture.size, most - tries)
+            tries += fresh
+            before, found = found, _distinct(rows, torch.cat([found, _directions(rows, fresh, rng)], 1))
+            if not torch.equal(before, found):
+                yield from (_UnmixingState(basis, tries) for basis in _bases(found))
+        yield _UnmixingState(None, tries)
 
 
 def _directions(rows: Tensor, count: int, rng: Generator) -> Tensor:
@@ -264,18 +230,16 @@ def _directions(rows: Tensor, count: int, rng: Generator) -> Tensor:
     drawn = torch.rand(count, len(rows), generator=rng).topk(size - 1, dim=1).indices
     # the direction orthogonal to B - 1 rows
     q: Tensor = torch.linalg.svd(rows[drawn], full_matrices=True).Vh[:, -1]
-    return q[_silent(rows, q.T).sum(0) >= _least(size, len(rows))].T
+    least = size + max(
+        2, len(rows) // 20
+    )  # more zeros than chance gives: those by construction, and a part of the layer
+    return q[_silent(rows, q.T).sum(0) >= least].T
 
 
 def _silent(rows: Tensor, columns: Tensor) -> Tensor:
     """Which entries of L Q (m, N) are zero up to rounding."""
     signals: Tensor = (rows @ columns).abs()
     return signals < SILENT * signals.amax(0)
-
-
-def _least(size: int, neurons: int) -> int:
-    """More zeros than chance gives: those by construction, and a twentieth of the layer."""
-    return size + max(2, neurons // 20)
 
 
 def _distinct(rows: Tensor, columns: Tensor) -> Tensor:
@@ -309,37 +273,32 @@ def _bases(columns: Tensor) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class spear_plus_plus(Attack):
+class spear_plus_plus(_Unmixing):
     """SPEAR++: batches from a first layer with ReLU by dictionary learning, larger than SPEAR's, also under noise or local steps.
 
     Exact with a proof where the update holds no noise and every local step takes the whole batch; elsewhere the images are those
     that explain the update best, and nothing is proven. The budget's iterations count rounds of 4 B starts.
     """
 
-    on_cpu = True
+    tolerant = True
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        return _unmixed(wave, known, budget, streams, partial(_by_dictionary, budget), relu=True, tolerant=True)
-
-
-def _by_dictionary(budget: Budget, mixture: _Mixture, rng: Generator, clock: Deadline) -> Iterator[_UnmixingState]:
-    sparse = mixture.sparse
-    before = sparse.rows.new_empty(0)
-    for spent, basis in enumerate(islice(sparse.bases(rng), budget.iterations), 1):
-        better = len(basis) == mixture.size and not torch.equal(basis, before)
-        before = basis
-        yield _UnmixingState(basis.T if better else None, spent)
-        if clock.over():
-            return
+    def guesses(
+        self, mixture: _Mixture, shape: tuple[int, ...], budget: Budget, rng: Generator, clock: Deadline
+    ) -> Iterator[_UnmixingState]:
+        before = mixture.left.new_empty(0)
+        for spent, basis in enumerate(islice(mixture.sparse.bases(rng), budget.iterations), 1):
+            better = len(basis) == mixture.size and not torch.equal(basis, before)
+            before = basis
+            yield _UnmixingState(basis.T if better else None, spent)
+            if clock.over():
+                return
 
 
 # -------------------------------------------------------------------------------------------------------- independence
 
 
 @dataclass(frozen=True)
-class cocktail_party(Attack):
+class cocktail_party(_Unmixing):
     """Blind source separation: the images whose pixels are least normally distributed, smooth and different from each other.
 
     Args:
@@ -351,14 +310,11 @@ class cocktail_party(Attack):
     tv: float = 0.1
     apart: float = 1.0
     rate: float = 0.02
+    on_cpu = False
+    needs_relu = False
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        return _unmixed(wave, known, budget, streams, partial(self._by_independence, known.shape, budget), relu=False)
-
-    def _by_independence(
-        self, shape: tuple[int, ...], budget: Budget, mixture: _Mixture, rng: Generator, clock: Deadline
+    def guesses(
+        self, mixture: _Mixture, shape: tuple[int, ...], budget: Budget, rng: Generator, clock: Deadline
     ) -> Iterator[_UnmixingState]:
         mixed = mixture.right - mixture.right.mean(1, keepdim=True)
         axes, values, _ = torch.linalg.svd(mixed, full_matrices=False)

@@ -5,9 +5,10 @@ and two architectures, the image beside the features and reversible blocks.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Generator, Tensor, nn
@@ -15,17 +16,19 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
-from fedgauge.attacks.malicious.decoding import (
-    ClassifierInputs,
-    ClosedForm,
-    Reader,
-    check_readable,
-    on_grid,
-    snap_to_grid,
+from fedgauge.attacks.engine.computation import (
+    ACTIVATIONS,
+    InputLayer,
+    LayerCall,
+    activation_between,
+    classifier,
+    input_layers,
 )
+from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
+from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
 from fedgauge.client.components import Table, check_at_least
-from fedgauge.client.models.vision import Shape, last_linear
+from fedgauge.client.models.vision import Shape
 from fedgauge.client.update import Batch, Params, relative_error
 
 PROVEN = 1e-4  # relative error of the images' update, below which they are the client's
@@ -56,7 +59,7 @@ class CarriedInputNetwork(nn.Module):
 def carried(model: nn.Module, shape: Shape, classes: int) -> CarriedInputNetwork:
     """The model with a new classifier that reads the image beside the features, in place of the last fully connected layer."""
     check_images(shape)
-    name, body = last_linear(model), copy.deepcopy(model).eval()
+    name, body = classifier(model, shape), copy.deepcopy(model).eval()
     layer = body.get_submodule(name)
     assert isinstance(layer, nn.Linear)
     body.set_submodule(name, nn.Identity())
@@ -100,8 +103,6 @@ class ReversibleNetwork(nn.Module):
 def reversible(shape: Shape, classes: int, blocks: int = 3, width: int = 16) -> ReversibleNetwork:
     """A network of reversible blocks in place of the agreed one; each of the blocks has two 3x3 convolutions with width between."""
     check_images(shape)
-    if shape[1] % 2 or shape[2] % 2:
-        raise ValueError(f"reversible blocks take images of even height and width, got {shape[1]} x {shape[2]}")
     return ReversibleNetwork(shape, classes, blocks, width)
 
 
@@ -168,59 +169,75 @@ class identity_convolutions(ServerAttack):
     zero: bool = False
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        made, colours = dict(sent), known.shape[0]
-        low, high = (known.normalise(torch.full(known.shape, v).double())[:, 0, 0] for v in (0.0, 1.0))
-        for name, conv, activation in _stages(known.model, colours):
-            start, end = (0.0, 1.0) if isinstance(activation, nn.ReLU | nn.Identity) else (-REACH, REACH)
+        made, colours, path = dict(sent), known.shape[0], _Path.of(known)
+        images = (known.normalise(torch.full(known.shape, v).double()) for v in (0.0, 1.0))
+        low, high = (path.reads.read(image)[:, 0, 0] for image in images)
+        for conv, activation in path.stages:
+            start, end = (0.0, 1.0) if activation in ("relu", "identity") else (-REACH, REACH)
             gain = (end - start) / (high - low)
-            made |= _identity(name, conv, sent, gain, start - gain * low)
-            low, high = (activation(torch.full((colours,), v).double()) for v in (start, end))
+            weight, bias = made[conv.weight].clone(), made[conv.bias].clone()
+            weight[:colours] = 0
+            middle = weight.shape[2] // 2
+            weight[range(colours), range(colours), middle, middle] = gain.to(weight)
+            bias[:colours] = (start - gain * low).to(bias)
+            made |= {conv.weight: weight, conv.bias: bias}
+            low, high = (ACTIVATIONS[activation](torch.full((colours,), v).double()) for v in (start, end))
         return with_zero_classifier(made, known, self.zero)
 
 
-def _identity(name: str, conv: nn.Conv2d, sent: Params, gain: Tensor, bias: Tensor) -> Params:
-    weight, offset = sent[f"{name}.weight"].clone(), sent[f"{name}.bias"].clone()
-    colours, middle = len(gain), conv.kernel_size[0] // 2
-    weight[:colours] = 0
-    weight[range(colours), range(colours), middle, middle] = gain.to(weight)
-    offset[:colours] = bias.to(offset)
-    return {f"{name}.weight": weight, f"{name}.bias": offset}
+@dataclass(frozen=True, eq=False)
+class _Path:
+    """The convolutions between image and classifier, each with the name of the activation behind it.
+
+    Args:
+        reads: the first of them, which reads the image.
+        shape: of an image.
+    """
+
+    reads: InputLayer
+    stages: tuple[tuple[LayerCall, str], ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, known: Knowledge) -> "_Path":
+        """ValueError names what an image cannot pass."""
+        layers = input_layers(known.model, known.shape)
+        if not layers or layers[0].dense:
+            raise ValueError("no convolution reads the image itself")
+        stages = [
+            (conv, activation_between(conv, above)) for conv, above in pairwise([layers[0].call, *layers[0].follows])
+        ]
+        for conv, _ in stages:
+            rows, columns, *kernel = known.model.get_parameter(conv.weight).shape
+            if conv.dense or kernel[0] % 2 == 0 or conv.output.shape[2:] != conv.input.shape[2:]:
+                raise ValueError(f"layer {conv.name!r} is no convolution that keeps the image's size")
+            if not conv.bias or min(rows, columns) < known.shape[0] or columns != conv.input.shape[1]:
+                raise ValueError(
+                    f"convolution {conv.name!r} needs a bias and at least {known.shape[0]} channels, ungrouped"
+                )
+        return cls(layers[0], tuple(stages), known.shape)
+
+    def image(self, inputs: Tensor, params: Params) -> Tensor:
+        """The network's input (n, pixels), from the classifier's inputs; ValueError where a convolution mixes colours."""
+        colours, height, width = self.shape
+        image = inputs.view(len(inputs), -1, height * width)[:, :colours]
+        for conv, activation in reversed(self.stages):
+            weight = params[conv.weight][:colours].double()
+            middle = weight.shape[2] // 2
+            gain = weight[range(colours), range(colours), middle, middle]
+            if not bool(gain.all()) or int((weight != 0).sum()) != colours:
+                raise ValueError(f"convolution {conv.name!r} does not pass the image on unchanged")
+            bias = params[conv.bias][:colours].double()
+            image = (_backward(activation, image) - bias[:, None]) / gain[:, None]
+        return self.reads.example(image.view(-1, *self.shape)).flatten(1)
 
 
-def _stages(model: nn.Module, colours: int) -> Iterator[tuple[str, nn.Conv2d, nn.Module]]:
-    """The convolutions between image and classifier, each with the layer behind it; ValueError names an obstacle."""
-    leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
-    *body, (last, classifier) = leaves
-    if not isinstance(model, nn.Sequential) or not isinstance(classifier, nn.Linear):
-        raise ValueError("the network is not a plain sequence of convolutions and a classifier")
-    body = [(name, m) for name, m in body if not isinstance(m, nn.Flatten | nn.Identity)]
-    count = 0
-    for i, (name, module) in enumerate(body):
-        if isinstance(module, nn.Conv2d):
-            _check_conv(name, module, colours)
-            follows = body[i + 1][1] if i + 1 < len(body) else nn.Identity()
-            yield name, module, nn.Identity() if isinstance(follows, nn.Conv2d) else follows
-            count += 1
-        elif not (isinstance(module, nn.Sigmoid | nn.Tanh | nn.ReLU) and i and isinstance(body[i - 1][1], nn.Conv2d)):
-            raise ValueError(f"layer {name!r} ({type(module).__name__}) carries no image")
-    if not count:
-        raise ValueError(f"no convolution stands before the classifier {last!r}")
-
-
-def _check_conv(name: str, conv: nn.Conv2d, colours: int) -> None:
-    kernel, plain = conv.kernel_size[0], conv.groups == 1 and conv.dilation == conv.stride == (1, 1)
-    if not plain or kernel % 2 == 0 or conv.kernel_size != (kernel, kernel) or conv.padding != (kernel // 2,) * 2:
-        raise ValueError(f"convolution {name!r} does not keep the image's size, or has a stride, groups or dilation")
-    if conv.bias is None or min(conv.in_channels, conv.out_channels) < colours:
-        raise ValueError(f"convolution {name!r} needs a bias and at least {colours} channels")
-
-
-def _backward(activation: nn.Module, y: Tensor) -> Tensor:
+def _backward(activation: str, y: Tensor) -> Tensor:
     """The activation's input, from its output."""
     tiny = 1e-12
-    if isinstance(activation, nn.Sigmoid):
+    if activation == "sigmoid":
         return y.clamp(tiny, 1 - tiny).logit()
-    return y.clamp(tiny - 1, 1 - tiny).atanh() if isinstance(activation, nn.Tanh) else y
+    return y.clamp(tiny - 1, 1 - tiny).atanh() if activation == "tanh" else y
 
 
 # ------------------------------------------------------------------------------------------------------------- decoder
@@ -235,33 +252,16 @@ class read_carried(ClosedForm):
     """
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
-        _check(known, wave.params)
-        return partial(_carried, known)
+        check_readable(known, wave.params)
+        if isinstance(known.model, CarriedInputNetwork | ReversibleNetwork):
+            return partial(_carried, known.model)
+        return partial(_carried, _Path.of(known))
 
 
-def _check(known: Knowledge, params: Params) -> None:
-    """ValueError where nothing was carried, or where a batch cannot be separated."""
-    if not isinstance(known.model, CarriedInputNetwork | ReversibleNetwork):
-        for name, conv, _ in _stages(known.model, known.shape[0]):
-            _taps(name, conv, params, known.shape[0])
-    check_readable(known, params)
-
-
-def _taps(name: str, conv: nn.Conv2d, params: Params, colours: int) -> tuple[Tensor, Tensor]:
-    """Gain and bias (C,) with which a convolution passes colours on; ValueError where it mixes them."""
-    weight, middle = params[f"{name}.weight"][:colours].double(), conv.kernel_size[0] // 2
-    gain = weight[range(colours), range(colours), middle, middle]
-    if not bool(gain.all()) or int((weight != 0).sum()) != colours:
-        raise ValueError(f"convolution {name!r} does not pass the image on unchanged")
-    return gain, params[f"{name}.bias"][:colours].double()
-
-
-def _carried(known: Knowledge, alone: Wave) -> Reconstruction:
+def _carried(carrier: CarriedInputNetwork | ReversibleNetwork | _Path, alone: Wave, known: Knowledge) -> Reconstruction:
     update, params = alone.alone(0), alone.params
     decoded = ClassifierInputs.from_update(update, params, known)
-    inputs, y = _image(decoded.inputs, params, known).view(-1, *known.shape), decoded.y
-    if not bool(torch.isfinite(inputs).all()):
-        raise ValueError("the classifier's inputs hold no finite image")
+    inputs, y = carrier.image(decoded.inputs, params).view(-1, *known.shape), decoded.y
     x = known.pixels(inputs)
     exact, off = on_grid(x), float("nan")
     x = torch.where(exact[:, None, None, None], snap_to_grid(x), x.float()).clamp(0, 1)
@@ -270,15 +270,3 @@ def _carried(known: Knowledge, alone: Wave) -> Reconstruction:
     proven = int((decoded.single & (exact | (off < PROVEN))).sum())
     words = f"{proven} of {known.batch_size} images proven exact (on the 8-bit grid, or by reproducing the update)"
     return Reconstruction(x, y, 1 - proven / known.batch_size, 1, 0.0, "converged", words)
-
-
-def _image(inputs: Tensor, params: Params, known: Knowledge) -> Tensor:
-    """The network's input, from the classifier's inputs."""
-    if isinstance(known.model, CarriedInputNetwork | ReversibleNetwork):
-        return known.model.image(inputs, params)
-    colours, height, width = known.shape
-    image = inputs.view(len(inputs), -1, height * width)[:, :colours]
-    for name, conv, activation in reversed(list(_stages(known.model, colours))):
-        gain, bias = _taps(name, conv, params, colours)
-        image = (_backward(activation, image) - bias[:, None]) / gain[:, None]
-    return image

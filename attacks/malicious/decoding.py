@@ -9,19 +9,16 @@ which gives the counts k, and by a pseudo-inverse each class's mean input f_c: t
 are independent as long as a class is absent (if a weighted sum of them is zero, the weights are a multiple of p).
 """
 
-import time
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedgauge.attacks import labels as labelling
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
+from fedgauge.attacks.engine.computation import classifier
+from fedgauge.attacks.exact.closed_form import labels_of
 from fedgauge.attacks.malicious.server_attack import check_one_gradient, fill_with_mean
-from fedgauge.client.models.vision import last_linear
 from fedgauge.client.update import Params, Update
 
 FAINT = 1e-6  # of the largest bias gradient: rounding in a bin without images
@@ -33,36 +30,6 @@ def input_to_pixels(known: Knowledge) -> tuple[Tensor, Tensor]:
     """scale and offset, each (pixels,) float64, of pixels = scale * input + offset."""
     offset = known.pixels(torch.zeros(known.shape, dtype=torch.float64))
     return (known.pixels(torch.ones_like(offset)) - offset).flatten(), offset.flatten()
-
-
-Reader = Callable[[Wave], Reconstruction]  # reads the only observation of a wave; ValueError says why it cannot
-
-
-class ClosedForm(Attack):
-    """Reads each observation by itself, off the gradients of what a malicious server sent."""
-
-    on_cpu = True
-
-    @abstractmethod
-    def reader(self, wave: Wave, known: Knowledge) -> Reader:
-        """How an observation of the wave is read; ValueError where none can be."""
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        try:
-            read = self.reader(wave, known)
-        except ValueError as error:
-            return not_applicable(wave, str(error))
-        results = []
-        for alone in (wave.of([k]) for k in range(len(wave))):
-            started = time.perf_counter()
-            try:
-                result = read(alone)
-            except ValueError as error:
-                (result,) = not_applicable(alone, str(error))
-            results.append(replace(result, seconds=time.perf_counter() - started))
-        return results
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +47,6 @@ class LayerRows:
     def of(cls, update: Update, layer: str) -> "LayerRows":
         """The rows in an update; ValueError where nothing can be read from them."""
         weight, bias = (-update[f"{layer}.{part}"].double() for part in ("weight", "bias"))
-        if not bool(weight.isfinite().all() and bias.isfinite().all()):
-            raise ValueError("the update is not finite")
         if not bool(bias.any()):
             raise ValueError(f"the gradient of {layer!r} is zero: it reveals nothing of this batch")
         return cls(weight, bias)
@@ -120,7 +85,7 @@ class ClassifierInputs:
     @classmethod
     def from_update(cls, update: Update, params: Params, known: Knowledge) -> "ClassifierInputs":
         """Read off one update; ValueError where it reveals nothing."""
-        layer = last_linear(known.model)
+        layer = classifier(known.model, known.shape)
         rows = LayerRows.of(update, layer)
         weight, bias = rows.weight, rows.bias
         if known.batch_size == 1:
@@ -148,7 +113,7 @@ def _counts(shares: Tensor, known: Knowledge) -> Tensor:
 
 def check_readable(known: Knowledge, params: Params) -> None:
     """ValueError where the classifier's inputs cannot be read off its gradient."""
-    layer = last_linear(known.model)
+    layer = classifier(known.model, known.shape)
     if f"{layer}.bias" not in params:
         raise ValueError(f"the classifier {layer!r} has no bias: the scale of its inputs is unknown")
     check_one_gradient(known)
@@ -177,12 +142,8 @@ def decoded(x: Tensor, exact: int, wave: Wave, known: Knowledge, note: str = "on
     """The result for images (n, C, H, W) of one observation, proven ones first, filled up to a batch, with restored labels."""
     size = known.batch_size
     x = fill_with_mean(x.float().clamp(0, 1), size, known)
-    try:
-        y = labelling.restore(wave, known)[0]
-    except ValueError:  # the images count without labels, too
-        y = None
     words = f"{min(exact, size)} of {size} images proven exact ({note})"
-    return Reconstruction(x, y, 1 - min(exact, size) / size, 1, 0.0, "converged", words)
+    return Reconstruction(x, labels_of(wave, known), 1 - min(exact, size) / size, 1, 0.0, "converged", words)
 
 
 def read_images(x: Tensor, wave: Wave, known: Knowledge) -> Reconstruction:

@@ -15,9 +15,10 @@ from torch import Generator, Tensor
 from torch.func import functional_call
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack, check_one_gradient, probe_batch
+from fedgauge.attacks.delegating import DelegatingAttack
+from fedgauge.attacks.engine.computation import classifier
+from fedgauge.attacks.malicious.server_attack import ServerAttack, check_one_gradient, delegated, probe_batch
 from fedgauge.client.chain import Chain
-from fedgauge.client.models.vision import last_linear
 from fedgauge.client.transforms import UpdateTransform, is_per_example
 from fedgauge.client.update import Params, Update
 
@@ -92,7 +93,7 @@ class feature_fishing(ServerAttack):
 
 def count_isolated(seen: Observation, known: Knowledge) -> float:
     """How many examples had a gradient, by the bias of the fished class: each adds 1 - p, and less behind clipping."""
-    gradient = -seen.update[f"{last_linear(known.model)}.bias"] / known.scale
+    gradient = -seen.update[f"{classifier(known.model, known.shape)}.bias"] / known.scale
     return -float(gradient[_fished_class(seen.params, known)]) * known.batch_size
 
 
@@ -104,7 +105,7 @@ def _checked(target: int, known: Knowledge) -> int:
 
 def _classifier(sent: Params, known: Knowledge) -> Tensor:
     """The classifier's weight; ValueError where it has no bias."""
-    name = last_linear(known.model)
+    name = classifier(known.model, known.shape)
     if f"{name}.bias" not in sent:
         raise ValueError(f"the classifier {name!r} has no bias, which the attack needs to separate one class")
     return sent[f"{name}.weight"]
@@ -120,7 +121,7 @@ def _row_logits(sent: Params, known: Knowledge, row: Tensor) -> Tensor:
 
 def _one_row(params: Params, known: Knowledge, row: int, weight: Tensor, bias: float) -> dict[str, Tensor]:
     """The weights with a classifier of zeros except for one row."""
-    changed, name = {k: t.clone() for k, t in params.items()}, last_linear(known.model)
+    changed, name = {k: t.clone() for k, t in params.items()}, classifier(known.model, known.shape)
     for key, value in ((f"{name}.weight", weight), (f"{name}.bias", bias)):
         changed[key].zero_()
         changed[key][row] = value
@@ -156,12 +157,9 @@ class _OneRow(UpdateTransform):
     row: int
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
-        kept = dict(update)
-        for name in (f"{self.classifier}.weight", f"{self.classifier}.bias"):
-            t = update[name]
-            chosen = torch.arange(len(t), device=t.device) == self.row
-            kept[name] = t.where(chosen.view(-1, *[1] * (t.dim() - 1)), 0.0)
-        return kept
+        names = (f"{self.classifier}.weight", f"{self.classifier}.bias")
+        others = torch.arange(len(update[names[0]]), device=update[names[0]].device) != self.row
+        return {**update, **{k: update[k].movedim(0, -1).masked_fill(others, 0.0).movedim(-1, 0) for k in names}}
 
 
 @dataclass(frozen=True)
@@ -195,16 +193,13 @@ class lone_example(DelegatingAttack):
     ) -> list[Reconstruction]:
         links = list(known.chain.links)
         links.insert(sum(map(is_per_example, links)), _BatchShare(known.batch_size))
-        rest = _OneRow(last_linear(known.model), row)
-        alone = replace(
-            known,
-            chain=Chain((*links, rest)),
-            batch_size=1,
-            labels=torch.full((len(wave), 1), row, device=wave.device),
-        )
-        update = {k: torch.stack([rest.apply(wave.alone(i), None)[k] for i in range(len(wave))]) for k in wave.update}
+        rest = _OneRow(classifier(known.model, known.shape), row)
+        labels = torch.full((len(wave), 1), row, device=wave.device)
+        alone = replace(known, chain=Chain((*links, rest)), batch_size=1, labels=labels)
+        parts = [rest.apply(wave.alone(i), None) for i in range(len(wave))]
+        update = {k: torch.stack([part[k] for part in parts]) for k in wave.update}
         unthresholded = replace(wave, params=_without_threshold(wave.params, known, row), update=update)
-        return self.delegated(unthresholded, alone, known, budget, streams, notes)
+        return delegated(self.inner, unthresholded, alone, known, budget, streams, notes)
 
 
 def _without_threshold(params: Params, known: Knowledge, row: int) -> Params:

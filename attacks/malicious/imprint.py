@@ -21,8 +21,9 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.carried_input import check_images
-from fedgauge.attacks.malicious.decoding import ClosedForm, LayerRows, Reader, input_to_pixels, read_images
+from fedgauge.attacks.malicious.decoding import LayerRows, input_to_pixels, read_images
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.client.components import Table, check_above_zero, check_at_least
 from fedgauge.client.models.vision import Shape
@@ -136,8 +137,6 @@ def _levels(weights: Tensor, bins: int, known: Knowledge) -> tuple[Tensor, float
     else:
         values = known.auxiliary.x.flatten(1).double() @ weights
         spread = float(values.std())
-        if not spread > 0:
-            raise ValueError("the public images are all equally bright: no threshold can separate images")
         quantiles = quantile_levels(values, bins)
     below = torch.tensor([-spread], dtype=torch.float64)  # below every image: pixels are not negative
     return torch.cat([below, quantiles]), spread
@@ -149,6 +148,8 @@ def quantile_levels(values: Tensor, bins: int) -> Tensor:
     Quantiles of the values smoothed by a normal kernel, whose width for distribution functions is Azzalini's (1981).
     """
     width = 1.3 * float(values.std()) * len(values) ** (-1 / 3)
+    if not width > 0:
+        raise ValueError("the public images are all alike to the query: no threshold can separate images")
     lowest, highest = float(values.min()) - 4 * width, float(values.max()) + 4 * width
     points = torch.linspace(lowest, highest, POINTS, dtype=torch.float64)
     near = ((values - lowest) / (highest - lowest) * (POINTS - 1)).round().long()  # far finer than the kernel
@@ -170,10 +171,10 @@ class read_imprint(ClosedForm):
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         prefix, _ = sorting_block(known)
-        return partial(read_bins, known, f"{prefix}query")
+        return partial(read_bins, f"{prefix}query")
 
 
-def read_bins(known: Knowledge, layer: str, alone: Wave, members: int = 0) -> Reconstruction:
+def read_bins(layer: str, alone: Wave, known: Knowledge, members: int = 0) -> Reconstruction:
     """The images of one observation, each from the difference of two rows of a layer that reads images.
 
     Args:

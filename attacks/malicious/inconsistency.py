@@ -6,15 +6,15 @@ behind it only the bias has one. The sum is then the target's update, and the cr
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import ClassVar
 
 from torch import Generator
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.server_attack import DelegatingAttack, OmittedParameters, ServerAttack, probe_batch
+from fedgauge.attacks.delegating import DelegatingAttack
+from fedgauge.attacks.engine.computation import classifier
+from fedgauge.attacks.malicious.server_attack import OmittedParameters, ServerAttack, delegated, probe_batch
 from fedgauge.client.chain import Chain
-from fedgauge.client.models.vision import last_linear
 from fedgauge.client.training import gradient
 from fedgauge.client.transforms import GroupMean
 from fedgauge.client.update import Params
@@ -29,18 +29,18 @@ class dead_layer(ServerAttack):
     spares_one: ClassVar[bool] = True
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        classifier = last_linear(known.model)
-        layers = (k.removesuffix(".bias") for k in sent if k.endswith(".bias"))
-        biased = (layer for layer in layers if f"{layer}.weight" in sent)
-        if not (before := list(takewhile(lambda layer: layer != classifier, biased))):
-            raise ValueError(f"no layer with a bias, which the attack switches off, is before {classifier!r}")
+        end = classifier(known.model, known.shape)
+        layers = [k.removesuffix(".weight") for k in sent if k.endswith(".weight")]
+        before = [layer for layer in layers[: layers.index(end)] if f"{layer}.bias" in sent]
+        if not before:
+            raise ValueError(f"no layer with a bias, which the attack switches off, is before {end!r}")
         name = before[-1]
         changed = {k: t.clone() for k, t in sent.items()}
         changed[f"{name}.weight"].zero_()
         changed[f"{name}.bias"].fill_(-FAR)
         client = gradient(known.model, known.loss, normalise=known.normalise)
         alive = [k for k, t in client(changed, probe_batch(known, 8), None).items() if bool(t.count_nonzero())]
-        if alive != [f"{classifier}.bias"]:
+        if alive != [f"{end}.bias"]:
             raise ValueError(f"no sigmoid or ReLU behind {name!r} switches it off: {', '.join(alive)} still move")
         return changed
 
@@ -63,7 +63,9 @@ class lone_target(DelegatingAttack):
             return not_applicable(
                 wave, "the server sees each client's update separately: there is no sum to take apart"
             )
-        others = OmittedParameters((f"{last_linear(known.model)}.bias",))  # all that a dead client's gradient reaches
+        others = OmittedParameters(
+            (f"{classifier(known.model, known.shape)}.bias",)
+        )  # all that a dead client's gradient reaches
         alone = replace(
             known,
             chain=Chain((*known.chain.links[:-1], others)),
@@ -74,4 +76,4 @@ class lone_target(DelegatingAttack):
         if not any(bool(t.count_nonzero()) for t in update.values()):
             return not_applicable(wave, "only the classifier's bias has a gradient: the target is not in this sum")
         note = f"{alone.batch_size} of {known.batch_size} images are the target's, if all others were sent dead weights"
-        return self.delegated(replace(wave, update=update), alone, known, budget, streams, [note] * len(wave))
+        return delegated(self.inner, replace(wave, update=update), alone, known, budget, streams, [note] * len(wave))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch import Generator
 
 from fedgauge.attacks.base import Knowledge, Observation
+from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.malicious.server_attack import ServerAttack
-from fedgauge.client.models.vision import last_linear
 from fedgauge.client.update import Params
 
 
@@ -36,7 +36,7 @@ class label_flipping(ServerAttack):
             if one == other or not all(0 <= c < known.classes for c in self.classes):
                 raise ValueError(f"classes must be two of 0 to {known.classes - 1}, got {self.classes}")
             order[one], order[other] = other, one
-        name, changed = last_linear(known.model), {k: t.clone() for k, t in sent.items()}
+        name, changed = classifier(known.model, known.shape), {k: t.clone() for k, t in sent.items()}
         for key in (f"{name}.weight", f"{name}.bias"):
             if key in changed:
                 changed[key] = changed[key][order]

@@ -18,8 +18,8 @@ from torch import Generator, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Wave
+from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.carried_input import check_images
-from fedgauge.attacks.malicious.decoding import ClosedForm, Reader
 from fedgauge.attacks.malicious.imprint import SortingBlock, planted, read_bins, sorting_block, sorting_query
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.client.components import Table, check_above_zero, check_at_least
@@ -94,4 +94,4 @@ class read_kernels(ClosedForm):
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         prefix, block = sorting_block(known, members=1)
-        return partial(read_bins, known, f"{prefix}query", members=block.members)
+        return partial(read_bins, f"{prefix}query", members=block.members)

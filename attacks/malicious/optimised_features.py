@@ -14,19 +14,18 @@ that is wide enough then loses nothing, and a narrow one loses what varies least
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.engine.computation import classifier, layer_inputs
+from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.carried_input import check_images
-from fedgauge.attacks.malicious.decoding import ClassifierInputs, ClosedForm, Reader, check_readable
+from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
 from fedgauge.client.components import check_at_least
-from fedgauge.client.models.vision import last_linear
 from fedgauge.client.update import Batch, Params, relative_error
 
 TOGETHER = 256  # images in one forward pass
@@ -39,15 +38,9 @@ LEAST = 16  # public images that a fit needs
 @torch.no_grad()
 def layer_input(known: Knowledge, params: Params, layer: str, x: Tensor) -> Tensor:
     """A layer's inputs (n, ...) for images x (n, C, H, W) in pixels."""
-    inputs: list[Tensor] = []
-
-    def keep(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-        inputs.append(arguments[0])
-
-    with known.model.get_submodule(layer).register_forward_pre_hook(keep):
-        for part in x.split(TOGETHER):
-            functional_call(known.model, dict(params), (known.normalise(part),))
-    return torch.cat(inputs)
+    module = known.model.get_submodule(layer)
+    parts = (layer_inputs(known.model, params, [module], known.normalise(part)) for part in x.split(TOGETHER))
+    return torch.cat([inputs for uses in parts for _, inputs in uses])
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +93,7 @@ class optimised_features(ServerAttack):
     zero: bool = False
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        made = principal_layers(last_linear(known.model), sent, known)
+        made = principal_layers(classifier(known.model, known.shape), sent, known)
         ours, theirs = (_public_psnr(known, weights) for weights in (made, sent))
         if ours <= theirs:
             raise ValueError(f"crafted weights are worse than honest ones ({ours:.1f} against {theirs:.1f} dB)")
@@ -125,7 +118,7 @@ def principal_layers(end: str, sent: Params, known: Knowledge) -> dict[str, Tens
 def _public_psnr(known: Knowledge, params: Params) -> float:
     """Mean PSNR of the estimate on public images that it was not fitted to."""
     public = public_images(known)[: 2 * FITTED]
-    h = layer_input(known, params, last_linear(known.model), public).flatten(1)
+    h = layer_input(known, params, classifier(known.model, known.shape), public).flatten(1)
     half = len(public) // 2
     guess = LinearEstimate.fitted(h[:half], public[:half], RIDGE)(h[half:], torch.zeros(len(public) - half))
     return float(-10 * (guess.clamp(0, 1) - public[half:].flatten(1)).square().mean(1).log10().mean())
@@ -172,7 +165,9 @@ def _components(
     tiles = _tiles(layer, inputs, pool)
     weight, middle = sent[f"{name}.weight"].clone(), tiles.mean(0)
     axes, largest = _principal(tiles - middle)
-    kept, shift = min(len(weight), len(axes)), _shift([m for _, m in behind])
+    kept, activation = min(len(weight), len(axes)), [m for _, m in behind if not isinstance(m, nn.BatchNorm2d)][:1]
+    # the offset of a ReLU's inputs, in standard deviations of the first component
+    shift = 3.0 if activation and isinstance(activation[0], nn.ReLU) else 0.0
     rows = axes[:kept] / max(largest, TINY)
     if isinstance(layer, nn.Conv2d):
         weight[:kept] = 0
@@ -203,12 +198,6 @@ def _principal(centred: Tensor) -> tuple[Tensor, float]:
     return axes.T.flip(0), float(variances[-1].clamp(min=0).sqrt())
 
 
-def _shift(behind: Sequence[nn.Module]) -> float:
-    """The offset of the activation's inputs behind a layer, in standard deviations of the first component."""
-    activation = next((m for m in behind if not isinstance(m, nn.BatchNorm2d)), None)
-    return 3.0 if isinstance(activation, nn.ReLU) else 0.0
-
-
 @dataclass(frozen=True)
 class read_features(ClosedForm):
     """Reads images by the best linear estimate from the classifier's inputs: one example, or a batch at a classifier of zeros.
@@ -227,12 +216,12 @@ class read_features(ClosedForm):
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         public = public_images(known)
         check_readable(known, wave.params)
-        h = layer_input(known, wave.params, last_linear(known.model), public).flatten(1)
+        h = layer_input(known, wave.params, classifier(known.model, known.shape), public).flatten(1)
         fit = LinearEstimate.fitted(h, public, self.ridge)
-        return partial(_read, known, fit)
+        return partial(_read, fit)
 
 
-def _read(known: Knowledge, fit: LinearEstimate, alone: Wave) -> Reconstruction:
+def _read(fit: LinearEstimate, alone: Wave, known: Knowledge) -> Reconstruction:
     update, params = alone.alone(0), alone.params
     decoded = ClassifierInputs.from_update(update, params, known)
     noise = known.chain.update_distribution

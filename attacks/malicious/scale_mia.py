@@ -13,7 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
@@ -21,7 +22,9 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
-from fedgauge.attacks.malicious.decoding import ClosedForm, LayerRows, Reader, decoded
+from fedgauge.attacks.engine.computation import activation_between, layer_calls
+from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
+from fedgauge.attacks.malicious.decoding import LayerRows, decoded
 from fedgauge.attacks.malicious.imprint import planted, quantile_levels, read_bins
 from fedgauge.attacks.malicious.optimised_features import (
     TINY,
@@ -40,8 +43,7 @@ RARE = 1e-3  # probability that noise alone passes for an image
 ROUNDED = 1e-5  # of the features' root mean square: what float32 leaves of them in a difference of rows
 
 
-@dataclass(frozen=True)
-class _Head:
+class _Head(NamedTuple):
     """The fully connected layer that reads the features, and the next one; both by their names in the network.
 
     Args:
@@ -53,15 +55,14 @@ class _Head:
     alone: bool
 
     @classmethod
-    def of(cls, model: nn.Module) -> "_Head":
+    def of(cls, known: Knowledge) -> "_Head":
         """The head; ValueError where there is none."""
-        passed = nn.Flatten | nn.Identity | nn.Dropout
-        leaves = [(n, m) for n, m in model.named_modules() if not list(m.children()) and not isinstance(m, passed)]
-        for (name, first), (_, relu), (following, second) in zip(leaves, leaves[1:], leaves[2:], strict=False):
-            if isinstance(first, nn.Linear):
-                if first.bias is None or not isinstance(relu, nn.ReLU) or not isinstance(second, nn.Linear):
-                    break
-                return cls(name, following, name == leaves[0][0])
+        calls = layer_calls(known.model, known.shape)
+        for first, second in pairwise(calls):
+            if first.dense:
+                if first.bias and second.dense and activation_between(first, second) == "relu":
+                    return cls(first.name, second.name, first is calls[0])
+                break
         raise ValueError("no fully connected layer with a bias, a ReLU and another such layer behind it")
 
 
@@ -79,14 +80,12 @@ class scale_mia(ServerAttack):
         check_above_zero(self, "strength")
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        head = _Head.of(known.model)
+        head = _Head.of(known)
         made = dict(sent) if head.alone else principal_layers(head.first, sent, known)
         h = layer_input(known, made, head.first, public_images(known)).flatten(1).double()
         query = torch.randn(h.shape[1], generator=rng, dtype=torch.float64) / h.shape[1] ** 0.5
         values = h @ query
         spread = float(values.std())
-        if not spread > 0:
-            raise ValueError("the public images all have the same features: no threshold can separate images")
         weight, onward = made[f"{head.first}.weight"], made[f"{head.second}.weight"]
         lowest = values.min() - 3 * spread  # below every image
         levels = torch.cat([lowest[None], quantile_levels(values, len(weight))])
@@ -111,13 +110,13 @@ class read_latents(ClosedForm):
     """
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
-        head = _Head.of(known.model)
+        head = _Head.of(known)
         if head.alone:
-            return partial(read_bins, known, head.first)
-        return partial(_read, known, head.first, _Decoder.fitted(wave.params, known, head.first))
+            return partial(read_bins, head.first)
+        return partial(_read, head.first, _Decoder.fitted(wave.params, known, head.first))
 
 
-def _read(known: Knowledge, layer: str, decoder: "_Decoder", alone: Wave) -> Reconstruction:
+def _read(layer: str, decoder: "_Decoder", alone: Wave, known: Knowledge) -> Reconstruction:
     rows = LayerRows.of(alone.alone(0), layer)
     bins = rows.differences()
     strongest = bins.bias.abs().argsort(descending=True)[: known.batch_size]
@@ -154,7 +153,8 @@ class _Decoder:
         grid = _grid(known, params, layer, x[:1])
         half = len(x) // 2
         noise = torch.full((len(x) - half,), (ROUNDED**2) * float(h.square().mean()), dtype=torch.float64)
-        best, least = None, float("inf")
+        best: tuple[tuple[int, ...] | None, float] = (None, RIDGES[0])
+        least = float("inf")
         for parts in (None, *([grid] if grid else [])):
             fit = cls._fit(h[:half], x[:half], parts)
             for ridge in RIDGES:
@@ -162,8 +162,6 @@ class _Decoder:
                 off = float((tried(h[half:], noise) - x[half:]).square().mean())
                 if off < least:
                     best, least = (parts, ridge), off
-        if best is None:
-            raise ValueError("the weights that were sent give features that are not finite")
         return cls._fit(h, x, best[0])._at(best[1], h)
 
     @classmethod

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator, Tensor, nn
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack, fill_with_mean
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.delegating import DelegatingAttack
+from fedgauge.attacks.malicious.server_attack import ServerAttack, fill_with_mean
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import Table, check_at_least
 from fedgauge.client.models.losses import is_cross_entropy
@@ -67,15 +68,9 @@ def _check_separable(known: Knowledge) -> None:
     """ValueError where examples share sub-networks."""
     if not isinstance(known.model, SeparateNetworks):
         raise ValueError("all examples share one network: the model needs the architecture separate")
-    obstacles = {
-        "examples one by one, each as the first of its batch": any(map(is_per_example, known.chain.links)),
-        f"{known.chain.local.words}, which mix the sub-networks' gradients": not known.chain.local.plain,
-        "slices of the batch, whose examples share sub-networks": (
-            known.chain.slice_of(known.batch_size) < known.batch_size
-        ),
-    }
-    if found := [name for name, there in obstacles.items() if there]:
-        raise ValueError(f"the clients take {found[0]}")
+    each, size = any(map(is_per_example, known.chain.links)), known.batch_size
+    if each or not known.chain.local.plain or known.chain.slice_of(size) < size:
+        raise ValueError("examples are kept apart by plain steps of the whole batch, and the clients take others")
 
 
 # ------------------------------------------------------------------------------------------------------------- decoder
@@ -92,7 +87,7 @@ class separated(DelegatingAttack):
         attack: the component table of that attack, which gets the whole budget's iterations for each part.
     """
 
-    attack: Mapping[str, Any] = field(default_factory=lambda: {"use": "analytic"})
+    attack: str | Mapping[str, Any] | Attack = field(default_factory=lambda: {"use": "analytic"})
     decodes: ClassVar[tuple[str, ...]] = ("separate_models",)
 
     def reconstruct(

@@ -1,18 +1,16 @@
 """Interfaces of server attacks: what a malicious server sends in place of the agreed weights, and decoders that delegate."""
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave
-from fedgauge.attacks.plan import ATTACK
-from fedgauge.client.components import ComponentKind, SpecError, Table, build, call
-from fedgauge.client.models.vision import last_linear
+from fedgauge.attacks.engine.computation import classifier
+from fedgauge.client.components import ComponentKind, SpecError, Table, call
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import UpdateTransform
 from fedgauge.client.update import Batch, Params, Update
@@ -74,7 +72,7 @@ def craft_weights(
         SpecError: the network lacks what the attack needs, or the weights are not finite.
     """
     own = call(attack.for_member, {"place": place}, where)
-    earlier = [classifier_only(o, known.model) for o in seen] if own.is_stateful else []
+    earlier = [classifier_only(o, known) for o in seen] if own.is_stateful else []
     arguments = {"sent": sent, "known": known, "rng": rng, "seen": earlier}
     made = {k: t.detach().contiguous() for k, t in call(own.craft, arguments, where).items()}
     if not all(bool(t.isfinite().all()) for t in made.values()):  # this client's update would be refused for it
@@ -91,9 +89,9 @@ def fill_with_mean(x: Tensor, size: int, known: Knowledge) -> Tensor:
     return torch.cat([x, blank.to(x).expand(size - len(x), *known.shape)])
 
 
-def classifier_only(seen: Observation, model: nn.Module) -> Observation:
+def classifier_only(seen: Observation, known: Knowledge) -> Observation:
     """The classifier's part of an observation: a run's full updates would fill the server's memory."""
-    name = last_linear(model)
+    name = classifier(known.model, known.shape)
     params, update = (
         {k: t for k, t in part.items() if k.startswith(f"{name}.")} for part in (seen.params, seen.update)
     )
@@ -110,7 +108,7 @@ def check_one_gradient(known: Knowledge) -> None:
 
 def with_zero_classifier(made: Params, known: Knowledge, zero: bool = True) -> Params:
     """The weights with a classifier of zeros, if asked: the inputs of a batch can then be separated (decoding.py)."""
-    layer = last_linear(known.model)
+    layer = classifier(known.model, known.shape)
     ours = {k: torch.zeros_like(t) for k, t in made.items() if k in (f"{layer}.weight", f"{layer}.bias")}
     return {**made, **ours} if zero else made
 
@@ -125,62 +123,28 @@ class OmittedParameters(UpdateTransform):
         return {k: torch.zeros_like(t) if k in self.names else t for k, t in update.items()}
 
 
-@dataclass(frozen=True)
-class DelegatingAttack(Attack):
-    """A decoder that isolates part of an update and passes it to another attack.
+def delegated(
+    attack: Attack,
+    wave: Wave,
+    alone: Knowledge,
+    known: Knowledge,
+    budget: Budget,
+    streams: Sequence[Stream],
+    notes: Sequence[str],
+) -> list[Reconstruction]:
+    """Another attack's reconstruction of an isolated part of each observation, filled up to a batch.
 
     Args:
-        attack: the component table of that attack.
+        alone: the threat model of the isolated part; known: of the whole batch.
+        notes: for each observation, the beginning of the reason.
     """
-
-    attack: Mapping[str, Any] = field(default_factory=lambda: {"use": "inverting_gradients"})
-
-    def __post_init__(self) -> None:
-        _ = self.inner  # so that an unknown attack is an error here
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.inner.on_cpu
-
-    @property
-    def needs_derivative(self) -> bool:
-        return self.inner.needs_derivative
-
-    @property
-    def trains_first(self) -> bool:
-        return self.inner.trains_first
-
-    @property
-    def inner(self) -> Attack:
-        """The attack that inverts the isolated part."""
-        built: Attack = build(self.attack, "attack", ATTACK)
-        return built
-
-    def delegated(
-        self,
-        wave: Wave,
-        alone: Knowledge,
-        known: Knowledge,
-        budget: Budget,
-        streams: Sequence[Stream],
-        notes: Sequence[str],
-    ) -> list[Reconstruction]:
-        """The inner attack's reconstruction of each observation, filled up to a batch.
-
-        Args:
-            alone: the threat model of the isolated part; known: of the whole batch.
-            notes: for each observation, the beginning of the reason.
-        """
-        started = time.perf_counter()
-        results = self.inner.reconstruct(wave, alone, budget, streams)
-        seconds = (time.perf_counter() - started) / len(wave)
-        filled = []
-        for result, note in zip(results, notes, strict=True):
-            if result.x is not None:
-                reason = "; ".join(filter(None, (note, result.reason)))
-                result = replace(result, x=fill_with_mean(result.x, known.batch_size, known), y=None, reason=reason)
-            filled.append(replace(result, seconds=seconds))
-        return filled
+    filled = []
+    for result, note in zip(attack.reconstruct(wave, alone, budget, streams), notes, strict=True):
+        if result.x is not None:
+            reason = "; ".join(filter(None, (note, result.reason)))
+            result = replace(result, x=fill_with_mean(result.x, known.batch_size, known), y=None, reason=reason)
+        filled.append(result)
+    return filled
 
 
 def probe_batch(known: Knowledge, size: int) -> Batch:

@@ -56,9 +56,8 @@ class TargetedServerAttack:
         arguments = check_arguments(Targeting, {k: v for k, v in table.items() if k in own}, where)
         targeting: Targeting = call(Targeting, arguments, where)
         for key, low, high in (("rounds", 1, rounds), ("clients", 0, clients - 1), ("all_but", 0, clients - 1)):
-            for value in getattr(targeting, key) or ():
-                if not low <= value <= high:
-                    raise SpecError(f"{where}: {key} must lie in {low}..{high}, got {value}")
+            if outside := [value for value in getattr(targeting, key) or () if not low <= value <= high]:
+                raise SpecError(f"{where}: {key} must lie in {low}..{high}, got {outside[0]}")
         if not targeting.hits(rounds, clients):
             raise SpecError(f"{where}: its rounds, clients and all_but leave no client to attack")
         return cls(component, targeting)

@@ -14,15 +14,8 @@ from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.engine.computation import dense_input_layer
-from fedgauge.attacks.malicious.decoding import (
-    ClosedForm,
-    LayerRows,
-    Reader,
-    decoded,
-    input_to_pixels,
-    on_grid,
-    snap_to_grid,
-)
+from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
+from fedgauge.attacks.malicious.decoding import LayerRows, decoded, input_to_pixels, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.client.update import Params
 
@@ -97,10 +90,10 @@ class read_rows(ClosedForm):
     """
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
-        return partial(_read, known, _layer(known))
+        return partial(_read, _layer(known))
 
 
-def _read(known: Knowledge, layer: str, alone: Wave) -> Reconstruction:
+def _read(layer: str, alone: Wave, known: Knowledge) -> Reconstruction:
     x = LayerRows.of(alone.alone(0), layer).images(known)
     exact = on_grid(x)
     proven = torch.unique(snap_to_grid(x[exact]), dim=0)

@@ -1,8 +1,8 @@
 """Feedback blending: earlier reconstructions of a client's images are the start of the next search (Leite et al., 2024)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,35 +18,35 @@ from fedgauge.attacks.base import (
     Wave,
     not_applicable,
 )
-from fedgauge.attacks.plan import ATTACK
-from fedgauge.client.components import build
+from fedgauge.attacks.delegating import DelegatingAttack
 
 
 @dataclass(frozen=True)
-class FeedbackBlending(StatefulAttack):
-    """Another attack, which starts from a blend of its earlier reconstructions of a client.
+class feedback_blending(StatefulAttack, DelegatingAttack):
+    """Feedback blending (Leite et al., 2024): iDLG-FB, DLG-FB and, with the failures, their NF variants.
 
-    Its state holds `images`, how many are in the blend, and `blend` (B, C, H, W), once there is one.
+    Another attack starts from a blend of its earlier reconstructions of a client. The state holds `images`, how many are in
+    the blend, and `blend` (B, C, H, W), once there is one.
 
     Args:
-        attack: one that can start from given images.
+        attack: a recipe of gradient matching, by its name or as a table: {use = "dlg", double = false}.
         alpha: the share of older images in a blend.
         discard_failures: blend in only successes; False is the paper's NF variant, which collapses.
-        fit: the attack's objective up to which a reconstruction is a success.
+        fit: the attack's whole objective up to which a reconstruction is a success; 1e-4 suits DLG and iDLG.
         start: "blend", from noise until there are two images; the controls "half" (constant 1/2), "mean" (the mean auxiliary
             image) and "noise" show how much of the gain is due to the start alone.
     """
 
-    attack: Attack
+    attack: str | Mapping[str, Any] | Attack = "idlg"
     alpha: float = 0.5
     discard_failures: bool = True
     fit: float = 1e-4
     start: Literal["blend", "half", "mean", "noise"] = "blend"
 
     def __post_init__(self) -> None:
-        if not self.attack.starts_from_images:
+        if not self.inner.starts_from_images:
             raise ValueError(
-                f"feedback blending needs an attack that can start from given images, and {type(self.attack).__name__} cannot: "
+                f"feedback blending needs an attack that can start from given images, and {self.attack} cannot: "
                 "name a recipe of gradient matching, such as idlg"
             )
         if not 0 <= self.alpha <= 1:
@@ -54,18 +54,10 @@ class FeedbackBlending(StatefulAttack):
 
     @property
     def label_source(self) -> Literal["restored", "optimised"]:
-        return self.attack.label_source
+        return self.inner.label_source
 
-    @property
-    def needs_derivative(self) -> bool:
-        return self.attack.needs_derivative
-
-    @property
-    def trains_first(self) -> bool:
-        return self.attack.trains_first
-
-    def traced(self, snapshots: int) -> "FeedbackBlending":
-        return replace(self, attack=self.attack.traced(snapshots))
+    def traced(self, snapshots: int) -> "feedback_blending":
+        return replace(self, attack=self.inner.traced(snapshots))
 
     def initial(self) -> ClientState:
         return {"images": torch.tensor(0)}
@@ -77,7 +69,7 @@ class FeedbackBlending(StatefulAttack):
             begin = self._begin(wave, known, streams, memories)
         except ValueError as error:
             return not_applicable(wave, str(error)), list(memories)
-        results = self.attack.continued(wave, known, budget, streams, begin)
+        results = self.inner.continued(wave, known, budget, streams, begin)
         return results, [self._remember(memory, found) for memory, found in zip(memories, results, strict=True)]
 
     def _remember(self, memory: ClientState, found: Reconstruction) -> ClientState:
@@ -112,20 +104,3 @@ class FeedbackBlending(StatefulAttack):
                 noise = torch.randn(shape, generator=stream("start", 0))  # the draw of the attack itself
                 images.append(known.pixels(noise).to(like))
         return torch.stack(images)
-
-
-def feedback_blending(
-    attack: str | dict = "idlg",  # type: ignore[type-arg]  # as TOML gives it; `build` checks what is in it
-    alpha: float = 0.5,
-    discard_failures: bool = True,
-    fit: float = 1e-4,
-    start: Literal["blend", "half", "mean", "noise"] = "blend",
-) -> FeedbackBlending:
-    """Feedback blending (Leite et al., 2024): iDLG-FB, DLG-FB and, with the failures, their NF variants; see FeedbackBlending.
-
-    Args:
-        attack: a recipe of gradient matching, by its name or as a table: {use = "dlg", double = false}.
-        fit: of the attack's whole objective including priors: attacks other than DLG and iDLG need another value.
-    """
-    table = {"use": attack} if isinstance(attack, str) else attack
-    return FeedbackBlending(build(table, "attack", ATTACK), alpha, discard_failures, fit, start)

@@ -1,11 +1,11 @@
 """What gradient matching minimises: how far the update of a guess is from the observed one, plus priors on the guess."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.distances import Distance
@@ -13,7 +13,6 @@ from fedgauge.attacks.engine.scheduler import Variables
 from fedgauge.attacks.matching import local_steps
 from fedgauge.attacks.matching.priors import Prior
 from fedgauge.client.components import check_at_least
-from fedgauge.client.rng import generator
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import is_per_example
 from fedgauge.client.update import Batch, Params, Update
@@ -25,7 +24,6 @@ class TrainingModel:
     """A frozen dataclass: how the attacker computes the update of a guess. By default, the clients' whole chain."""
 
     order_known: ClassVar[bool] = True  # whether it takes the examples of each local step as known
-    draws: int = 0  # of random numbers, over which the objective is averaged
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}  # of its own variables
 
     def epochs(self, known: Knowledge) -> int:
@@ -36,11 +34,9 @@ class TrainingModel:
         """Where one problem's own variables start, besides images and labels; ValueError if they cannot be searched for."""
         return {}
 
-    def updates(
-        self, known: Knowledge, params: Params, x: Tensor, y: Tensor, seen: Update, own: Variables
-    ) -> Sequence[Update]:
-        """The update of a guess, once for each draw: normalised images x (B, C, H, W), labels y, own variables."""
-        return [known.forward(params, Batch(known.pixels(x), y), None)]
+    def update(self, known: Knowledge, params: Params, x: Tensor, y: Tensor, seen: Update, own: Variables) -> Update:
+        """The update of a guess: normalised images x (B, C, H, W), labels y, own variables."""
+        return known.forward(params, Batch(known.pixels(x), y), None)
 
     def terms(self, x: Tensor, epochs: int, own: Variables) -> Iterator[Tensor]:
         """Further terms (N,) of the objectives of N problems with images x (N, epochs * B, C, H, W)."""
@@ -52,29 +48,21 @@ class unrolled(TrainingModel):
     """The clients' whole chain, step by step.
 
     Args:
-        draws: average the objective over this many draws of what has no noise-free form (expectation over
-            transformation); 0: nothing is drawn.
         latent: for a model whose layers draw noise: optimise the noise too, with its normal density at this weight (times
             half the mean square); None: use the layers' mean.
     """
 
-    draws: int = 0
     latent: float | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "draws", "latent")
+        check_at_least(self, 0, "latent")
 
     def variables(self, known: Knowledge) -> Variables:
         return {} if self.latent is None else {name: torch.zeros(size) for name, size in _noise_sizes(known).items()}
 
-    def updates(
-        self, known: Knowledge, params: Params, x: Tensor, y: Tensor, seen: Update, own: Variables
-    ) -> Sequence[Update]:
-        batch = Batch(known.pixels(x), y)
+    def update(self, known: Knowledge, params: Params, x: Tensor, y: Tensor, seen: Update, own: Variables) -> Update:
         client = known.given({name.removeprefix(NOISE): t for name, t in own.items()}) if own else known.forward
-        # the same draws in every iteration and for all problems: the objective stays one function, packing changes nothing
-        rngs: list[Generator | None] = [generator("draw", j) for j in range(self.draws)]
-        return [client(params, batch, rng) for rng in rngs or [None]]
+        return client(params, Batch(known.pixels(x), y), None)
 
     def terms(self, x: Tensor, epochs: int, own: Variables) -> Iterator[Tensor]:
         return (0.5 * (self.latent or 0.0) * t.square().flatten(1).mean(1) for t in own.values())
@@ -116,12 +104,10 @@ class surrogate_gradient(TrainingModel):
     def variables(self, known: Knowledge) -> Variables:
         return {"at": torch.full((1,), 0.5)}
 
-    def updates(
-        self, known: Knowledge, params: Params, x: Tensor, y: Tensor, seen: Update, own: Variables
-    ) -> Sequence[Update]:
+    def update(self, known: Knowledge, params: Params, x: Tensor, y: Tensor, seen: Update, own: Variables) -> Update:
         between = {k: p + own["at"].clamp(0, 1) * seen[k] for k, p in params.items()}
         slopes = gradient(known.model, known.loss, plain=known.plain)(between, Batch(x, y), None)
-        return [{k: -known.scale * t for k, t in slopes.items()}]
+        return {k: -known.scale * t for k, t in slopes.items()}
 
 
 class Parametrisation(Protocol):

@@ -1,7 +1,7 @@
 """Functions of one problem, evaluated and differentiated for many problems: by vmap, or one after the other."""
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,24 +26,23 @@ def _problem(arguments: tuple[Tensor | Update, ...], i: int) -> list[Tensor | Up
     return [a[i] if isinstance(a, Tensor) else {k: t[i] for k, t in a.items()} for a in arguments]
 
 
-def each_with_slopes(
+def with_slopes(
     function: Callable[..., Tensor],
     by: tuple[int, ...],
-    draws: Literal["same", "error"],
     *arguments: Tensor | Update,
+    loop: bool,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The gradients by some arguments of a function of one problem, and its values, for all problems."""
-    if len(cast(Tensor, arguments[0])) > 1:
-        slopes, value = vmap(grad_and_value(function, by), randomness=draws)(*arguments)
+    """The gradients by some arguments of a function of one problem, and its values, for all problems.
+
+    Args:
+        loop: by plain autograd in turn, for functions that torch.func or vmap refuse.
+    """
+    if not loop and len(cast(Tensor, arguments[0])) > 1:
+        slopes, value = vmap(grad_and_value(function, by))(*arguments)
         return slopes, value
-    slopes, value = grad_and_value(function, by)(*_problem(arguments, 0))
-    return tuple(s[None] for s in slopes), value[None]
-
-
-def each_in_turn(
-    function: Callable[..., Tensor], by: tuple[int, ...], *arguments: Tensor | Update
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """`each_with_slopes` by plain autograd, for functions that torch.func or vmap refuse."""
+    if not loop:
+        slopes, value = grad_and_value(function, by)(*_problem(arguments, 0))
+        return tuple(s[None] for s in slopes), value[None]
     values, slopes = [], []
     for i in range(len(cast(Tensor, arguments[0]))):
         alone = _problem(arguments, i)

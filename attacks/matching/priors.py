@@ -80,11 +80,7 @@ class total_variation(Prior):
 
     weight: float
     isotropic: bool = False
-    power: int = 1
-
-    def __post_init__(self) -> None:
-        if self.power not in (1, 2):
-            raise ValueError(f"power must be 1 or 2, got {self.power}")
+    power: Literal[1, 2] = 1
 
     def bind(self, known: Knowledge, params: Params) -> Energy:
         return self._isotropic if self.isotropic else self._anisotropic
@@ -143,8 +139,9 @@ class batch_statistics(Prior):
             for k, (module, values) in enumerate(layer_inputs(known.model, params, layers, x)):
                 running = cast(tuple[Tensor, Tensor], (module.running_mean, module.running_var))
                 mean, variance = running if estimated is None else estimated[k]
-                distances.append((values.mean(1) - mean).square().sum().add(1e-12).sqrt())
-                distances.append((values.var(1, correction=0) - variance).square().sum().add(1e-12).sqrt())
+                found = _moments(values)
+                distances.append((found[0] - mean).square().sum().add(1e-12).sqrt())
+                distances.append((found[1] - variance).square().sum().add(1e-12).sqrt())
             return torch.stack(distances).sum()
 
         return energy
@@ -160,8 +157,14 @@ def _estimated(known: Knowledge, params: Params, layers: Sequence[nn.Module]) ->
     batches = [some for some in known.auxiliary.x.split(known.batch_size)[:ESTIMATED] if len(some) == known.batch_size]
     with torch.no_grad():
         uses = zip(*(layer_inputs(known.model, params, layers, known.normalise(some)) for some in batches), strict=True)
-        found = [([v.mean(1) for _, v in use], [v.var(1, correction=0) for _, v in use]) for use in uses]
-    return [(torch.stack(means).mean(0), torch.stack(variances).mean(0)) for means, variances in found]
+        found = [zip(*(_moments(values) for _, values in use), strict=True) for use in uses]
+        return [(torch.stack(means).mean(0), torch.stack(variances).mean(0)) for means, variances in found]
+
+
+def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance (C,) of values (B, C, ...)."""
+    by_channel = values.transpose(0, 1).flatten(1)
+    return by_channel.mean(1), by_channel.var(1, correction=0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Literal, TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,12 +20,11 @@ from fedgauge.attacks.engine.whole_batch import whole_batch_update
 from fedgauge.attacks.matching import local_steps
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.observed_updates import ObservedUpdates
-from fedgauge.attacks.matching.over_problems import KnownGradient, each_in_turn, each_with_slopes, over_problems
+from fedgauge.attacks.matching.over_problems import KnownGradient, over_problems, with_slopes
 from fedgauge.attacks.matching.priors import LabelledEnergy, LatentPrior
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.update import Update
 
-Result = TypeVar("Result")
 NEAR = 0.1  # deviation of starts from the images that a prior finds likeliest
 
 
@@ -66,12 +65,12 @@ class Problems:
         self.parametrisation = objective.parametrisation
         self.examples = self.parametrisation.bind(known) if self.parametrisation else lambda x: x
         bound = [(p.weight, p.bind(known, wave.params)) for p in objective.priors if p.weight]
-        self.energies = [(w, e) for w, e in bound if not isinstance(e, LatentPrior | LabelledEnergy)]
-        self.labelled = [(w, e) for w, e in bound if isinstance(e, LabelledEnergy)]
-        explained = [(w, e) for w, e in bound if isinstance(e, LatentPrior)]
-        self.explained = {f"latents {i}": both for i, both in enumerate(explained)}  # by the variable's name
+        bound.sort(key=lambda pair: (isinstance(pair[1], LatentPrior), isinstance(pair[1], LabelledEnergy)))
+        self.priors = {
+            f"latents {i}": pair for i, pair in enumerate(bound)
+        }  # by the name of its variable, if it has one
         self.own = self.training.variables(known)
-        generally = self.training.draws or self.own or not is_mean(known.loss, known.classes)
+        generally = self.own or not is_mean(known.loss, known.classes)
         step = None if generally else whole_batch_update(known.chain.mean, known.loss)
         self.way = differentiation_of(known, wave.params, step is not None)
         self.step = step if self.way.route == "one pass" else None
@@ -88,8 +87,8 @@ class Problems:
 
     @property
     def one_path(self) -> bool:
-        """Whether a step always takes the same path, so that it can be recorded: a loop may branch, a draw is not kept."""
-        return self.way.route != "loop" and not self.training.draws
+        """Whether a step always takes the same path, so that it can be recorded: a loop may branch."""
+        return self.way.route != "loop"
 
     @property
     def signed(self) -> set[str]:
@@ -130,13 +129,15 @@ class Problems:
         variables = {"x": normal("start", images, *self.known.shape)}
         if self.parametrisation is not None:
             variables["x"] = self.parametrisation.starts(variables["x"])
-        if self.labels is not None and self.labelled:
+        labelled = [prior for _, prior in self.priors.values() if isinstance(prior, LabelledEnergy)]
+        if self.labels is not None and labelled:
             rows = owners * self.restarts + draws % self.restarts
-            likeliest = self.labelled[0][1].likeliest(self.labels[rows.to(self.labels.device)])
+            likeliest = labelled[0].likeliest(self.labels[rows.to(self.labels.device)])
             variables["x"] = likeliest.to(like) + NEAR * variables["x"]
         if self.labels is None:
             variables["y"] = normal("labels", images, self.known.classes)
-        latents = {name: torch.zeros(images, prior.numbers) for name, (_, prior) in self.explained.items()}
+        explaining = {name: prior for name, (_, prior) in self.priors.items() if isinstance(prior, LatentPrior)}
+        latents = {name: torch.zeros(images, prior.numbers) for name, prior in explaining.items()}
         for name, t in {**self.own, **latents}.items():
             variables[name] = t.to(like).repeat(len(pairs), *[1] * t.dim())
         return variables
@@ -160,14 +161,7 @@ class Problems:
 
     def value(self, variables: Variables, rows: Tensor) -> Tensor:
         """Objectives (N,) of some problems."""
-        seen, labels = self.chosen(rows)
-
-        def evaluate() -> Tensor:
-            leaves = {name: t.detach().requires_grad_() for name, t in variables.items()}
-            with torch.enable_grad():
-                return self._objectives(leaves, seen, labels, 1.0).detach()
-
-        return self._by_its_way(evaluate)
+        return self.value_and_slopes(variables, rows)[0]
 
     def value_and_slopes(
         self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0, nearby: Tensor | None = None
@@ -188,15 +182,14 @@ class Problems:
         likelihood_weight: Tensor | float,
         nearby: Tensor | None,
     ) -> tuple[Tensor, Variables]:
-        """`value_and_slopes` of problems given by their observed updates and labels: tensors in, tensors out."""
-        return self._by_its_way(lambda: self._differentiated(variables, seen, labels, likelihood_weight, nearby))
+        """`value_and_slopes` of problems given by their observed updates and labels: tensors in, tensors out.
 
-    def _by_its_way(self, compute: Callable[[], Result]) -> Result:
-        """A result by the model's way; where a layer refuses it for these problems, by the next slower one."""
+        By the model's way; where a layer refuses it for these problems, by the next slower one.
+        """
         while True:
             try:
                 with self.way():
-                    return compute()
+                    return self._differentiated(variables, seen, labels, likelihood_weight, nearby)
             except Exception as error:  # a user's model may raise anything
                 if exhausted(error):
                     raise
@@ -249,16 +242,13 @@ class Problems:
         y = variables["y"].softmax(2) if labels is None else labels
         objectives = likelihood_weight * self._distances(x, y, seen, own)
         loop = self.way.route == "loop"
-        batches = x.view(-1, self.known.batch_size, *x.shape[2:])
-        for weight, energy in self.energies:
-            objectives = objectives + weight * over_problems(energy, batches, loop=loop).view(-1, self.epochs).mean(1)
-        for weight, prior in self.labelled:
-            labels_of = y.view(-1, self.known.batch_size, *y.shape[2:])
-            energies = over_problems(prior.energy, batches, labels_of, loop=loop)
-            objectives = objectives + weight * energies.view(-1, self.epochs).mean(1)
-        for name, (weight, explained) in self.explained.items():
-            latents = variables[name].view(*batches.shape[:2], -1)
-            energies = over_problems(explained.energy, batches, latents, loop=loop)
+        for name, (weight, prior) in self.priors.items():
+            of: list[Tensor] = [x]
+            if isinstance(prior, LabelledEnergy | LatentPrior):
+                of.append(y if isinstance(prior, LabelledEnergy) else variables[name])
+            batches = [t.reshape(-1, self.known.batch_size, *t.shape[2:]) for t in of]
+            energy: Callable[..., Tensor] = prior.energy if isinstance(prior, LabelledEnergy | LatentPrior) else prior
+            energies = over_problems(energy, *batches, loop=loop)
             objectives = objectives + weight * energies.view(-1, self.epochs).mean(1)
         for term in self.training.terms(x, self.epochs, own):
             objectives = objectives + term
@@ -290,11 +280,7 @@ class Problems:
         inputs = {0: x, **({} if self.labels is not None else {1: y}), **dict(enumerate(own.values(), 3))}
         arguments: list[Tensor | Update] = [x.detach(), y.detach(), seen, *(t.detach() for t in own.values())]
         # grad inside vmap: autograd around a vmap of grad is faster, but wrong for some layers (LayerNorm in torch 2.13)
-        draws: Literal["same", "error"] = "same" if self.training.draws else "error"
-        if loop:
-            slopes, value = each_in_turn(one, tuple(inputs), *arguments)
-        else:
-            slopes, value = each_with_slopes(one, tuple(inputs), draws, *arguments)
+        slopes, value = with_slopes(one, tuple(inputs), *arguments, loop=loop)
         return cast(Tensor, KnownGradient.apply(value, len(inputs), *inputs.values(), *slopes))  # type: ignore[no-untyped-call]
 
     def _compare(self, seen: ObservedUpdates, expected: Gradients) -> Tensor:
@@ -315,6 +301,7 @@ class Problems:
     def _one(
         self, known: Knowledge, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, *own: Tensor
     ) -> Tensor:
-        """One problem's distance, averaged over draws if there are any."""
-        updates = self.training.updates(known, self.params, x, y, seen, dict(zip(names, own, strict=True)))
-        return torch.stack([self.likelihood(seen, update) for update in updates]).mean(0)
+        """One problem's distance."""
+        return self.likelihood(
+            seen, self.training.update(known, self.params, x, y, seen, dict(zip(names, own, strict=True)))
+        )

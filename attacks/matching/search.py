@@ -137,7 +137,9 @@ class AdamSearch(adam, Search):
             value, slopes = step(variables, rows, weight, nearby)
             if self.flat:
                 slopes = self._with_penalty(step, variables, rows, weight, nearby, slopes)
-            self._record(part, value, weight)
+            part.finite.logical_or_(value.isfinite())
+            if self.patience and not (isinstance(weight, float) and weight < 1):
+                part.record(value, weight == 1 if isinstance(weight, Tensor) else None)
             whole = nearby is None and isinstance(weight, float) and weight == 1
             self._keep(context, variables, rows, at, value if whole else None)
             for name, t in variables.items():
@@ -173,12 +175,6 @@ class AdamSearch(adam, Search):
             value = context.problems.value(variables, rows) if value is None else value
             images = context.problems.joined(variables["x"][due], rows[due])
             context.tracer.keep(rows[due], torch.tensor(at)[due], value[due], images)
-
-    def _record(self, part: OptimizerState, value: Tensor, weight: Tensor | float) -> None:
-        """Record the objectives for the next check of these problems."""
-        part.finite.logical_or_(value.isfinite())
-        if self.patience and not (isinstance(weight, float) and weight < 1):
-            part.record(value, self.tolerance, weight == 1 if isinstance(weight, Tensor) else None)
 
     def nearby(self, x: Tensor, at: Sequence[int]) -> Tensor | None:
         """Displacements, uniform in the box; a problem's iteration decides its draws, so that packing changes nothing."""

@@ -8,9 +8,10 @@ McClure's weight), and those rounds lose their influence.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import (
@@ -38,8 +39,7 @@ NEAR = 8.0  # a round's weight is a quarter if its distance exceeds the newest o
 FLOOR = 1e-3  # of a distance: an exact match of the newest round must not silence the others
 
 
-@dataclass(frozen=True, eq=False)
-class _RoundUpdate:
+class _Round(NamedTuple):
     """One update of a client, with the weights at which it was computed."""
 
     params: Params
@@ -72,8 +72,7 @@ class several_rounds(StatefulAttack):
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
         met = [
-            [*_recalled(memory), _RoundUpdate(wave.params, wave.alone(k))][-self.most :]
-            for k, memory in enumerate(memories)
+            [*_recalled(memory), _Round(wave.params, wave.alone(k))][-self.most :] for k, memory in enumerate(memories)
         ]
         kept = [_remembered(rounds) for rounds in met]
         try:
@@ -83,17 +82,21 @@ class several_rounds(StatefulAttack):
             return not_applicable(wave, str(error)), kept
         known = replace(known, plain=True) if way.route == "loop" else known
         # searches run one after the other, so each gets an equal share of the wave's seconds
-        share = replace(budget, seconds=budget.seconds and budget.seconds / (len(wave) * budget.restarts))
+        share = budget.seconds and budget.seconds / (len(wave) * budget.restarts)
+        found = []
         with way():
-            found = [
-                self._best(rounds, len(met[k]), y, known, share, stream)
-                for k, ((rounds, y), stream) in enumerate(zip(parts, streams, strict=True))
-            ]
+            for own, (rounds, y), stream in zip(met, parts, streams, strict=True):
+                started, ends = time.perf_counter(), []
+                for i in range(budget.restarts):
+                    clock = Deadline(time.perf_counter(), share)
+                    ends.append(self._search(rounds, len(own), y, known, budget.iterations, clock, stream("start", i)))
+                best = min(ends, key=lambda r: r.objective if r.objective == r.objective else torch.inf)
+                found.append(replace(best, seconds=time.perf_counter() - started))
         return found, kept
 
     def _agreeing(
-        self, wave: Wave, k: int, known: Knowledge, rounds: Sequence[_RoundUpdate]
-    ) -> tuple[Sequence[_RoundUpdate], Tensor]:
+        self, wave: Wave, k: int, known: Knowledge, rounds: Sequence[_Round]
+    ) -> tuple[Sequence[_Round], Tensor]:
         """The rounds with the newest one's labels, and these labels (B,): other batches often have others.
 
         Under noise, restored labels are sometimes wrong, so the labels that most rounds give count for all.
@@ -111,29 +114,21 @@ class several_rounds(StatefulAttack):
         agreeing = [one for one, y in zip(rounds, restored, strict=True) if y == restored[-1]]
         return agreeing, torch.tensor(restored[-1], device=wave.device)
 
-    def _best(
-        self, rounds: Sequence[_RoundUpdate], met: int, y: Tensor, known: Knowledge, budget: Budget, stream: Stream
-    ) -> Reconstruction:
-        started, like = time.perf_counter(), next(iter(rounds[-1].params.values()))
-        # in the model's input units, like the other attacks
-        size = (known.batch_size, *known.shape)
-        starts = (torch.randn(size, generator=stream("start", i)).to(like) for i in range(budget.restarts))
-        found = [self._search(rounds, met, y, known, budget, start) for start in starts]
-        best = min(found, key=lambda r: r.objective if r.objective == r.objective else torch.inf)
-        return replace(best, seconds=time.perf_counter() - started)
-
     def _search(
-        self, rounds: Sequence[_RoundUpdate], met: int, y: Tensor, known: Knowledge, budget: Budget, start: Tensor
-    ) -> Reconstruction:
-        clock, z = Deadline(time.perf_counter(), budget.seconds), start.requires_grad_()
+        self, rounds: Sequence[_Round], met: int, y: Tensor, known: Knowledge, iterations: int, clock: Deadline,
+        rng: Generator,
+    ) -> Reconstruction:  # fmt: skip
+        # in the model's input units, like the other attacks
+        start = torch.randn((known.batch_size, *known.shape), generator=rng)
+        z = start.to(next(iter(rounds[-1].params.values()))).requires_grad_()
         low, high = (known.normalise(torch.full(known.shape, bound)).to(z) for bound in (0.0, 1.0))
         distance, smooth = _distance(known), total_variation(self.tv).bind(known, rounds[-1].params)
         adam = torch.optim.Adam([z], self.rate)
-        schedule = torch.optim.lr_scheduler.MultiStepLR(adam, [int(cut * budget.iterations) for cut in CUTS])
+        schedule = torch.optim.lr_scheduler.MultiStepLR(adam, [int(cut * iterations) for cut in CUTS])
         weights = torch.tensor([0.0] * (len(rounds) - 1) + [1.0])
         spent, objective = 0, torch.tensor(torch.nan)
-        while spent < budget.iterations and not (spent and clock.over()):
-            if spent >= ALONE * budget.iterations and spent % CHECK_EVERY == 0:
+        while spent < iterations and not (spent and clock.over()):
+            if spent >= ALONE * iterations and spent % CHECK_EVERY == 0:
                 weights = _weights(torch.stack([_misfit(r, z.detach(), y, known, distance) for r in rounds]))
             misfits = [w * _misfit(r, z, y, known, distance) for r, w in zip(rounds, weights, strict=True) if w > 0]
             objective = torch.stack(misfits).sum() / weights.sum() + self.tv * smooth(z)
@@ -149,13 +144,13 @@ class several_rounds(StatefulAttack):
                 z.clamp_(low, high)
             spent += 1
         x, reason = known.pixels(z.detach()).clamp(0, 1), f"{int((weights > 0.5).sum())} of {met} rounds agree"
-        if interrupted := spent < budget.iterations:
-            reason = f"{spent} of {budget.iterations} iterations when the seconds were over; {reason}"
-        status: Status = "out_of_budget" if interrupted else "converged"
+        status: Status = "converged"
+        if spent < iterations:
+            status, reason = "out_of_budget", f"{spent} of {iterations} iterations when the seconds were over; {reason}"
         return Reconstruction(x, y, float(objective.detach()), spent, 0.0, status, reason)
 
 
-def _misfit(one: _RoundUpdate, z: Tensor, y: Tensor, known: Knowledge, distance: Distance) -> Tensor:
+def _misfit(one: _Round, z: Tensor, y: Tensor, known: Knowledge, distance: Distance) -> Tensor:
     return distance(one.update, known.forward(one.params, Batch(known.pixels(z), y), None))
 
 
@@ -172,7 +167,7 @@ def _distance(known: Knowledge) -> Distance:
     return likelihood(noise and replace(noise, sigma=0.0, scale=0.0), known.batch_size)
 
 
-def _remembered(rounds: Sequence[_RoundUpdate]) -> ClientState:
+def _remembered(rounds: Sequence[_Round]) -> ClientState:
     kept: dict[str, Tensor] = {"rounds": torch.tensor(len(rounds))}
     for i, one in enumerate(rounds):
         for part in ("params", "update"):
@@ -180,9 +175,9 @@ def _remembered(rounds: Sequence[_RoundUpdate]) -> ClientState:
     return kept
 
 
-def _recalled(memory: ClientState) -> list[_RoundUpdate]:
+def _recalled(memory: ClientState) -> list[_Round]:
     def part(i: int, kind: str) -> dict[str, Tensor]:
         prefix = f"{i}/{kind}/"
         return {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}
 
-    return [_RoundUpdate(part(i, "params"), part(i, "update")) for i in range(int(memory["rounds"]))]
+    return [_Round(part(i, "params"), part(i, "update")) for i in range(int(memory["rounds"]))]

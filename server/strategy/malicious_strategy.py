@@ -93,7 +93,7 @@ class MaliciousStrategy(Wrapper):
 
     def remember(self, seen: Observation) -> None:
         """Add a client's reply; call it in the order of the rounds."""
-        self.seen.setdefault(seen.client, []).append(classifier_only(seen, self.known.model))
+        self.seen.setdefault(seen.client, []).append(classifier_only(seen, self.known))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -51,7 +51,7 @@ def true_statistics(fed: Federation, one: Observation, batch: Batch) -> dict[str
     found: dict[str, Tensor] = {}
     with torch.no_grad():
         for layer, values in layer_inputs(fed.model, one.params, norms, fed.shards.dataset.normalise(batch.x)):
-            name = norms[layer]  # type: ignore[index]
+            name, values = norms[layer], values.transpose(0, 1).flatten(1)  # type: ignore[index]
             found[f"{name}.running_mean"], found[f"{name}.running_var"] = values.mean(1), values.var(1, correction=0)
     return found
 

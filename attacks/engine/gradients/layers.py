@@ -67,26 +67,24 @@ class LayerCall(ABC):
         return {self.weight: weight} if self.bias is None else {self.weight: weight, self.bias: bias()}
 
 
-class _LinearCall(LayerCall):
-    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
-        signal = signal.reshape(problems, -1, signal.shape[-1])
-        factors = FactoredGradient(signal, self.input.reshape(problems, -1, self.input.shape[-1]))
-        return self._with_bias(factors, lambda: signal.sum(1))
-
-
 @dataclass(frozen=True, eq=False)
-class _UnfoldedConvCall(LayerCall):
-    """A convolution computed as a product with its input's windows."""
+class _ProductCall(LayerCall):
+    """A fully connected layer, or a convolution computed as a product with its input's windows.
+
+    Args:
+        rows: what is multiplied (P, rows, in); kernel: (height, width) of a convolution's.
+    """
 
     rows: Tensor
-    windows: "Windows"
+    kernel: tuple[int, int] | None = None
 
     def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
-        signal = signal.permute(0, 2, 3, 1).reshape(problems, -1, signal.shape[1])
-        factors = FactoredGradient(signal, self.rows)
-        if FactoredGradient.fewer(factors.rows, signal.shape[2], self.rows.shape[2]):
-            return self._with_bias(factors, lambda: signal.sum(1))
-        return self._with_bias(as_kernels(factors.form(), self.windows.kernel), lambda: signal.sum(1))
+        last = signal if self.kernel is None else signal.permute(0, 2, 3, 1)
+        signal = last.reshape(problems, -1, last.shape[-1])
+        factors: Tensor | FactoredGradient = FactoredGradient(signal, self.rows)
+        if self.kernel and not FactoredGradient.fewer(signal.shape[1], signal.shape[2], self.rows.shape[2]):
+            factors = as_kernels(FactoredGradient(signal, self.rows).form(), self.kernel)
+        return self._with_bias(factors, lambda: signal.sum(1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,10 +150,10 @@ class GradientRecorder(CallRecorder):
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out = F.linear(input, weight, bias)
+        rows = input.reshape(self.examples.problems, -1, input.shape[-1])
         if self.moves:
-            rows = input.reshape(self.examples.problems, -1, input.shape[-1])
             out = out + self.by_move(rows, self.moves[self.names[id(weight)]], bias).view_as(out)
-        return self.keep(_LinearCall(input, out, self.names[id(weight)], self.name(bias), out._version))
+        return self.keep(_ProductCall(input, out, self.names[id(weight)], self.name(bias), out._version, rows))
 
     def by_move(self, rows: Tensor, weight: Tensor | FactoredGradient, bias: Tensor | None) -> Tensor:
         """What the moves add to a fully connected layer's output (P, rows, out)."""
@@ -191,7 +189,7 @@ class GradientRecorder(CallRecorder):
         if few or (input.shape[1] < WIDE and (self.moves or windows.numbers <= KEPT)):
             rows = self.examples.windows(input, windows)
             out = self.product(input, rows, weight, bias, windows)
-            return self.keep(_UnfoldedConvCall(input, out, *names, out._version, rows, windows))
+            return self.keep(_ProductCall(input, out, *names, out._version, rows, kernel))
         out = apply(Convolution, input, weight, bias, windows)
         return self.keep(_ConvCall(input, out, *names, out._version, windows))
 

@@ -78,23 +78,18 @@ def _gradients(
     """`gradients` at weights that differ from params by each problem's own `moves`, if there are any."""
     problems = examples.problems
     logits, calls = _run(model, params, moves, examples)
-    total = _summed(loss, logits, examples.y) * (factor / examples.size)
-    outs = [call.out for call in calls]
+    plain, outs = is_cross_entropy(loss), [call.out for call in calls]
+    total = F.cross_entropy(logits, examples.y, reduction="sum") if plain else loss(logits, examples.y) * len(logits)
+    total = total * (factor / examples.size)
     signals = torch.autograd.grad(total, outs, create_graph=True, materialize_grads=True)
     result: Gradients = {}
     for call, signal in zip(calls, signals, strict=True):
         for name, part in call.parts(signal, problems).items():
-            result[name] = plus(
-                part, result.get(name), 1, params[name].shape
-            )  # added up if a weight is used more than once
+            # added up if a weight is used more than once
+            result[name] = plus(part, result.get(name), 1, params[name].shape)
     unused = params.keys() - result.keys()
     result |= {name: logits.new_zeros(problems, *params[name].shape) for name in unused}
     return {k: result[k] if factors and is_large(result[k]) else formed(result[k], p.shape) for k, p in params.items()}
-
-
-def _summed(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
-    """The sum of the examples' losses, of which `loss` is the mean."""
-    return F.cross_entropy(logits, y, reduction="sum") if is_cross_entropy(loss) else loss(logits, y) * len(logits)
 
 
 # models that change a layer's output in place, or read its strides (`view`), as their first run showed

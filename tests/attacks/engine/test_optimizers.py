@@ -21,20 +21,11 @@ def slopes_of_a_path(steps: int) -> list[Tensor]:
     return [torch.randn(3, 2, 5, generator=rng, dtype=torch.float64) for _ in range(steps)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "oracle"),
-    [
-        (adam(0.1, cuts=(0.5,)), torch.optim.Adam),
-        (adam(0.2, decay=0.9), torch.optim.Adam),
-        (adam(0.1, weight_decay=0.3, cuts=(0.5,)), torch.optim.AdamW),
-    ],
-    ids=["cuts", "decay", "AdamW"],
-)
-def test_adam_is_torchs_bit_for_bit(settings: adam, oracle: type[torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize("settings", [adam(0.1, cuts=(0.5,)), adam(0.2, decay=0.9)], ids=["cuts", "decay"])
+def test_adam_is_torchs_bit_for_bit(settings: adam) -> None:
     ours, theirs = (torch.ones(3, 2, 5, dtype=torch.float64) for _ in range(2))
     moments = (torch.zeros_like(ours), torch.zeros_like(ours))
-    decay = {"weight_decay": settings.weight_decay} if settings.weight_decay else {}
-    optimizer = oracle([theirs], lr=1.0, **decay)  # type: ignore[call-arg]
+    optimizer = torch.optim.Adam([theirs], lr=1.0)
     for n, slope in enumerate(slopes_of_a_path(12)):
         settings.step(ours, slope, moments, [n] * 3, 12)
         theirs.grad = slope
@@ -43,9 +34,9 @@ def test_adam_is_torchs_bit_for_bit(settings: adam, oracle: type[torch.optim.Opt
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("settings", [adam(0.1, cuts=(0.5,), decay=0.99), adam(0.1, weight_decay=0.3)])
-def test_each_problem_steps_by_its_own_count(settings: adam) -> None:
+def test_each_problem_steps_by_its_own_count() -> None:
     """Problems that join later go the way they would have gone alone."""
+    settings = adam(0.1, cuts=(0.5,), decay=0.99)
     slopes, joins = slopes_of_a_path(12), [0, 5, 2]
     alone = []
     for k, first in enumerate(joins):
@@ -74,13 +65,6 @@ def test_what_each_count_makes_of_a_function() -> None:
     found = per_iteration_count(lambda n: n / 2, [4, 0, 1], like)
     assert isinstance(found, Tensor)
     torch.testing.assert_close(found, torch.tensor([2.0, 0.0, 0.5]).view(3, 1, 1))
-
-
-@pytest.mark.parametrize("arguments", [{"patience": -1}, {"tolerance": 1.0}, {"tolerance": float("nan")}])
-def test_a_stall_without_sense_is_refused(arguments: dict[str, float]) -> None:
-    (name,) = arguments
-    with pytest.raises(ValueError, match=f"{name} must "):
-        adam(0.1, **arguments)  # type: ignore[arg-type]
 
 
 def rosenbrock(p: Tensor) -> Tensor:
@@ -140,10 +124,9 @@ def test_lbfgs_needs_as_many_steps_as_scipys_on_a_quadratic() -> None:
     assert float(reached.f) < 1e-15
 
 
-@pytest.mark.parametrize("capacity", [1, 3, None])
-def test_lbfgs_problems_do_not_feel_each_other(capacity: int | None) -> None:
+def test_lbfgs_problems_do_not_feel_each_other() -> None:
     start = starts(5, 3)
-    together = minimise(evaluation(rosenbrock), start, allowance(5, 60), lbfgs(), capacity)
+    together = minimise(evaluation(rosenbrock), start, allowance(5, 60), lbfgs())
     for k in range(5):
         alone = minimise(evaluation(rosenbrock), start[k : k + 1], allowance(1, 60), lbfgs())
         torch.testing.assert_close(together.x[k], alone.x[0], rtol=0, atol=1e-12)

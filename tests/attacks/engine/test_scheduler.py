@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Wave
+from fedgauge.attacks.engine import scheduler
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.distances import InnerProducts, cosine
 from fedgauge.attacks.engine.scheduler import CHECK_EVERY, Deadline, OptimizerState, advance
@@ -120,14 +121,15 @@ def test_the_clock_interrupts_those_that_have_not_ended(
     assert state.spent.tolist() == spent
 
 
-def test_a_stall_by_hand() -> None:
+def test_a_stall_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "TOLERANCE", 0.1)
     state = optimizer_state(2)
     for objectives in ([8.0, 8.0], [7.5, 7.0], [7.1, 6.9], [6.9, 5.0]):
-        state.record(torch.tensor(objectives), 0.1, None)
+        state.record(torch.tensor(objectives), None)
     # a tenth below 8 is 7.2: reached by 7.1 only after 7.5 was none; then 6.9 is none below 7.1. 8, 7 and 5 are each a fall
     assert state.since.tolist() == [1, 0]
     torch.testing.assert_close(state.lowest, torch.tensor([7.1, 5.0]))
-    state.record(torch.tensor([1.0, 9.0]), 0.1, torch.tensor([False, True]))
+    state.record(torch.tensor([1.0, 9.0]), torch.tensor([False, True]))
     assert state.since.tolist() == [1, 1], "an objective that cannot be compared is neither a fall nor a stall"
 
 
@@ -163,12 +165,12 @@ def same(one: Reconstruction, other: Reconstruction) -> None:
 ATTACKS = {
     "cuts": GradientMatching(
         Objective(cosine(), (total_variation(0.01),)),
-        AdamSearch(0.1, True, CUTS, patience=12, tolerance=0.05),
+        AdamSearch(0.1, True, CUTS, patience=12),
         trace=6,
     ),
     "annealed, decaying, sampled": GradientMatching(
         Objective(cosine(), (total_variation(0.01),)),
-        AdamSearch(0.1, decay=0.99, patience=10, tolerance=0.05, anneal=0.1, samples=2, radius=0.05),
+        AdamSearch(0.1, decay=0.99, patience=10, anneal=0.1, samples=2, radius=0.05),
         trace=6,
     ),
 }
@@ -178,6 +180,7 @@ ATTACKS = {
 @pytest.mark.usefixtures("double")
 def test_a_problem_goes_its_own_way_whoever_advances_beside_it(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wave, known = scene(6, lost=(1,))
+    monkeypatch.setattr(scheduler, "TOLERANCE", 0.05)
     monkeypatch.setattr(GradientMatching, "_batch_limiter", lambda *_: BatchLimiter(2))
     budget, order = Budget(90), [4, 1, 0, 5, 3, 2]
     alone = {k: run(ATTACKS[attack], wave, known, [k], budget)[0] for k in range(6)}
@@ -208,7 +211,7 @@ def test_a_finished_problem_costs_nothing_more(monkeypatch: pytest.MonkeyPatch) 
     found = run(inverting_gradients(), wave, known, range(3), Budget(40))
     assert [f.status for f in found] == ["diverged", "converged", "diverged"]
     assert [f.iterations for f in found] == [CHECK_EVERY, 40, CHECK_EVERY]
-    assert widths == [3] * CHECK_EVERY + [1] * (40 - CHECK_EVERY)
+    assert widths == [3] * CHECK_EVERY + [1] * (40 - CHECK_EVERY) + [3]  # at last their objectives
 
 
 class raised_cosine(cosine):
@@ -219,10 +222,11 @@ class raised_cosine(cosine):
 
 
 @pytest.mark.parametrize("anneal", [1.0, 0.1])
-def test_a_stall_is_judged_where_objectives_can_be_compared(anneal: float) -> None:
+def test_a_stall_is_judged_where_objectives_can_be_compared(anneal: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an unreachable tolerance everything stalls; while the likelihood's weight grows nothing does."""
     wave, known = scene(2)
-    search = AdamSearch(0.1, patience=5, tolerance=0.99, anneal=anneal)
+    monkeypatch.setattr(scheduler, "TOLERANCE", 0.99)
+    search = AdamSearch(0.1, patience=5, anneal=anneal)
     attack = GradientMatching(Objective(raised_cosine()), search)
     for found in run(attack, wave, known, range(2), Budget(200)):
         assert found.status == "converged"

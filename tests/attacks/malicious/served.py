@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
-from fedgauge.attacks.malicious.server_attack import ServerAttack
+from fedgauge.attacks.malicious.server_attack import ServerAttack, craft_weights
+from fedgauge.client.components import SpecError
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient
@@ -37,10 +38,10 @@ def check_silent(decoder: Attack, known: Knowledge, params: Params) -> None:
         assert found.status == "not_applicable" and found.reason
 
 
-def check_refused(attack: ServerAttack, decoder: Attack, known: Knowledge, name: str) -> None:
-    """Neither has anything to do with such a network; the error names what is missing."""
-    with pytest.raises(ValueError, match=name):
-        craft(attack, known)
+def check_refused(attack: ServerAttack, decoder: Attack, known: Knowledge) -> None:
+    """Neither has anything to do with such a network; both say so."""
     params = detached_params(known.model)
+    with pytest.raises(SpecError):
+        craft_weights(attack, "here", params, known, torch.Generator())
     found = read(decoder, known, params, params)
     assert found.status == "not_applicable" and found.reason

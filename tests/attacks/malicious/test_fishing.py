@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.delegating import DelegatingAttack
 from fedgauge.attacks.malicious.fishing import class_fishing, count_isolated, feature_fishing, lone_example
-from fedgauge.attacks.malicious.server_attack import DelegatingAttack, ServerAttack
+from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.attacks.matching.recipes import dlg
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import Chain, chain

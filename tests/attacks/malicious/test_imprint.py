@@ -1,5 +1,6 @@
 """Imprinting: as many images are read as are alone in their bin, which theory says on paper, and what is called exact is."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedgauge.attacks.base import Knowledge
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.malicious.decoding import LayerRows, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.imprint import SortingBlock, imprint, imprint_block, read_imprint
 from fedgauge.client.chain import Chain, chain
@@ -183,6 +184,14 @@ def test_sent_is_left_alone_and_the_rest_of_the_network_is_as_agreed() -> None:
     assert all(torch.equal(sent[k], p) for k, p in known.model.named_parameters())
 
 
+def test_given_labels_stay_with_their_own_observation() -> None:
+    known = replace(knowledge(network(4), 2), labels=torch.tensor([[0, 1], [2, 3]]))
+    params = crafted(known, 4)
+    seen = [Observation(1, k, params, answer(known, params, examples(k, 2))) for k in range(2)]
+    found = read_imprint().reconstruct(Wave.stack(seen), known, Budget(1), [])
+    assert [one.y.tolist() for one in found if one.y is not None] == [[0, 1], [2, 3]]
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="bins"):
         imprint(0)
@@ -192,7 +201,7 @@ def test_what_cannot_be_is_refused() -> None:
         imprint_block(mlp(SHAPE, 2), (16,), 4)
     with pytest.raises(ValueError, match="8 bins"):
         crafted(knowledge(network(8), 1), 4)
-    check_refused(imprint(4), read_imprint(), knowledge(mlp(SHAPE, CLASSES), 1), "imprint_block")
+    check_refused(imprint(4), read_imprint(), knowledge(mlp(SHAPE, CLASSES), 1))
     known = knowledge(network(8), 2)
     check_silent(read_imprint(), known, crafted(known, 8))
 

@@ -141,6 +141,6 @@ def test_what_cannot_be_is_refused() -> None:
         client_kernels(mlp(SHAPE, CLASSES), (16,), 2, 4)
     with pytest.raises(ValueError, match="3 members"):
         craft(loki(2, 32), knowledge(network(), 1))
-    check_refused(loki(), read_kernels(), knowledge(mlp(SHAPE, CLASSES), 1), "client_kernels")
+    check_refused(loki(), read_kernels(), knowledge(mlp(SHAPE, CLASSES), 1))
     known = knowledge(network(), 1)
     check_silent(read_kernels(), known, sent_to(known)[0])

@@ -158,10 +158,10 @@ def test_a_pooled_convolution_keeps_components_of_the_mean_patch() -> None:
 def test_what_it_cannot_do_is_said() -> None:
     with pytest.raises(ValueError, match="strength"):
         scale_mia(strength=0)
-    check_refused(scale_mia(), read_latents(), knowledge(lenet(SHAPE, CLASSES), 1), "ReLU")
-    check_refused(scale_mia(), read_latents(), knowledge(lossless(), 1, public=3), "there are 3")
+    check_refused(scale_mia(), read_latents(), knowledge(lenet(SHAPE, CLASSES), 1))
+    check_refused(scale_mia(), read_latents(), knowledge(lossless(), 1, public=3))
     same = Batch(torch.full((20, *SHAPE), 0.5), torch.zeros(20).long())
-    with pytest.raises(ValueError, match="same features"):
+    with pytest.raises(ValueError, match="threshold"):
         crafted(replace(knowledge(lossless(), 1), auxiliary=same))
     known = knowledge(lossless(), 2)
     check_silent(read_latents(), known, crafted(known))

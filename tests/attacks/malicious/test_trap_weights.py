@@ -137,7 +137,7 @@ UNFIT: dict[str, nn.Module] = {
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_a_network_without_the_layer_is_refused_by_both(name: str) -> None:
-    check_refused(trap_weights(), read_rows(), knowledge(2, UNFIT[name]), name)
+    check_refused(trap_weights(), read_rows(), knowledge(2, UNFIT[name]))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.5, float("nan")])

@@ -1,7 +1,7 @@
 """The attackers of one defense each: what they do not read, what they choose by, and what they find that others miss."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from fedgauge.client.data.images import Dataset, batch_of, cifar10, mnist5k
 from fedgauge.client.models.vision import convbig, convsmall, detached_params, mlp
 from fedgauge.client.rng import generator
 from fedgauge.client.training import StochasticLayer, gradient, local_sgd
-from fedgauge.client.transforms import BatchTransform, Link, per_example
-from fedgauge.client.update import Batch, Transform, Update, UpdateFn
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.precode import precode
 from fedgauge.defenses.soteria import soteria
@@ -253,58 +253,6 @@ def test_noise_of_examples_that_are_trained_on_apart_is_refused_and_of_one_is_no
     assert found.status == "not_applicable"
     _, wave, known = met(small(guarded=True), links)
     assert found_by(precode_joint(), wave, known)[0].status == "converged"
-
-
-# ------------------------------------------------------------------------------------------------- draws of a chain
-
-
-@dataclass(frozen=True)
-class shaken(BatchTransform):
-    """Adds a random number to each image: random, with no noise-free form."""
-
-    def transform(self, batch: Batch, rng: Generator | None) -> Batch:
-        if rng is None:
-            return Batch(batch.x + 0, batch.y)
-        return Batch(batch.x + torch.rand(len(batch.x), 1, 1, 1, generator=rng), batch.y)
-
-
-@dataclass(frozen=True)
-class flipped(Link):
-    """Turns the images round or does not, by a draw that Python decides on."""
-
-    def __call__(self, compute: UpdateFn) -> UpdateFn:
-        def defended(params: dict[str, Tensor], batch: Batch, rng: Generator | None) -> Update:
-            turn = rng is not None and float(torch.rand((), generator=rng)) < 0.5
-            return compute(params, Batch(batch.x.flip(-1), batch.y) if turn else batch, rng)
-
-        return defended
-
-
-@pytest.mark.parametrize("link", [shaken(), flipped()])
-def test_the_objective_is_averaged_over_the_attackers_draws(link: Transform) -> None:
-    batches, wave, known = met(small(), chain(link, SGD), count=3)
-    problems = problems_of(Objective(cosine(), training=unrolled(draws=8)), wave, known)
-    x = known.normalise(torch.stack([b.x for b in batches]))
-    value = problems.value({"x": x}, torch.arange(3))
-    for k, batch in enumerate(batches):
-        clients = [known.forward(wave.params, batch, generator("draw", j)) for j in range(8)]
-        expected = torch.stack([cosine()(wave.alone(k), update) for update in clients])
-        assert float(expected.std()) > 1e-6, "the draws differ"
-        torch.testing.assert_close(value[k], expected.mean(), rtol=1e-4, atol=1e-6)
-        alone = problems.value({"x": x[k : k + 1]}, torch.tensor([k]))
-        torch.testing.assert_close(alone[0], value[k], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "attack", [make().with_objective(training=unrolled(draws=3)) for make in (inverting_gradients, dlg)]
-)
-def test_draws_serve_every_optimiser_and_a_model_that_draws(attack: Attack) -> None:
-    _, wave, known = met(small(guarded=True), chain(SGD))
-    state = torch.get_rng_state()
-    found = found_by(attack, wave, known, Budget(4))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [r.status for r in found] == ["converged"] * 2
-    assert torch.equal(images(found), images(found_by(attack, wave, known, Budget(4))))
 
 
 # ------------------------------------------------------------------------------------------------------------- quality

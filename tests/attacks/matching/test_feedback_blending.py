@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, ClientState, Knowledge, Observation, Reconstruction, Stream, Wave
-from fedgauge.attacks.matching.feedback_blending import FeedbackBlending, feedback_blending
+from fedgauge.attacks.matching.feedback_blending import feedback_blending
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.recipes import dlg, idlg
 from fedgauge.client.chain import chain
@@ -33,7 +33,7 @@ class Recorded(GradientMatching):
         return super().continued(wave, known, budget, streams, start)
 
 
-def recorded_starts(blending: FeedbackBlending) -> list[Tensor | None]:
+def recorded_starts(blending: feedback_blending) -> list[Tensor | None]:
     assert isinstance(blending.attack, Recorded)
     return blending.attack.starts
 
@@ -63,7 +63,7 @@ def streams(place: int) -> list[Stream]:
     return [partial(generator, "feedback", place, k) for k in range(2)]
 
 
-def run(blending: FeedbackBlending, waves: list[Wave], known: Knowledge) -> list[list[Reconstruction]]:
+def run(blending: feedback_blending, waves: list[Wave], known: Knowledge) -> list[list[Reconstruction]]:
     memories, found = [blending.initial() for _ in waves[0].clients], []
     for place, wave in enumerate(waves):
         results, memories = blending.advance(wave, known, Budget(3), streams(place), memories)
@@ -71,7 +71,7 @@ def run(blending: FeedbackBlending, waves: list[Wave], known: Knowledge) -> list
     return found
 
 
-class JudgedBlending(FeedbackBlending):
+class JudgedBlending(feedback_blending):
     """Counts as successes what a test says."""
 
     def __init__(self, attack: GradientMatching, alpha: float, successes: list[bool]) -> None:
@@ -117,14 +117,14 @@ def test_the_third_image_starts_from_the_blend_of_the_first_two_and_a_failure_is
 def test_success_is_judged_by_the_attacks_own_objective() -> None:
     waves, known = sequence(3)
     hard, easy = recorded(), recorded()
-    run(FeedbackBlending(hard, fit=-1.0), waves, known)
-    run(FeedbackBlending(easy, fit=2.0), waves, known)
+    run(feedback_blending(hard, fit=-1.0), waves, known)
+    run(feedback_blending(easy, fit=2.0), waves, known)
     noise = torch.stack([known.pixels(torch.randn(1, *SHAPE, generator=s("start", 0))) for s in streams(2)])
     assert hard.starts[2] is not None and easy.starts[2] is not None
     torch.testing.assert_close(hard.starts[2], noise)
     assert float((easy.starts[2] - noise).abs().max()) > 0.1
     failing = recorded()
-    run(FeedbackBlending(failing, fit=-1.0, discard_failures=False), waves, known)
+    run(feedback_blending(failing, fit=-1.0, discard_failures=False), waves, known)
     assert failing.starts[2] is not None
     torch.testing.assert_close(failing.starts[2], easy.starts[2])
 
@@ -133,7 +133,7 @@ def test_success_is_judged_by_the_attacks_own_objective() -> None:
 def test_the_controls_start_where_they_say(start: str) -> None:
     waves, known = sequence(2)
     attack = recorded()
-    run(FeedbackBlending(attack, start=start), waves, known)  # type: ignore[arg-type]
+    run(feedback_blending(attack, start=start), waves, known)  # type: ignore[arg-type]
     assert known.auxiliary is not None
     expected = {"half": torch.full(SHAPE, 0.5), "mean": known.auxiliary.x.mean(0)}.get(start)
     for begun in attack.starts:
@@ -147,16 +147,16 @@ def test_the_controls_start_where_they_say(start: str) -> None:
 def test_noise_is_the_attack_itself() -> None:
     waves, known = sequence(1)
     alone = GradientMatching().reconstruct(waves[0], known, Budget(3), streams(0))
-    (found,) = run(FeedbackBlending(recorded()), waves, known)
+    (found,) = run(feedback_blending(recorded()), waves, known)
     for a, b in zip(alone, found, strict=True):
         torch.testing.assert_close(a.x, b.x, rtol=0, atol=1e-6)
 
 
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="alpha"):
-        FeedbackBlending(recorded(), alpha=1.5)
+        feedback_blending(recorded(), alpha=1.5)
     waves, known = sequence(1)
-    (found,) = run(FeedbackBlending(recorded(), start="mean"), waves, replace(known, auxiliary=None))
+    (found,) = run(feedback_blending(recorded(), start="mean"), waves, replace(known, auxiliary=None))
     assert {(r.status, r.reason) for r in found} == {
         ("not_applicable", "the mean image needs auxiliary images, and the attacker has none")
     }
@@ -167,7 +167,7 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 def test_what_is_remembered_of_a_client_owes_nothing_to_the_others_of_its_wave() -> None:
     waves, known = sequence(1)
-    blending, blend = FeedbackBlending(recorded(), fit=2.0), torch.rand(1, *SHAPE)
+    blending, blend = feedback_blending(recorded(), fit=2.0), torch.rand(1, *SHAPE)
     kept = {"images": torch.tensor(2), "blend": blend}
     _, (first, second) = blending.advance(waves[0], known, Budget(3), streams(0), [kept, blending.initial()])
     start = recorded_starts(blending)[0]
@@ -182,7 +182,7 @@ def test_what_is_remembered_of_a_client_owes_nothing_to_the_others_of_its_wave()
 def test_what_is_of_another_batch_is_neither_a_start_nor_blended() -> None:
     """As where a secure sum is of more clients in one round than in the next."""
     waves, known = sequence(1)
-    blending = FeedbackBlending(recorded(), fit=2.0)
+    blending = feedback_blending(recorded(), fit=2.0)
     kept = {"images": torch.tensor(2), "blend": torch.rand(3, *SHAPE)}
     _, after = blending.advance(waves[0], known, Budget(3), streams(0), [kept, kept])
     start = recorded_starts(blending)[0]
@@ -194,7 +194,7 @@ def test_what_is_of_another_batch_is_neither_a_start_nor_blended() -> None:
 def test_an_attack_that_found_nothing_is_not_remembered() -> None:
     waves, known = sequence(1)
     known = replace(known, model=nn.Sequential(known.model, nn.Dropout()))  # which the engine refuses
-    blending = FeedbackBlending(GradientMatching(), discard_failures=False)
+    blending = feedback_blending(GradientMatching(), discard_failures=False)
     kept = {"images": torch.tensor(2), "blend": torch.rand(1, *SHAPE)}
     found, after = blending.advance(waves[0], known, Budget(3), streams(0), [kept, kept])
     assert {(r.status, r.x) for r in found} == {("not_applicable", None)}
@@ -202,6 +202,6 @@ def test_an_attack_that_found_nothing_is_not_remembered() -> None:
 
 
 def test_a_name_or_a_table_makes_the_same_attack() -> None:
-    assert feedback_blending() == FeedbackBlending(idlg()) == feedback_blending({"use": "idlg"})
-    made = feedback_blending({"use": "dlg", "restart_above": 1e-5}, alpha=0.25, discard_failures=False, fit=1e-3)
-    assert made == FeedbackBlending(dlg(restart_above=1e-5), 0.25, False, 1e-3)
+    for blending in (feedback_blending(), feedback_blending(idlg()), feedback_blending({"use": "idlg"})):
+        assert blending.inner == idlg()
+    assert feedback_blending({"use": "dlg", "restart_above": 1e-5}).inner == dlg(restart_above=1e-5)

@@ -94,17 +94,6 @@ def test_the_objective_falls_and_the_image_comes_nearer(attack: GradientMatching
         assert float(psnr(batch.x, late.x)) > float(psnr(batch.x, early.x)) + gain
 
 
-def test_packing_changes_no_start() -> None:
-    wave, known, _ = scene(clients=4, labels=False)
-    nothing = Budget(iterations=50, restarts=2, seconds=1e-9)  # out of time before the first step: the start itself
-    packed = inverting_gradients().reconstruct(wave, known, nothing, streams(0, 1, 2, 3))
-    for k in range(4):
-        alone = Wave(1, (k,), wave.params, {n: t[k : k + 1] for n, t in wave.update.items()})
-        (one,) = inverting_gradients().reconstruct(alone, known, nothing, streams(k))
-        assert one.x is not None and packed[k].x is not None
-        assert torch.equal(one.x, packed[k].x)
-
-
 @pytest.mark.usefixtures("double")
 def test_the_restart_with_the_lowest_objective_is_kept() -> None:
     wave, known, _ = scene(clients=2)
@@ -179,17 +168,6 @@ def test_an_objective_that_is_not_finite_is_reported_as_diverged(value: float) -
     results_in_the_box(found)
 
 
-def test_one_problem_that_diverges_leaves_the_others_alone() -> None:
-    wave, known, _ = scene(clients=2)
-    poisoned = Wave(1, (0, 1), wave.params, {k: t.clone() for k, t in wave.update.items()})
-    poisoned.update["conv1.weight"][0, 0] = float("nan")
-    clean = inverting_gradients().reconstruct(wave, known, Budget(20), streams(0, 1))
-    found = inverting_gradients().reconstruct(poisoned, known, Budget(20), streams(0, 1))
-    assert [result.status for result in found] == ["diverged", "converged"]
-    results_in_the_box(found)
-    torch.testing.assert_close(found[1].x, clean[1].x, rtol=0, atol=1e-3)
-
-
 class WithDropout(nn.Module):
     """A classifier that drops out."""
 
@@ -255,18 +233,6 @@ def test_where_slices_hold_which_label_is_not_known_restarts_try_it() -> None:
         assert result.y is not None
         assert sorted(result.y.tolist()) == sorted(batch.y.tolist())
     assert any(r.y is not None and r.y.tolist() == b.y.tolist() for r, b in zip(found, batches, strict=True))
-
-
-def test_lbfgs_starts_again_where_it_ends_without_a_fit() -> None:
-    wave, known, _ = scene(clients=2, n=1)
-    ends = GradientMatching(Objective(squared()), LBFGSSearch(plateau=0.9999))
-    again = replace(ends, search=LBFGSSearch(plateau=0.9999, restart_above=1e-12))
-    first, more = (a.reconstruct(wave, known, Budget(300), streams(0, 1)) for a in (ends, again))
-    for one, two in zip(first, more, strict=True):
-        assert one.iterations < 40, "ten steps, and no more"
-        assert two.iterations > one.iterations, "then from a new draw, while the budget lasts"
-        assert two.iterations <= 300
-        assert two.objective <= one.objective
 
 
 def test_lbfgs_finds_the_surrogates_point_too() -> None:

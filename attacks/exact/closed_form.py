@@ -1,0 +1,73 @@
+"""What attacks share that read each observation by itself, without a search."""
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from fedgauge.attacks import labels as labelling
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+
+# reads the only observation of a wave, whose labels, if known, are the only ones; ValueError says why it cannot
+Reader = Callable[[Wave, Knowledge], Reconstruction]
+
+
+class EachByItself(Attack):
+    """Reads each observation by itself, off its gradients."""
+
+    on_cpu = True
+
+    @abstractmethod
+    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]) -> Sequence[Reader]:
+        """How each observation of the wave is read; ValueError where none can be."""
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        try:
+            readers = self.readers(wave, known, budget, streams)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
+        results = []
+        for k, read in enumerate(readers):
+            started, alone = time.perf_counter(), wave.of([k])
+            try:
+                if not all(bool(t.isfinite().all()) for t in alone.update.values()):
+                    raise ValueError("the update is not finite")
+                labels = None if known.labels is None else known.labels[k : k + 1]
+                result = read(alone, replace(known, labels=labels))
+                if result.x is not None and not bool(result.x.isfinite().all()):
+                    raise ValueError("what was read is not finite")
+            except ValueError as error:
+                (result,) = not_applicable(alone, str(error))
+            results.append(replace(result, seconds=time.perf_counter() - started))
+        return results
+
+
+class ClosedForm(EachByItself):
+    """Reads every observation in the same way."""
+
+    @abstractmethod
+    def reader(self, wave: Wave, known: Knowledge) -> Reader:
+        """How an observation of the wave is read; ValueError where none can be."""
+
+    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]) -> Sequence[Reader]:
+        return [self.reader(wave, known)] * len(wave)
+
+
+def labels_of(alone: Wave, known: Knowledge) -> Tensor | None:
+    """The labels (B,) of the only observation; None where they cannot be restored, since images count without them, too."""
+    try:
+        return labelling.restore(alone, known)[0]
+    except ValueError:
+        return None
+
+
+def check_one_example(known: Knowledge) -> None:
+    """ValueError unless an update is the gradient of one example, up to its scale."""
+    if known.batch_size != 1:
+        raise ValueError(f"the attack needs one example in each update, and this one sums {known.batch_size}")
+    if known.chain.local.adaptive:
+        raise ValueError(f"the attack needs a gradient's magnitudes, and the clients take {known.chain.local.words}")
