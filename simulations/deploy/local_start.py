@@ -16,6 +16,7 @@ from fedgauge.server.views.participation import absences
 from fedgauge.server.views.server_attacks import Row
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.deploy.supervisor import FACTS, LocalDeployment
+from fedgauge.simulations.deploy.train import not_attacked
 from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.live.terminal import view_of
 from fedgauge.simulations.live.view import View
@@ -56,7 +57,7 @@ def up(
             if interrupt.asked and "start" not in local.children:
                 return run, INTERRUPTED
             view.say(f"fedgauge: watch it at {local.addresses.dashboard_address} (its token: secrets/dashboard)")
-            ended = _follow(local, view, interrupt)
+            ended = _follow(local, run, view, interrupt)
             view.say("fedgauge: ending the services")
             return run, ended
 
@@ -85,8 +86,8 @@ def _start_all(local: LocalDeployment, run: Run, interrupt: Interrupt) -> None:
         local.begin("attack")
 
 
-def _follow(local: LocalDeployment, view: View, interrupt: Interrupt) -> int:
-    """Supervise the services until the run has ended; returns its exit status."""
+def _follow(local: LocalDeployment, run: Run, view: View, interrupt: Interrupt) -> int:
+    """Supervise the services until the run has ended; returns INTERRUPTED or 0."""
     reporter, ledger = AbsenceReporter(view), view.run_progress.ledger
     status = _await_end(local, "start", view, interrupt, reporter)
     view.run_progress.coming = False
@@ -94,11 +95,11 @@ def _follow(local: LocalDeployment, view: View, interrupt: Interrupt) -> int:
         _await_end(local, "attack", view, interrupt, reporter)
     if interrupt.asked:
         return INTERRUPTED
-    if status:
+    meta = ledger.meta()
+    if meta.get("state") != "trained":
         raise TrainingFailed(_why(local, ledger, status))
-    if (left := ledger.progress().waiting) and ledger.meta().get("replay") != "mismatch":
-        command = f"fedgauge audit {local.deployment.folder / 'runs' / local.addresses.run}"
-        raise TrainingFailed(local.blame("attack", f"{left} attacks were not done; continue with: {command}"))
+    if (left := ledger.progress().waiting) and meta.get("replay") != "mismatch":
+        raise TrainingFailed(local.blame("attack", not_attacked(run, left)))
     return 0
 
 
@@ -140,7 +141,7 @@ class AbsenceReporter:
 
 
 def _why(local: LocalDeployment, ledger: Ledger, status: int) -> str:
-    """Why a run failed: no client took part, the SuperLink died, or what `start` reported."""
+    """Why a training failed: no client took part, the SuperLink died, or what `start` reported."""
     if ledger.meta().get("state") == "failed" and (why := ledger.meta().get(EMPTY)):
         return why
     if local.deaths.get("superlink") or local.status("superlink") is not None:
