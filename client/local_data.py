@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fedgauge.client.cache_folder import cache_folder
-from fedgauge.client.files import MOST_ARCHIVE, open_data, replacing
+from fedgauge.client.files import replacing
 
 may_download = ContextVar("may_download", default=True)  # False while a run is only displayed
 
@@ -40,21 +40,10 @@ def state_folder() -> Path:
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """Read the arrays of an npz file that anybody may have made.
-
-    Raises:
-        ValueError: it is missing, damaged, or unpacks to more than the largest file.
-    """
+    """Read the arrays of an npz file; ValueError if it is missing or damaged."""
     try:
-        with open_data(path, MOST_ARCHIVE) as file:
-            with zipfile.ZipFile(file) as packed:
-                if (size := sum(part.file_size for part in packed.infolist())) > MOST_ARCHIVE:
-                    raise ValueError(f"its arrays need {size} bytes; the limit is {MOST_ARCHIVE}")
-            file.seek(0)
-            with np.load(file, allow_pickle=False) as stored:
-                return {key: stored[key] for key in stored.files}
-    except FileNotFoundError as error:
-        raise ValueError(f"{path}: there is no such file") from error
+        with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as stored:
+            return {key: stored[key] for key in stored.files}
     except Exception as error:  # damage shows as zlib.error, TokenError, BadZipFile, NotImplementedError and more
         raise ValueError(f"{path} is not an npz file that can be read: {error}") from error
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from fedgauge.client.data.grammar import sentences
 from fedgauge.client.data.images import Dataset
 from fedgauge.client.data.table_files import read_table
-from fedgauge.client.files import MOST_TABLE, read_file
 from fedgauge.client.local_data import cached, data_folder
 from fedgauge.client.models.losses import IGNORED
 from fedgauge.client.models.tokenizer import WORDPIECE, Task, Tokenizer, framed, load_tokenizer, offline, wordpiece
@@ -37,12 +36,10 @@ class Text(Dataset):
     dtype: ClassVar[torch.dtype] = torch.int64
     dimensions: ClassVar[int] = 2
 
+    further: ClassVar[tuple[str, ...]] = ("tokenizer", "task")
+
     tokenizer: Tokenizer
     task: Task
-
-    @property
-    def offered(self) -> dict[str, Any]:
-        return {**super().offered, "tokenizer": self.tokenizer, "task": self.task}
 
     @property
     def labels(self) -> Tensor:
@@ -335,7 +332,7 @@ def _hub(path: str, subset: str | None, column: str, parts: Sequence[str]) -> Co
 
 def _lines(path: Path) -> list[str]:
     try:
-        return read_file(path, MOST_TABLE).decode().splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except (UnicodeDecodeError, OSError) as error:
         raise ValueError(
             f"{path} is not text in UTF-8 that can be read: {error}; put the published file there"

@@ -37,11 +37,9 @@ class Tabular(Dataset):
     dtype: ClassVar[torch.dtype] = torch.float32
     dimensions: ClassVar[int] = 2
 
-    columns: Columns
+    further: ClassVar[tuple[str, ...]] = ("columns",)
 
-    @property
-    def offered(self) -> dict[str, Any]:
-        return {**super().offered, "columns": self.columns}
+    columns: Columns
 
     def check(self) -> None:
         super().check()

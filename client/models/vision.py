@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.client.files import MOST_ARCHIVE, read_file
-
 Shape = tuple[int, ...]  # (C, H, W)
 Norm = Literal["batch", "group", "none"]
 Activation = Literal["relu", "sigmoid", "tanh"]
@@ -336,10 +334,10 @@ def copy_weights(own: dict[str, Tensor], stored: dict[str, Tensor], needed: Iter
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file; ValueError if it cannot be read."""
     from safetensors import SafetensorError
-    from safetensors.torch import load
+    from safetensors.torch import load_file
 
     try:
-        stored: dict[str, Tensor] = load(read_file(path, MOST_ARCHIVE))
+        stored: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a safetensors file from {Path.cwd()}: {error}") from error
     return stored
