@@ -86,17 +86,12 @@ class Chain:
     @property
     def private(self) -> bool:
         """Whether noise follows a bound: then nothing that leaves the client may depend on its examples in another way."""
-        return self.behind_noise is not None
-
-    @property
-    def behind_noise(self) -> tuple[Link, ...] | None:
-        """The links behind the first noise that follows a bound; None: no noise follows one."""
-        bounded, parts = False, tuple(_parts(self.links))
-        for i, link in enumerate(parts):
-            bounded = bounded or link.bounds
-            if bounded and _noisy(link):
-                return parts[i + 1 :]
-        return None
+        bounded = False
+        for part in _parts(self.links):
+            bounded = bounded or part.bounds
+            if bounded and _noisy(part):
+                return True
+        return False
 
     @property
     def visible(self) -> "Chain":
@@ -121,17 +116,11 @@ class Chain:
         """Parameters whose updates one of the links hides."""
         return frozenset().union(*map(_hidden, self.links))
 
-    def with_state(self, memory: TransformState, within: Transform | None = None) -> "Chain":
-        """The same chain with its stateful links bound to a client's state, which they read and update.
-
-        Args:
-            within: a further transform just inside each link that bounds the update or adds noise.
-        """
+    def with_state(self, memory: TransformState) -> "Chain":
+        """The same chain with its stateful links bound to a client's state, which they read and update."""
         links: list[Transform] = []
         behind: list[Transform] = []
         for i, link in enumerate(self.links):
-            if within is not None and any(part.bounds or _noisy(part) for part in _parts([link])):
-                links.append(within)
             links.append(link.bound(memory, f"{i}.") if isinstance(link, Link) else link)
             if isinstance(link, ControlledSGD):
                 behind.append(link.noting(memory, f"{i}."))
