@@ -4,17 +4,17 @@ From the server's protocol it takes the seed, the number of rounds and clients, 
 only what the server assumes. Whether the client is a canary its owner says; a server that assumes otherwise gets no update.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import ComponentKind, SpecError, build, call, check_arguments
+from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments
 from fedgauge.client.data.images import Shards, split
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.secure_sum_terms import SecureSum, build_secure_sum
@@ -98,9 +98,12 @@ class DeployedClient(Federation):
         return None if table is None else build_secure_sum(table)
 
     @property
-    def terms(self) -> dict[str, Any]:
-        """What the epsilon of an update depends on, as JSON: by its owner's file, and how many records the client holds."""
-        return {**self.owner.terms, "records": len(self.shards.indices[self.owner.client])}
+    def terms(self) -> Table:
+        """What the epsilon of an update depends on, as JSON; secret: whether the draw of its examples amplifies it."""
+        chain, draw = json.loads(json.dumps(self.owner.chain, default=str)), self.owner.draw
+        # of shared data the server chooses how much is this client's, which in another run may have been one batch
+        secret, records = draw.sampling == "secret" and draw.whole, len(self.shards.indices[self.owner.client])
+        return {"chain": chain, "batch_size": draw.batch_size, "secret": secret, "records": records}
 
     def draw(self, round: int) -> list[int]:
         """The rows of the training images that a round trains on."""
