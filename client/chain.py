@@ -114,7 +114,8 @@ class Chain:
     @property
     def hidden(self) -> frozenset[str]:
         """Parameters whose updates one of the links hides."""
-        return frozenset().union(*map(_hidden, self.links))
+        known = map(_alone, _parts(self.links))
+        return frozenset().union(*(found.hidden for found in known if found is not None))
 
     def with_state(self, memory: TransformState) -> "Chain":
         """The same chain with its stateful links bound to a client's state, which they read and update."""
@@ -135,12 +136,6 @@ class Chain:
             return lambda *_: {k: far * t for k, t in direction.items()}
 
         return Chain((*self.links[:place], sent, *self.links[place:]))
-
-    @property
-    def before_noise(self) -> "Chain":
-        """The links before the first that adds noise."""
-        noisy = (i for i, link in enumerate(self.links) if any(map(_noisy, _parts([link]))))
-        return Chain(self.links[: next(noisy, None)])
 
     def check(self) -> None:
         """Refuse an order of links that makes no sense.
@@ -209,13 +204,6 @@ def _alone(link: Transform) -> UpdateDistribution | None:
 def _noisy(link: Link) -> bool:
     known = _alone(link)
     return known is not None and known.noisy
-
-
-def _hidden(link: Transform) -> frozenset[str]:
-    if isinstance(link, per_example):
-        return _hidden(link.inner)
-    known = _alone(link)
-    return link.hidden if isinstance(link, Chain) else frozenset() if known is None else known.hidden
 
 
 def trained_on(chain: Chain, compute: UpdateFn, params: Params, batch: Batch, rng: Generator | None) -> Batch | None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedgauge.client.chain import Chain, trained_on
-from fedgauge.client.components import ComponentKind, SpecError, build, call, check_arguments, coerce
+from fedgauge.client.components import ComponentKind, SpecError, build, call, call_checked, coerce
 from fedgauge.client.data.canary_examples import with_canary_examples
 from fedgauge.client.data.images import Dataset, Shards, batch_of, split
 from fedgauge.client.inspection.policy import InspectionPolicy
@@ -75,8 +75,7 @@ class Federation:
         except Exception as error:  # fields of a user's making may be of any type
             raise SpecError(f"[data]: {table['use']}: {type(error).__name__}: {error}") from error
         fixed = {"dataset": dataset, "clients": self.protocol.clients, "seed": self.protocol.seed}
-        arguments = check_arguments(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
-        shards: Shards = call(split, arguments, "[data]")
+        shards: Shards = call_checked(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
         if each := self.protocol.canary_examples:
             planted = {"clients": self.protocol.canary_clients, "each": each, "coins": self.protocol.coins}
             shards = call(with_canary_examples, {"shards": shards, **planted}, "[canaries]")

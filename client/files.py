@@ -42,10 +42,7 @@ def writing(path: Path) -> AbstractContextManager[IO[bytes]]:
 
 def claimed(path: Path) -> bool:
     """Make an empty file and return whether this call made it: of all processes, even after a power cut, only one did."""
-    missing = [here for here in path.parents if not here.exists()]
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for here in missing:  # a power cut must not take a folder with what it holds
-        _sync(here.parent)
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except FileExistsError:

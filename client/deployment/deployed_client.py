@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments
+from fedgauge.client.components import ComponentKind, SpecError, Table, build, call_checked
 from fedgauge.client.data.images import Shards, split
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.secure_sum_terms import SecureSum, build_secure_sum
@@ -69,9 +69,7 @@ class DeployedClient(Federation):
         size, seed = owner.draw.batch_size, self.protocol.seed
         if not owner.draw.whole:
             fixed = {"dataset": data, "clients": clients, "seed": seed}
-            dealt: Shards = call(
-                split, check_arguments(split, {**owner.split, "batch_size": size}, "[data]", fixed), "[data]"
-            )
+            dealt: Shards = call_checked(split, {**owner.split, "batch_size": size}, "[data]", fixed)
             return dealt
         if len(data.y) < size:
             raise SpecError(f"[data]: {data.name} has {len(data.y)} images, fewer than batch_size {size}")
