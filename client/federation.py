@@ -45,6 +45,7 @@ from fedgauge.client.update import (
     Batch,
     Loss,
     Params,
+    Transform,
     Update,
     UpdateFn,
     at_least_single,
@@ -153,6 +154,13 @@ class Federation:
                 f"[[chain]] acts per example, and layer {mixing[0]!r} (BatchNorm in train mode) mixes examples: "
                 f"set {self.without_batch_statistics}"
             )
+        self._check_frozen(steps)
+        for i, link in enumerate(composed.links, 1):
+            if isinstance(link, BatchTransform):
+                self._check_labels(link, f"[[chain]] #{i}")
+
+    def _check_frozen(self, steps: Sequence[Transform]) -> None:
+        """Refuse parameters that the network does not train, unless a link before local training freezes them."""
         freezing = [says for link in steps if (says := getattr(link, "frozen", None))]  # the defense `freeze`
         own = {k: p for k, p in self.model.named_parameters() if p.is_floating_point()}
         if still := {k for k, p in own.items() if not p.requires_grad and not any(says(k) for says in freezing)}:
@@ -161,16 +169,16 @@ class Federation:
                 f"[model]: {named[0]!r} has requires_grad = False, and clients would train it all the same: freeze it by "
                 f'[[chain]] use = "freeze", layers = {named} before local_sgd, or set requires_grad'
             )
-        for i, link in enumerate(composed.links, 1):
-            if not isinstance(link, BatchTransform):
-                continue
-            examples = batch_of(self.shards.dataset.x, self.shards.dataset.y, torch.arange(2))
-            batch: Batch = call(link.transform, {"batch": examples, "rng": generator("examples")}, f"[[chain]] #{i}")
-            if batch.y.is_floating_point() and not takes_probabilities(self.loss, self.shards.dataset.classes):
-                raise SpecError(
-                    f"[loss]: {self.protocol.loss['use']} takes integer labels only, but [[chain]] #{i} turns them into "
-                    "probabilities: remove one of the two"
-                )
+
+    def _check_labels(self, link: BatchTransform, where: str) -> None:
+        """Refuse a link that makes probabilities of labels where the loss takes none."""
+        examples = batch_of(self.shards.dataset.x, self.shards.dataset.y, torch.arange(2))
+        batch: Batch = call(link.transform, {"batch": examples, "rng": generator("examples")}, where)
+        if batch.y.is_floating_point() and not takes_probabilities(self.loss, self.shards.dataset.classes):
+            raise SpecError(
+                f"[loss]: {self.protocol.loss['use']} takes integer labels only, but {where} turns them into probabilities: "
+                "remove one of the two"
+            )
 
     @property
     def without_batch_statistics(self) -> str:
