@@ -44,12 +44,6 @@ app = ClientApp()
 Handler = Callable[[Message, Context], Message]
 
 
-def _mine(context: Context) -> tuple[Federation, int]:
-    """The protocol's federation, and the number of this node's client."""
-    torch.set_num_threads(1)  # one thread a client: equal seeds give equal bits
-    return federation(str(context.run_config["protocol"])), int(context.node_config["partition-id"])
-
-
 def _of_a_deployment(context: Context) -> bool:
     return "client" in context.node_config
 
@@ -86,7 +80,8 @@ def train(message: Message, context: Context) -> Message:
     """Load the weights, draw this round's batch, reply with the update."""
     if _of_a_deployment(context):
         return _train_own(message, context)
-    fed, client = _mine(context)
+    torch.set_num_threads(1)  # one thread a client: equal seeds give equal bits
+    fed, client = federation(str(context.run_config["protocol"])), int(context.node_config["partition-id"])
     round = cast(int, message.content.config_records["config"]["server-round"])
     if fed.protocol.misses(client, round):
         return Message(Error(STRAGGLED, "straggler: too late by the scenario's [stragglers]"), reply_to=message)

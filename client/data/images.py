@@ -166,13 +166,8 @@ def split(
     Raises:
         ValueError: more clients than examples, or a shard that holds less than one batch.
     """
-    positive = {
-        "clients": clients,
-        "batch_size": batch_size,
-        "auxiliary": auxiliary,
-        "shards_per_client": shards_per_client,
-    }
-    for name, value in positive.items():
+    least_one = {"batch_size": batch_size, "auxiliary": auxiliary, "shards_per_client": shards_per_client}
+    for name, value in {"clients": clients, **least_one}.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if not alpha > 0:
@@ -304,16 +299,15 @@ def _cifar(name: str, torchvision_name: str, classes: int, mean: tuple[float, ..
     files = [sorted(folder.glob(f"{name}-{part}-*.npz")) for part in ("train", "test")] if folder else [[], []]
     if not all(files):
         return _download(name, torchvision_name, classes, mean, std)
-    (x, y), (x_test, y_test) = (_read_npz(found[0]) for found in files)
+    parts: list[Tensor] = []
+    for found in files:
+        stored = read_npz(found[0])
+        if not stored.keys() >= {"images", "labels"}:
+            raise ValueError(f"{found[0]} needs images (N, H, W, C) and labels (N,)")
+        parts.append(torch.from_numpy(stored["images"]).permute(0, 3, 1, 2).contiguous())
+        parts.append(torch.from_numpy(stored["labels"]).long())
+    x, y, x_test, y_test = parts
     return Dataset(name, x, y, x_test, y_test, classes, mean, std)
-
-
-def _read_npz(path: Path) -> tuple[Tensor, Tensor]:
-    stored = read_npz(path)
-    if not stored.keys() >= {"images", "labels"}:
-        raise ValueError(f"{path} needs images (N, H, W, C) and labels (N,)")
-    images, labels = torch.from_numpy(stored["images"]), torch.from_numpy(stored["labels"])
-    return images.permute(0, 3, 1, 2).contiguous(), labels.long()
 
 
 def _download(

@@ -264,11 +264,11 @@ def _pretrained(
     transformers = import_transformers()
     try:
         with _quiet(transformers):
-            config = transformers.AutoConfig.from_pretrained(**place, **settings)
+            config = place.load(transformers.AutoConfig, **settings)
             _silence_dropout(config)
             config.use_cache = False
             settings_ = {"config": config, "attn_implementation": "eager", "dtype": torch.float32}
-            net = getattr(transformers, kind).from_pretrained(**place, **settings_, use_safetensors=True)
+            net = place.load(getattr(transformers, kind), **settings_, use_safetensors=True)
     except (OSError, KeyError) as error:
         raise ValueError(f"{source} cannot be loaded: {error}") from error
     model = LanguageModel(net, task, tokenizer, freeze).eval()

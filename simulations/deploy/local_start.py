@@ -5,7 +5,6 @@ import shlex
 import signal
 import time
 from contextlib import closing
-from typing import Any
 
 from rich.console import Console
 
@@ -151,9 +150,9 @@ def _why(local: LocalDeployment, ledger: Ledger, status: int) -> str:
 
 def status(deployment: Deployment) -> tuple[dict[str, bool], list[str]]:
     """Which services of a local start are alive, and lines on the state of its last run."""
-    facts = _facts(deployment)
-    living = processes.marked(facts["mark"]) if facts else []
-    alive = {name: pid in living for name, pid in facts.get("pids", {}).items()}
+    mark, pids = _facts(deployment)
+    living = processes.marked(mark) if mark else []
+    alive = {name: pid in living for name, pid in pids.items()}
     lines = []
     for run in deployment.runs()[-1:]:
         with run.ledger(readonly=True) as ledger:
@@ -182,11 +181,12 @@ def down(deployment: Deployment, patience: float = 60.0) -> list[int]:
         if time.monotonic() > deadline:
             return []
         time.sleep(0.2)
-    facts = _facts(deployment)
-    return processes.sweep(facts["mark"]) if facts else []
+    mark, _ = _facts(deployment)
+    return processes.sweep(mark) if mark else []
 
 
-def _facts(deployment: Deployment) -> dict[str, Any]:
-    """The file of the last local start; {} before the first."""
+def _facts(deployment: Deployment) -> tuple[str, dict[str, int]]:
+    """The mark of the last local start, and each service's process; "" and {} before the first."""
     path = deployment.folder / FACTS
-    return json.loads(path.read_text()) if path.exists() else {}
+    facts = json.loads(path.read_text()) if path.exists() else {}
+    return facts.get("mark", ""), facts.get("pids", {})
