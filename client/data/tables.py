@@ -5,7 +5,7 @@ deviations, bounds) is declared in [data] columns, or else computed from the tra
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -92,10 +92,8 @@ def table(
     y = torch.tensor(numbers(labels.tolist(), names, f"{path}: column {label!r}"), dtype=torch.int64)
     tested = held_out(len(y), test, path)
     agreed = _declared(columns) if columns is not None else _fitted(features, ~tested.numpy(), path, one_hot)
-    x = agreed.rows(_numbered(features, agreed, path))
     fitted = tuple(key for key, given in (("columns", columns), ("classes", classes)) if given is None)
-    parts = (x[~tested], y[~tested], x[tested], y[tested])
-    return Tabular(path.stem, *parts, len(names), (), (), agreed, names=names, fitted=fitted)
+    return replace(_parted(path, features, agreed, y, tested, names), fitted=fitted)
 
 
 def census(one_hot: OneHot = "plain", seed: int = 1) -> Tabular:
@@ -217,10 +215,17 @@ def _published(
     name: str, features: Cells, labels: np.ndarray, tested: np.ndarray, classes: Sequence[str], one_hot: OneHot
 ) -> Tabular:
     """A table that everybody has: what is computed from it tells nobody anything."""
-    columns = _fitted(features, ~tested, Path(name), one_hot)
-    x, y = columns.rows(_numbered(features, columns, Path(name))), torch.from_numpy(labels).long()
-    held = torch.from_numpy(tested)
-    return Tabular(name, x[~held], y[~held], x[held], y[held], len(classes), (), (), columns, names=tuple(classes))
+    columns, path = _fitted(features, ~tested, Path(name), one_hot), Path(name)
+    return _parted(path, features, columns, torch.from_numpy(labels).long(), torch.from_numpy(tested), tuple(classes))
+
+
+def _parted(
+    path: Path, features: Cells, columns: Columns, y: Tensor, tested: Tensor, classes: tuple[str, ...]
+) -> Tabular:
+    """The rows of a table, divided into those for training and for test."""
+    x = columns.rows(_numbered(features, columns, path))
+    parts = (x[~tested], y[~tested], x[tested], y[tested])
+    return Tabular(path.stem, *parts, len(classes), (), (), columns, names=classes)
 
 
 def _fitted(features: Cells, trained: np.ndarray, path: Path, one_hot: OneHot) -> Columns:
