@@ -1,7 +1,6 @@
 """Local data: the folder that holds it, and the cache of decoded and downloaded data."""
 
 import os
-import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -49,13 +48,10 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def cached(name: str, make: Callable[[], Mapping[str, np.ndarray]]) -> Mapping[str, np.ndarray]:
-    """Arrays from the cache folder, computed and stored on first use; a damaged entry is computed again."""
+    """Arrays from the cache folder, computed and stored on first use."""
     path = cache_folder() / f"{name}.npz"
     if path.exists():
-        try:
-            return read_npz(path)
-        except ValueError as error:
-            warnings.warn(f"{path} is damaged ({error}) and is made again", stacklevel=2)
+        return read_npz(path)
     made = make()
     with replacing(path) as scratch:
         np.savez_compressed(scratch, allow_pickle=False, **made)

@@ -169,8 +169,6 @@ class OwnerConfig:
         """Read and check a file; SpecError names it, the table, the value and what is allowed."""
         try:
             return cls.parse(read_file(path, toml_text.MOST).decode(), path)
-        except FileNotFoundError as error:
-            raise SpecError(f"{path}: there is no such file") from error
         except (OSError, UnicodeDecodeError) as error:
             raise SpecError(f"{path}: not a readable file: {getattr(error, 'strerror', None) or error}") from error
 
