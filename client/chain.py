@@ -86,17 +86,12 @@ class Chain:
     @property
     def private(self) -> bool:
         """Whether noise follows a bound: then nothing that leaves the client may depend on its examples in another way."""
-        return self.behind_noise is not None
-
-    @property
-    def behind_noise(self) -> tuple[Link, ...] | None:
-        """The links behind the first noise that follows a bound; None: no noise follows one."""
-        bounded, parts = False, tuple(_parts(self.links))
-        for i, link in enumerate(parts):
-            bounded = bounded or link.bounds
-            if bounded and _noisy(link):
-                return parts[i + 1 :]
-        return None
+        bounded = False
+        for part in _parts(self.links):
+            bounded = bounded or part.bounds
+            if bounded and _noisy(part):
+                return True
+        return False
 
     @property
     def visible(self) -> "Chain":
@@ -119,19 +114,14 @@ class Chain:
     @property
     def hidden(self) -> frozenset[str]:
         """Parameters whose updates one of the links hides."""
-        return frozenset().union(*map(_hidden, self.links))
+        known = map(_alone, _parts(self.links))
+        return frozenset().union(*(found.hidden for found in known if found is not None))
 
-    def with_state(self, memory: TransformState, within: Transform | None = None) -> "Chain":
-        """The same chain with its stateful links bound to a client's state, which they read and update.
-
-        Args:
-            within: a further transform just inside each link that bounds the update or adds noise.
-        """
+    def with_state(self, memory: TransformState) -> "Chain":
+        """The same chain with its stateful links bound to a client's state, which they read and update."""
         links: list[Transform] = []
         behind: list[Transform] = []
         for i, link in enumerate(self.links):
-            if within is not None and any(part.bounds or _noisy(part) for part in _parts([link])):
-                links.append(within)
             links.append(link.bound(memory, f"{i}.") if isinstance(link, Link) else link)
             if isinstance(link, ControlledSGD):
                 behind.append(link.noting(memory, f"{i}."))
@@ -146,12 +136,6 @@ class Chain:
             return lambda *_: {k: far * t for k, t in direction.items()}
 
         return Chain((*self.links[:place], sent, *self.links[place:]))
-
-    @property
-    def before_noise(self) -> "Chain":
-        """The links before the first that adds noise."""
-        noisy = (i for i, link in enumerate(self.links) if any(map(_noisy, _parts([link]))))
-        return Chain(self.links[: next(noisy, None)])
 
     def check(self) -> None:
         """Refuse an order of links that makes no sense.
@@ -220,13 +204,6 @@ def _alone(link: Transform) -> UpdateDistribution | None:
 def _noisy(link: Link) -> bool:
     known = _alone(link)
     return known is not None and known.noisy
-
-
-def _hidden(link: Transform) -> frozenset[str]:
-    if isinstance(link, per_example):
-        return _hidden(link.inner)
-    known = _alone(link)
-    return link.hidden if isinstance(link, Chain) else frozenset() if known is None else known.hidden
 
 
 def trained_on(chain: Chain, compute: UpdateFn, params: Params, batch: Batch, rng: Generator | None) -> Batch | None:

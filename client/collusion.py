@@ -70,9 +70,7 @@ def check_threshold(group: int, least: int, colluders: int | None = None) -> Non
     if not 0 <= wanted <= group - 2:
         raise ValueError(f"colluders must be in 0..{group - 2} (all but two of group = {group}), got {wanted}")
     if resisted < wanted:
-        asked = f", or ask for this by colluders = {resisted}" if colluders is None else ""
         raise ValueError(
             f"threshold = {least} of group = {group} resists {resisted} clients on the side of a server that lies about who "
-            f"dropped out, and {wanted} are {'promised' if colluders is None else 'asked for'}: set threshold = "
-            f"{(group + wanted) // 2 + 1}{asked}"
+            f"dropped out, not {wanted}: set threshold = {(group + wanted) // 2 + 1}, or ask for colluders = {resisted}"
         )

@@ -165,9 +165,8 @@ def build(
         SpecError: an unknown name, an unknown or missing argument, a wrong type, a value that the component refuses, or a
             user's component that returns something else than it should.
     """
-    target = resolve(table, where, kind)
     arguments = {k: v for k, v in table.items() if k != "use"}
-    built = call(target, check_arguments(target, arguments, where, offered, beside), where)
+    built = call_checked(resolve(table, where, kind), arguments, where, offered, beside)
     if not isinstance(built, kind.outside or kind.type):
         raise SpecError(
             f"{where}: {table['use']!r} gave {type(built).__name__}, expected {kind.noun} ({_named(kind.type)})"
@@ -185,6 +184,17 @@ def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -
         if isinstance(error, ValueError | RuntimeError | FileNotFoundError):  # RuntimeError: torch out of memory
             raise SpecError(f"{where}: {error}") from error
         raise
+
+
+def call_checked(
+    target: Callable[..., Any],
+    arguments: Table,
+    where: str,
+    offered: Mapping[str, Any] | None = None,
+    beside: Sequence[str] = (),
+) -> Any:
+    """`call` with arguments that `check_arguments` has checked and completed."""
+    return call(target, check_arguments(target, arguments, where, offered, beside), where)
 
 
 def own_line(error: BaseException) -> str:
@@ -360,7 +370,7 @@ def settings_of(kind: type[Settings], value: Any, where: str, beside: Sequence[s
     table, names = coerce(value, dict, where), [*beside, *inspect.signature(kind).parameters]
     if unknown := [key for key in table if key not in names]:
         raise SpecError(f"{where}: unknown key {unknown[0]!r} (it has: {', '.join(names)})")
-    found: Settings = call(kind, check_arguments(kind, table, where), where)
+    found: Settings = call_checked(kind, table, where)
     return found
 
 

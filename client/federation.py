@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedgauge.client.chain import Chain, trained_on
-from fedgauge.client.components import ComponentKind, SpecError, build, call, check_arguments, coerce
+from fedgauge.client.components import ComponentKind, SpecError, build, call, call_checked, coerce
 from fedgauge.client.data.canary_examples import with_canary_examples
 from fedgauge.client.data.images import Dataset, Shards, batch_of, split
 from fedgauge.client.inspection.policy import InspectionPolicy
@@ -45,6 +45,7 @@ from fedgauge.client.update import (
     Batch,
     Loss,
     Params,
+    Transform,
     Update,
     UpdateFn,
     at_least_single,
@@ -75,8 +76,7 @@ class Federation:
         except Exception as error:  # fields of a user's making may be of any type
             raise SpecError(f"[data]: {table['use']}: {type(error).__name__}: {error}") from error
         fixed = {"dataset": dataset, "clients": self.protocol.clients, "seed": self.protocol.seed}
-        arguments = check_arguments(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
-        shards: Shards = call(split, arguments, "[data]")
+        shards: Shards = call_checked(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
         if each := self.protocol.canary_examples:
             planted = {"clients": self.protocol.canary_clients, "each": each, "coins": self.protocol.coins}
             shards = call(with_canary_examples, {"shards": shards, **planted}, "[canaries]")
@@ -154,6 +154,13 @@ class Federation:
                 f"[[chain]] acts per example, and layer {mixing[0]!r} (BatchNorm in train mode) mixes examples: "
                 f"set {self.without_batch_statistics}"
             )
+        self._check_frozen(steps)
+        for i, link in enumerate(composed.links, 1):
+            if isinstance(link, BatchTransform):
+                self._check_labels(link, f"[[chain]] #{i}")
+
+    def _check_frozen(self, steps: Sequence[Transform]) -> None:
+        """Refuse parameters that the network does not train, unless a link before local training freezes them."""
         freezing = [says for link in steps if (says := getattr(link, "frozen", None))]  # the defense `freeze`
         own = {k: p for k, p in self.model.named_parameters() if p.is_floating_point()}
         if still := {k for k, p in own.items() if not p.requires_grad and not any(says(k) for says in freezing)}:
@@ -162,16 +169,16 @@ class Federation:
                 f"[model]: {named[0]!r} has requires_grad = False, and clients would train it all the same: freeze it by "
                 f'[[chain]] use = "freeze", layers = {named} before local_sgd, or set requires_grad'
             )
-        for i, link in enumerate(composed.links, 1):
-            if not isinstance(link, BatchTransform):
-                continue
-            examples = batch_of(self.shards.dataset.x, self.shards.dataset.y, torch.arange(2))
-            batch: Batch = call(link.transform, {"batch": examples, "rng": generator("examples")}, f"[[chain]] #{i}")
-            if batch.y.is_floating_point() and not takes_probabilities(self.loss, self.shards.dataset.classes):
-                raise SpecError(
-                    f"[loss]: {self.protocol.loss['use']} takes integer labels only, but [[chain]] #{i} turns them into "
-                    "probabilities: remove one of the two"
-                )
+
+    def _check_labels(self, link: BatchTransform, where: str) -> None:
+        """Refuse a link that makes probabilities of labels where the loss takes none."""
+        examples = batch_of(self.shards.dataset.x, self.shards.dataset.y, torch.arange(2))
+        batch: Batch = call(link.transform, {"batch": examples, "rng": generator("examples")}, where)
+        if batch.y.is_floating_point() and not takes_probabilities(self.loss, self.shards.dataset.classes):
+            raise SpecError(
+                f"[loss]: {self.protocol.loss['use']} takes integer labels only, but {where} turns them into probabilities: "
+                "remove one of the two"
+            )
 
     @property
     def without_batch_statistics(self) -> str:

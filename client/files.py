@@ -2,17 +2,12 @@
 
 import os
 import secrets
-import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO
 
 SCRAP = ".part-"  # what the names of unfinished files and folders begin with; nobody reads them
-# the most bytes of a user's own file
-MOST_TABLE = 2 << 30
-MOST_ARCHIVE = 16 << 30  # arrays or weights
-MOST_PICTURE = MOST_WORDS = 256 << 20
 
 
 @contextmanager
@@ -47,10 +42,7 @@ def writing(path: Path) -> AbstractContextManager[IO[bytes]]:
 
 def claimed(path: Path) -> bool:
     """Make an empty file and return whether this call made it: of all processes, even after a power cut, only one did."""
-    missing = [here for here in path.parents if not here.exists()]
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for here in missing:  # a power cut must not take a folder with what it holds
-        _sync(here.parent)
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except FileExistsError:
@@ -68,30 +60,19 @@ def _sync(path: Path) -> None:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """Read a file that somebody else named; OSError as `open_data`."""
-    with open_data(path, most) as file:
-        return file.read(os.fstat(file.fileno()).st_size)  # to read(most) Python takes memory for as much at once
-
-
-def open_data(path: Path, most: int) -> IO[bytes]:
-    """Open a file that somebody else named; links are followed.
+    """Read a file that somebody else named; links are followed.
 
     Raises:
         OSError: it is no file (a device has no end, a pipe waits for its writer), or larger than `most` bytes.
     """
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # to open a folder fails by itself
+    if path.exists() and not path.is_file() and not path.is_dir():  # to open a folder fails by itself
         raise OSError(f"{path} is no file")
-    _check_size(found.st_size, most, path)
-    return path.open("rb")
+    with path.open("rb") as file:
+        return read_to(file, os.fstat(file.fileno()).st_size, most, path)
 
 
 def read_to(file: IO[bytes], size: int, most: int, path: Path) -> bytes:
     """Read an open file of this size; OSError if that is more than `most` bytes."""
-    _check_size(size, most, path)
-    return file.read(size)
-
-
-def _check_size(size: int, most: int, path: Path) -> None:
     if size > most:
         raise OSError(f"{path} has {size} bytes, and no such file has more than {most}")
+    return file.read(size)

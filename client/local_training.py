@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import count
 from typing import Literal
 
 import torch
@@ -92,40 +92,11 @@ class LocalTraining(local_sgd):
         alone = Link.update_distribution(self, before)
         return replace(alone, signed=True) if alone is not None and self.adaptive and self.steps == 1 else alone
 
-    def gradients(self, size: int) -> int:
-        return sum(map(len, islice(self.order(size, None), self.steps)))
+    @property
+    def accumulated(self) -> int:
+        return self.accumulate
 
-    def __call__(self, compute: UpdateFn) -> UpdateFn:
-        def train(params: Params, batch: Batch, rng: Generator | None) -> Update:
-            change: Update = {}
-            first: Update = {}
-            second: Update = {}
-            for step, parts in enumerate(islice(self.order(len(batch.x), rng), self.steps)):
-                here = {k: (p + change[k]).to(p.dtype) for k, p in params.items()} if change else params
-                found = [compute(here, Batch(batch.x[rows], batch.y[rows]), rng) for rows in parts]
-                g = {k: sum((other[k] for other in found[1:]), t) / self.accumulate for k, t in found[0].items()}
-                if self.proximal_mu and change:
-                    pull = self.proximal_mu * len(parts) / self.accumulate
-                    g = {k: t + pull * change[k] for k, t in g.items()}
-                g = self._clipped(g)
-                if self.weight_decay and self.optimizer != "adamw":
-                    g = {k: t + self.weight_decay * here[k] for k, t in g.items()}
-                if self.adaptive:
-                    first, second = self._moments(g, first, second)
-                    move = self._adam(first, second, step + 1)
-                else:
-                    first = {k: self.momentum * first[k] + t for k, t in g.items()} if first else g
-                    move = {k: t + self.momentum * first[k] for k, t in g.items()} if self.nesterov else first
-                if self.weight_decay and self.optimizer == "adamw":
-                    move = {k: t + self.weight_decay * here[k] for k, t in move.items()}
-                rate = self._rate(step)
-                change = {k: change[k] - rate * t if change else -rate * t for k, t in move.items()}
-            return change
-
-        return train
-
-    def order(self, size: int, rng: Generator | None) -> Iterator[tuple[Tensor, ...]]:
-        """The rows of each gradient of each step, without end; rng None: each epoch in the order given."""
+    def order(self, size: int, rng: Generator | None) -> Iterator[tuple[slice | Tensor, ...]]:
         length = self.examples if self.examples and size % self.examples == 0 else size
         for epoch in count():
             drawn = self.shuffle and rng is not None
@@ -134,32 +105,36 @@ class LocalTraining(local_sgd):
             for i in range(0, len(parts), self.accumulate):
                 yield parts[i : i + self.accumulate]
 
-    def _rate(self, step: int) -> float:
+    def rate_at(self, step: int) -> float:
         if self.schedule == "cosine":
             return self.rate * (1 + math.cos(math.pi * step / self.steps)) / 2
         if self.schedule == "step":
             return self.rate * float(self.gamma ** (step // self.step_size))
         return self.rate
 
-    def _clipped(self, g: Update) -> Update:
-        if self.max_norm is None:
-            return g
-        factor = (self.max_norm / (norm(g) + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ rounds
-        return {k: t * factor for k, t in g.items()}
-
-    def _moments(self, g: Update, first: Update, second: Update) -> tuple[Update, Update]:
+    def direction(self, g: Update, here: Params, memory: dict[str, Update], step: int) -> Update:
+        if self.max_norm is not None:
+            factor = (self.max_norm / (norm(g) + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ rounds
+            g = {k: t * factor for k, t in g.items()}
+        if self.weight_decay and self.optimizer != "adamw":
+            g = {k: t + self.weight_decay * here[k] for k, t in g.items()}
+        first, second = memory.get("first"), memory.get("second")
+        if not self.adaptive:
+            memory["first"] = first = {k: self.momentum * first[k] + t for k, t in g.items()} if first else g
+            return {k: t + self.momentum * first[k] for k, t in g.items()} if self.nesterov else first
         a, b = self.betas
-        first = {k: a * first[k] + (1 - a) * t if first else (1 - a) * t for k, t in g.items()}
-        second = {k: b * second[k] + (1 - b) * t.square() if second else (1 - b) * t.square() for k, t in g.items()}
-        return first, second
-
-    def _adam(self, first: Update, second: Update, step: int) -> Update:
-        a, b = (1 - beta**step for beta in self.betas)
+        memory["first"] = first = {k: a * first[k] + (1 - a) * t if first else (1 - a) * t for k, t in g.items()}
+        squares = {k: (1 - b) * t.square() for k, t in g.items()}
+        memory["second"] = second = {k: b * second[k] + t for k, t in squares.items()} if second else squares
+        a, b = (1 - beta ** (step + 1) for beta in self.betas)
         sizes = {k: _root(v / b) for k, v in second.items()}
         beside = {k: t + self.eps for k, t in sizes.items()}
         if self.smoothing:  # 0 times an infinite mean, of squares that overflow, is no number
             beside = {k: t + self.smoothing * sizes[k].mean() for k, t in beside.items()}
-        return {k: _divided(m / a, beside[k]) for k, m in first.items()}
+        move = {k: _divided(m / a, beside[k]) for k, m in first.items()}
+        if self.weight_decay and self.optimizer == "adamw":
+            move = {k: t + self.weight_decay * here[k] for k, t in move.items()}
+        return move
 
 
 def _divided(t: Tensor, by: Tensor) -> Tensor:

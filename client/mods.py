@@ -23,7 +23,7 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
     Put a clip and its noise into one mod, `as_mod(chain(clip(1.0), gaussian(1e-3)))`, for an epsilon: between two mods the
     weights are rounded to the app's dtype, and so the clipped update moves beyond its bound.
 
-    Whole numbers must be as they were sent, but for BatchNorm's count of batches: no defense acts on them.
+    No defense acts on whole and complex numbers: they leave as the app replies with them.
 
     An epsilon of clip and noise covers these weights alone: not metrics that the app sends beside them (its loss, accuracy or
     number of examples), and not whether it answers at all.
@@ -35,7 +35,7 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
 
     Raises:
         ValueError: the transform does not act on the finished update, or, in the mod, the reply's arrays do not match the
-            message's, are complex, or hold other whole numbers.
+            message's.
     """
     if rng is None:
         transform = Chain((transform,)).deployed
@@ -43,16 +43,14 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
     defenses = [(defense, secret_generator() if rng is None else rng) for defense in _defenses(transform)]
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-        sent = _only_arrays(message)[1].to_torch_state_dict()
+        sent = only_arrays(message)[1].to_torch_state_dict()
         reply = call_next(message, context)
         if reply.has_error():
             return reply
-        key, record = _only_arrays(reply)
+        key, record = only_arrays(reply)
         weights = record.to_torch_state_dict()
         if sent.keys() != weights.keys() or any(_form(t) != _form(sent[k]) for k, t in weights.items()):
             raise ValueError(f"the reply's arrays do not match the message's: {sorted(weights)} and {sorted(sent)}")
-        if moved := [k for k, t in weights.items() if not _defended(k, t) and bool((t != sent[k]).any())]:
-            raise ValueError(f"no defense acts on {', '.join(moved)}: answer whole and complex numbers as they came")
         trained, start = at_least_single(_floating(weights)), at_least_single(_floating(sent))
         update = {k: t - start[k] for k, t in trained.items()}
         for defense, draws in defenses:
@@ -76,11 +74,6 @@ def _defenses(transform: Transform) -> Iterator[UpdateTransform]:
         raise ValueError(f"a mod acts on the finished update, but {transform} needs the examples or trains")
 
 
-def _defended(name: str, tensor: Tensor) -> bool:
-    """Whether a defense acts on an array, or it counts batches, which is public."""
-    return tensor.is_floating_point() or name.endswith("num_batches_tracked")
-
-
 def _floating(tensors: Params) -> Params:
     return {k: t for k, t in tensors.items() if torch.is_floating_point(t)}
 
@@ -90,8 +83,9 @@ def _form(tensor: Tensor) -> tuple[torch.Size, bool]:
     return tensor.shape, torch.is_floating_point(tensor)
 
 
-def _only_arrays(message: Message) -> tuple[str, ArrayRecord]:
+def only_arrays(message: Message) -> tuple[str, ArrayRecord]:
+    """The one record of arrays in a message, and its name; ValueError if there is none or another."""
     records = dict(message.content.array_records)
     if len(records) != 1:
-        raise ValueError(f"as_mod expects exactly one ArrayRecord in a message, got {sorted(records) or 'none'}")
+        raise ValueError(f"expected exactly one ArrayRecord in a message, got {sorted(records) or 'none'}")
     return next(iter(records.items()))

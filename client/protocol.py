@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -95,6 +96,9 @@ class CanaryOptions:
         check_at_least(self, 1 if self.examples else 2, "clients")  # one direction has no spread
 
 
+_OPTIONAL: Mapping[str, type] = {"secure_sum": SecureSumOptions, "canaries": CanaryOptions}
+
+
 @dataclass(frozen=True)
 class Protocol:
     """The public part of a scenario; clients get this and nothing else.
@@ -124,6 +128,12 @@ class Protocol:
     guard: InspectionPolicy = field(default_factory=InspectionPolicy)
     canaries: CanaryOptions | None = None
 
+    def __post_init__(self) -> None:
+        if self.canaries and self.canaries.clients > (most := self.clients - (not self.canaries.examples)):
+            raise SpecError(f"[canaries]: clients must be at most {most}, got {self.canaries.clients}")
+        if self.secure_sum and self.clients % self.secure_sum.group:
+            raise SpecError(f"[secure_sum]: group = {self.secure_sum.group} does not divide clients = {self.clients}")
+
     @classmethod
     def from_tables(cls, spec: Table) -> "Protocol":
         """From the protocol's tables of a scenario; SpecError names the table and what is wrong."""
@@ -143,10 +153,9 @@ class Protocol:
             model=model,
             chain=chain,
             stragglers=settings_of(Stragglers, spec.get("stragglers", {}), "[stragglers]"),
-            secure_sum=_secure_sum(spec, numbers["clients"]),
             loss=coerce(spec.get("loss", CROSS_ENTROPY), dict, "[loss]"),
             guard=settings_of(InspectionPolicy, spec.get("guard", {}), "[guard]"),
-            canaries=_canaries(spec, numbers["clients"]),
+            **{key: settings_of(kind, spec[key], f"[{key}]") for key, kind in _OPTIONAL.items() if key in spec},
         )
 
     @classmethod
@@ -211,23 +220,3 @@ class Protocol:
             return (client,)
         group = next((group for group in self.groups(round) if client in group), (client,))
         return tuple(c for c in group if not self.misses(c, round)) or (client,)
-
-
-def _canaries(spec: Table, clients: int) -> CanaryOptions | None:
-    """The table [canaries], checked; None where there is none."""
-    if "canaries" not in spec:
-        return None
-    found = settings_of(CanaryOptions, spec["canaries"], "[canaries]")
-    if found.clients > (most := clients if found.examples else clients - 1):
-        raise SpecError(f"[canaries]: clients must be at most {most}, got {found.clients}")
-    return found
-
-
-def _secure_sum(spec: Table, clients: int) -> SecureSumOptions | None:
-    """The table [secure_sum], checked; None where there is none."""
-    if "secure_sum" not in spec:
-        return None
-    found = settings_of(SecureSumOptions, spec["secure_sum"], "[secure_sum]")
-    if clients % found.group:
-        raise SpecError(f"[secure_sum]: group = {found.group} does not divide clients = {clients}")
-    return found

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 import torch
 from torch import Generator, Tensor, nn
@@ -194,6 +195,11 @@ class local_sgd(Link):
         check_at_least(self, 0, "proximal_mu")
 
     @property
+    def accumulated(self) -> int:
+        """How many gradients are averaged for one step."""
+        return 1
+
+    @property
     def plain(self) -> bool:
         """Whether each step is the gradient of a slice in order times one rate, and the proximal pull."""
         return True
@@ -215,7 +221,24 @@ class local_sgd(Link):
 
     def gradients(self, size: int) -> int:
         """How many gradients the training on a batch of this size takes."""
-        return self.steps
+        return sum(map(len, islice(self.order(size, None), self.steps)))
+
+    def order(self, size: int, rng: Generator | None) -> Iterator[tuple[slice | Tensor, ...]]:
+        """The rows of each gradient of each step, without end; rng None: each epoch in the order given."""
+        length = self.batch_size or size
+        return cycle([(slice(i, i + length),) for i in range(0, size, length)])
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of a step."""
+        return self.rate
+
+    def direction(self, g: Update, here: Params, memory: dict[str, Update], step: int) -> Update:
+        """The move of a step against which the weights go, for a rate of 1.
+
+        Args:
+            memory: what the optimizer keeps between the steps of a round; it is updated.
+        """
+        return g
 
     @property
     def scale(self) -> float:
@@ -244,22 +267,21 @@ class local_sgd(Link):
         def train(params: Params, batch: Batch, rng: Generator | None) -> Update:
             # accumulates the change itself: theta + change - theta would cost 2.5e-6 of rounding
             change: Update = {}
-            for step in range(self.steps):
+            memory: dict[str, Update] = {}
+            for step, parts in enumerate(islice(self.order(len(batch.x), rng), self.steps)):
                 start = self.start(params, step)
                 here = {k: (p + change[k]).to(p.dtype) for k, p in start.items()} if change else start
-                g = compute(here, self._slice(batch, step), rng)
+                found = [compute(here, Batch(batch.x[rows], batch.y[rows]), rng) for rows in parts]
+                g = found[0]
+                if self.accumulated > 1:
+                    g = {k: sum((other[k] for other in found[1:]), t) / self.accumulated for k, t in g.items()}
                 if self.proximal_mu and change:
-                    g = {k: t + self.proximal_mu * change[k] for k, t in g.items()}
-                change = {k: change[k] - self.rate * t if change else -self.rate * t for k, t in g.items()}
+                    pull = self.proximal_mu * len(parts) / self.accumulated
+                    g = {k: t + pull * change[k] for k, t in g.items()}
+                rate = self.rate_at(step)
+                moved = self.direction(g, here, memory, step)
+                change = {k: change[k] - rate * t if change else -rate * t for k, t in moved.items()}
             beside = self.beside
             return change if beside is None else {k: t + beside[k] for k, t in change.items()}
 
         return train
-
-    def _slice(self, batch: Batch, step: int) -> Batch:
-        size = len(batch.x)
-        if self.batch_size is None or self.batch_size >= size:
-            return batch
-        slices = -(-size // self.batch_size)
-        first = (step % slices) * self.batch_size
-        return Batch(batch.x[first : first + self.batch_size], batch.y[first : first + self.batch_size])

@@ -10,7 +10,7 @@ client's own computation, and there only if all of its data are its own. docs/de
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -42,11 +42,7 @@ LITTLE = 1e-6  # noise over what can move, below which an epsilon, then above 1e
 
 
 class NoGuarantee(ValueError):
-    """No (epsilon, delta) holds, or none is known; the message says why."""
-
-
-class UnknownGuarantee(NoGuarantee):
-    """Whether an (epsilon, delta) holds is not known, as a link does not declare what it does."""
+    """No (epsilon, delta) is known to hold; the message says why."""
 
 
 # -------------------------------------------------------------------------------------------------- reading of a chain
@@ -88,7 +84,7 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
         model: the network.
 
     Raises:
-        NoGuarantee: the chain lacks clipping or noise, or another link makes their guarantee unknown.
+        NoGuarantee: the chain lacks clipping or noise, or another link undoes their guarantee.
     """
     for name, layer in model.named_modules() if model is not None else ():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
@@ -97,13 +93,11 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
             )
     local, links = chain.local, list(_acting(chain))
     if not any(_width(link) > 0 for link, _ in links):
-        _refuse_undeclared([link for link, _ in links])
-        raise NoGuarantee("the chain adds no noise, so it has no epsilon")
+        raise NoGuarantee("the chain adds no noise that it declares, so it has no epsilon")
     largest = min(local.batch_size or batch_size, batch_size)
     size = batch_size % largest or largest  # an epoch's last batch may be smaller, and an example counts for more in it
     record = client = math.inf
-    trained = False
-    lost: NoGuarantee | None = None
+    trained, reason = False, ""
     for i, (link, each) in enumerate(links):
         before = [earlier for earlier, _ in links[:i]]
         if isinstance(link, clip):
@@ -115,9 +109,7 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
             releases = 1 if trained else local.gradients(batch_size)
             uses = 1 if trained else math.ceil(releases / math.ceil(batch_size / largest))
             if again := [after for after, _ in links[i + 1 :] if may_read_examples(after)]:
-                raise UnknownGuarantee(
-                    f"no epsilon is known: {_name(again[0])}, after the noise, may read the examples again"
-                )
+                raise NoGuarantee(f"no epsilon: {_name(again[0])}, after the noise, may read the examples again")
             if any(isinstance(b, BatchTransform) and not isinstance(b, ats) and not one for b, one in links):
                 record, uses = client, releases  # blended before the clip, an example is in several clipped gradients
             kind: Literal["normal", "laplace"] = "normal" if _noise(link).sigma else "laplace"
@@ -125,21 +117,16 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
             remembers = any(isinstance(b, Link) and b.remembers and b is not local for b in before)
             step = 1 / STEPS if isinstance(link, discrete) else 0.0
             return Mechanism(kind, _over(width, record), _over(width, client), uses, releases, not remembers, step)
-        elif width > 0 and each:
-            lost = UnknownGuarantee(f"no epsilon is known: {_name(link)} acts on each example; add noise to their mean")
-            record = client = math.inf
         elif not (isinstance(link, identity | BatchTransform) or width == 0):
-            if client < math.inf:
-                lost = UnknownGuarantee(
-                    f"no epsilon is known: {_name(link)}, between the clip and the noise, may enlarge the effect of an example"
-                )
-            elif width > 0 and lost is None:
-                _refuse_undeclared(before)
-                lost = NoGuarantee(f"noise ({_name(link)}) without a clip before it bounds nothing")
+            if width > 0 and each:
+                reason = f"{_name(link)} acts on each example; add noise to their mean"
+            elif client < math.inf:
+                reason = f"{_name(link)}, between the clip and the noise, may enlarge the effect of an example"
+            else:
+                reason = reason or f"noise ({_name(link)}) without a clip before it bounds nothing"
             record = client = math.inf
             trained = trained or link is local
-    assert lost is not None
-    raise lost
+    raise NoGuarantee(f"no epsilon: {reason}")
 
 
 def _over(width: float, moved: float) -> float:
@@ -175,21 +162,6 @@ def _width(link: Transform) -> float:
 def _noise(link: Transform) -> UpdateDistribution:
     declared = link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
     return declared or UpdateDistribution()
-
-
-def _refuse_undeclared(links: Iterable[Transform]) -> None:
-    """UnknownGuarantee if a link from outside fedgauge may clip or add noise without a declaration that suffices."""
-    for link in links:
-        if type(link).__module__.startswith("fedgauge."):
-            continue
-        declared = link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
-        default = getattr(type(link), "update_distribution", None) is Link.update_distribution
-        if default or declared is None or (declared.noisy and not is_identity(noise_free(link))):
-            raise UnknownGuarantee(
-                f"no epsilon is known: {_name(link)} does not declare whether it bounds the update or adds noise and nothing else; "
-                "bound the update by clip, then add noise by gaussian or laplace, or by a link that declares it "
-                "(`update_distribution`, with the identity as its `mean`)"
-            )
 
 
 def _name(link: Transform) -> str:
@@ -334,14 +306,12 @@ class PrivacyStatement:
 
     Args:
         record, client: None unless an epsilon holds; words: with the reason.
-        state: that one holds, that none does, or that it is not known, as a link does not declare what it does.
     """
 
     record: float | None
     client: float | None
     delta: float
     words: str
-    state: Literal["holds", "none", "unknown"]
 
 
 def privacy_statement(
@@ -355,7 +325,7 @@ def privacy_statement(
     try:
         found = spent(federation, rounds, delta, secret, entries)
     except NoGuarantee as why:
-        return PrivacyStatement(None, None, delta, str(why), "unknown" if isinstance(why, UnknownGuarantee) else "none")
+        return PrivacyStatement(None, None, delta, str(why))
     most = max(rounds.values(), default=0)
     divided = federation.protocol.data.get("partition", "iid") != "iid"
     condition = "; where no label changes, as labels divide the data among clients" if divided else ""
@@ -363,4 +333,4 @@ def privacy_statement(
         f"epsilon {found.record:.3g} for one record replaced, {found.client:.3g} for all of a client's data (delta {delta:g}; "
         f"{most} round{'s' if most != 1 else ''}{condition})"
     )
-    return PrivacyStatement(found.record, found.client, delta, words, "holds")
+    return PrivacyStatement(found.record, found.client, delta, words)

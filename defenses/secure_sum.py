@@ -16,6 +16,7 @@ import hmac
 import secrets
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar, cast
@@ -274,8 +275,6 @@ class PairwiseMasking(SecureSum):
         Raises:
             TooFewSurvivors: fewer than the threshold answered one of the questions.
         """
-        if not len(set(members)) == len(members) <= self.group:
-            raise ValueError(f"expected at most {self.group} different members, got {list(members)}")
         session = secrets.token_bytes(16)
         base: Record = {"session": session, "terms": self.terms}
         answers = yield {m: {**base, "step": "advertise"} for m in members}
@@ -287,22 +286,20 @@ class PairwiseMasking(SecureSum):
         answers = yield {m: {**base, "step": "share", "keys": keys} for m in number}
         everybody = list(number.values())
         sealed = self._usable(
-            answers, number, lambda m, a: _addressed(a, "sealed", "receivers", _without(everybody, number[m]), SEALED)
+            answers, number, lambda m, a: _addressed(a, "receivers", "sealed", _without(everybody, number[m]), SEALED)
         )
         answers = yield _passed_on({**base, "step": "mask"}, "senders", "sealed", sealed, number)
-        masked = self._usable(answers, sealed, lambda m, answer: self._vector(answer, size))
+        masked = self._usable(answers, sealed, lambda m, answer: _vector(answer, size))
         # made once: later vectors are ignored, or the server might learn both secrets of a sender
         survivors, dropped = [number[m] for m in masked], [number[m] for m in sealed if m not in masked]
         asked: Record = {"survivors": survivors, "dropped": dropped}
         answers = yield {m: {**base, "step": "confirm", **asked} for m in masked}
         confirmed = self._usable(
-            answers,
-            masked,
-            lambda m, a: _addressed(a, "tags", "receivers", _without(survivors, number[m]), SECRET),
+            answers, masked, lambda m, a: _addressed(a, "receivers", "tags", _without(survivors, number[m]), SECRET)
         )
         answers = yield _passed_on({**base, "step": "unmask"}, "confirmed", "tags", confirmed, number)
         owners = [*survivors, *dropped]
-        disclosed = self._usable(answers, confirmed, lambda m, a: _addressed(a, "shares", "owners", owners, SHARE))
+        disclosed = self._usable(answers, confirmed, lambda m, a: _addressed(a, "owners", "shares", owners, SHARE))
         shares = {number[m]: held for m, held in disclosed.items()}
         total: Integers = np.sum(list(masked.values()), axis=0, dtype=np.uint64)
         total = total - self._masks(survivors, dropped, keys, session, shares, len(total))
@@ -340,25 +337,19 @@ class PairwiseMasking(SecureSum):
         return total
 
     def _usable(
-        self,
-        answers: Mapping[int, Record],
-        members: Iterable[int],
-        read: Callable[[int, Record], Parsed | None],
+        self, answers: Mapping[int, Record], members: Iterable[int], read: Callable[[int, Record], Parsed]
     ) -> dict[int, Parsed]:
         """The members' readable answers, in their order; TooFewSurvivors if they are fewer than the threshold."""
-        read_of = {m: read(m, answers[m]) for m in members if m in answers}
-        found = {m: value for m, value in read_of.items() if value is not None}
+        found = {}
+        for m in members:
+            with suppress(KeyError, TypeError, ValueError):  # of a malformed answer, or none
+                found[m] = read(m, answers[m])
         self._check_enough(len(found))
         return found
 
     def _check_enough(self, clients: int) -> None:
         if clients < self.least:
             raise TooFewSurvivors(f"{clients} clients are left, fewer than the threshold {self.least}")
-
-    def _vector(self, answer: Record, size: int) -> Integers | None:
-        found = answer.get("masked")
-        fits = isinstance(found, np.ndarray) and found.dtype == np.uint64 and found.shape == (size + 1,)
-        return cast(Integers, found) if fits else None
 
 
 # ------------------------------------------------------------------------------------------------------- keys of a session
@@ -406,23 +397,19 @@ def _opened(member: ClientSession, other: int, sealed: bytes) -> bytes:
         raise Refused(f"client {other}'s share was not encrypted for this session, or was changed on its way") from None
 
 
-def _byte_strings(value: Value | None, count: int, size: int) -> list[bytes] | None:
-    """A list of so many byte strings of this length, or None."""
-    fits = (
-        isinstance(value, list) and len(value) == count and all(isinstance(v, bytes) and len(v) == size for v in value)
-    )
-    return cast(list[bytes], value) if fits else None
+def _public_keys(answer: Mapping[str, Any]) -> list[bytes]:
+    """A client's two keys; ValueError: with a key of low order nobody could agree on anything, and all others would fail."""
+    cipher, mask = answer["keys"]
+    for key in (cipher, mask):
+        agreed(secrets.token_bytes(SECRET), key, b"")
+    return [cipher, mask]
 
 
-def _public_keys(answer: Mapping[str, Value]) -> list[bytes] | None:
-    """A client's two keys, or None: with a key of low order nobody could agree on anything, and all others would fail."""
-    keys = _byte_strings(answer.get("keys"), 2, SECRET)
-    try:
-        for key in keys or ():
-            agreed(secrets.token_bytes(SECRET), key, b"")
-    except ValueError:
-        return None
-    return keys
+def _vector(answer: Mapping[str, Any], size: int) -> Integers:
+    found = answer["masked"]
+    if not isinstance(found, np.ndarray) or found.dtype != np.uint64 or found.shape != (size + 1,):
+        raise ValueError(f"expected {size + 1} integers")
+    return found
 
 
 def _passed_on(
@@ -440,8 +427,10 @@ def _without(numbers: Iterable[int], own: int) -> list[int]:
 
 
 def _addressed(
-    answer: Mapping[str, Value], values: str, numbers: str, expected: list[int], size: int
-) -> dict[int, bytes] | None:
-    """A byte string for each of the expected numbers, or None."""
-    found, of = _byte_strings(answer.get(values), len(expected), size), answer.get(numbers)
-    return dict(zip(expected, found, strict=True)) if found and isinstance(of, list) and of == expected else None
+    answer: Mapping[str, Any], numbers: str, values: str, expected: list[int], size: int
+) -> dict[int, bytes]:
+    """A byte string of this length for each of the expected numbers."""
+    of, found = answer[numbers], answer[values]
+    if not isinstance(of, list) or of != expected or any(not isinstance(v, bytes) or len(v) != size for v in found):
+        raise ValueError(f"expected {size} bytes for each of {expected}")
+    return dict(zip(expected, found, strict=True))

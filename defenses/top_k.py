@@ -9,7 +9,7 @@ import torch
 from torch import Generator
 
 from fedgauge.client.components import check_part
-from fedgauge.client.transforms import Link, StatefulTransform, UpdateDistribution, UpdateTransform
+from fedgauge.client.transforms import Link, StatefulTransform, UpdateDistribution
 from fedgauge.client.update import Update
 
 
@@ -40,21 +40,11 @@ class top_k(StatefulTransform):
     @property
     def mean(self) -> Link:
         """As in a client's first round: later, only the client knows what it has not sent."""
-        return _largest(self.keep)
+        return replace(self, error_feedback=False)
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """Sent entries keep their noise; that larger entries are sent more often, and what is added from before, is ignored."""
         return None if before.signed else replace(before, sparse=True)
-
-
-@dataclass(frozen=True)
-class _largest(UpdateTransform):
-    """Top-k without error feedback."""
-
-    keep: float
-
-    def apply(self, update: Update, rng: Generator | None) -> Update:
-        return largest(update, self.keep)
 
 
 def largest(update: Update, keep: float) -> Update:

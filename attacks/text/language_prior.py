@@ -219,9 +219,8 @@ class PretrainedPrior(LanguagePrior):
         self._own, self._words = load_tokenizer(source), words
         self._shared = self._own.backend.get_vocab() == words.backend.get_vocab()
         try:
-            net = transformers.AutoModelForCausalLM.from_pretrained(
-                **place, attn_implementation="eager", dtype=torch.float32, use_safetensors=True
-            )
+            settings = {"attn_implementation": "eager", "dtype": torch.float32, "use_safetensors": True}
+            net = place.load(transformers.AutoModelForCausalLM, **settings)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"the language model {source} cannot be loaded: {error}") from error
         longest = int(getattr(net.config, "max_position_embeddings", 1024))

@@ -3,21 +3,18 @@
 A data set comes with its tokenizer, and a model that was trained with another tokenizer refuses it.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedgauge.client.data.grammar import sentences
 from fedgauge.client.data.images import Dataset
 from fedgauge.client.data.table_files import read_table
-from fedgauge.client.files import MOST_TABLE, read_file
-from fedgauge.client.local_data import cached, data_folder
+from fedgauge.client.local_data import data_folder
 from fedgauge.client.models.losses import IGNORED
 from fedgauge.client.models.tokenizer import WORDPIECE, Task, Tokenizer, framed, load_tokenizer, offline, wordpiece
 from fedgauge.client.rng import generator
@@ -37,12 +34,10 @@ class Text(Dataset):
     dtype: ClassVar[torch.dtype] = torch.int64
     dimensions: ClassVar[int] = 2
 
+    further: ClassVar[tuple[str, ...]] = ("tokenizer", "task")
+
     tokenizer: Tokenizer
     task: Task
-
-    @property
-    def offered(self) -> dict[str, Any]:
-        return {**super().offered, "tokenizer": self.tokenizer, "task": self.task}
 
     @property
     def labels(self) -> Tensor:
@@ -119,13 +114,13 @@ def csv(
     table = read_table(path, columns, needed=columns)
     cells = zip(*([cell.strip() for cell in table[name].to_pylist()] for name in columns), strict=True)
     kept = [row for row in cells if row[0]]
-    sentences_, labels, count = [row[0] for row in kept], [0] * len(kept), 2
-    names: tuple[str, ...] = ()
+    labels, count, names = [0] * len(kept), 2, tuple[str, ...]()
     if task == "classification":
         labels, count, names = _classes(path, label, [row[1] for row in kept], classes)
         if classes is None and len(labels) > 1 and len(set(labels)) < 2:
             raise ValueError(f"{path} has sentences of one class only: there is nothing to learn")
-    corpus = _parted(list(zip(sentences_, labels, strict=True)), held_out(len(labels), test, path).tolist())
+    rows = [(row[0], y) for row, y in zip(kept, labels, strict=True)]
+    corpus = _parted(rows, held_out(len(rows), test, path).tolist())
     found = _text(path.stem, corpus, count, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
     fitted = ("classes",) if task == "classification" and classes is None else ()
     own = ("tokenizer",) if tokenizer == WORDPIECE and tokenizer_folder is None else ()
@@ -170,7 +165,7 @@ def held_out(count: int, share: float, path: Path) -> Tensor:
 def _labelled(
     name: str, description: str, classes: tuple[str, str], read: Callable[[Path], Corpus], *hub: Any
 ) -> Callable[..., Text]:
-    """A corpus of two classes as a data set; read reads its local folder, hub are the arguments of _hub."""
+    """A corpus of two classes as a data set; read reads its local folder, hub are further arguments of _local_or_hub."""
 
     def dataset(
         length: int = 32,
@@ -180,7 +175,7 @@ def _labelled(
         task: Task = "classification",
         longer: Longer = "cut",
     ) -> Text:
-        corpus = _local_or_hub(name, read, lambda: _hub(*hub))
+        corpus = _local_or_hub(name, read, *hub)
         found = _text(name, corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
         return replace(found, names=classes if task == "classification" else ())
 
@@ -234,10 +229,8 @@ def wikitext2(
         first = "train" if (folder / "train.txt").exists() else "valid"
         return Corpus(*([(line, 0) for line in _lines(folder / f"{part}.txt")] for part in (first, "test")))
 
-    def fetch() -> Corpus:
-        return _hub("Salesforce/wikitext", "wikitext-2-v1", "text", ("train", "test"))
-
-    corpus = Corpus(*(_prose(part) for part in _local_or_hub("wikitext2", read, fetch)))
+    hub = ("Salesforce/wikitext", "wikitext-2-v1", "text", ("train", "test"))
+    corpus = Corpus(*(_prose(part) for part in _local_or_hub("wikitext2", read, *hub)))
     words = _tokenizer(corpus, tokenizer, tokenizer_folder, vocabulary)
     x, x_test = (_pieces([line for line, _ in part], words, length) for part in corpus)
     x_test = x_test[:MOST_TESTED]
@@ -262,26 +255,16 @@ def _text(
     if room < 1 or length < 2:
         raise ValueError(f"length = {length} must be at least {max(2, len(start) + len(end) + 1)}")
 
-    def numbered() -> dict[str, np.ndarray]:
-        made: dict[str, np.ndarray] = {}
-        for kind, part in zip(("", "_test"), corpus, strict=True):
-            ids = words.encode_all([sentence for sentence, _ in part])
-            pairs = zip(ids, part, strict=True)
-            kept = [(i, label) for i, (_, label) in pairs if i and (longer == "cut" or len(i) <= room)]
-            if not kept:
-                raise ValueError(
-                    f'{name} has no sentence of {room} tokens or fewer: raise length, or set longer = "cut"'
-                )
-            made[f"x{kind}"] = framed([i for i, _ in kept], length, words.pad, start, end).numpy()
-            made[f"y{kind}"] = np.array([label for _, label in kept], dtype=np.int64)
-        return made
+    def numbered(part: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        pairs = zip(words.encode_all([sentence for sentence, _ in part]), part, strict=True)
+        kept = [(i, label) for i, (_, label) in pairs if i and (longer == "cut" or len(i) <= room)]
+        if not kept:
+            raise ValueError(f'{name} has no sentence of {room} tokens or fewer: raise length, or set longer = "cut"')
+        x = framed([i for i, _ in kept], length, words.pad, start, end)
+        return x, targets(x, words.pad) if task == "next_token" else torch.tensor([label for _, label in kept])
 
-    key = repr((corpus, words.backend.to_str(), words.pad, start, end, length, longer))
-    kept = cached(f"text-{hashlib.sha256(key.encode()).hexdigest()[:24]}", numbered)
-    x, y, x_test, y_test = (torch.from_numpy(kept[k]) for k in ("x", "y", "x_test", "y_test"))
-    if task == "next_token":
-        y, y_test, classes = targets(x, words.pad), targets(x_test, words.pad), words.size
-    return Text(name, x, y, x_test, y_test, classes, (), (), words, task)
+    parts = (*numbered(corpus.train), *numbered(corpus.test))
+    return Text(name, *parts, words.size if task == "next_token" else classes, (), (), words, task)
 
 
 def targets(x: Tensor, pad: int) -> Tensor:
@@ -309,33 +292,30 @@ def _prose(part: Sequence[Row]) -> list[Row]:
     return [(line.strip(), label) for line, label in part if line.strip() and not line.strip().startswith("= ")]
 
 
-def _local_or_hub(name: str, read: Callable[[Path], Corpus], fetch: Callable[[], Corpus]) -> Corpus:
+def _local_or_hub(
+    name: str, read: Callable[[Path], Corpus], path: str, subset: str | None, column: str, parts: Sequence[str]
+) -> Corpus:
+    """A corpus from its local folder, or else these parts of a dataset on Hugging Face's hub."""
     folder = data_folder()
     local = folder / "text" / name if folder else None
     if local is not None and local.is_dir():
         return read(local)
     try:
-        return fetch()
+        if offline():
+            raise OSError("downloads are off")
+        import datasets
+
+        stored = datasets.load_dataset(path, subset)
     except Exception as error:  # the hub's client raises its own, requests', and OSError
         raise FileNotFoundError(
             f"{name} is not in FEDGAUGE_DATA and cannot be downloaded ({error}); phrases needs no network"
         ) from error
-
-
-def _hub(path: str, subset: str | None, column: str, parts: Sequence[str]) -> Corpus:
-    """Rows of a dataset on Hugging Face's hub."""
-    if offline():
-        raise OSError("downloads are off")
-    import datasets
-
-    stored = datasets.load_dataset(path, subset)
-    rows = [[(row[column], int(row.get("label", 0))) for row in stored[part]] for part in parts]
-    return Corpus(*rows)
+    return Corpus(*([(row[column], int(row.get("label", 0))) for row in stored[part]] for part in parts))
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        return read_file(path, MOST_TABLE).decode().splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except (UnicodeDecodeError, OSError) as error:
         raise ValueError(
             f"{path} is not text in UTF-8 that can be read: {error}; put the published file there"

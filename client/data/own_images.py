@@ -16,12 +16,10 @@ from torch import Tensor
 
 from fedgauge.client.data.corpora import held_out, numbers
 from fedgauge.client.data.images import Dataset
-from fedgauge.client.files import MOST_PICTURE, open_data
 from fedgauge.client.local_data import read_npz
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # Pillow hands others, as EPS, to programs of their own
-SHARED_NAMES = "the places of pictures with one file name"  # in their order, which a picture's class then changes
 Layout = Literal["auto", "NHWC", "NCHW"]
 Statistics = Sequence[float] | None
 
@@ -54,8 +52,7 @@ def image_folder(
     x = _stacked([_picture(file, str(file), size, grey) for *_, file in pictures], path)
     y = torch.tensor(numbers([name for _, name, _ in pictures], names, f"{path}: a sub-folder"), dtype=torch.int64)
     made = _dataset(path, x, y, None, test, None if classes is None else len(names), mean, std)
-    shared = () if len({file for file, *_ in pictures}) == len(pictures) else (SHARED_NAMES,)
-    return replace(made, classes=len(names), names=names, fitted=made.fitted + shared)
+    return replace(made, classes=len(names), names=names)
 
 
 def npz(
@@ -153,10 +150,7 @@ def _picture(source: Path | IO[bytes], name: str, size: int | None, grey: bool) 
     from torchvision.transforms import functional
 
     try:
-        with (
-            open_data(source, MOST_PICTURE) if isinstance(source, Path) else source as file,
-            Image.open(file, formats=FORMATS) as opened,
-        ):
+        with Image.open(source, formats=FORMATS) as opened:
             upright = ImageOps.exif_transpose(opened).convert("L" if grey else "RGB")
         if size is not None:
             upright = functional.center_crop(functional.resize(upright, size), [size, size])

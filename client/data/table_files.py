@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedgauge.client.files import MOST_ARCHIVE, MOST_TABLE, open_data
-
 EMPTY = ("", "?", "NA", "N/A", "NaN", "nan", "null", "NULL")  # how files write a missing cell
 
 
@@ -36,16 +34,14 @@ def read_table(
 
     def read() -> Any:
         if path.suffix.lower() in (".parquet", ".pq"):
-            with open_data(path, MOST_ARCHIVE) as file:
-                return parquet.read_table(file)
+            return parquet.read_table(path)
         marks = {"delimiter": delimiter, "quote_char": quote, "newlines_in_values": bool(quote)}
-        with open_data(path, MOST_TABLE) as file:
-            return csv.read_csv(
-                file,
-                csv.ReadOptions(column_names=names, use_threads=False),
-                csv.ParseOptions(invalid_row_handler=comment if names else None, **marks),
-                csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()), null_values=list(EMPTY)),
-            )
+        return csv.read_csv(
+            path,
+            csv.ReadOptions(column_names=names, use_threads=False),
+            csv.ParseOptions(invalid_row_handler=comment if names else None, **marks),
+            csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()), null_values=list(EMPTY)),
+        )
 
     try:
         table = read()

@@ -5,7 +5,7 @@ deviations, bounds) is declared in [data] columns, or else computed from the tra
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -25,8 +25,7 @@ OneHot = Literal["plain", "scaled"]
 Missing = Literal["keep", "drop"]
 Cells = Mapping[str, np.ndarray]  # by column: float64 (NaN: missing), or texts as objects (None: missing)
 MOST_CATEGORIES = 1000
-FREE_TEXT = 0.5  # of a column's cells: with more different texts than that it has no categories
-FEW = 50  # different texts that are categories in any case
+FEW = 50  # different texts that are categories in any case; more of them than half of the rows are free text
 DECIMALS = 4  # with which numbers are shown, at most
 
 
@@ -37,11 +36,9 @@ class Tabular(Dataset):
     dtype: ClassVar[torch.dtype] = torch.float32
     dimensions: ClassVar[int] = 2
 
-    columns: Columns
+    further: ClassVar[tuple[str, ...]] = ("columns",)
 
-    @property
-    def offered(self) -> dict[str, Any]:
-        return {**super().offered, "columns": self.columns}
+    columns: Columns
 
     def check(self) -> None:
         super().check()
@@ -84,24 +81,19 @@ def table(
     chosen = [name for name in columns or found.column_names if name not in (label, *drop)]
     features = {name: _cells(name, found[name], name in categorical, path) for name in chosen}
     labels = _cells(label, found[label], True, path)
-    if (absent := _absent(labels)).any():
-        raise ValueError(
-            f"{path}: row {int(absent.argmax()) + 1} has no label in column {label!r}: leave such rows out"
-        )
+    if _absent(labels).any():
+        raise ValueError(f"{path}: some rows have no label in column {label!r}: leave such rows out")
     if missing == "drop":
         whole = _whole(features)
         features, labels = {name: column[whole] for name, column in features.items()}, labels[whole]
-    remedy = "name another column, or put its values into classes first"
-    names = _categories(labels, label, path, remedy) if classes is None else tuple(classes)
+    names = _categories(labels, label, path) if classes is None else tuple(classes)
     if len(names) < 2:
         raise ValueError(f"{path}: column {label!r} has one class only: there is nothing to learn")
     y = torch.tensor(numbers(labels.tolist(), names, f"{path}: column {label!r}"), dtype=torch.int64)
     tested = held_out(len(y), test, path)
     agreed = _declared(columns) if columns is not None else _fitted(features, ~tested.numpy(), path, one_hot)
-    x = agreed.rows(_numbered(features, agreed, path))
     fitted = tuple(key for key, given in (("columns", columns), ("classes", classes)) if given is None)
-    parts = (x[~tested], y[~tested], x[tested], y[tested])
-    return Tabular(path.stem, *parts, len(names), (), (), agreed, names=names, fitted=fitted)
+    return replace(_parted(path, features, agreed, y, tested, names), fitted=fitted)
 
 
 def census(one_hot: OneHot = "plain", seed: int = 1) -> Tabular:
@@ -192,23 +184,16 @@ def _cells(name: str, column: Any, categorical: bool, path: Path) -> np.ndarray:
         if np.isinf(values).any():
             raise ValueError(f"{path}: column {name!r} has an infinite number")
         return values
-    if not (
-        number or types.is_boolean(kind) or types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)
-    ):
-        raise ValueError(
-            f'{path}: column {name!r} holds {kind}, expected numbers or categories: drop = ["{name}"] leaves it out'
-        )
     texts = [None if cell is None else str(cell).strip() for cell in column.to_pylist()]
     return np.array([None if text in EMPTY else text for text in texts], object)
 
 
-def _categories(column: np.ndarray, name: str, path: Path, remedy: str = "") -> tuple[str, ...]:
+def _categories(column: np.ndarray, name: str, path: Path) -> tuple[str, ...]:
     """The different texts of a column, in alphabetical order; ValueError if they are too many for categories."""
     found = tuple(sorted(set(column[~_absent(column)].tolist())))
-    if len(found) > MOST_CATEGORIES or len(found) > max(FEW, FREE_TEXT * len(column)):
+    if len(found) > min(MOST_CATEGORIES, max(FEW, len(column) / 2)):
         raise ValueError(
-            f"{path}: column {name!r} has {len(found)} different texts in {len(column)} rows, expected numbers or categories: "
-            + (remedy or f'drop = ["{name}"] leaves it out')
+            f"{path}: column {name!r} has {len(found)} different texts, expected numbers or categories: leave it out by drop"
         )
     return found
 
@@ -230,10 +215,17 @@ def _published(
     name: str, features: Cells, labels: np.ndarray, tested: np.ndarray, classes: Sequence[str], one_hot: OneHot
 ) -> Tabular:
     """A table that everybody has: what is computed from it tells nobody anything."""
-    columns = _fitted(features, ~tested, Path(name), one_hot)
-    x, y = columns.rows(_numbered(features, columns, Path(name))), torch.from_numpy(labels).long()
-    held = torch.from_numpy(tested)
-    return Tabular(name, x[~held], y[~held], x[held], y[held], len(classes), (), (), columns, names=tuple(classes))
+    columns, path = _fitted(features, ~tested, Path(name), one_hot), Path(name)
+    return _parted(path, features, columns, torch.from_numpy(labels).long(), torch.from_numpy(tested), tuple(classes))
+
+
+def _parted(
+    path: Path, features: Cells, columns: Columns, y: Tensor, tested: Tensor, classes: tuple[str, ...]
+) -> Tabular:
+    """The rows of a table, divided into those for training and for test."""
+    x = columns.rows(_numbered(features, columns, path))
+    parts = (x[~tested], y[~tested], x[tested], y[tested])
+    return Tabular(path.stem, *parts, len(classes), (), (), columns, names=classes)
 
 
 def _fitted(features: Cells, trained: np.ndarray, path: Path, one_hot: OneHot) -> Columns:

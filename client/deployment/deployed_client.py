@@ -4,34 +4,28 @@ From the server's protocol it takes the seed, the number of rounds and clients, 
 only what the server assumes. Whether the client is a canary its owner says; a server that assumes otherwise gets no update.
 """
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedgauge.client.chain import Chain, may_read_examples
-from fedgauge.client.components import ComponentKind, SpecError, Table, build, call, check_arguments
-from fedgauge.client.data.images import Dataset, Shards, split
+from fedgauge.client.chain import Chain
+from fedgauge.client.components import ComponentKind, SpecError, Table, build, call_checked
+from fedgauge.client.data.images import Shards, split
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.secure_sum_terms import SecureSum, build_secure_sum
 from fedgauge.client.deployment.server_model import build_servers_model
-from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import secret_generator
-from fedgauge.client.transforms import TransformState, transformed
+from fedgauge.client.transforms import TransformState
 from fedgauge.client.update import Batch, Params, Update, UpdateFn, norm
 
-STATISTICS = (
-    '[model]: BatchNorm with mode = "train" sends statistics of the examples without noise; ask for mode = "eval"'
-)
 UNWILLING = "[canaries]: the protocol takes this client for a canary, to which its owner has not agreed"
 NO_CANARY = "[canaries]: this client is a canary, and the protocol takes it for one that trains"
 
@@ -64,16 +58,8 @@ class DeployedClient(Federation):
                     raise SpecError(
                         "canary = true measures noise behind a clip, and [[chain]] has none: add clip and gaussian"
                     )
-                if named := [type(link).__name__ for link in own.chain.behind_noise or () if may_read_examples(link)]:
-                    raise SpecError(
-                        f"[[chain]]: {named[0]} may use the examples again behind the noise: move it before the clip"
-                    )
-                if own.chain.private:
-                    refuse_fitted(owner.dataset, owner.split)
         except SpecError as error:
             raise SpecError(f"{owner.path}: {error}") from error
-        if own.chain.private and any(isinstance(m, _BatchNorm) and m.training for m in own.model.modules()):
-            raise RequestRefused(STATISTICS)
         return own
 
     @cached_property
@@ -83,9 +69,7 @@ class DeployedClient(Federation):
         size, seed = owner.draw.batch_size, self.protocol.seed
         if not owner.draw.whole:
             fixed = {"dataset": data, "clients": clients, "seed": seed}
-            dealt: Shards = call(
-                split, check_arguments(split, {**owner.split, "batch_size": size}, "[data]", fixed), "[data]"
-            )
+            dealt: Shards = call_checked(split, {**owner.split, "batch_size": size}, "[data]", fixed)
             return dealt
         if len(data.y) < size:
             raise SpecError(f"[data]: {data.name} has {len(data.y)} images, fewer than batch_size {size}")
@@ -112,9 +96,12 @@ class DeployedClient(Federation):
         return None if table is None else build_secure_sum(table)
 
     @property
-    def terms(self) -> dict[str, Any]:
-        """What the epsilon of an update depends on, as JSON: by its owner's file, and how many records the client holds."""
-        return {**self.owner.terms, "records": len(self.shards.indices[self.owner.client])}
+    def terms(self) -> Table:
+        """What the epsilon of an update depends on, as JSON; secret: whether the draw of its examples amplifies it."""
+        chain, draw = json.loads(json.dumps(self.owner.chain, default=str)), self.owner.draw
+        # of shared data the server chooses how much is this client's, which in another run may have been one batch
+        secret, records = draw.sampling == "secret" and draw.whole, len(self.shards.indices[self.owner.client])
+        return {"chain": chain, "batch_size": draw.batch_size, "secret": secret, "records": records}
 
     def draw(self, round: int) -> list[int]:
         """The rows of the training images that a round trains on."""
@@ -125,40 +112,17 @@ class DeployedClient(Federation):
         return drawn[: self.owner.draw.batch_size].tolist()
 
     def compute(self, params: Params, buffers: Mapping[str, Tensor], batch: Batch, memory: TransformState) -> Update:
-        """The update that leaves the client, with noise that nobody else can reproduce; of a canary its direction.
-
-        Beside noise behind a clip the network's buffers are afterwards as the server sent them.
-        """
+        """The update that leaves the client, with noise that nobody else can reproduce; of a canary its direction."""
         self.load_buffers(buffers)
-        private = self.chain.private
         sent = self.chain.planted(self.direction(self.owner.client)) if self.owner.canary else self.chain
-        bound = sent.with_state(memory, self._without_failures if private else None)
-        chain = Chain(tuple(part for link in bound.links for part in (_draws_of_its_own, link)))
-        with _buffers_put_back(self.model) if private else nullcontext():
-            update = chain(self.own_gradient)(params, batch, secret_generator())
+        links = sent.with_state(memory).links
+        chain = Chain(tuple(part for link in links for part in (_draws_of_its_own, link)))
+        update = chain(self.own_gradient)(params, batch, secret_generator())
         return {k: t.to(params[k].dtype) for k, t in update.items()}
 
     @property
     def sends_buffers(self) -> bool:
         return self.model.training and not self.chain.private
-
-    def _without_failures(self, compute: UpdateFn) -> UpdateFn:
-        """A failure, or an update that is not finite, counts as zeros; each example's gradient starts from the buffers as sent."""
-
-        def tried(params: Params, batch: Batch, rng: Generator | None) -> Update:
-            try:
-                with _buffers_put_back(self.model):
-                    update = compute(params, batch, rng)
-                finite = torch.stack([t.isfinite().all() for t in update.values()]).all()
-                return {k: torch.where(finite, t, 0.0) for k, t in update.items()}
-            except Exception as error:  # whatever a network raises
-                if transformed():
-                    raise  # of all examples together: `per_example` takes them one by one
-                reason = f"a gradient counts as zero: {type(error).__name__}: {error}"
-                ClientFolder(self.owner.state).note("failed", what="gradient", reason=reason)
-                return {k: torch.zeros_like(p) for k, p in params.items()}
-
-        return tried
 
 
 def _draws_of_its_own(compute: UpdateFn) -> UpdateFn:
@@ -168,39 +132,6 @@ def _draws_of_its_own(compute: UpdateFn) -> UpdateFn:
         return compute(params, batch, secret_generator())
 
     return apart
-
-
-@contextmanager
-def _buffers_put_back(model: nn.Module) -> Iterator[None]:
-    """Afterwards the network's buffers are what they were, also those that its forward pass replaces or adds."""
-    copies = {id(b): b.detach().clone() for b in model.buffers()}
-    held = [(m, {k: None if b is None else copies[id(b)] for k, b in m._buffers.items()}) for m in model.modules()]
-    try:
-        yield
-    finally:
-        for module, buffers in held:
-            for name in set(module._buffers.keys()) - buffers.keys():
-                del module._buffers[name]
-            for name, buffer in buffers.items():  # by name, which a scripted module takes, too
-                module._buffers[name] = buffer
-
-
-def refuse_fitted(dataset: Dataset, data: Table) -> None:
-    """SpecError if what a chain with noise gets of one example depends on the others, which the noise does not hide.
-
-    Args:
-        data: the table that says how the dataset is divided.
-    """
-    if dataset.fitted:
-        raise SpecError(
-            f"[data]: {', '.join(dataset.fitted)} would be computed from the private examples, which no epsilon of clip and noise "
-            "covers: give them, chosen without a look at the examples (such as mean = 0.5, std = 0.25, a published tokenizer)"
-        )
-    if data.get("partition", "iid") != "iid":
-        raise SpecError(
-            "[data]: partition divides by the private labels, which the epsilon of a chain of clip and noise does not cover: set "
-            'partition = "iid", or whole = true'
-        )
 
 
 @dataclass(frozen=True)

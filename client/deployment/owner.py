@@ -1,13 +1,12 @@
 """The owner's file: the data, chain, grading and guard of a deployed client."""
 
-import json
 import tomllib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -170,8 +169,6 @@ class OwnerConfig:
         """Read and check a file; SpecError names it, the table, the value and what is allowed."""
         try:
             return cls.parse(read_file(path, toml_text.MOST).decode(), path)
-        except FileNotFoundError as error:
-            raise SpecError(f"{path}: there is no such file") from error
         except (OSError, UnicodeDecodeError) as error:
             raise SpecError(f"{path}: not a readable file: {getattr(error, 'strerror', None) or error}") from error
 
@@ -207,14 +204,6 @@ class OwnerConfig:
             "guard": None if guard is None else settings_of(GuardPolicy, guard, "[guard]"),
         }
         return settings_of(cls, {**tables, **checked}, "the owner's file")
-
-    @property
-    def terms(self) -> dict[str, Any]:
-        """What the epsilon of an update depends on in this file, as JSON; secret: whether the draw of its examples amplifies it."""
-        chain = json.loads(json.dumps(self.chain, default=str))
-        # of shared data the server chooses how much is this client's, which in another run may have been one batch
-        secret = self.draw.sampling == "secret" and self.draw.whole
-        return {"chain": chain, "batch_size": self.draw.batch_size, "secret": secret}
 
     @cached_property
     def dataset(self) -> Dataset:

@@ -9,13 +9,12 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from torch import Tensor
 
 from fedgauge.client.arrays import npy_array
 from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum, Value, Vector
 from fedgauge.client.files import claimed
 from fedgauge.client.local_data import state_folder
-from fedgauge.client.mods import Mod
+from fedgauge.client.mods import Mod, only_arrays
 
 RECORD = "secure-sum"  # of a question, an answer, and what a client keeps between the two
 ARRAYS = "secure-sum-arrays"  # of an answer's vector
@@ -103,7 +102,7 @@ def read(content: RecordDict) -> Record:
 
 def _update(message: Message, reply: Message, replies: str) -> Vector:
     """The floating-point entries of weights - theta, or of an update, flat, in the message's order."""
-    sent, returned = _tensors(message), _tensors(reply)
+    sent, returned = (only_arrays(each)[1].to_torch_state_dict() for each in (message, reply))
     moving = {k: t for k, t in sent.items() if t.is_floating_point()}
     expected = sent if replies == "weights" else moving
     forms = [{k: (t.shape, t.is_floating_point()) for k, t in tensors.items()} for tensors in (expected, returned)]
@@ -113,13 +112,6 @@ def _update(message: Message, reply: Message, replies: str) -> Vector:
     parts = [(returned[k].double() - t.double()).flatten() for k, t in origin.items()]
     flat: Vector = torch.cat(parts).numpy()
     return flat
-
-
-def _tensors(message: Message) -> dict[str, Tensor]:
-    records = dict(message.content.array_records)
-    if len(records) != 1:
-        raise ValueError(f"secure_sum expects exactly one ArrayRecord in a message, got {sorted(records) or 'none'}")
-    return dict(next(iter(records.values())).to_torch_state_dict())
 
 
 def _examples(reply: Message) -> int:

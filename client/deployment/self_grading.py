@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.deployment.owner import GradingPolicy, OwnerConfig
-from fedgauge.client.deployment.state_folder import ClientFolder, digest_of
+from fedgauge.client.deployment.state_folder import Answer, ClientFolder, digest_of
 from fedgauge.client.deployment.terms import RequestRefused
 from fedgauge.client.pairing import PSNR_CAP, match, psnr_of
 from fedgauge.client.update import Batch
@@ -62,8 +62,8 @@ def grade(
     for name, images in questions.items():
         asked = hashlib.sha256(images.contiguous().numpy().tobytes()).hexdigest()
         place = f"{round} {name}"  # all questions about the same examples count, whatever the round
-        if place in known and known[place]["images"] == asked:
-            scores[name] = tuple(known[place]["psnr"])
+        if place in known and known[place].images == asked:
+            scores[name] = known[place].psnr
         elif place in known:
             refused[name] = "it was answered for other images"
         elif len(known) >= grading.queries:
@@ -75,7 +75,7 @@ def grade(
             values: list[float] = psnr_of(images, batch.x[match(images, batch.x)]).tolist()
             scores[name] = tuple(rounded(v, grading.precision) for v in values)
             exact[name] = [min(v, PSNR_CAP) for v in values]
-            known[place] = {"images": asked, "psnr": scores[name]}
+            known[place] = Answer(asked, scores[name])
     if exact:
         state.keep_answers(digest, known)
     facts = {"precision": grading.precision, "exact": exact, "refused": refused}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import torch
 
@@ -36,6 +36,19 @@ class DrawnBatch:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What a client answered to one question about a batch.
+
+    Args:
+        images: their digest.
+        psnr: of each, as it was reported.
+    """
+
+    images: str
+    psnr: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class ClientFolder:
     """The client's own folder: what it drew, what it answered, and its log; nothing in it ever leaves the client."""
 
@@ -46,13 +59,16 @@ class ClientFolder:
         """Lock the folder: two processes must not read counts at the same time."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _private(self.folder / "lock") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX)
             yield
 
     def drawn(self, run: int, round: int) -> DrawnBatch | None:
         """What the client trained on in a round of a run; None if that round never came."""
-        table = _read(self._round(run, round))
-        return None if table is None else DrawnBatch(**table | {"rows": tuple(table["rows"])})
+        path = self._round(run, round)
+        if not path.exists():
+            return None
+        table = json.loads(path.read_text())  # a damaged file fails: no count begins anew
+        return DrawnBatch(**table | {"rows": tuple(table["rows"])})
 
     def draws(self) -> int:
         """How often a round's examples were drawn, in all runs."""
@@ -62,13 +78,15 @@ class ClientFolder:
         """Record a round's draw."""
         _write(self._round(drawn.run, round), asdict(drawn))
 
-    def answers(self, digest: str) -> dict[str, Any]:
+    def answers(self, digest: str) -> dict[str, Answer]:
         """The answers about a batch, by round and attack."""
-        return _read(self._answers(digest)) or {}
+        path = self._answers(digest)
+        tables = json.loads(path.read_text()) if path.exists() else {}
+        return {place: Answer(table["images"], tuple(table["psnr"])) for place, table in tables.items()}
 
-    def keep_answers(self, digest: str, answers: Mapping[str, Any]) -> None:
+    def keep_answers(self, digest: str, answers: Mapping[str, Answer]) -> None:
         """Record answers before they leave, so that a crash loses none."""
-        _write(self._answers(digest), answers)
+        _write(self._answers(digest), {place: asdict(answer) for place, answer in answers.items()})
 
     def protocol(self) -> str | None:
         """The server's last protocol; None before the first."""
@@ -114,7 +132,7 @@ class ClientFolder:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         line = json.dumps({"time": round(time.time(), 3), "event": event, **facts}) + "\n"
         with _private(self.log) as file:
-            os.write(file, line.encode())  # at once: two writers' lines do not mix
+            file.write(line.encode())  # at once: two writers' lines do not mix
 
     def _round(self, run: int, round: int) -> Path:
         return self.folder / "rounds" / f"run-{run}-round-{round:05d}.json"
@@ -130,26 +148,11 @@ def digest_of(batch: Batch) -> str:
     return hashlib.sha256(b"".join(each)).hexdigest()[:32]
 
 
-@contextmanager
-def _private(path: Path) -> Iterator[int]:
-    file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
-    try:
-        yield file
-    finally:
-        os.close(file)
+def _private(path: Path) -> IO[bytes]:
+    opened = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+    return os.fdopen(opened, "ab", buffering=0)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """A table that the client wrote itself; ValueError if it is damaged: no count begins anew."""
-    if not path.exists():
-        return None
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-
-
-def _write(path: Path, table: Mapping[str, Any]) -> None:
+def _write(path: Path, table: Mapping[str, object]) -> None:
     with replacing(path, durable=True) as file:  # a count that a power cut loses would give the server new questions
         file.write(json.dumps(table).encode())

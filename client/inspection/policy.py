@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, nn
 
 from fedgauge.client.inspection.probes import ProbeSet, inspect_with_examples
 from fedgauge.client.inspection.results import DetectorResult, DetectorResults
@@ -44,7 +44,10 @@ def inspect(
     """
 
     def findings() -> Iterator[DetectorResult]:
-        yield from _architecture(probes.model, agreed)
+        if agreed:
+            met = fingerprint(probes.model)
+            words = f"its fingerprint is {met}, the agreed one is {agreed}"
+            yield DetectorResult("architecture", "", float(met != agreed) * 2, words)
         yield from inspect_weights(params, previous, apart, embedding_weights(probes.model), rng)
         if len(probes.probe.x):
             yield from inspect_with_examples(probes, params, previous)
@@ -84,28 +87,24 @@ class InspectionPolicy:
         return replace(self, examples=False) if private and self.examples is None else self
 
     def findings(
-        self, probes: ProbeSet | None, params: Params, round: int, memory: TransformState, rng: Generator | None = None
+        self, probes: ProbeSet, params: Params, round: int, memory: TransformState, rng: Generator | None = None
     ) -> DetectorResults:
         """Inspect a round's weights; `memory` is what the client keeps from round to round, and is updated.
 
         It keeps the first network's fingerprint and the last weights that raised no alarm: no more than a model.
 
         Args:
-            probes: None: the network and the examples are unknown here.
             rng: as for `inspect`.
         """
-        previous, then = _remembered(memory)
-        if previous is not None and _shapes(previous) != _shapes(params):
-            previous = None  # another network: the fingerprint reports it
-        apart = min(max(round - then, 1), MOST_APART)
-        if probes is None:
-            found = DetectorResults.of(inspect_weights(params, previous, apart, rng=rng))
-        else:
-            none = Batch(probes.probe.x[:0], probes.probe.y[:0])
-            tried = replace(probes, probe=none) if self.examples is False else probes
-            found = inspect(tried, params, previous, apart, self.architecture or _text(memory.get(FIRST_NETWORK)), rng)
-            met = fingerprint(probes.model).encode()
-            memory.setdefault(FIRST_NETWORK, torch.tensor(list(met), dtype=torch.uint8))
+        previous = {k.removeprefix(_WEIGHTS): t for k, t in memory.items() if k.startswith(_WEIGHTS)}
+        apart = min(max(round - int(memory.get(_ROUND, 0)), 1), MOST_APART)
+        # of another network there is nothing to compare: the fingerprint reports it
+        alike = {k: t.shape for k, t in previous.items()} == {k: t.shape for k, t in params.items()}
+        if self.examples is False:
+            probes = replace(probes, probe=Batch(probes.probe.x[:0], probes.probe.y[:0]))
+        met = torch.tensor(list(fingerprint(probes.model).encode()), dtype=torch.uint8)
+        agreed = self.architecture or bytes(memory.setdefault(FIRST_NETWORK, met).tolist()).decode()
+        found = inspect(probes, params, previous if alike else None, apart, agreed, rng)
         if not found.alarms:
             for name in [k for k in memory if k.startswith(_WEIGHTS)]:
                 del memory[name]
@@ -116,25 +115,3 @@ class InspectionPolicy:
 
 FIRST_NETWORK = "architecture"  # key of the first network's fingerprint in a memory
 _ROUND, _WEIGHTS = "round", "params."
-
-
-def _remembered(memory: TransformState) -> tuple[Params | None, int]:
-    kept = {k.removeprefix(_WEIGHTS): t for k, t in memory.items() if k.startswith(_WEIGHTS)}
-    return (kept, int(memory[_ROUND])) if kept else (None, 0)
-
-
-def _shapes(params: Params) -> dict[str, torch.Size]:
-    return {name: t.shape for name, t in params.items()}
-
-
-def _text(kept: Tensor | None) -> str:
-    return "" if kept is None else bytes(kept.tolist()).decode()
-
-
-def _architecture(model: nn.Module, agreed: str) -> Iterator[DetectorResult]:
-    if not agreed:
-        return
-    met = fingerprint(model)
-    yield DetectorResult(
-        "architecture", "", float(met != agreed) * 2, f"its fingerprint is {met}, the agreed one is {agreed}"
-    )

@@ -11,6 +11,7 @@ from torch.func import functional_call, vmap
 from fedgauge.client.data.images import Shards, batch_of
 from fedgauge.client.inspection.results import LARGEST, DetectorResult
 from fedgauge.client.inspection.weights import FEWEST, embedding_weights
+from fedgauge.client.models.vision import layer_parameters
 from fedgauge.client.training import drawing, evaluated, gradient
 from fedgauge.client.update import Batch, Loss, Params
 
@@ -89,7 +90,7 @@ def _forward(probes: ProbeSet, params: Params) -> tuple[dict[str, float], Tensor
         return note
 
     model, (x, y) = probes.model, probes.probe
-    biased = [(n, m) for n, m in model.named_modules() if _inside(n, "bias") in params]
+    biased = [(n, m) for n, m in model.named_modules() if layer_parameters(n)[1] in params]
     hooks = [module.register_forward_pre_hook(noting(name)) for name, module in biased]
     try:
         with torch.no_grad(), drawing(model, None):
@@ -98,10 +99,6 @@ def _forward(probes: ProbeSet, params: Params) -> tuple[dict[str, float], Tensor
         for hook in hooks:
             hook.remove()
     return inputs, torch.stack([probes.loss(logits[i : i + 1], y[i : i + 1]) for i in range(len(x))]).double()
-
-
-def _inside(layer: str, name: str) -> str:
-    return f"{layer}.{name}" if layer else name
 
 
 def _energies(probes: ProbeSet, params: Params) -> dict[str, Tensor]:
@@ -122,8 +119,8 @@ def _energies(probes: ProbeSet, params: Params) -> dict[str, Tensor]:
 def _biases(params: Params, now: _ProbeResult) -> Iterator[DetectorResult]:
     """Biases that outweigh what the weights make of an input: |b| over |w| times the size of the input."""
     for layer, size in now.inputs.items():
-        weight, bias = params.get(_inside(layer, "weight")), params[_inside(layer, "bias")]
-        if weight is None or weight.dim() < 2 or len(weight) != len(bias):
+        weight, bias = map(params.get, layer_parameters(layer))
+        if weight is None or bias is None or weight.dim() < 2 or len(weight) != len(bias):
             continue
         expected = weight.detach().flatten(1).double().norm(dim=1) * size
         ratio = (bias.detach().double().abs() / expected.clamp(min=1e-12)).clamp(max=LARGEST)

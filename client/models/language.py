@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedgauge.client.models.bounds import only_shapes
 from fedgauge.client.models.language_parts import PartFinder
 from fedgauge.client.models.libraries import import_library
 from fedgauge.client.models.network_calls import call_of
@@ -265,15 +264,11 @@ def _pretrained(
     transformers = import_transformers()
     try:
         with _quiet(transformers):
-            config = transformers.AutoConfig.from_pretrained(**place, **settings)
+            config = place.load(transformers.AutoConfig, **settings)
             _silence_dropout(config)
             config.use_cache = False
-            made, settings_ = getattr(transformers, kind), {"attn_implementation": "eager", "dtype": torch.float32}
-            net = (
-                made.from_config(config, **settings_)
-                if only_shapes()  # there from_pretrained refuses to work
-                else made.from_pretrained(**place, config=config, use_safetensors=True, **settings_)
-            )
+            settings_ = {"config": config, "attn_implementation": "eager", "dtype": torch.float32}
+            net = place.load(getattr(transformers, kind), **settings_, use_safetensors=True)
     except (OSError, KeyError) as error:
         raise ValueError(f"{source} cannot be loaded: {error}") from error
     model = LanguageModel(net, task, tokenizer, freeze).eval()

@@ -69,11 +69,8 @@ def call_of(net: nn.Module, tokenizer: Tokenizer, task: Task, positions: int, ta
         ValueError: no call does.
     """
     causal = task == "next_token" and getattr(net, "causal", True)
-    first = NetworkCall(causal)
-    if table.is_meta:  # only shapes are built
-        return first
     others = (dict(placed=True), dict(replaced=True), dict(added=False), dict(added=False, replaced=True))
-    for call in (first, *(NetworkCall(causal, **other) for other in others)):
+    for call in (NetworkCall(causal), *(NetworkCall(causal, **other) for other in others)):
         try:
             with torch.no_grad():
                 if _fits(call, net, tokenizer, task, positions, table):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -88,8 +88,19 @@ def offline() -> bool:
     return requested or not may_download.get()
 
 
-def model_place(source: str | Path) -> dict[str, Any]:
-    """Return where a model's files are, as arguments of from_pretrained; only a name on the hub may lead to a download.
+class ModelPlace(NamedTuple):
+    """The folder of a model's files, or its name on the hub, and whether nothing may be downloaded."""
+
+    name: str
+    local: bool
+
+    def load(self, kind: Any, **settings: Any) -> Any:
+        """What a class of the package transformers makes of the files; no code of theirs is run."""
+        return kind.from_pretrained(self.name, local_files_only=self.local, trust_remote_code=False, **settings)
+
+
+def model_place(source: str | Path) -> ModelPlace:
+    """Return where a model's files are; only a name on the hub may lead to a download.
 
     Raises:
         ValueError: a folder does not exist, a path is given instead of a name, minilm's package is not installed, or a server
@@ -119,7 +130,7 @@ def model_place(source: str | Path) -> dict[str, Any]:
             raise ValueError(f"{source} is not in the cache of Hugging Face's hub on this machine") from error
     else:
         local = offline()
-    return {"pretrained_model_name_or_path": source, "local_files_only": local, "trust_remote_code": False}
+    return ModelPlace(source, local)
 
 
 @lru_cache(maxsize=4)
@@ -127,7 +138,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     """The tokenizer of a pre-trained model: minilm, a name on Hugging Face's hub, or a folder."""
     place = model_place(source)
     try:
-        found = import_library("transformers", "text").AutoTokenizer.from_pretrained(**place)
+        found = place.load(import_library("transformers", "text").AutoTokenizer)
     except (OSError, ValueError) as error:
         raise ValueError(f"the tokenizer of {source} cannot be loaded: {error}") from error
     backend = found.backend_tokenizer

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.client.files import MOST_ARCHIVE, read_file
-
 Shape = tuple[int, ...]  # (C, H, W)
 Norm = Literal["batch", "group", "none"]
 Activation = Literal["relu", "sigmoid", "tanh"]
@@ -197,22 +195,7 @@ def convsmall(shape: Shape, classes: int) -> nn.Module:
 
     The scale of the weights is part of their setting: noise of a fixed size hides smaller gradients better.
     """
-    channels, height, width = shape
-    _poolable(height, width, 4)
-    model = nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(channels, 32, 3, padding=1),
-            act1=nn.ReLU(),
-            pool1=nn.AvgPool2d(2),
-            conv2=nn.Conv2d(32, 64, 3, padding=1),
-            act2=nn.ReLU(),
-            pool2=nn.AvgPool2d(2),
-            flatten=nn.Flatten(),
-            linear1=nn.Linear(64 * (height // 4) * (width // 4), 100),
-            act3=nn.ReLU(),
-            linear2=nn.Linear(100, classes),
-        )
-    )
+    model = _two_convolutions(shape, 3, (100, classes))
     for parameter in model.parameters():
         if parameter.ndim == 1:
             nn.init.zeros_(parameter)
@@ -229,25 +212,29 @@ def _lecun_normal(weight: Tensor) -> None:
 
 def convbig(shape: Shape, classes: int) -> nn.Module:
     """The ConvBig on which Balunovic et al. (2022) attack Soteria: two convolutions, three fully connected layers."""
+    return _two_convolutions(shape, 1, (2000, 1000, classes))
+
+
+def _two_convolutions(shape: Shape, kernel: int, widths: Sequence[int]) -> nn.Module:
+    """Convolutions of 3 x 3 and of this kernel, each with ReLU and mean pool, then linear layers of these widths."""
     channels, height, width = shape
     _poolable(height, width, 4)
-    pooled = ((height // 2 + 2) // 2) * ((width // 2 + 2) // 2)
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(channels, 32, 3, padding=1),
-            act1=nn.ReLU(),
-            pool1=nn.AvgPool2d(2),
-            conv2=nn.Conv2d(32, 64, 1, padding=1),
-            act2=nn.ReLU(),
-            pool2=nn.AvgPool2d(2),
-            flatten=nn.Flatten(),
-            linear1=nn.Linear(64 * pooled, 2000),
-            act3=nn.ReLU(),
-            linear2=nn.Linear(2000, 1000),
-            act4=nn.ReLU(),
-            linear3=nn.Linear(1000, classes),
-        )
+    fan_in = 64 * ((height // 2 + 3 - kernel) // 2) * ((width // 2 + 3 - kernel) // 2)
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        conv1=nn.Conv2d(channels, 32, 3, padding=1),
+        act1=nn.ReLU(),
+        pool1=nn.AvgPool2d(2),
+        conv2=nn.Conv2d(32, 64, kernel, padding=1),
+        act2=nn.ReLU(),
+        pool2=nn.AvgPool2d(2),
+        flatten=nn.Flatten(),
     )
+    for i, fan_out in enumerate(widths, 1):
+        layers[f"linear{i}"] = nn.Linear(fan_in, fan_out)
+        if i < len(widths):
+            layers[f"act{i + 2}"] = nn.ReLU()
+        fan_in = fan_out
+    return nn.Sequential(layers)
 
 
 def _poolable(height: int, width: int, least: int) -> None:
@@ -336,10 +323,10 @@ def copy_weights(own: dict[str, Tensor], stored: dict[str, Tensor], needed: Iter
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file; ValueError if it cannot be read."""
     from safetensors import SafetensorError
-    from safetensors.torch import load
+    from safetensors.torch import load_file
 
     try:
-        stored: dict[str, Tensor] = load(read_file(path, MOST_ARCHIVE))
+        stored: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a safetensors file from {Path.cwd()}: {error}") from error
     return stored

@@ -34,7 +34,9 @@ class Load:
 class Executor(Protocol):
     """Runs tasks somewhere; a task's exception is a result like any other."""
 
-    slots: int  # how many tasks may be in flight
+    @property
+    def slots(self) -> int:
+        """How many tasks may be in flight."""
 
     def submit(self, ticket: int, task: Task) -> None:
         """Start a task."""

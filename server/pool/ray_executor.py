@@ -42,7 +42,7 @@ class RayExecutor:
     """Ray actors, each on one core or one GPU; an actor whose process dies is replaced by one of its kind.
 
     Args:
-        workers: actors on the CPU, if it is among the devices.
+        workers: actors on the CPU of this machine, if it is among the devices; a cluster has one on each of its cores.
         address: "host:port" of a cluster's head, which this machine joins as a node without cores; "auto": the cluster that
             this machine belongs to already; None: start Ray on this machine, for this user alone.
         devices: of this machine; of a cluster those of `cluster_devices`.
@@ -67,7 +67,7 @@ class RayExecutor:
         # a short path, because socket paths are limited; removed at the end
         self._scratch = tempfile.mkdtemp(prefix="fedgauge-ray-")
         names = self._connect(workers, address, devices)
-        self.slots = len(names)  # more waves in flight would hold memory without making anything faster
+        self._grows = address is not None and "cpu" in names
 
         class Actor:
             """Defined in this method, so that Ray sends it by value."""
@@ -97,6 +97,19 @@ class RayExecutor:
         self._flying: dict[Any, tuple[int, str, Any]] = {}
         self._load = {name: Load(workers=count) for name, count in Counter(names).items()}
 
+    @property
+    def slots(self) -> int:
+        """One wave for each worker: more in flight hold memory and make nothing faster. A core that joins a cluster gets one."""
+        if self._grows:
+            for _ in range(self._cores() - self._load["cpu"].workers):
+                self._idle.append(("cpu", self._begin("cpu")))
+                self._load["cpu"].workers += 1
+        return sum(of.workers for of in self._load.values())
+
+    def _cores(self) -> int:
+        """The cores of the cluster; 1 before the first has joined."""
+        return max(1, int(self._ray.cluster_resources().get("CPU", 0)))
+
     def _begin(self, name: str) -> Any:
         """A new actor on a device. A cluster chooses its GPU; here we do, as only then it is known which is which."""
         if name == "cuda":  # a core is left to each GPU's worker where there are fewer cores than GPUs
@@ -115,7 +128,7 @@ class RayExecutor:
             with chdir(self._scratch):  # Ray's workers look for every package in their driver's current folder first
                 if address is not None:
                     self._join(address, quiet)
-                    return self._names_in_cluster(workers, devices)
+                    return self._names_in_cluster(devices)
                 names = [str(device) for device in devices for _ in range(workers if device == CPU else 1)]
                 self._start(len(names), quiet)
             return names
@@ -123,13 +136,16 @@ class RayExecutor:
             self._leave()
             raise
 
-    def _names_in_cluster(self, workers: int, devices: Sequence[torch.device]) -> list[str]:
+    def _names_in_cluster(self, devices: Sequence[torch.device]) -> list[str]:
         gpus = int(self._ray.cluster_resources().get("GPU", 0))
         if CUDA in devices and not gpus:
             self._ray.shutdown()
             raise SpecError('[audit] devices: "cuda" needs a GPU, and the Ray cluster has none')
         on_cpu = CPU in devices or not (devices or gpus)
-        return [*(gpus if not devices or CUDA in devices else 0) * ["cuda"], *(workers if on_cpu else 0) * ["cpu"]]
+        return [
+            *(gpus if not devices or CUDA in devices else 0) * ["cuda"],
+            *(self._cores() if on_cpu else 0) * ["cpu"],
+        ]
 
     def _start(self, workers: int, quiet: Mapping[str, Any]) -> None:
         # a folder inside ours, as Ray opens its own to everybody, with the sockets of its store in it

@@ -57,7 +57,7 @@ class AuditOptions:
     Args:
         curious: whether updates are kept and attacked; false only trains.
         executor: ray (worker processes) or local (in the attack service's own process, one wave at a time).
-        workers: attack workers on the CPU, at least 1; each uses one core.
+        workers: attack workers on the CPU, at least 1; each uses one core. A Ray cluster has one on each of its cores.
         devices: where attacks run: "auto" (every GPU that torch can use, else the CPU), "cpu", "cuda" (every GPU), or a list of
             "cpu" and names such as "cuda:0"; each GPU has one worker; local uses the first device.
         precision: of products on a GPU: ieee (float32) or tf32 (faster, 10 bits of mantissa).

@@ -43,7 +43,7 @@ def spent_in(reading: Reading) -> PrivacyStatement:
     try:
         spending = Spending(reading.scenario, reading.ledger, reading.answered)
     except SpecError as error:
-        return PrivacyStatement(None, None, math.nan, f"No epsilon on this machine: {error}.", "unknown")
+        return PrivacyStatement(None, None, math.nan, f"No epsilon on this machine: {error}.")
     statement = spending.of_all()
     assumed = ", as the clients are assumed to defend" if reading.ledger.deployed else ""
     return replace(statement, words=f"Differential privacy{assumed}: {statement.words}.")

@@ -264,7 +264,7 @@ class _Probe:
         words = f"if every client takes part in every round: {statement.words}"
         self.measured[EPSILON] = Measurement(finite(statement.record), words)
         if statement.record is None:  # neither a leak nor a guarantee
-            return Finding("unknown" if statement.state == "unknown" else "note", statement.words)
+            return Finding("note", statement.words)
         if statement.record <= STRONG:
             return Finding("holds", words)
         return Finding("weak", words, "more noise, fewer rounds, larger shards")

@@ -15,7 +15,6 @@ import tomli_w
 from rich.console import Console
 
 from fedgauge.client.components import SpecError, package_of
-from fedgauge.client.deployment.deployed_client import refuse_fitted
 from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
@@ -67,8 +66,6 @@ class Deployment:
             raise SpecError(f"{folder} is a file, or is not empty: name a folder that does not exist yet")
         checked = Scenario.load(scenario, [f"clients={clients}"])
         check_deployable(checked)
-        if checked.federation.chain.private:  # each client would refuse
-            refuse_fitted(checked.federation.shards.dataset, checked.protocol.data)
         try:
             attack_devices(checked.audit, in_cluster=True)
         except SpecError:  # a single GPU: a local start can have it, where it exists

@@ -5,7 +5,6 @@ import shlex
 import signal
 import time
 from contextlib import closing
-from typing import Any
 
 from rich.console import Console
 
@@ -16,6 +15,7 @@ from fedgauge.server.views.participation import absences
 from fedgauge.server.views.server_attacks import Row
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.deploy.supervisor import FACTS, LocalDeployment
+from fedgauge.simulations.deploy.train import not_attacked
 from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.live.terminal import view_of
 from fedgauge.simulations.live.view import View
@@ -56,7 +56,7 @@ def up(
             if interrupt.asked and "start" not in local.children:
                 return run, INTERRUPTED
             view.say(f"fedgauge: watch it at {local.addresses.dashboard_address} (its token: secrets/dashboard)")
-            ended = _follow(local, view, interrupt)
+            ended = _follow(local, run, view, interrupt)
             view.say("fedgauge: ending the services")
             return run, ended
 
@@ -85,8 +85,8 @@ def _start_all(local: LocalDeployment, run: Run, interrupt: Interrupt) -> None:
         local.begin("attack")
 
 
-def _follow(local: LocalDeployment, view: View, interrupt: Interrupt) -> int:
-    """Supervise the services until the run has ended; returns its exit status."""
+def _follow(local: LocalDeployment, run: Run, view: View, interrupt: Interrupt) -> int:
+    """Supervise the services until the run has ended; returns INTERRUPTED or 0."""
     reporter, ledger = AbsenceReporter(view), view.run_progress.ledger
     status = _await_end(local, "start", view, interrupt, reporter)
     view.run_progress.coming = False
@@ -94,11 +94,11 @@ def _follow(local: LocalDeployment, view: View, interrupt: Interrupt) -> int:
         _await_end(local, "attack", view, interrupt, reporter)
     if interrupt.asked:
         return INTERRUPTED
-    if status:
+    meta = ledger.meta()
+    if meta.get("state") != "trained":
         raise TrainingFailed(_why(local, ledger, status))
-    if (left := ledger.progress().waiting) and ledger.meta().get("replay") != "mismatch":
-        command = f"fedgauge audit {local.deployment.folder / 'runs' / local.addresses.run}"
-        raise TrainingFailed(local.blame("attack", f"{left} attacks were not done; continue with: {command}"))
+    if (left := ledger.progress().waiting) and meta.get("replay") != "mismatch":
+        raise TrainingFailed(local.blame("attack", not_attacked(run, left)))
     return 0
 
 
@@ -140,7 +140,7 @@ class AbsenceReporter:
 
 
 def _why(local: LocalDeployment, ledger: Ledger, status: int) -> str:
-    """Why a run failed: no client took part, the SuperLink died, or what `start` reported."""
+    """Why a training failed: no client took part, the SuperLink died, or what `start` reported."""
     if ledger.meta().get("state") == "failed" and (why := ledger.meta().get(EMPTY)):
         return why
     if local.deaths.get("superlink") or local.status("superlink") is not None:
@@ -150,9 +150,9 @@ def _why(local: LocalDeployment, ledger: Ledger, status: int) -> str:
 
 def status(deployment: Deployment) -> tuple[dict[str, bool], list[str]]:
     """Which services of a local start are alive, and lines on the state of its last run."""
-    facts = _facts(deployment)
-    living = processes.marked(facts["mark"]) if facts else []
-    alive = {name: pid in living for name, pid in facts.get("pids", {}).items()}
+    mark, pids = _facts(deployment)
+    living = processes.marked(mark) if mark else []
+    alive = {name: pid in living for name, pid in pids.items()}
     lines = []
     for run in deployment.runs()[-1:]:
         with run.ledger(readonly=True) as ledger:
@@ -181,11 +181,12 @@ def down(deployment: Deployment, patience: float = 60.0) -> list[int]:
         if time.monotonic() > deadline:
             return []
         time.sleep(0.2)
-    facts = _facts(deployment)
-    return processes.sweep(facts["mark"]) if facts else []
+    mark, _ = _facts(deployment)
+    return processes.sweep(mark) if mark else []
 
 
-def _facts(deployment: Deployment) -> dict[str, Any]:
-    """The file of the last local start; {} before the first."""
+def _facts(deployment: Deployment) -> tuple[str, dict[str, int]]:
+    """The mark of the last local start, and each service's process; "" and {} before the first."""
     path = deployment.folder / FACTS
-    return json.loads(path.read_text()) if path.exists() else {}
+    facts = json.loads(path.read_text()) if path.exists() else {}
+    return facts.get("mark", ""), facts.get("pids", {})

@@ -48,17 +48,11 @@ class Addresses:
 
 @dataclass(frozen=True)
 class Service:
-    """One process: its command, its environment, and whether it is restarted when it ends.
-
-    Args:
-        answers: the loopback port on which it answers while it works; if it no longer does it is ended, as a failed service's
-            process may stay.
-    """
+    """One process: its command, its environment, and whether it is restarted when it ends."""
 
     command: tuple[str, ...]
     restart: Restart = "unless-stopped"
     environment: Mapping[str, str] = field(default_factory=dict)
-    answers: int | None = None
 
 
 def services(addresses: Addresses, clients: int) -> dict[str, Service]:
@@ -71,7 +65,7 @@ def services(addresses: Addresses, clients: int) -> dict[str, Service]:
         "superlink": Service(superlink(addresses)),
         "serverapp": Service(serverapp(addresses)),
         "register": Service(register, "no"),
-        **{f"supernode-{k}": Service(supernode(addresses, k), answers=addresses.port(k)) for k in range(clients)},
+        **{f"supernode-{k}": Service(supernode(addresses, k)) for k in range(clients)},
         "ray-head": Service(ray_head(addresses), environment=ray),
         "ray-worker": Service(ray_worker(addresses), environment=ray),
         "start": Service(start, "no"),

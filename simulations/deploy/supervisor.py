@@ -26,7 +26,6 @@ DEATHS = 20
 CLUSTER = ("ray-head", "ray-worker")
 NEEDED = ("superlink", "serverapp")  # without these there is no training, so the whole start fails
 PAUSE = 3.0  # seconds before a dead service is restarted
-MUTE = 60.0  # seconds after its start from which on a service that does not answer counts as failed
 
 
 class LocalDeployment:
@@ -47,7 +46,6 @@ class LocalDeployment:
         self.deaths: dict[str, int] = {}
         self.given_up: dict[str, str] = {}  # services that died repeatedly, with the end of their logs
         self._restart_at: dict[str, float] = {}
-        self._ask_at: dict[str, float] = {}  # when each is next asked whether it answers
 
     def close(self) -> None:
         """End every process, whatever it does."""
@@ -65,7 +63,6 @@ class LocalDeployment:
         service = self.services[name]
         log = self.deployment.log(name)
         self.children[name] = processes.start(service.command, log, self._environment(name, service))
-        self._ask_at[name] = time.monotonic() + MUTE
         self._write_facts()
 
     def finish(self, name: str) -> None:
@@ -92,8 +89,6 @@ class LocalDeployment:
         now = time.monotonic()
         for name, child in list(self.children.items()):
             status, restart = child.poll(), self.services[name].restart
-            if status is None and self._is_mute(name, now):
-                processes.end(child)
             if status is None or restart == "no" or (restart == "on-failure" and status == 0) or name in self.given_up:
                 continue
             if name not in self._restart_at:
@@ -114,14 +109,6 @@ class LocalDeployment:
             raise TrainingFailed(message)
         self.given_up[name] = message
         print(f"fedgauge: it continues without {name}: {message}", file=sys.stderr)
-
-    def _is_mute(self, name: str, now: float) -> bool:
-        """Whether a living service that should answer does not; it is asked every few seconds."""
-        port = self.services[name].answers
-        if port is None or now < self._ask_at[name]:
-            return False
-        self._ask_at[name] = now + PAUSE
-        return not processes.listens(port)
 
     def status(self, name: str) -> int | None:
         """A service's exit status, or None while it works."""

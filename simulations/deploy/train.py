@@ -18,7 +18,7 @@ from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.deploy.submission import PATIENCE, Submission, write_app, write_home
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.create import resume
-from fedgauge.simulations.run.exit_status import INTERRUPTED
+from fedgauge.simulations.run.exit_status import INTERRUPTED, exit_status
 from fedgauge.simulations.run.launch import TrainingFailed
 from fedgauge.simulations.run.simulate import POLL, Interrupt
 
@@ -46,12 +46,12 @@ def register(deployment: Deployment, superlink: str) -> None:
 
 
 def start(deployment: Deployment, superlink: str, name: str, interrupt: Interrupt) -> int:
-    """Train the run of this name, and wait until it is attacked; returns the exit status.
+    """Train the run of this name, and wait until it is attacked; returns the exit status, as `fedgauge run` does.
 
     Raises:
         SpecError: the run is complete.
         LedgerError: it was interrupted and cannot be continued.
-        TrainingFailed: the federation failed.
+        TrainingFailed: the federation failed, or no attack service worked.
     """
     run, resumed = deployment.begin(name)
     scenario = resume(run, "deployment") if resumed else run.scenario()
@@ -59,7 +59,7 @@ def start(deployment: Deployment, superlink: str, name: str, interrupt: Interrup
         with run.lock("training"):  # the attack service follows while this lock is held
             _train(deployment, superlink, run, ledger, scenario, interrupt)
         _wait_for_attacks(run, ledger, scenario, interrupt)
-    return INTERRUPTED if interrupt.asked else 0
+    return INTERRUPTED if interrupt.asked else exit_status(run)
 
 
 def _train(
@@ -95,16 +95,21 @@ def _train(
 
 
 def _wait_for_attacks(run: Run, ledger: Ledger, scenario: Scenario, interrupt: Interrupt) -> None:
-    """Wait until the queue is empty, or until no attack service has run for a while: `fedgauge audit` then does the rest."""
+    """Wait until the queue is empty; TrainingFailed if no attack service has run for a while."""
     last_seen = time.monotonic()
     while scenario.audit.curious and not interrupt.asked and ledger.meta().get("replay") != "mismatch":
-        if not ledger.progress().waiting:
+        if not (left := ledger.progress().waiting):
             return
         if run.at_work("audit"):
             last_seen = time.monotonic()
         elif time.monotonic() - last_seen > WITHOUT_AUDIT:
-            return
+            raise TrainingFailed(not_attacked(run, left))
         time.sleep(POLL)
+
+
+def not_attacked(run: Run, left: int) -> str:
+    """A message that some attacks were never done."""
+    return f"{left} attacks were not done; continue with: fedgauge audit {run.folder}"
 
 
 @contextmanager

@@ -123,7 +123,7 @@ def _privacy(owner: OwnerConfig, made: Sequence[Mapping[str, Any]]) -> PrivacySt
     today = json.loads(json.dumps(own.terms))
     if any(event.get("terms", today) != today for event in made):
         words = "no epsilon is known, as some updates were made under another chain, batch size, sampling or share of the data"
-        return PrivacyStatement(None, None, DELTA, words, "unknown")
+        return PrivacyStatement(None, None, DELTA, words)
     # the server may have named larger networks than the last one
     largest = max((event.get("entries", owner.max_parameters) for event in made), default=None)
     return privacy_statement(own, {owner.client: len(made)}, secret=bool(own.terms["secret"]), entries=largest)

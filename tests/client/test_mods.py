@@ -165,20 +165,6 @@ def test_a_reply_that_does_not_match_the_message_is_refused(content: RecordDict)
         answer([as_mod(clip(1.0))], arrays=ArrayRecord(THETA), buffers=ArrayRecord(THETA))
 
 
-@pytest.mark.parametrize("kind", [torch.complex64, torch.int8, torch.bool])
-def test_what_no_defense_acts_on_must_be_as_it_was_sent(kind: torch.dtype) -> None:
-    """Of complex and whole numbers no clip bounds the change, and no noise hides it."""
-    sent = {"w": torch.zeros(3), "codes": torch.zeros(3, dtype=kind)}
-
-    def reply(**changes: Tensor) -> Tensor:
-        made = RecordDict({"model": ArrayRecord(sent | changes)})
-        return tensors(answer([as_mod(chain(clip(1.0), gaussian(1.0)))], made, arrays=ArrayRecord(sent)))["codes"]
-
-    assert torch.equal(reply(w=torch.ones(3)), sent["codes"])
-    with pytest.raises(ValueError, match="codes"):
-        reply(codes=torch.tensor([0, 1, 0]).to(kind))
-
-
 @dataclass(frozen=True)
 class on_examples(Link):
     """A defense of the data."""

@@ -105,3 +105,17 @@ def test_memory_lasts_from_round_to_round_and_each_link_has_its_own() -> None:
     assert all(not t.any() for round in sent[:2] for t in round.values()), "two links delay by two rounds"
     assert largest_difference(sent[2], first) == 0
     assert all(not t.any() for t in whole(gradient(model))(params, rounds[0], None).values()), "unbound: a first round"
+
+
+def test_one_example_fails_for_itself_alone() -> None:
+    """Replacing it moves the mean by no more than its share, also where vmap refuses all of them together."""
+
+    def fussy(params: Params, batch: Batch, rng: torch.Generator | None) -> Params:
+        if bool(batch.x.sum() > 2):  # a branch on values, which vmap refuses
+            return {"w": torch.full((2,), torch.nan)}
+        return {"w": batch.x.mean() * torch.ones(2)}
+
+    each = per_example(clip(10.0))(fussy)
+    x = torch.tensor([[1.0], [2.0], [3.0], [1.0]])
+    found = each({"w": torch.zeros(2)}, Batch(x, torch.zeros(4)), None)["w"]
+    assert found.tolist() == [1.0, 1.0], "(1 + 2 + 0 + 1) / 4"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedgauge.client import local_data
@@ -344,27 +344,3 @@ def test_a_kept_array_is_made_once(own_cache: Path) -> None:
     assert len(made) == 1
     assert all(r["a"].tolist() == [0, 1, 2, 3, 4] for r in results)
     assert [p.name for p in own_cache.iterdir()] == ["thing.npz"], "no scratch file is left"
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(damage=st.data())
-def test_a_damaged_cache_entry_is_made_again(own_cache: Path, damage: st.DataObject) -> None:
-    value = np.random.default_rng(0).integers(0, 9, 500)
-    images.cached("thing", lambda: {"a": value})
-    path = own_cache / "thing.npz"
-    intact = path.read_bytes()
-    if damage.draw(st.booleans()):
-        path.write_bytes(intact[: damage.draw(st.integers(0, len(intact) - 1))])
-        with pytest.warns(UserWarning, match="is damaged .* and is made again"):
-            found = images.cached("thing", lambda: {"a": value})
-    else:
-        raw = bytearray(intact)
-        raw[damage.draw(st.integers(0, len(raw) - 1))] ^= 1 << damage.draw(st.integers(0, 7))
-        path.write_bytes(bytes(raw))
-        import warnings
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a bit in a timestamp harms nothing
-            found = images.cached("thing", lambda: {"a": value})
-    assert np.array_equal(found["a"], value)
-    path.write_bytes(intact)

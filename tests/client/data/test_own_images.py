@@ -18,7 +18,7 @@ from torchvision.transforms import functional as tv
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.corpora import held_out
 from fedgauge.client.data.images import Dataset, mnist5k
-from fedgauge.client.data.own_images import SHARED_NAMES, hugging_face, image_folder, npz
+from fedgauge.client.data.own_images import hugging_face, image_folder, npz
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 
@@ -139,12 +139,6 @@ def with_names_of_their_own(pictures: Path) -> Path:
             for file in sorted(folder.iterdir()):
                 file.rename(folder / f"{folder.name}-{file.name}")
     return pictures
-
-
-def test_pictures_that_share_a_name_take_their_places_from_their_classes(pictures: Path) -> None:
-    """One of another class may then move another one between training and test part."""
-    assert image_folder(pictures, SIZE).fitted == ("mean", "std", "classes", SHARED_NAMES)
-    assert image_folder(with_names_of_their_own(pictures), SIZE).fitted == ("mean", "std", "classes")
 
 
 def test_a_picture_of_another_class_moves_no_other_between_training_and_test_part(pictures: Path) -> None:

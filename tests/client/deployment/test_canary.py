@@ -58,7 +58,7 @@ def test_who_disagrees_with_the_server_sends_nothing(
     assert str(refused.value) == words
 
 
-@pytest.mark.parametrize("table", [{"clients": 3}, {"clients": -1}, {"clients": "2"}, [2]])
+@pytest.mark.parametrize("table", [{"clients": "2"}, [2]])
 def test_a_table_of_canaries_that_is_none_is_refused(table: Any) -> None:
     with pytest.raises(RequestRefused, match="canaries"):
         terms(canaries=table)

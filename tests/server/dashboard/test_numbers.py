@@ -223,7 +223,7 @@ def test_epsilon_stands_beside_every_point(
         "epsilon": None,
         "client": None,
         "delta": 1e-5,
-        "words": "Differential privacy: the chain adds no noise, so it has no epsilon.",
+        "words": "Differential privacy: the chain adds no noise that it declares, so it has no epsilon.",
     }
     page = get("/api/compare?runs=private,signed")
     points = page["points"]

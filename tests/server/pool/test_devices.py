@@ -299,10 +299,11 @@ def test_a_gpu_has_the_number_that_cuda_gives_it(monkeypatch: pytest.MonkeyPatch
 class FakeCluster:
     def __init__(self, gpus: int) -> None:
         self.gpus = gpus
+        self.cores = 3.0
         self.left = False
 
     def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": 8.0, **({"GPU": float(self.gpus)} if self.gpus else {})}
+        return {"CPU": self.cores, **({"GPU": float(self.gpus)} if self.gpus else {})}
 
     def shutdown(self) -> None:
         self.left = True
@@ -324,8 +325,22 @@ def test_a_cluster_has_a_worker_for_each_gpu(wanted: Any, gpus: int, names: list
     executor = FakeRay()
     executor._ray = FakeCluster(gpus)
     with nullcontext() if names else pytest.raises(SpecError, match="devices"):
-        assert executor._names_in_cluster(3, cluster_devices(wanted)) == names
+        assert executor._names_in_cluster(cluster_devices(wanted)) == names
     assert executor._ray.left == (names is None)
+
+
+def test_a_cluster_has_a_worker_for_each_core_and_for_those_that_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster(0)
+    cluster.cores = 0.0  # the containers of the workers start later
+    monkeypatch.setattr(RayExecutor, "_connect", lambda self, workers, *_: self._names_in_cluster([CPU]))
+    monkeypatch.setattr(RayExecutor, "_begin", lambda self, name: object())
+    monkeypatch.setattr(RayExecutor, "_ray", cluster, raising=False)
+    cluster.remote = lambda **_: lambda actor: actor  # type: ignore[attr-defined]
+    executor = RayExecutor(workers=2, address="ray-head:6379")
+    assert executor.slots == 1, "a second one would wait for a core for ever, and hold its wave"
+    cluster.cores = 4.0
+    assert executor.slots == len(executor._idle) == executor.load()["cpu"].workers == 4
+    executor._leave()
 
 
 @pytest.mark.parametrize("wanted", ["cuda:0", ("cuda:0", "cuda:1"), ("auto", "cpu"), (), ("cpu", "cpu")])

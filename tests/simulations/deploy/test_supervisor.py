@@ -2,8 +2,6 @@
 
 import json
 import re
-import socket
-from dataclasses import replace
 
 import pytest
 
@@ -63,16 +61,3 @@ def test_what_dies_again_and_again_is_told_with_the_end_of_its_log_and_ends_all_
     assert re.search(words, local.given_up[name])
     told = capsys.readouterr().err
     assert told.count(f"it continues without {name}") == 1 and "no such key" in told
-
-
-@linux
-def test_one_that_no_longer_answers_is_started_again(local: LocalDeployment, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "MUTE", 0.0)
-    program(local, "mute", SLEEP)
-    program(local, "answering", SLEEP)
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        for name, port in (("mute", processes.free_port()), ("answering", door.getsockname()[1])):
-            local.services[name] = replace(local.services[name], answers=port)
-        before = dict(local.children)
-        wait_for(lambda: local.poll() or local.children["mute"] is not before["mute"])
-    assert before["mute"].poll() is not None and local.children["answering"] is before["answering"]

@@ -1,4 +1,4 @@
-"""Clients that refuse, or are away, are recorded with their reason."""
+"""Clients that refuse, or are away, are recorded with their reason; a run ends with the status of what became of it."""
 
 import re
 import shutil
@@ -6,11 +6,15 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fedgauge.client.components import allowing
 from fedgauge.server.app import federate
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.run import Run
 from fedgauge.server.strategy.checked import CLIENT_ABSENT
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import none_accepted
@@ -135,3 +139,28 @@ def test_a_client_that_is_away_has_a_row_that_says_so(made: Deployment, tmp_path
         assert participation(ledger.observations()) == (
             f"6 of 9 updates came in; client 1 missing in 3 rounds: {CLIENT_ABSENT}"
         )
+
+
+def trained(name: str, run: Run, deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit status of `fedgauge deploy start` for a run whose training is over."""
+    monkeypatch.setattr(Deployment, "begin", lambda *_: (run, False))
+    monkeypatch.setattr("fedgauge.simulations.deploy.train._train", lambda *_: None)
+    monkeypatch.setattr("fedgauge.simulations.deploy.train.WITHOUT_AUDIT", 0.0)
+    return cli.main(["deploy", "start", str(deployment.folder), "--superlink", "here:1", "--name", name])
+
+
+def test_a_run_that_nobody_attacked_has_failed(
+    made: Deployment, make_scenario: Any, make_taped: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    run = make_taped(tmp_path / "run", make_scenario())
+    assert trained("one", run, made, monkeypatch) == 1
+    assert f"continue with: fedgauge audit {run.folder}" in capsys.readouterr().err
+
+
+def test_a_run_to_which_no_attack_applies_ends_as_a_simulation_does(
+    made: Deployment, make_scenario: Any, make_taped: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = make_scenario(model={"use": "lenet"}, attack=[{"use": "analytic"}], audit={"executor": "local"})
+    run = make_taped(tmp_path / "run", scenario)
+    serve(run, LocalExecutor())
+    assert trained("one", run, made, monkeypatch) == 3
