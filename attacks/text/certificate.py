@@ -20,7 +20,7 @@ from fedgauge.client.training import gradient
 from fedgauge.client.update import Batch, Update, norm, relative_error
 
 TOLERANCE = 1e-5  # relative, a hundred roundings of float32; swapping two words of an untrained network gives 6e-4
-MOST_ORDERS = 24  # of labels or of sentences that are tried: as many as a batch of four has
+MOST_ORDERS = 24  # of labels that are tried: as many as a batch of four has
 
 
 class Unreadable(ValueError):
@@ -127,16 +127,9 @@ class GuessVerifier:
         return f"no certificate: the guess leaves an error of {error:.1e}, as other sentences might"
 
     def interpretations(self, x: Tensor) -> Iterator[Batch]:
-        """Every batch that the sentences may form, the likeliest first: label orders and, with slices, sentence orders."""
-        together = self.known.chain.slice_of(len(x)) >= len(x)
-        for order in [tuple(range(len(x)))] if together else permutations(range(len(x))):
-            rows = x[list(order)]
-            for y in self._labels(rows):
-                yield Batch(rows, y)
-
-    def _labels(self, x: Tensor) -> Iterator[Tensor]:
+        """Every batch that the sentences (B, L) may form with labels, the likeliest first."""
         if self.decodes:
-            yield targets(x, self.model.pad)
+            yield Batch(x, targets(x, self.model.pad))
             return
         orders: Iterable[tuple[int, ...]] = product(range(self.known.classes), repeat=len(x))
         if self.known.labels is not None:
@@ -144,9 +137,9 @@ class GuessVerifier:
         elif (weight := self.model.parts.head[0]) in self.update:
             # a sentence's features raise only the logit of its label
             features = layer_inputs(self.model, self.params, weight, x).double()
-            yield (self.update[weight].double() @ torch.linalg.pinv(features)).argmax(0).cpu()
+            yield Batch(x, (self.update[weight].double() @ torch.linalg.pinv(features)).argmax(0).cpu())
         for order in orders:
-            yield torch.tensor(order, dtype=torch.int64)
+            yield Batch(x, torch.tensor(order, dtype=torch.int64))
 
 
 class SentenceReader(Attack):

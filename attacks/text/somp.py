@@ -92,13 +92,10 @@ def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) 
 
 
 def _heads(model: LanguageModel) -> int:
-    """Attention heads of a block."""
+    """Attention heads of a block; 1 where the model does not say."""
     net: Any = model.net
     own = next(iter(getattr(net, "blocks", ())), None)
-    found = getattr(getattr(net, "config", None), "num_attention_heads", None) or getattr(own, "heads", None)
-    if found is None:
-        raise Unreadable("the model does not say how many attention heads it has (config.num_attention_heads)")
-    return int(found)
+    return int(getattr(getattr(net, "config", None), "num_attention_heads", None) or getattr(own, "heads", 1))
 
 
 # ----------------------------------------------------------------------------------------------------------------- beam
@@ -171,8 +168,9 @@ class Pursuit:
 
     def update_of(self, ids: Ids) -> Tensor:
         """The update of a client that has this sentence alone, as one vector."""
-        kept = self._updates.get(ids)
-        return self._flat(self.verifier.update_of(self.verifier.decoded([ids]))) if kept is None else kept
+        if ids in self._updates:
+            return self._updates[ids]
+        return self._flat(self.verifier.update_of(self.verifier.decoded([ids])))
 
     def _fitted(self, sentences: Sequence[Ids]) -> tuple[Tensor, Tensor]:
         """The coefficients that explain the update best by these sentences, whose updates are kept, and the residual."""

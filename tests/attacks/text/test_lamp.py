@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Knowledge, Sentences, Wave
-from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.modality.text_metrics import rouge
@@ -170,7 +169,7 @@ def test_moves_put_words_in_order() -> None:
     attack = lamp(lm_weight=0, draws=1, orders=1, discrete="end", period=1, candidates=200, rate=1e-9)
     layout = attack.layout(wave, known, 1)
     truth = batches[own].x[0]
-    search = _BatchDescent(attack, layout, None, streams(1), Budget(4), Deadline(0.0, None))
+    search = _BatchDescent(attack, layout, None, streams(1), Budget(4), 0.0)
     wrong = torch.cat([truth[:1], truth[1:-1].flip(0), truth[-1:]])
     search.variables[0].copy_(layout.table[wrong])
     with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
-from fedgauge.attacks.text.learned_rows import _PositionTraining, _RowFeatures, learned_rows
+from fedgauge.attacks.text.learned_rows import _RowFeatures, learned_rows, shadow_rows
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.models.vision import mlp
@@ -53,7 +53,7 @@ def test_each_position_of_shadow_data_has_its_word_as_candidate_and_copies_are_m
     wave, known, _ = threat(SPOKEN, 400)
     shadow = ShadowTrainer(known, wave.params, UpdateFeatures(False))
     reader = _RowFeatures.of(model_for(SPOKEN), wave.params)
-    rows, truth = _PositionTraining(SMALL, shadow, reader, Budget(1))._shadow_data(True)
+    rows, truth = shadow_rows(shadow, reader, True)
     x = shadow.auxiliary.x[shadow.groups(True)[:, 0]]
     assert truth.tolist() == [[words.index(word) for word in words] for words in x.tolist()], (
         "where the word first stands"
