@@ -20,7 +20,13 @@ from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import language_model
 from fedgauge.attacks.text.distance import TOGETHER, Kind, Matcher, SentenceGuess
-from fedgauge.attacks.text.language_prior import AUXILIARY, LanguageModelTraining, LanguagePrior, load_prior
+from fedgauge.attacks.text.language_prior import (
+    AUXILIARY,
+    LanguageModelTraining,
+    LanguagePrior,
+    PretrainedPrior,
+    TrainedPrior,
+)
 from fedgauge.attacks.text.sentence_layout import SentenceLayout, on_all_positions, propose, shuffles
 from fedgauge.client.components import check_at_least
 
@@ -128,9 +134,16 @@ class lamp(Attack):
     def _prior(self, known: Knowledge) -> LanguagePrior | None:
         if self.discrete == "none" or not self.weights[1]:
             return None
-        text = None if known.auxiliary is None else known.auxiliary.x
-        training, device = LanguageModelTraining(steps=self.lm_steps), next(known.model.parameters()).device
-        return load_prior(self.lm_folder or self.lm, language_model(known), text, training, device)
+        source, model, device = self.lm_folder or self.lm, language_model(known), next(known.model.parameters()).device
+        if source != AUXILIARY:
+            return PretrainedPrior(source, model.tokenizer, device)
+        if known.auxiliary is None:
+            raise ValueError(
+                "the language model is trained on auxiliary text, and there is none: set [data] auxiliary, name a public "
+                'model (lm = "gpt2", or lm_folder), or use none (lm_weight = 0)'
+            )
+        training = LanguageModelTraining(steps=self.lm_steps)
+        return TrainedPrior(known.auxiliary.x, model.pad, model.vocabulary, training, device)
 
 
 def dlg_text(rate: float = 0.1, known_tokens: bool = False, published: bool = False) -> lamp:

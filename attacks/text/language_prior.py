@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.learned.trainer import load, seeded, train
-from fedgauge.client.models.language import LanguageModel, import_transformers
+from fedgauge.client.models.language import import_transformers
 from fedgauge.client.models.tokenizer import Tokenizer, load_tokenizer, model_place
 from fedgauge.client.rng import generator
 
@@ -218,23 +218,3 @@ class PretrainedPrior(LanguagePrior):
     def ids(self, sentence: tuple[int, ...]) -> list[int]:
         inner = [i for i in sentence if i not in self._words.special]
         return self._start + (inner if self._shared else self._own.encode(self._words.decode(inner)))
-
-
-def load_prior(
-    source: str | Path, model: LanguageModel, text: Tensor | None, training: LanguageModelTraining, device: torch.device
-) -> LanguagePrior:
-    """The prior that an attack names; ValueError if there is no such model, or no text to train on.
-
-    Args:
-        source: auxiliary (a small GPT-2 over the victim's vocabulary, trained on auxiliary text), or a model on Hugging Face's
-            hub, or its folder.
-        text: auxiliary sentences (N, L), if any.
-    """
-    if source != AUXILIARY:
-        return PretrainedPrior(source, model.tokenizer, device)
-    if text is None or not len(text):
-        raise ValueError(
-            "the language model is trained on auxiliary text, and there is none: set [data] auxiliary, name a public model "
-            '(lm = "gpt2", or lm_folder), or use none (lm_weight = 0)'
-        )
-    return TrainedPrior(text, model.pad, model.vocabulary, training, device)

@@ -92,9 +92,8 @@ class SentenceLayout:
 
     def padded(self, tokens: Tensor, row: int) -> Tensor:
         """A batch (B, L) in the form of the data."""
-        whole = torch.full((self.known.batch_size, self.known.shape[0]), self.model.pad)
-        whole[:, : tokens.shape[1]] = torch.where(self.mask[row], tokens, self.model.pad).cpu()
-        return whole
+        own = torch.where(self.mask[row], tokens, self.model.pad).cpu()
+        return F.pad(own, (0, self.known.shape[0] - own.shape[1]), value=self.model.pad)
 
 
 def framed_places(model: LanguageModel, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -296,13 +296,3 @@ def test_where_the_prior_is_the_truth_it_wins_under_noise(here: Path) -> None:
     made = own(said, SHAPE)(torch.randn(16, 3, generator=rng))
     x = (made + 0.05 * torch.randn(made.shape, generator=rng)).clamp(0, 1)
     gains(x, torch.arange(16) % 4, seeded(3, SHAPE, 4, (24,), "sigmoid"), said, 0.05, 150)
-
-
-@pytest.mark.slow
-def test_with_a_real_generator_digits_are_found_under_noise(here: Path, local_file: Callable[[str], Path]) -> None:
-    """The file's makers trained it on MNIST's training part, from which these digits may well be."""
-    said = {"use": "mygenerators:decoder", "weights": str(local_file("weights/mnist_vae.safetensors"))}
-    data = mnist5k()
-    rows = torch.randperm(len(data.x), generator=generator("rows"))[:16]
-    model = seeded(2, (1, 28, 28), 10, (32,), "sigmoid")
-    gains(data.x[rows].float() / 255, data.y[rows], model, said, 0.1, 250)

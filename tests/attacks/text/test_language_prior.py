@@ -10,17 +10,14 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.text.language_prior import (
     LanguageModelTraining,
     LanguagePrior,
     PretrainedPrior,
     TrainedPrior,
-    load_prior,
     nll,
 )
 from fedgauge.client.data.corpora import phrases
-from fedgauge.client.models.language import tiny_bert
 from fedgauge.client.models.tokenizer import Tokenizer, wordpiece
 
 SENTENCES = ("the cat sat on the mat", "a dog barks", "the dog sat on a mat", "we sing")
@@ -155,10 +152,7 @@ def test_a_public_model_scores_its_own_loss_of_what_is_written(
     assert values.tolist() == pytest.approx(expected, rel=1e-4)
 
 
-def test_without_auxiliary_text_there_is_nothing_to_train_on(words: Tokenizer) -> None:
-    model = tiny_bert((8,), words, "classification", 2, width=16)
-    with pytest.raises(ValueError, match="auxiliary"):
-        load_prior("auxiliary", model, None, SMALL, CPU)
+def test_without_two_words_there_is_nothing_to_train_on() -> None:
     with pytest.raises(ValueError, match="no sentence"):
         TrainedPrior(torch.tensor([[5, 0], [6, 0]]), 0, 10, SMALL)
 
@@ -171,10 +165,9 @@ def test_a_model_that_is_not_there_is_refused_without_asking_a_hub(
 
     monkeypatch.setattr("socket.create_connection", never)
     monkeypatch.setattr("socket.getaddrinfo", never)
-    model = tiny_bert((8,), words, "classification", 2, width=16)
     with pytest.raises(ValueError, match="folder"):
-        load_prior(tmp_path / "none", model, None, SMALL, CPU)
+        PretrainedPrior(tmp_path / "none", words)
     saved(tmp_path, words)  # without a network
     for source in ("gpt2-that-is-not-there", tmp_path):
         with pytest.raises(ValueError, match="cannot be loaded"):
-            load_prior(source, model, None, SMALL, CPU)
+            PretrainedPrior(source, words)

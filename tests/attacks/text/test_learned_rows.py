@@ -79,9 +79,3 @@ def test_what_it_cannot_read_is_refused(changes: dict[str, object], word: str) -
 def test_without_a_row_for_every_word_there_is_nothing_to_read() -> None:
     wave, known, _ = threat(CLASSIFIED, 40, freeze=("words",))
     assert refused(read(SMALL, wave, known), "row")
-
-
-@pytest.mark.parametrize("wrong", [{"hidden": 0}, {"batch": 0}, {"patience": 0}, {"every": 0}, {"rate": 0.0}])
-def test_a_value_without_sense_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        learned_rows(**wrong)  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
-from typing import Any
 
 import pytest
 import torch
@@ -231,9 +230,3 @@ def test_what_it_needs_and_does_not_have_is_reported(
 ) -> None:
     wave, known, _ = threat(CLASSIFIED, 40)
     assert refused(read(attack, wave, change(known), Budget(2)), word)
-
-
-@pytest.mark.parametrize("wrong", [{"hidden": 0}, {"buckets": -1}, {"rate": 0.0}, {"alone": True}])
-def test_bad_settings_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        learning_to_invert_text(**wrong)
