@@ -82,7 +82,8 @@ class learned_rows(Attack):
     ) -> tuple[nn.Module, TrainingRecord]:
         """The network of a word's scores at each position, from the cache or trained now."""
         name = digest("rows", shadow.key, self, budget)
-        widths = [reader.count(shadow.params), self.hidden, self.hidden, shadow.known.shape[0]]
+        features = reader.rows({name: t[None] for name, t in shadow.params.items()}).shape[2]
+        widths = [features, self.hidden, self.hidden, shadow.known.shape[0]]
         network = seeded(lambda: perceptron(widths), "rows", name).to(shadow.device)
 
         def loss(rows: Tensor, positions: Tensor) -> Tensor:
@@ -135,10 +136,6 @@ class _RowFeatures:
             largest = sizes.amax(1, keepdim=True).clamp(min=TINY)
             parts += [rows / sizes.clamp(min=TINY), (sizes / largest + 1e-6).log10()]
         return torch.cat([*parts, torch.zeros_like(parts[-1])], 2)
-
-    def count(self, params: Update) -> int:
-        """Features of a word."""
-        return sum(params[name][0].numel() + 1 for name in self.tables) + 1
 
     def loudness(self, updates: Update) -> Tensor:
         """Sizes (n, vocabulary) of the rows of the first table."""
