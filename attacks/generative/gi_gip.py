@@ -4,7 +4,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self, cast
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -95,7 +95,8 @@ class GeneratorSearch(Attack):
         seconds, found = (time.perf_counter() - started) / len(wave), []
         for k, own in enumerate(torch.arange(problems.count).view(-1, budget.restarts)):
             best, done = own[objectives[own].argmin()], int(spent[own].max())
-            status, reason = cast(Status, "converged"), ""
+            status: Status = "converged"
+            reason = ""
             if done and not torch.isfinite(objectives[best]):
                 status, reason = "diverged", "the objective is not finite"
             elif done < budget.iterations:

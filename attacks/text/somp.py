@@ -95,8 +95,8 @@ def _heads(model: LanguageModel) -> int:
     """Attention heads of a block; 1 where the model does not say."""
     net: Any = model.net
     own = next(iter(getattr(net, "blocks", ())), None)
-    heads: int = getattr(getattr(net, "config", None), "num_attention_heads", None) or getattr(own, "heads", 1)
-    return heads
+    heads: Any = getattr(getattr(net, "config", None), "num_attention_heads", None) or getattr(own, "heads", 1)
+    return int(heads)
 
 
 # ----------------------------------------------------------------------------------------------------------------- beam
