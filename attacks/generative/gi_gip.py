@@ -66,11 +66,15 @@ class GeneratorSearch(Attack):
     def variants(self, known: Knowledge) -> Mapping[str, Self]:
         """The priors that a search of pixels is tried with from the same total variation, on the generator's images."""
         density = likelihood(known.chain.update_distribution, known.batch_size).density
-        found = {}
-        for words, priors in other_priors((total_variation(self.tv),), known, density).items():
-            tv = sum(p.weight for p in priors if isinstance(p, total_variation))
-            found[words] = replace(self, tv=tv, normal=sum(p.weight for p in priors if isinstance(p, gaussian)))
-        return found
+
+        def weight(priors: Sequence[Prior], kind: type[Prior]) -> float:
+            return sum(p.weight for p in priors if isinstance(p, kind))
+
+        others = other_priors((total_variation(self.tv),), known, density)
+        return {
+            words: replace(self, tv=weight(priors, total_variation), normal=weight(priors, gaussian))
+            for words, priors in others.items()
+        }
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -156,10 +160,11 @@ class gi_gip(GeneratorSearch):
     def _search(
         self, problems: Problems, generator: ImageGenerator, z: Tensor, budget: Budget, started: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        parts, found = torch.arange(problems.count).split(TOGETHER), []
-        for place, rows in enumerate(parts):
-            clock = _share(started, budget.seconds, len(parts) - place)
-            found.append(self._search_some(problems, generator, rows, z[rows].clone(), budget.iterations, clock))
+        clock = Deadline(started, budget.seconds)
+        found = [
+            self._search_some(problems, generator, rows, z[rows].clone(), budget.iterations, clock)
+            for rows in torch.arange(problems.count).split(TOGETHER)
+        ]
         images, objectives, spent = (torch.cat(part) for part in zip(*found, strict=True))
         return images, objectives, spent
 
@@ -206,9 +211,3 @@ def _made(generator: ImageGenerator, z: Tensor, weights: Params | None) -> Tenso
         return generator(z.flatten(0, 1)).view(*z.shape[:2], *generator.shape)
     found: Tensor = vmap(lambda own, latents: generator(latents, own))(weights, z)
     return found
-
-
-def _share(started: float, seconds: float | None, parts: int) -> Deadline:
-    """The deadline of the next of this many parts: an equal share of the remaining seconds."""
-    now = time.perf_counter()
-    return Deadline(now, None if seconds is None else max(0.0, started + seconds - now) / parts)

@@ -28,7 +28,6 @@ from fedgauge.attacks.grading.membership import tell_members
 from fedgauge.attacks.grading.one_run import EVIDENCE
 from fedgauge.attacks.grading.scores import WHOLE_BATCH, Grader, ScoreRecord, has_images, ungraded_rows, wrong_client
 from fedgauge.attacks.grading.tuning import Tuning
-from fedgauge.attacks.learned.auxiliary import check_disjoint
 from fedgauge.attacks.limits import bayes_limit
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import mse
@@ -97,7 +96,6 @@ class Auditor:
     @cached_property
     def auxiliary(self) -> Batch:
         """The public examples: the attacker's knowledge of the distribution, and the gallery of identification."""
-        check_disjoint(self.federation.shards)
         return self.federation.shards.auxiliary_batch()
 
     @cached_property

@@ -5,9 +5,7 @@ pseudo-images whose coefficients of the discrete cosine transform are drawn from
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -15,7 +13,6 @@ from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.client.components import check_at_least
-from fedgauge.client.data.images import Shards
 from fedgauge.client.update import Batch
 
 
@@ -39,11 +36,9 @@ class Auxiliary:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "size")
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"beta must lie in 0..1, got {self.beta}")
-        if self.beta and not self.classes:
-            raise ValueError("beta is the share of images of other classes, so it needs classes; set classes too")
-        check_at_least(self, 0, "pseudo")
+        check_at_least(self, 0, "pseudo", "beta")
+        if self.beta > (1 if self.classes else 0):
+            raise ValueError(f"beta is the share, 0 to 1, of images of other classes than classes, got {self.beta}")
 
     def of(self, images: Batch, classes: int, rng: Generator) -> Batch:
         """The attacker's images (n, C, H, W) and labels, from all reserved ones; ValueError if those are too few."""
@@ -92,8 +87,7 @@ def _most(there: int, share: float) -> int:
 
 def pseudo_images(x: Tensor, count: int, transform: Literal["dct", "pixel"], rng: Generator) -> Tensor:
     """Images (count, C, H, W) in [0, 1], each coefficient drawn with its mean and deviation in x (N, C, H, W)."""
-    basis: Callable[[int], Tensor] = cosine_matrix if transform == "dct" else partial(torch.eye, dtype=torch.float64)
-    high, wide = basis(x.shape[2]), basis(x.shape[3])
+    high, wide = (cosine_matrix(n) if transform == "dct" else torch.eye(n, dtype=torch.float64) for n in x.shape[2:])
     deviation, mean = torch.std_mean(high @ x.double() @ wide.T, 0, correction=0)
     drawn = mean + deviation * torch.randn((count, *x.shape[1:]), generator=rng, dtype=torch.float64)
     found: Tensor = (high.T @ drawn @ wide).clamp(0, 1).to(x)
@@ -116,14 +110,3 @@ def auxiliary_of(known: Knowledge, least: int = 1) -> Batch:
             f"it needs at least {least} auxiliary examples of the clients' shape {tuple(known.shape)}, got {got}"
         )
     return found
-
-
-def check_disjoint(shards: Shards) -> None:
-    """ValueError if an auxiliary image belongs to a client too: an attack would be graded on images that it was given."""
-    if not torch.isin(torch.cat(list(shards.indices)), shards.auxiliary).any():
-        return  # at once, as a tester's ledger may number its clients up to 2^21
-    for client, mine in enumerate(shards.indices):
-        if both := int(torch.isin(mine, shards.auxiliary).sum()):
-            raise ValueError(
-                f"{both:,} of the {len(shards.auxiliary):,} auxiliary images are in client {client}'s shard; reserve others"
-            )

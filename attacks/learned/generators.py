@@ -6,13 +6,14 @@ The one trained here is the decoder of a small variational autoencoder (Kingma &
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge
@@ -25,10 +26,11 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import Params
 
 GENERATOR = ComponentKind("a generator", ("fedgauge.generators",), nn.Module, annotated=False)
+WHERE = "generator"  # the key that names one, in messages
 VERSION = 1  # of the cached tensors
 _OWN = ("weights", "latent", "range")  # keys of a generator's table other than its component's arguments
 _PROBES = 64  # images with which a generator's range is checked
-_SLACK = 1e-3  # of a range: rounding
+_SLACK = 1e-3  # of the range: rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,15 +72,11 @@ class ImageGenerator:
         return self
 
 
-def generator_of(
-    table: Table | None, trained: "GeneratorTraining", known: Knowledge, where: str = "generator"
-) -> ImageGenerator:
-    """A user's own generator if a table names one, else one trained on the auxiliary images.
-
-    Raises:
-        ValueError: there are no auxiliary images, or the generator does not fit the images.
-    """
-    return own(table, known.shape, where) if table else trained.generator(known, TensorCache.own())
+def generator_of(table: Table | None, trained: "GeneratorTraining", known: Knowledge) -> ImageGenerator:
+    """A user's own generator if a table names one, else one trained on the auxiliary images; ValueError if neither fits."""
+    if table:
+        return own(table, known.shape)
+    return ImageGenerator(trained.decoder(known), (trained.latent,), known.shape)
 
 
 # ---------------------------------------------------------------------------------------------------------- trained here
@@ -143,26 +141,21 @@ class GeneratorTraining:
     rate: float = 1e-3
     noise: float = 0.1
 
-    def generator(self, known: Knowledge, cache: TensorCache) -> ImageGenerator:
-        """The generator; ValueError if there are no images of the right shape."""
-        return ImageGenerator(self.decoder(known, cache), (self.latent,), known.shape)
-
-    def decoder(self, known: Knowledge, cache: TensorCache) -> Decoder:
+    def decoder(self, known: Knowledge) -> Decoder:
         """The decoder, trained now or cached; ValueError if there are no images of the right shape."""
         x = auxiliary_of(known).x
         if min(known.shape[1:]) < 4:
             raise ValueError(f"a generator needs images of at least 4 x 4 pixels, got {known.shape[1:]}")
         name = digest("generator", VERSION, self, x)
-        weights = cache.get(f"generator-{name}", lambda: self._train(x, name))
         decoder = self._networks(known.shape, name)[0]
-        decoder.load_state_dict(weights)
+        decoder.load_state_dict(TensorCache.own().get(f"generator-{name}", lambda: self._train(x, name)))
         return decoder.requires_grad_(False)
 
     def _networks(self, shape: Shape, name: str) -> tuple[Decoder, Encoder]:
-        made = seeded(
-            lambda: nn.ModuleList(k(shape, self.latent, self.width) for k in (Decoder, Encoder)), "generator", name
-        )
-        return made[0], made[1]  # type: ignore[return-value]
+        def pair() -> nn.ModuleList:
+            return nn.ModuleList(kind(shape, self.latent, self.width) for kind in (Decoder, Encoder))
+
+        return cast(tuple[Decoder, Encoder], tuple(seeded(pair, "generator", name)))
 
     def _train(self, x: Tensor, name: str) -> dict[str, Tensor]:
         c, h, w = x.shape[1:]
@@ -217,47 +210,38 @@ class GeneratorFile:
             raise SpecError(f"range must be black and white, such as [0, 1] or [-1, 1], got {list(self.range)}")
 
 
-def check(table: Table, where: str = "generator") -> tuple[Table, GeneratorFile]:
+def check(table: Table) -> tuple[Table, GeneratorFile]:
     """A generator's component and file, checked before the file is read; SpecError if something is missing or wrong."""
-    target = resolve(table, where, GENERATOR)
+    target = resolve(table, WHERE, GENERATOR)
     shared = {"latent"} & inspect.signature(target).parameters.keys()
     component = {k: v for k, v in table.items() if k not in _OWN or k in shared}
     arguments = {k: v for k, v in component.items() if k != "use"}
-    check_arguments(target, arguments, where, {"shape": (1, 1, 1)}, _OWN)
+    check_arguments(target, arguments, WHERE, {"shape": (1, 1, 1)}, _OWN)
     file = {k: v for k, v in table.items() if k in _OWN}
-    return component, GeneratorFile(**check_arguments(GeneratorFile, file, where))
+    return component, GeneratorFile(**check_arguments(GeneratorFile, file, WHERE))
 
 
-def own(table: Table, shape: Shape, where: str = "generator") -> ImageGenerator:
+def own(table: Table, shape: Shape) -> ImageGenerator:
     """A user's generator, from its name with its arguments and its file of weights (see GeneratorFile).
 
     Raises:
         ValueError: it is not allowed, its weights do not fit, or its images have another shape or range.
     """
-    component, file = check(table, where)
+    component, file = check(table)
     with torch.random.fork_rng(devices=[]):  # the constructor draws weights, which the file replaces
-        network: nn.Module = build(component, where, GENERATOR, {"shape": shape}, _OWN)
+        network: nn.Module = build(component, WHERE, GENERATOR, {"shape": shape}, _OWN)
     network = network.eval().requires_grad_(False)
     load_weights(network, file.weights)
-    found = ImageGenerator(network, _latents(network, file.latent, where), shape, *file.range)
-    z = torch.randn(_PROBES, *found.latent, generator=generator("probe"))
-    made = network(z)
-    if not isinstance(made, Tensor) or tuple(made.shape) not in ((_PROBES, *shape), (_PROBES, math.prod(shape))):
-        got = tuple(made.shape[1:]) if isinstance(made, Tensor) else type(made).__name__
+    found = ImageGenerator(network, _latents(network, file.latent), shape, *file.range)
+    try:
+        images = found(torch.randn(_PROBES, found.numbers, generator=generator("probe")))
+    except (RuntimeError, AttributeError) as error:
+        raise ValueError(f"{WHERE}: expected images of the clients' shape {tuple(shape)}: {error}") from error
+    if not (float(images.min()) >= -_SLACK and float(images.max()) <= 1 + _SLACK):
         raise ValueError(
-            f"{where}: expected images of the clients' shape {tuple(shape)}, or as many numbers, got {got}"
-        )
-    low, high, slack = float(made.min()), float(made.max()), _SLACK * (found.high - found.low)
-    if not (found.low - slack <= low and high <= found.high + slack):
-        raise ValueError(
-            f"{where}: expected values in [{found.low:g}, {found.high:g}], got {low:.3g} to {high:.3g}; set "
+            f"{WHERE}: expected values in [{found.low:g}, {found.high:g}], and its images leave them; set "
             "range = [black, white], which is [-1, 1] after a tanh"
         )
-    weights = {name: t[None] for name, t in found.weights.items()}
-    try:  # gi_gip searches weights of each problem's own
-        vmap(lambda own, latents: found(latents, own))(weights, z.flatten(1)[None])
-    except Exception as error:  # a user's code may raise anything
-        raise ValueError(f"{where}: torch.func.vmap over several sets of weights fails: {error}") from error
     return found
 
 
@@ -272,17 +256,15 @@ def with_absolute_paths(table: Table, base: Path) -> dict[str, Any]:
     return {key: place(key, value) for key, value in table.items()}
 
 
-def _latents(network: nn.Module, latent: int | None, where: str) -> tuple[int, ...]:
+def _latents(network: nn.Module, latent: int | None) -> tuple[int, ...]:
     """The shape of one image's latents, of the given size or else of the first size that the network takes."""
     layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.ConvTranspose2d | nn.Conv2d)]
     widths = [m.in_features if isinstance(m, nn.Linear) else m.in_channels for m in layers]
     for numbers in [latent] if latent is not None else widths:
         for shape in ((numbers,), (numbers, 1, 1)):
-            try:
+            with suppress(Exception):  # a user's code may raise anything; trying it shows which latents it takes
                 network(torch.zeros(2, *shape))
-            except Exception:  # a user's code may raise anything; trying it shows which latents it takes
-                continue
-            return shape
+                return shape
     raise ValueError(
-        f"{where}: it takes no latents (N, n) or (N, n, 1, 1) of {latent or 'the size of a layer'}: set latent = n"
+        f"{WHERE}: it takes no latents (N, n) or (N, n, 1, 1) of {latent or 'the size of a layer'}: set latent = n"
     )

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import permutations
 from typing import Literal
 
@@ -97,18 +96,49 @@ class learning_to_invert(StatefulAttack):
                 known, wave.params, UpdateFeatures(self.by_label, self.buckets, self.signed), self.passes
             )
             parents = [_name(memory["inverter"]) for memory in memories]
-            trainings = {parent: ImageInverterTraining(self, shadow, budget, parent) for parent in sorted(set(parents))}
-            made = {parent: training.trained(clock) for parent, training in trainings.items()}
+            made = {parent: self._inverter(shadow, budget, parent, clock) for parent in sorted(set(parents))}
             rows = shadow.view.rows(known, wave.update, labels)
         except ValueError as error:
             return not_applicable(wave, str(error)), list(memories)
         found = []
         for k, part in enumerate(rows.view(len(wave), -1, rows.shape[1])):
-            network, record = made[parents[k]]
+            network, record, _ = made[parents[k]]
             with torch.no_grad():
                 x = network(part).view(known.batch_size, *known.shape)
             found.append(record.answer(x, labels[k] if labels.numel() else None))
-        return found, [{"inverter": _stored(trainings[parent].name)} for parent in parents]
+        return found, [{"inverter": _stored(made[parent][2])} for parent in parents]
+
+    def _inverter(
+        self, shadow: ShadowTrainer, budget: Budget, parent: str, clock: Deadline
+    ) -> tuple[nn.Module, TrainingRecord, str]:
+        """The inverter, from the cache or trained now, and its name in the cache.
+
+        Args:
+            parent: the name of the network to start from; empty, or no longer in the cache: it starts from scratch.
+        """
+        known, name = shadow.known, digest(shadow.key, self, budget, parent)
+        outputs = math.prod(known.shape) * (1 if self.by_label else known.batch_size)
+        widths = [shadow.columns, *[self.hidden] * (self.layers - 1), outputs]
+        network = seeded(lambda: perceptron(widths, nn.Sigmoid()), "inverter", name)
+        network = network.to(next(iter(shadow.params.values())))
+
+        def loss(outputs: Tensor, images: Tensor) -> Tensor:
+            return matched_error(outputs, shadow.auxiliary.x[images].flatten(2))
+
+        def train() -> dict[str, Tensor]:
+            planned = budget.iterations
+            if parent and (before := shadow.cache.read(f"image-inverter-{parent}")) is not None:
+                if (trained := int(before["images"])) != known.batch_size:
+                    raise ValueError(
+                        f"the inverter of the previous round was trained on batches of {trained}, and these updates are of "
+                        f"batches of {known.batch_size}: attack them as a new client"
+                    )
+                load(network, before)
+                planned = max(1, round(planned * self.again))
+            kept = train_inverter(shadow, name, network, loss, self.batch, self.rate, self.patience, planned, clock)
+            return {**kept, "images": torch.tensor(known.batch_size)}
+
+        return network, load(network, shadow.cache.get(f"image-inverter-{name}", train)), name
 
     def _labels(self, wave: Wave, known: Knowledge) -> Tensor:
         """Restored labels (K, B), ascending; (K, 0) if they cannot be restored and the network does not need them."""
@@ -118,58 +148,6 @@ class learning_to_invert(StatefulAttack):
             if self.by_label:
                 raise
             return torch.zeros(len(wave), 0, dtype=torch.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class ImageInverterTraining:
-    """The training of one inverter.
-
-    Args:
-        parent: the name of the network to start from; empty, or no longer in the cache: it starts from scratch.
-    """
-
-    attack: learning_to_invert
-    shadow: ShadowTrainer
-    budget: Budget
-    parent: str
-
-    @cached_property
-    def name(self) -> str:
-        """In the tensor cache."""
-        return digest(self.shadow.key, self.attack, self.budget, self.parent)
-
-    def trained(self, clock: Deadline) -> tuple[nn.Sequential, TrainingRecord]:
-        """The inverter, from the cache or trained now."""
-        network = self._network()
-        return network, load(network, self.shadow.cache.get(f"image-inverter-{self.name}", lambda: self._train(clock)))
-
-    def _network(self) -> nn.Sequential:
-        view, known, attack = self.shadow.view, self.shadow.known, self.attack
-        outputs = math.prod(known.shape) * (1 if view.by_label else known.batch_size)
-        widths = [view.columns(self.shadow.entries), *[attack.hidden] * (attack.layers - 1), outputs]
-        network = seeded(lambda: perceptron(widths, nn.Sigmoid()), "inverter", self.name)
-        return network.to(next(iter(self.shadow.params.values())))
-
-    def _train(self, clock: Deadline) -> dict[str, Tensor]:
-        attack, planned, size = self.attack, self.budget.iterations, self.shadow.known.batch_size
-        network, auxiliary = self._network(), self.shadow.auxiliary.x
-        before = self.shadow.cache.read(f"image-inverter-{self.parent}") if self.parent else None
-        if before is not None:
-            if (trained := int(before["images"])) != size:
-                raise ValueError(
-                    f"the inverter of the previous round was trained on batches of {trained}, and these updates are of "
-                    f"batches of {size}: an inverter serves one batch size, so attack them as a new client"
-                )
-            load(network, before)
-            planned = max(1, round(planned * attack.again))
-
-        def loss(outputs: Tensor, images: Tensor) -> Tensor:
-            return matched_error(outputs, auxiliary[images].flatten(2))
-
-        kept = train_inverter(
-            self.shadow, self.name, attack.batch, attack.rate, attack.patience, planned, lambda *_: network, loss, clock
-        )
-        return {**kept, "images": torch.tensor(size)}
 
 
 def matched_error(found: Tensor, truth: Tensor) -> Tensor:

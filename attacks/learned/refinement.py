@@ -131,8 +131,9 @@ class Refinement:
     linear: FittedRidge
     steps: int
 
-    @property
+    @cached_property
     def shadow(self) -> ShadowTrainer:
+        """What the linear inverter was fitted to."""
         return self.linear.shadow
 
     @cached_property
@@ -145,31 +146,30 @@ class Refinement:
     def variances(self) -> dict[str, tuple[float, float]]:
         """The distance of held-out images' updates to those of the linear answers: a and b of each tensor."""
         updates, batches, start = self.held
-        misfit = self._misfit({})
+        misfit = UpdateLikelihood(self.shadow.known, self.shadow.params, {})
         found = misfit.squares(start.view_as(batches.x), batches.y, updates)
         return {k: _line(misfit.size(updates[k]), misfit.mean(updates[k], t.detach())) for k, t in found.items()}
 
     @cached_property
     def trust(self) -> tuple[float, float]:
         """The best of TRUST on held-out auxiliary images, or 0 for the plain linear answer; and its error."""
-        name = f"refinement-{digest(self.shadow.key, self.linear.attack, self.steps)}"
-        kept = self.shadow.cache.get(name, lambda: {"trust": torch.tensor(self._choice(), dtype=torch.float64)})
-        error, trust = kept["trust"].tolist()
-        return trust, error
 
-    def _choice(self) -> tuple[float, float]:
-        updates, batches, start = self.held
-        truth = batches.x.view_as(start)
-        tried = {0.0: start} | {t: self.descend(updates, batches.y, start, t, Deadline(0.0, None))[0] for t in TRUST}
-        return min((float((x - truth).square().mean()), trust) for trust, x in tried.items())
+        def choose() -> dict[str, Tensor]:
+            updates, batches, start = self.held
+            truth, clock = batches.x.view_as(start), Deadline(0.0, None)
+            tried = {0.0: start} | {t: self.descend(updates, batches.y, start, t, clock)[0] for t in TRUST}
+            best = min((float((x - truth).square().mean()), trust) for trust, x in tried.items())
+            return {"trust": torch.tensor(best, dtype=torch.float64)}
+
+        name = f"refinement-{digest(self.shadow.key, self.linear.attack, self.steps)}"
+        error, trust = self.shadow.cache.get(name, choose)["trust"].tolist()
+        return trust, error
 
     @cached_property
     def held(self) -> tuple[Update, Batch, Tensor]:
         """A few held-out batches' updates, the batches with the labels that the attacker uses, and linear answers (n, B, d)."""
         shadow = self.shadow
-        size = shadow.known.batch_size
-        few = max(1, TRIED // size)
-        groups = shadow.groups(True)[:few]
+        groups = shadow.groups(True)[: max(1, TRIED // shadow.known.batch_size)]
         x, y = shadow.auxiliary.x[groups], shadow.auxiliary.y[groups]
         rng = generator("refined", shadow.key)
         parts = list(Simulator(shadow.known, shadow.params).updates(x, y, rng))
@@ -182,20 +182,17 @@ class Refinement:
         """Linear answers (n, B, d) to updates (n, ...) with labels (n, B)."""
         return self.linear.images(updates, labels).flatten(2)
 
-    def _misfit(self, variances: dict[str, tuple[float, float]]) -> UpdateLikelihood:
-        return UpdateLikelihood(self.shadow.known, self.shadow.params, variances)
-
     def descend(
         self, updates: Update, labels: Tensor, start: Tensor, trust: float, clock: Deadline
     ) -> tuple[Tensor, int]:
         """Images (n, B, d) in [0, 1], from a start (n, B, d), and the number of steps."""
-        misfit = self._misfit({k: (a / trust, b / trust) for k, (a, b) in self.variances.items()})
+        variances = {k: (a / trust, b / trust) for k, (a, b) in self.variances.items()}
+        misfit = UpdateLikelihood(self.shadow.known, self.shadow.params, variances)
         each = max(1, TOGETHER // labels.shape[1])
         found = []
-        for first in range(0, len(labels), each):
-            part = slice(first, first + each)
-            seen = {k: t[part] for k, t in updates.items()}
-            found.append(self._descended(seen, labels[part], start[part], misfit, clock))
+        for rows in torch.arange(len(labels)).split(each):
+            seen = {k: t[rows] for k, t in updates.items()}
+            found.append(self._descended(seen, labels[rows], start[rows], misfit, clock))
         images, spent = zip(*found, strict=True)
         return torch.cat(images), min(spent)
 

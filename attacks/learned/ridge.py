@@ -27,6 +27,7 @@ PILOT = 2048  # rows on which bond and kind of training data are chosen
 STEP = 10**0.5  # factor of the regulariser's search
 LOWEST, HIGHEST = 1e-12, 1e9  # limits of that search
 PIXELS = 128  # evenly spaced pixels on which a regulariser is tried
+NUMBERS = ("dual", "quiet", "bond", "regulariser", "error")  # of a ridge in the cache
 
 
 class RidgeInputs(NamedTuple):
@@ -65,12 +66,15 @@ class Ridge:
 
     def __call__(self, new: RidgeInputs) -> Tensor:
         """Targets (m, d) in [0, 1]."""
-        centred = (new if self.basis is None else RidgeInputs(new.x @ self.basis, new.labels)).centred(self.centre)
+        shown = new if self.basis is None else RidgeInputs(new.x @ self.basis, new.labels)
+        return (self.products(shown) @ self.weights + self.base).clamp(0, 1)
+
+    def products(self, new: RidgeInputs) -> Tensor:
+        """phi of new rows, or its inner products with phi of the rows that the weights are over."""
+        centred = new.centred(self.centre)
         if self.rows is None:
-            found = label_features(centred, self.bond, self.classes) @ self.weights
-        else:
-            found = kernel(centred, self.rows, self.centre, self.bond) @ self.weights
-        return (found + self.base).clamp(0, 1)
+            return label_features(centred, self.bond, self.classes)
+        return kernel(centred, self.rows, self.centre, self.bond)
 
 
 def fit(
@@ -83,17 +87,37 @@ def fit(
         bond: how much the map for one label differs from the others; 0: not at all.
         start: the first regulariser, as a multiple of the mean squared length of phi.
     """
-    centre, base = rows.x.double().mean(0), targets.double().mean(0)
-    system = _System(rows, held, centre, bond, classes)
+    centre, base, count = rows.x.double().mean(0), targets.double().mean(0), len(rows.x)
+    primal = rows.x.shape[1] * (1 + (classes if bond else 0)) < count
+    empty = Ridge(targets, None if primal else rows, centre, base, bond, classes, start)
+    beside, phi = empty.products(held), torch.empty(0)
+    if primal:
+        phi = empty.products(rows)
+        gram = phi.T @ phi
+    else:
+        blocks = map(RidgeInputs, rows.x.split(1024), rows.labels.split(1024))
+        gram = torch.cat([empty.products(block) for block in blocks])
+    size = float(gram.diagonal().sum() / count)
     some = torch.arange(0, targets.shape[1], max(1, targets.shape[1] // PIXELS))
 
+    def solve(regulariser: float, wanted: Tensor) -> Tensor | None:
+        """The weights; None if rounding leaves no positive definite matrix."""
+        ridged = gram.clone()
+        ridged.diagonal().add_(regulariser * size)
+        factor, wrong = torch.linalg.cholesky_ex(ridged)
+        return None if int(wrong) else torch.cholesky_solve(phi.T @ wanted if primal else wanted, factor)
+
     def error(regulariser: float) -> float:
-        return system.error(regulariser, targets[:, some].double() - base[some], base[some], truth[:, some])
+        weights = solve(regulariser, targets[:, some].double() - base[some])
+        if weights is None:
+            return math.inf
+        value = ((beside @ weights + base[some]).clamp(0, 1) - truth[:, some]).square().mean()
+        return float(value.nan_to_num(torch.inf))
 
     best = minimise_on_grid(error, start)
-    weights = system.solve(best, targets.double() - base)
+    weights = solve(best, targets.double() - base)
     assert weights is not None  # the search has solved the same system
-    found = Ridge(weights, system.kept, centre, base, bond, classes, best)
+    found = replace(empty, weights=weights, regulariser=best)
     return replace(found, error=float((found(held) - truth).square().mean()))
 
 
@@ -125,44 +149,6 @@ def kernel(new: RidgeInputs, rows: RidgeInputs, centre: Tensor, bond: float) -> 
     if bond:
         found *= 1 + bond * (new.labels[:, None] == rows.labels[None])
     return found
-
-
-class _System:
-    """The normal equations of ridge regression: by the entries of phi, or by the rows if these are fewer.
-
-    Attributes:
-        kept: the rows, if the weights are over them.
-    """
-
-    def __init__(self, rows: RidgeInputs, held: RidgeInputs, centre: Tensor, bond: float, classes: int) -> None:
-        primal = rows.x.shape[1] * (1 + (classes if bond else 0)) < len(rows.x)
-        self.kept = None if primal else rows
-        self.phi: Tensor | None = None
-        if primal:
-            self.phi = label_features(rows.centred(centre), bond, classes)
-            self.beside = label_features(held.centred(centre), bond, classes)
-            self.gram = self.phi.T @ self.phi
-        else:
-            blocks = map(RidgeInputs, rows.x.split(1024), rows.labels.split(1024))
-            self.gram = torch.cat([kernel(block.centred(centre), rows, centre, bond) for block in blocks])
-            self.beside = kernel(held.centred(centre), rows, centre, bond)
-        self.size = float(self.gram.diagonal().sum() / len(rows.x))
-
-    def solve(self, regulariser: float, targets: Tensor) -> Tensor | None:
-        """The weights; None if rounding leaves no positive definite matrix."""
-        ridged = self.gram.clone()
-        ridged.diagonal().add_(regulariser * self.size)
-        factor, wrong = torch.linalg.cholesky_ex(ridged)
-        right = targets if self.phi is None else self.phi.T @ targets
-        return None if int(wrong) else torch.cholesky_solve(right, factor)
-
-    def error(self, regulariser: float, targets: Tensor, base: Tensor, truth: Tensor) -> float:
-        """The error on held-out rows; infinite if there are no weights."""
-        weights = self.solve(regulariser, targets)
-        if weights is None:
-            return float("inf")
-        value = ((self.beside @ weights + base).clamp(0, 1) - truth).square().mean()
-        return float(value.nan_to_num(torch.inf))
 
 
 def principal(rows: Tensor, count: int, rng: torch.Generator) -> Tensor:
@@ -230,10 +216,11 @@ class FittedRidge:
         """The ridge, from the cache or fitted now."""
         kept = self.shadow.cache.get(f"ridge-{digest(self.shadow.key, self.attack)}", self._fit)
         basis, rows = kept.get("basis"), None
-        if int(kept["dual"]):
-            rows = self._inputs(self.shadow.shadow_data(False, quiet=bool(kept["quiet"])), basis)
-        numbers = (float(kept["bond"]), self.shadow.known.classes, float(kept["regulariser"]), float(kept["error"]))
-        return Ridge(kept["weights"], rows, kept["centre"], kept["base"], *numbers, basis)
+        dual, quiet, bond, regulariser, error = (float(kept[k]) for k in NUMBERS)
+        if dual:
+            rows = self._inputs(self.shadow.shadow_data(False, quiet=bool(quiet)), basis)
+        classes = self.shadow.known.classes
+        return Ridge(kept["weights"], rows, kept["centre"], kept["base"], bond, classes, regulariser, error, basis)
 
     def images(self, updates: Update, labels: Tensor) -> Tensor:
         """The most likely images (n, B, C, H, W) of updates (n, ...) with labels (n, B)."""
@@ -248,9 +235,8 @@ class FittedRidge:
     def _fit(self) -> dict[str, Tensor]:
         quiet, bond, start = self._choice()
         found = self._ridge(self.shadow.shadow_data(False, quiet=quiet), bond, start)
-        numbers = {"bond": bond, "regulariser": found.regulariser, "error": found.error}
-        numbers |= {"dual": float(found.rows is not None), "quiet": float(quiet)}
-        kept = {k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}
+        numbers = (found.rows is not None, quiet, bond, found.regulariser, found.error)
+        kept = {k: torch.tensor(v, dtype=torch.float64) for k, v in zip(NUMBERS, numbers, strict=True)}
         kept |= {"weights": found.weights, "centre": found.centre, "base": found.base}
         return kept if found.basis is None else {**kept, "basis": found.basis}
 

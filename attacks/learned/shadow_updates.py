@@ -5,7 +5,7 @@ random buckets, so that an inverter has fewer inputs than the model weights: wit
 Weinberger et al., 2009) inner products are preserved on average; Learning To Invert (Wu et al., UAI 2023) uses none.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -38,23 +38,9 @@ def flat(updates: Update) -> Tensor:
 @lru_cache(maxsize=4)
 def sketch(entries: int, buckets: int, signed: bool, seed: str = "sketch") -> tuple[Tensor, Tensor]:
     """Each entry's bucket and sign (entries,), drawn at random: a fixed linear map whose matrix is never formed."""
-    if not 0 < buckets < entries:
-        raise ValueError(f"buckets must lie in 1..{entries - 1}, fewer than an update has entries, got {buckets}")
     rng = generator(seed, entries, buckets, signed)
     bins = torch.randint(buckets, (entries,), generator=rng)
     return bins, 2.0 * torch.randint(2, (entries,), generator=rng) - 1 if signed else torch.ones(entries)
-
-
-def check_memory(rows: int, columns: int, device: torch.device) -> None:
-    """ValueError if a float32 table does not fit into free memory; it says how many columns fit."""
-    available = free_bytes(device)
-    if available is None or 4 * rows * columns <= SHARE * available:
-        return
-    fits = int(SHARE * available) // (4 * rows)
-    raise ValueError(
-        f"{rows:,} simulated updates of {columns:,} numbers need {4 * rows * columns / 2**30:.1f} GiB, and "
-        f"{available / 2**30:.1f} are free: set buckets to at most {fits:,}"
-    )
 
 
 # --------------------------------------------------------------------------------------------------- what is learned from
@@ -93,10 +79,6 @@ class UpdateFeatures:
         if not self.buckets:
             return torch.ones(1)
         return torch.bincount(sketch(entries, self.buckets, self.signed)[0], minlength=self.buckets).sqrt()
-
-    def columns(self, entries: int) -> int:
-        """Columns of a row."""
-        return self.buckets or entries
 
 
 def own_row_first(known: Knowledge, updates: Update, labels: Tensor) -> Update:
@@ -146,13 +128,11 @@ class ShadowTrainer:
     params: Params
     view: UpdateFeatures
     passes: int = 1
-    cache: TensorCache = field(default_factory=TensorCache.own)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cache", replace(self.cache, device=self.device))
-        given, size = self.known.labels, self.known.batch_size
-        if given is not None and given.shape[1] != size:
-            raise ValueError(f"expected {size} given labels, the inverter's batch size, got {given.shape[1]}")
+    @cached_property
+    def cache(self) -> TensorCache:
+        """Where training data and trained networks are kept."""
+        return replace(TensorCache.own(), device=self.device)
 
     @cached_property
     def auxiliary(self) -> Batch:
@@ -182,6 +162,26 @@ class ShadowTrainer:
         """Entries of an update."""
         return sum(p.numel() for p in self.params.values())
 
+    @property
+    def each(self) -> int:
+        """Rows of an update."""
+        return self.known.batch_size if self.view.by_label else 1
+
+    @cached_property
+    def columns(self) -> int:
+        """Columns of a row; ValueError if an update has not so many entries, or a table of training data fills the memory."""
+        columns = self.view.buckets or self.entries
+        if self.view.buckets >= self.entries:
+            raise ValueError(f"buckets must be fewer than the {self.entries:,} entries of an update, got {columns:,}")
+        rows = self.passes * (len(self.split[0]) // self.known.batch_size) * self.each
+        available = free_bytes(self.device)
+        if available is not None and 4 * rows * columns > SHARE * available:
+            raise ValueError(
+                f"{rows:,} simulated updates of {columns:,} numbers need {4 * rows * columns / 2**30:.1f} GiB, and "
+                f"{available / 2**30:.1f} are free: set buckets to at most {int(SHARE * available) // (4 * rows):,}"
+            )
+        return columns
+
     @cached_property
     def split(self) -> tuple[Tensor, Tensor]:
         """The images for training, and a tenth that is held out."""
@@ -209,10 +209,6 @@ class ShadowTrainer:
         """
         count = 1 if held else self.passes
         groups = torch.cat([self.groups(held, p) for p in range(count)])[:most]
-        # checked for the largest table, so that buckets that fit now fit for all of them
-        largest = self.passes * (len(self.split[0]) // self.known.batch_size)
-        each = self.known.batch_size if self.view.by_label else 1
-        check_memory(largest * each, self.view.columns(self.entries), self.device)
         name = f"updates-{digest(self.key, held, quiet)}"
         if most is not None:  # simulating a part is as fast as reading it, and caching it would evict whole tables
             return ShadowDataset(**self._simulated(groups, name, quiet))
@@ -225,9 +221,8 @@ class ShadowTrainer:
 
     def _simulated(self, groups: Tensor, name: str, quiet: bool) -> dict[str, Tensor]:
         x, y = self.auxiliary.x[groups], self.auxiliary.y[groups]
-        each = self.known.batch_size if self.view.by_label else 1
-        like = next(iter(self.params.values()))  # not like the examples, which may be token ids
-        found = like.new_empty(len(groups) * each, self.view.columns(self.entries))
+        like, each = next(iter(self.params.values())), self.each  # not like the examples, which may be token ids
+        found = like.new_empty(len(groups) * each, self.columns)
         labels = y.clone()
         done = 0
         for updates in Simulator(self.known, self.params, quiet).updates(x, y, generator("simulated", name)):

@@ -58,90 +58,67 @@ class TrainingRecord:
         return Reconstruction(x, y, self.error, self.steps, seconds, "out_of_budget", reason)
 
 
-class Trainer:
-    """A network, its optimizer and the best weights so far.
+def train(
+    network: nn.Module,
+    loss: Callable[..., Tensor],
+    batches: Iterable[Sequence[Tensor]],
+    held: Sequence[Sequence[Tensor]],
+    every: int,
+    rate: float,
+    patience: int,
+    planned: int,
+    clock: Deadline | None = None,
+    schedule: Callable[[int], float] | None = None,
+    **adam: Any,
+) -> dict[str, Tensor]:
+    """Train to the end or until the time is over; returns the best weights and the record, as the cache keeps them.
 
     Args:
-        patience: held-out errors without an improvement after which training ends; planned: steps.
         loss: of one batch, by the network.
+        held: held-out batches, on which the error is taken every so many steps.
+        patience: held-out errors without an improvement after which training ends; planned: steps.
         schedule: factor of the rate at a step, counted from 0; default: a tenth from 3/4 of the steps on.
         adam: further arguments of the optimizer.
     """
+    # fused: otherwise Adam's memory traffic takes half as long as the matrix products
+    optimizer = torch.optim.Adam(network.parameters(), lr=rate, **{"fused": True, **adam})
+    factor = schedule or (lambda step: 0.1 if 4 * step >= 3 * planned else 1.0)
+    step = since = 0
+    lowest, best = float("inf"), dict[str, Tensor]()
 
-    def __init__(
-        self,
-        network: nn.Module,
-        rate: float,
-        patience: int,
-        planned: int,
-        loss: Callable[..., Tensor],
-        schedule: Callable[[int], float] | None = None,
-        **adam: Any,
-    ) -> None:
-        self.network, self.rate, self.patience, self.planned, self.loss = network, rate, patience, planned, loss
-        self.schedule = schedule or (lambda step: 0.1 if 4 * step >= 3 * planned else 1.0)
-        # fused: otherwise Adam's memory traffic takes half as long as the matrix products
-        self.adam = torch.optim.Adam(network.parameters(), lr=rate, **{"fused": True, **adam})
-        self.step = self.since = 0
-        self.lowest = float("inf")  # of the held-out errors
-        self.best: dict[str, Tensor] = {}
+    def check() -> None:
+        nonlocal lowest, since, best
+        with torch.no_grad():
+            losses = [float(loss(*part)) * len(part[0]) for part in held]
+        error = sum(losses) / sum(len(part[0]) for part in held)
+        since += 1
+        if error < lowest or not best:
+            lowest, since = min(error, lowest), 0
+            best = {f"w {k}": t.detach().clone() for k, t in network.state_dict().items()}
 
-    @property
-    def done(self) -> bool:
-        """Whether all steps are taken, or no error was lower for `patience` checks."""
-        return self.step >= self.planned or self.since >= self.patience
-
-    def train_step(self, *batch: Tensor) -> None:
-        """One step."""
-        for group in self.adam.param_groups:
-            group["lr"] = self.rate * self.schedule(self.step)
-        self.adam.zero_grad()
+    check()
+    for batch in batches:
+        if since >= patience or (clock is not None and clock.over()):
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = rate * factor(step)
+        optimizer.zero_grad()
         with torch.enable_grad():
-            self.loss(*batch).backward()
-        self.adam.step()
-        self.step += 1
-
-    def record_error(self, error: float) -> None:
-        """Record the error on held-out data, and keep the weights if it is the lowest."""
-        if error < self.lowest or not self.best:
-            self.lowest, self.since = min(error, self.lowest), 0
-            self.best = {f"w {k}": t.detach().clone() for k, t in self.network.state_dict().items()}
-        else:
-            self.since += 1
-
-    def train(
-        self,
-        batches: Iterable[Sequence[Tensor]],
-        every: int,
-        held: Sequence[Sequence[Tensor]],
-        clock: Deadline | None = None,
-    ) -> dict[str, Tensor]:
-        """Train to the end or until the time is over; returns the best weights and the record, as the cache keeps them.
-
-        Args:
-            every: steps between two errors on held-out batches.
-        """
-
-        def error() -> float:
-            with torch.no_grad():
-                losses = [float(self.loss(*part)) * len(part[0]) for part in held]
-            return sum(losses) / sum(len(part[0]) for part in held)
-
-        self.record_error(error())
-        for batch in batches:
-            if self.done or (clock is not None and clock.over()):
-                break
-            self.train_step(*batch)
-            if self.step % every == 0 or self.done:
-                self.record_error(error())
-        if not self.done:
-            self.record_error(error())
-        numbers = [self.lowest, self.step, self.planned, not self.done]
-        return {**self.best, "numbers": torch.tensor(numbers, dtype=torch.float64)}
+            loss(*batch).backward()
+        optimizer.step()
+        step += 1
+        if step % every == 0 or step == planned:
+            check()
+        if step == planned:
+            break
+    interrupted = step < planned and since < patience
+    if interrupted:
+        check()
+    return {**best, "numbers": torch.tensor([lowest, step, planned, interrupted], dtype=torch.float64)}
 
 
 def load(network: nn.Module, kept: dict[str, Tensor]) -> TrainingRecord:
-    """Give a network the weights that `Trainer.train` returned; returns the record of that training."""
+    """Give a network the weights that `train` returned; returns the record of that training."""
     network.load_state_dict({k: kept[f"w {k}"] for k in network.state_dict()})
     error, steps, planned, interrupted = kept["numbers"].tolist()
     return TrainingRecord(error, int(steps), int(planned), bool(interrupted))
@@ -153,63 +130,47 @@ def load(network: nn.Module, kept: dict[str, Tensor]) -> TrainingRecord:
 def train_inverter(
     shadow: ShadowTrainer,
     name: str,
-    batch: int,
-    rate: float,
-    patience: int,
-    planned: int,
-    network: Callable[[ShadowDataset, float], nn.Module],
+    network: nn.Module,
     loss: Callable[[Tensor, Tensor], Tensor],
-    clock: Deadline,
+    batch: int,
+    *settings: Any,
+    prepare: Callable[[Tensor, Tensor], None] = lambda rows, noise: None,
     together: int | None = None,
 ) -> dict[str, Tensor]:
     """Train a network from features of shadow updates to their examples, as the cache keeps it.
 
     Args:
         name: of the training, which seeds its order.
-        batch: updates in a step; the others are those of `Trainer`.
-        network: makes it from the training data and the noise that each step adds to them.
         loss: of the network's outputs, by the numbers (n, images) of the auxiliary examples.
+        batch: updates in a step.
+        settings: the next arguments of `train`: rate, patience, planned, clock.
+        prepare: called before with the training rows and the deviation (columns,) of the noise that each step adds to them.
         together: held-out updates in one pass; default: all.
     """
     sigma = final_noise_std(shadow)
     shadow_data, held = shadow.shadow_data(False, quiet=sigma > 0), shadow.shadow_data(True)
-    made, size = network(shadow_data, sigma), together or len(held.rows)
+    noise = sigma * shadow.view.noise(shadow.entries).to(shadow_data.rows)
+    prepare(shadow_data.rows, noise)
+    size, epoch = together or len(held.rows), -(-len(shadow_data.rows) // batch)
     parts = list(zip(held.rows.split(size), _images(held).split(size), strict=True))
-
-    def batch_loss(rows: Tensor, images: Tensor) -> Tensor:
-        return loss(made(rows), images)
-
-    trainer = Trainer(made, rate, patience, planned, batch_loss)
-    drawn = batches(shadow, shadow_data, sigma, batch, name)
-    return trainer.train(drawn, steps_per_epoch(shadow_data, batch), parts, clock)
+    drawn = _batches(shadow_data, noise if sigma else None, batch, name)
+    return train(network, lambda rows, images: loss(network(rows), images), drawn, parts, epoch, *settings)
 
 
 def _images(data: ShadowDataset) -> Tensor:
     return data.groups.reshape(len(data.rows), -1)
 
 
-def steps_per_epoch(shadow_data: ShadowDataset, size: int) -> int:
-    """Steps of an epoch with batches of this size."""
-    return -(-len(shadow_data.rows) // size)
-
-
-def batches(
-    shadow: ShadowTrainer, shadow_data: ShadowDataset, sigma: float, size: int, name: str
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless rows and image numbers (n, images), each step with its own draws.
-
-    Args:
-        sigma: of the noise that each step draws anew; name: of the training, which seeds its order.
-    """
-    images, passed = _images(shadow_data), 0
-    scale = sigma * shadow.view.noise(shadow.entries)
+def _batches(data: ShadowDataset, noise: Tensor | None, size: int, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless rows and image numbers (n, images), each step with its own draws of the noise."""
+    images, passed = _images(data), 0
     while True:
         order = torch.randperm(len(images), generator=generator("order", name, passed))
         for chosen in order.split(size):
-            rows = shadow_data.rows[chosen]
-            if sigma:
+            rows = data.rows[chosen]
+            if noise is not None:
                 draw = generator("noise", name, passed, int(chosen[0]))
-                rows = rows + scale.to(rows) * torch.randn(rows.shape, generator=draw).to(rows)
+                rows = rows + noise * torch.randn(rows.shape, generator=draw).to(rows)
             yield rows, images[chosen]
         passed += 1
 

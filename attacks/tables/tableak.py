@@ -114,13 +114,13 @@ def confidence(columns: Columns, rows: Tensor) -> Tensor:
 class relaxed_rows:
     """Rows (..., D) as the network takes them, from free numbers (..., D) (TabLeak: Vero et al., ICML 2023, section 4.1).
 
+    Numbers lie within their columns' bounds by a sigmoid.
+
     Args:
         softmax: the entries of a category are positive and sum to 1; otherwise they are free.
-        bounded: numbers lie within their columns' bounds by a sigmoid; otherwise they are free.
     """
 
     softmax: bool = True
-    bounded: bool = True
 
     def bind(self, known: Knowledge) -> Callable[[Tensor], Tensor]:
         """The rows of free numbers; ValueError if the examples are no rows."""
@@ -140,8 +140,7 @@ class relaxed_rows:
                 parts.append(own.softmax(-1) if self.softmax else own)
                 continue
             low, high = column.bounds
-            free = z[..., part.start : part.start + 1].sigmoid()
-            parts.append(low + (high - low) * free if self.bounded else own[..., :1])
+            parts.append(low + (high - low) * z[..., part.start : part.start + 1].sigmoid())
             if column.optional:  # whether the number is missing
                 parts.append(own[..., 1:].sigmoid() if self.softmax else own[..., 1:])
         return columns.scaled(torch.cat(parts, -1))

@@ -9,17 +9,18 @@ from itertools import islice, permutations, product
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.layer_inputs import layer_inputs
 from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.models.tokenizer import framed
 from fedgauge.client.training import gradient
 from fedgauge.client.update import Batch, Update, norm, relative_error
 
 TOLERANCE = 1e-5  # relative, a hundred roundings of float32; swapping two words of an untrained network gives 6e-4
-MOST_ORDERS = 24  # of labels or of sentences that are tried: as many as a batch of four has
+MOST_ORDERS = 24  # of labels that are tried: as many as a batch of four has
 
 
 class Unreadable(ValueError):
@@ -33,16 +34,11 @@ def language_model(known: Knowledge) -> LanguageModel:
     return known.model
 
 
-def why_unprovable(chain: Chain) -> str:
-    """Why no guess can be proven under a chain; empty where the right guess reproduces the update up to rounding."""
+def provable(chain: Chain) -> bool:
+    """Whether the right guess reproduces the update up to rounding."""
     seen = chain.update_distribution
-    if seen is not None and seen.noisy:
-        return "the chain adds noise, which nobody can reproduce"
-    if seen is not None and seen.signed:
-        return "only signs are seen, and those of entries that are zero up to rounding are random"
-    if chain.mean != chain:
-        return "the chain is random, or drops something that the server never sees"
-    return ""
+    # of signs, those of entries that are zero up to rounding are random
+    return chain.mean == chain and not (seen is not None and seen.signed)
 
 
 def noise_of(known: Knowledge) -> float:
@@ -74,6 +70,15 @@ class GuessVerifier:
     def decodes(self) -> bool:
         """Whether the task is next_token, where the sentences are their own labels."""
         return self.model.task == "next_token"
+
+    def framed(self, sentences: Sequence[Sequence[int]]) -> Tensor:
+        """Sentences in the form of the data (B, L)."""
+        return framed(sentences, self.known.shape[0], self.model.pad)
+
+    def decoded(self, sentences: Sequence[Sequence[int]]) -> Batch:
+        """Sentences as a batch, whose labels are their words."""
+        x = self.framed(sentences)
+        return Batch(x, targets(x, self.model.pad))
 
     def update_of(self, batch: Batch) -> Update:
         """The update that a client would send for a batch, without its noise."""
@@ -115,25 +120,16 @@ class GuessVerifier:
 
         A sentence that the model predicts well adds almost nothing: the error must be small compared with that, too.
         """
-        if why := why_unprovable(self.known.chain):
-            return f"no certificate: {why}"
-        if not error <= TOLERANCE:
-            return f"no certificate: the guess's update differs from the observed one by {error:.1e} of its norm"
-        if not error <= TOLERANCE * self.smallest_share(batch):
-            return "no certificate: a sentence adds so little to the update that other sentences would leave as small an error"
-        return f"certified: the client's step turns the guess into the observed update, to {error:.0e}"
+        if not provable(self.known.chain):
+            return "no certificate: the chain adds noise, is random, or shows only signs, so no guess can be proven"
+        if error <= TOLERANCE and error <= TOLERANCE * self.smallest_share(batch):
+            return f"certified: the client's step turns the guess into the observed update, to {error:.0e}"
+        return f"no certificate: the guess leaves an error of {error:.1e}, as other sentences might"
 
     def interpretations(self, x: Tensor) -> Iterator[Batch]:
-        """Every batch that the sentences may form, the likeliest first: label orders and, with slices, sentence orders."""
-        together = self.known.chain.slice_of(len(x)) >= len(x)
-        for order in [tuple(range(len(x)))] if together else permutations(range(len(x))):
-            rows = x[list(order)]
-            for y in self._labels(rows):
-                yield Batch(rows, y)
-
-    def _labels(self, x: Tensor) -> Iterator[Tensor]:
+        """Every batch that the sentences (B, L) may form with labels, the likeliest first."""
         if self.decodes:
-            yield targets(x, self.model.pad)
+            yield Batch(x, targets(x, self.model.pad))
             return
         orders: Iterable[tuple[int, ...]] = product(range(self.known.classes), repeat=len(x))
         if self.known.labels is not None:
@@ -141,9 +137,9 @@ class GuessVerifier:
         elif (weight := self.model.parts.head[0]) in self.update:
             # a sentence's features raise only the logit of its label
             features = layer_inputs(self.model, self.params, weight, x).double()
-            yield (self.update[weight].double() @ torch.linalg.pinv(features)).argmax(0).cpu()
+            yield Batch(x, (self.update[weight].double() @ torch.linalg.pinv(features)).argmax(0).cpu())
         for order in orders:
-            yield torch.tensor(order, dtype=torch.int64)
+            yield Batch(x, torch.tensor(order, dtype=torch.int64))
 
 
 class SentenceReader(Attack):
@@ -156,26 +152,21 @@ class SentenceReader(Attack):
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        deadline, results = Deadline(time.perf_counter(), budget.seconds), []
-        for k, stream in enumerate(streams):
-            started = time.perf_counter()
-            try:
-                verifier = GuessVerifier(wave, known, k)
-                batch, error = self.read(verifier, budget, stream, deadline)
-            except Unreadable as why:
-                seconds = time.perf_counter() - started
-                results.append(Reconstruction(None, None, math.nan, 0, seconds, "not_applicable", str(why)))
-                continue
-            y, reason, over = batch.y, verifier.verdict(batch, error), deadline.over() and not error <= TOLERANCE
-            results.append(
-                Reconstruction(
-                    batch.x,
-                    None if verifier.decodes else y,
-                    error,
-                    verifier.spent,
-                    time.perf_counter() - started,
-                    "out_of_budget" if over else "converged",
-                    f"its seconds were over; {reason}" if over else reason,
-                )
-            )
-        return results
+        deadline = Deadline(time.perf_counter(), budget.seconds)
+        return [self._answer(wave, known, k, budget, stream, deadline) for k, stream in enumerate(streams)]
+
+    def _answer(
+        self, wave: Wave, known: Knowledge, k: int, budget: Budget, stream: Stream, deadline: Deadline
+    ) -> Reconstruction:
+        started = time.perf_counter()
+        try:
+            verifier = GuessVerifier(wave, known, k)
+            batch, error = self.read(verifier, budget, stream, deadline)
+        except Unreadable as why:
+            seconds = time.perf_counter() - started
+            return Reconstruction(None, None, math.nan, 0, seconds, "not_applicable", str(why))
+        y, reason = None if verifier.decodes else batch.y, verifier.verdict(batch, error)
+        status: Status = "converged"
+        if deadline.over() and not error <= TOLERANCE:
+            status, reason = "out_of_budget", f"its seconds were over; {reason}"
+        return Reconstruction(batch.x, y, error, verifier.spent, time.perf_counter() - started, status, reason)

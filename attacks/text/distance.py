@@ -1,28 +1,27 @@
 """Distances between an update and guesses of its sentences: LAMP's cosine, DLG's squares, TAG's squares and magnitudes.
 
-Ghost products suffice for cosine and squares. Gradients are formed, one tensor at a time, where magnitudes or only some entries
+Ghost products suffice for cosine and squares. Gradients are formed, one matrix at a time, where magnitudes or only some entries
 count, and go through the client's whole chain where the update is more than one gradient.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.batch_limiter import exhausted
-from fedgauge.attacks.engine.distances import signs
-from fedgauge.attacks.engine.gradients.factored import FactoredGradient, formed
+from fedgauge.attacks.engine.distances import InnerProducts, signs
 from fedgauge.attacks.text.certificate import Unreadable, language_model
-from fedgauge.attacks.text.ghost_products import ObservedGradients, ProductTable, gradients
+from fedgauge.attacks.text.ghost_products import ObservedGradients, gradients
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.training import local_sgd
-from fedgauge.client.transforms import is_identity, noise_free
+from fedgauge.client.transforms import UpdateDistribution, is_identity, noise_free
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 
 TOGETHER = 32  # problems in one pass; its graph stays in memory until it is differentiated
@@ -47,13 +46,13 @@ class GradientDistance:
     visible: bool = False
     signed: Literal["", "hinge", "tanh"] = ""
 
-    def of_table(self, table: ProductTable) -> Tensor:
-        """Distances (P,) from the products of every tensor."""
+    def of_products(self, products: InnerProducts) -> Tensor:
+        """Distances (P,) from the products (P, T) of every tensor."""
+        inner, seen, expected = products
         if self.kind == "cosine":
-            lengths = (_root(table.seen) * _root(table.expected)).clamp_min(TINY)
-            return (1 - table.inner / lengths).mean(1)
+            return (1 - inner / (_root(seen) * _root(expected)).clamp_min(TINY)).mean(1)
         # not clamped at zero, although rounding may go below: the slope would vanish there
-        return (table.seen - 2 * table.inner + table.expected).sum(1)
+        return (seen - 2 * inner + expected).sum(1)
 
     def of(self, seen: Update, expected: Update) -> Tensor:
         """The distance of one gradient, a scalar; works under vmap."""
@@ -63,7 +62,7 @@ class GradientDistance:
             expected = {k: torch.where(seen[k] != 0, t, torch.zeros_like(t)) for k, t in expected.items()}
         if self.kind == "cosine":
             products = [((seen[k] * t).sum(), seen[k].square().sum(), t.square().sum()) for k, t in expected.items()]
-            return self.of_table(ProductTable(*(torch.stack(c)[None] for c in zip(*products, strict=True))))[0]
+            return self.of_products(InnerProducts(*(torch.stack(c)[None] for c in zip(*products, strict=True))))[0]
         apart = [seen[k] - t for k, t in expected.items()]
         l1 = self.l1 if self.kind == "l2_l1" else 0.0
         return torch.stack([t.square().sum() + l1 * t.abs().sum() for t in apart]).sum()
@@ -108,14 +107,12 @@ class Matcher:
 
     def __init__(self, wave: Wave, known: Knowledge, kind: Kind, l1: float = 0.01, keys: bool = False) -> None:
         self.model = language_model(known)
-        distribution = known.chain.update_distribution
-        sparse = distribution is not None and distribution.sparse
-        signed = distribution is not None and distribution.signed
-        self.known = replace(known, chain=known.chain.visible) if sparse else known
+        distribution = known.chain.update_distribution or UpdateDistribution()
+        self.known = replace(known, chain=known.chain.visible) if distribution.sparse else known
         hinge: Literal["hinge", "tanh"] = "hinge" if known.batch_size == 1 else "tanh"
-        self.distance = GradientDistance(kind, l1, sparse, hinge if signed else "")
+        self.distance = GradientDistance(kind, l1, distribution.sparse, hinge if distribution.signed else "")
         # the noise-free form of an unknown mask shrinks every entry, but the entries that are seen are not shrunk
-        self.scale = known.scale * (1.0 if distribution is None else distribution.shrink)
+        self.scale = known.scale * distribution.shrink
         self.params = wave.params
         parts = self.model.parts
         left = {parts.word} | known.chain.hidden | (frozenset() if keys else parts.key_biases)
@@ -123,17 +120,18 @@ class Matcher:
         if not self.names:
             raise Unreadable("the update holds only the gradient of word embeddings, which matching cannot use")
         # in units of the gradient, as the papers' weights are
-        self.seen = ObservedGradients({name: wave.update[name] / -known.scale for name in self.names})
+        observed = {name: wave.update[name] / -known.scale for name in self.names}
+        self.seen = ObservedGradients(observed, distribution.sparse)
         self.way: Way = self._way()
 
     def _way(self) -> Way:
         chain, size = self.known.chain, self.known.batch_size
-        others = [link for link in chain.links if not isinstance(link, local_sgd)]
+        others = (link for link in chain.links if not isinstance(link, local_sgd))
         plain = all(is_identity(noise_free(link)) for link in others) and not self.distance.signed
         whole = chain.parts == 1 and chain.slice_of(size) == size
         if not (plain and whole and chain.local.one_gradient and is_mean(self.known.loss, self.known.classes)):
             return "chain"
-        return "formed" if self.distance.visible or self.distance.kind == "l2_l1" else "products"
+        return "formed" if self.distance.kind == "l2_l1" else "products"
 
     def value(self, guess: SentenceGuess) -> Tensor:
         """Distances (P,)."""
@@ -146,7 +144,7 @@ class Matcher:
         return torch.cat(values), by_x, by_y[0] if by_y else None
 
     def _parts(self, guess: SentenceGuess) -> Iterator[SentenceGuess]:
-        size = FEW if self.way == "chain" or self.distance.visible else TOGETHER
+        size = FEW if self.way == "chain" else TOGETHER
         for part in zip(*(t.split(size) for t in guess), strict=True):
             yield SentenceGuess(*part)
 
@@ -176,23 +174,8 @@ class Matcher:
         parts = gradients(self.model, self.params, x, y, mask, self.known.loss, self.names, differentiable)
         with torch.set_grad_enabled(differentiable):
             if self.way == "products":
-                return self.distance.of_table(self.seen.table(parts, owners))
-            if not self.distance.visible:
-                return self.seen.apart(parts, owners, self.distance.l1)
-            terms = [
-                self._term(name, part, owners)
-                if isinstance(part, Tensor)
-                else checkpoint(self._term, name, part, owners, use_reentrant=False)
-                for name, part in parts.items()
-            ]
-            total = torch.stack(terms)
-            return total.mean(0) if self.distance.kind == "cosine" else total.sum(0)
-
-    def _term(self, name: str, part: Tensor | FactoredGradient, owners: Tensor) -> Tensor:
-        """The distances (P,) of one tensor's gradients; they are formed once more for the slopes instead of being kept."""
-        whole = formed(part, self.params[name].shape)
-        distances: Tensor = vmap(self.distance.of)({name: self.seen.gradient[name][owners]}, {name: whole})
-        return distances
+                return self.distance.of_products(self.seen.products(parts, owners))
+            return self.seen.apart(parts, owners, self.distance.l1)
 
     def _each(self, function, guess: SentenceGuess):  # type: ignore[no-untyped-def]  # vmap keeps the structure of what it returns
         seen = {name: t[guess.owners] for name, t in self.seen.gradient.items()}
@@ -211,16 +194,15 @@ class Matcher:
         update = self._client(self.params, Batch(packed, y), None)
         return self.distance.of(seen, {name: update[name] / -self.scale for name in self.names})
 
-    @property
+    @cached_property
     def _client(self) -> UpdateFn:
         """The chain around a gradient at embeddings; the mask is packed behind them, so that slices of a batch keep it."""
-        model, loss = self.model, self.known.loss
 
         def compute(params: Params, batch: Batch, rng: Generator | None) -> Update:
             x, mask = batch.x[..., :-1], batch.x[..., -1] > 0.5
 
             def objective(at: Params) -> Tensor:
-                return loss(functional_call(model, at, (x, mask)), batch.y)
+                return self.known.loss(functional_call(self.model, at, (x, mask)), batch.y)
 
             return dict(grad(objective)(params))
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Budget, Stream
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, noise_of
-from fedgauge.attacks.text.last_words import complete_sentences
-from fedgauge.client.models.tokenizer import framed
+from fedgauge.attacks.text.last_words import labelled
 from fedgauge.client.update import Batch
 
 SURE = 6.0  # standard deviations by which a row must exceed noise
@@ -36,9 +35,7 @@ class exact(SentenceReader):
         ids = _words(verifier, position)
         if not ids:
             raise Unreadable("no position's row exceeds rounding or noise")
-        if verifier.decodes:
-            return complete_sentences(verifier, [ids])
-        return verifier.best_labels(framed([ids], verifier.known.shape[0], verifier.model.pad))
+        return labelled(verifier, [ids])
 
 
 def _words(verifier: GuessVerifier, position: str) -> list[int]:

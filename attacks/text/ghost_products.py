@@ -7,7 +7,7 @@ weights, and the pass can be differentiated once more by its inputs. vmap gives 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from fedgauge.attacks.engine.distances import InnerProducts
 from fedgauge.attacks.engine.gradients.factored import FORM_BELOW, FactoredGradient, Gradients, apply, factored
 from fedgauge.attacks.engine.gradients.recording import CallRecorder, Unsupported
 from fedgauge.client.models.language import LanguageModel
@@ -56,28 +57,21 @@ def gradients(
             for name, part in parts(signal, problems).items():
                 if name in grads:
                     raise Unsupported(f"{name} is used twice")
-                if name in names:
-                    grads[name] = part
-    unused = [name for name in names if name not in grads]
-    return grads | {name: x.new_zeros(problems, *params[name].shape) for name in unused}
-
-
-class ProductTable(NamedTuple):
-    """For P problems and T tensors, each (P, T): <seen, expected>, |seen|^2, |expected|^2."""
-
-    inner: Tensor
-    seen: Tensor
-    expected: Tensor
+                grads[name] = part
+    return grads | {name: x.new_zeros(problems, *params[name].shape) for name in names if name not in grads}
 
 
 class ObservedGradients:
     """The observed gradients (K, ...), and their products with other gradients.
 
     Where an observed gradient is a product of few rows, as without a defense, its factors replace it.
+
+    Args:
+        visible: only the entries of other gradients count that are not exactly zero in the observed one.
     """
 
-    def __init__(self, gradient: Update) -> None:
-        self.gradient = gradient
+    def __init__(self, gradient: Update, visible: bool) -> None:
+        self.gradient, self.visible = gradient, visible
         self._factors: dict[str, FactoredGradient | None] = {}
 
     @cached_property
@@ -85,59 +79,83 @@ class ObservedGradients:
         """Squared norms (K,) of each tensor."""
         return {name: t.flatten(1).square().sum(1) for name, t in self.gradient.items()}
 
-    def table(self, parts: Mapping[str, Tensor | FactoredGradient], owners: Tensor) -> ProductTable:
-        """The products of P expected gradients with their owners' observed ones; equal owners (P,) are adjacent."""
+    def products(self, parts: Mapping[str, Tensor | FactoredGradient], owners: Tensor) -> InnerProducts:
+        """The products (P, T) of P expected gradients with their owners' observed ones; equal owners (P,) are adjacent."""
         both = [self._products(name, part, owners) for name, part in parts.items()]
         inner, expected = (torch.stack(column, 1) for column in zip(*both, strict=True))
-        return ProductTable(inner, torch.stack([self.squares[name] for name in parts], 1)[owners], expected)
+        return InnerProducts(inner, torch.stack([self.squares[name] for name in parts], 1)[owners], expected)
 
     def apart(self, parts: Mapping[str, Tensor | FactoredGradient], owners: Tensor, l1: float) -> Tensor:
-        """|seen - expected|^2 + l1 |seen - expected|_1 (P,), over all tensors; a large gradient is formed alone and freed."""
+        """|seen - expected|^2 + l1 |seen - expected|_1 (P,), over all tensors."""
         totals = []
         for name, part in parts.items():
-            seen = self.gradient[name]
             if isinstance(part, FactoredGradient):
-                totals.append(apply(_DifferenceNorms, *part, seen, owners, l1, torch.is_grad_enabled()))
+                totals.append(self._norms(part, name, owners, True, l1))
             else:
-                difference = (part - seen[owners]).flatten(1)
+                difference = (self._shown(name, part, owners) - self.gradient[name][owners]).flatten(1)
                 totals.append(difference.square().sum(1) + l1 * difference.abs().sum(1))
         return torch.stack(totals).sum(0)
+
+    def _shown(self, name: str, part: Tensor, owners: Tensor) -> Tensor:
+        return part * (self.gradient[name][owners] != 0) if self.visible else part
+
+    def _norms(self, part: FactoredGradient, name: str, owners: Tensor, apart: bool, l1: float) -> Tensor:
+        settings = (self.gradient[name], owners, apart, self.visible, l1, torch.is_grad_enabled())
+        return apply(_Norms, *part, *settings)
 
     def _products(self, name: str, part: Tensor | FactoredGradient, owners: Tensor) -> tuple[Tensor, Tensor]:
         """Inner products (P,) with the observed gradient, and squared norms (P,)."""
         seen = self.gradient[name]
         if isinstance(part, Tensor):
+            part = self._shown(name, part, owners)
             return (part * seen[owners]).flatten(1).sum(1), part.square().flatten(1).sum(1)
         if name not in self._factors:
-            self._factors[name] = factored(seen, part.rows)
+            self._factors[name] = None if self.visible else factored(seen, part.rows)
         few = self._factors[name]
         if few is not None:
             return part.products(few.of(owners))
         # one large matrix after the other, without a copy for each problem
         counts = torch.unique_consecutive(owners, return_counts=True)[1].tolist()
         signals = zip(owners[torch.tensor(counts).cumsum(0) - 1].tolist(), part.signal.split(counts), strict=True)
-        inner = torch.cat([signal @ seen[owner] for owner, signal in signals]) * part.input
+        inner = (torch.cat([signal @ seen[owner] for owner, signal in signals]) * part.input).flatten(1).sum(1)
+        if self.visible:
+            return inner, self._norms(part, name, owners, False, 0.0)
         rows, columns = (t @ t.mT for t in part)
-        return inner.flatten(1).sum(1), (rows * columns).flatten(1).sum(1)
+        return inner, (rows * columns).flatten(1).sum(1)
 
 
-class _DifferenceNorms(Function):
-    """Squares plus l1 times magnitudes (P,) of the difference between products of rows and matrices (K, out, in)."""
+class _Norms(Function):
+    """Squares plus l1 times magnitudes (P,) of products of rows, or of their difference from matrices (K, out, in).
+
+    A large product is formed alone and freed; visible: where the matrix is zero, it does not count.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, signal: Tensor, input: Tensor, seen: Tensor, owners: Tensor, l1: float, slopes: bool
+        ctx: Any,
+        signal: Tensor,
+        input: Tensor,
+        seen: Tensor,
+        owners: Tensor,
+        apart: bool,
+        visible: bool,
+        l1: float,
+        slopes: bool,
     ) -> Tensor:
         totals, by_signal, by_input = [], torch.empty_like(signal), torch.empty_like(input)
-        apart, signs = torch.empty_like(seen[0]), torch.empty_like(seen[0])
+        matrix, signs = torch.empty_like(seen[0]), torch.empty_like(seen[0])
         for p, owner in enumerate(owners.tolist()):
             # few passes over matrices, so that they stay in the cache: memory traffic dominates the cost
-            torch.mm(signal[p].T, input[p], out=apart).sub_(seen[owner])
-            torch.sign(apart, out=signs)
-            flat = apart.view(-1)
+            torch.mm(signal[p].T, input[p], out=matrix)
+            if visible:
+                matrix.mul_(seen[owner] != 0)
+            if apart:
+                matrix.sub_(seen[owner])
+            torch.sign(matrix, out=signs)
+            flat = matrix.view(-1)
             totals.append(torch.dot(flat, flat) + l1 * torch.dot(flat, signs.view(-1)))
             if slopes:
-                half = torch.add(apart, signs, alpha=l1 / 2, out=signs)
+                half = torch.add(matrix, signs, alpha=l1 / 2, out=signs)
                 by_signal[p] = 2 * torch.mm(half, input[p].T).T
                 by_input[p] = 2 * torch.mm(signal[p], half)
         ctx.save_for_backward(by_signal, by_input)
@@ -147,12 +165,10 @@ class _DifferenceNorms(Function):
     @once_differentiable
     def backward(ctx: Any, by_value: Tensor) -> tuple[Tensor | None, ...]:
         by_signal, by_input = ctx.saved_tensors
-        return by_value[:, None, None] * by_signal, by_value[:, None, None] * by_input, None, None, None, None
+        return by_value[:, None, None] * by_signal, by_value[:, None, None] * by_input, *[None] * 6
 
 
-Use = tuple[
-    Tensor, Callable[[Tensor, int], Gradients]
-]  # a layer's output; loss's derivative there, problems -> gradients
+Parts = Callable[[Tensor, int], Gradients]  # the loss's derivative by a layer's output, problems -> gradients
 
 
 class _UseRecorder(CallRecorder):
@@ -161,9 +177,9 @@ class _UseRecorder(CallRecorder):
     def __init__(self, params: Params, wanted: Collection[str], sentences: int) -> None:
         super().__init__({id(t): name for name, t in params.items() if name in wanted}, _LAYERS)
         self.sentences = sentences
-        self.uses: list[Use] = []
+        self.uses: list[tuple[Tensor, Parts]] = []  # a layer's output, and what follows from the derivative there
 
-    def keep(self, out: Tensor, parts: Callable[[Tensor, int], Gradients]) -> Tensor:
+    def keep(self, out: Tensor, parts: Parts) -> Tensor:
         self.uses.append((out, parts))
         return out
 

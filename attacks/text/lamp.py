@@ -20,7 +20,13 @@ from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import language_model
 from fedgauge.attacks.text.distance import TOGETHER, Kind, Matcher, SentenceGuess
-from fedgauge.attacks.text.language_prior import AUXILIARY, LanguageModelTraining, LanguagePrior, load_prior
+from fedgauge.attacks.text.language_prior import (
+    AUXILIARY,
+    LanguageModelTraining,
+    LanguagePrior,
+    PretrainedPrior,
+    TrainedPrior,
+)
 from fedgauge.attacks.text.sentence_layout import SentenceLayout, on_all_positions, propose, shuffles
 from fedgauge.client.components import check_at_least
 
@@ -109,13 +115,10 @@ class lamp(Attack):
     def trains_first(self) -> bool:
         return self.weights[1] > 0
 
-    def matcher(self, wave: Wave, known: Knowledge) -> Matcher:
-        """Compares gradients of guesses with those of the wave."""
-        return Matcher(wave, known, self.loss, self.l1, keys=self.published)
-
     def layout(self, wave: Wave, known: Knowledge, restarts: int) -> SentenceLayout:
         """Where the words of a wave's sentences stand."""
-        return SentenceLayout(self.matcher(wave, known), wave, known, restarts, self.published, self.known_tokens)
+        matcher = Matcher(wave, known, self.loss, self.l1, keys=self.published)
+        return SentenceLayout(matcher, wave, known, restarts, self.published, self.known_tokens)
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -126,36 +129,21 @@ class lamp(Attack):
         except ValueError as error:
             return not_applicable(wave, str(error))
         with torch.no_grad():
-            search = _BatchDescent(self, layout, prior, streams, budget, Deadline(started, budget.seconds))
-            done, interrupted = search.run()
-            return self._answers(search, done, interrupted, budget, time.perf_counter() - started)
+            return _BatchDescent(self, layout, prior, streams, budget, started).answers()
 
     def _prior(self, known: Knowledge) -> LanguagePrior | None:
         if self.discrete == "none" or not self.weights[1]:
             return None
-        text = None if known.auxiliary is None else known.auxiliary.x
-        training, device = LanguageModelTraining(steps=self.lm_steps), next(known.model.parameters()).device
-        return load_prior(self.lm, self.lm_folder, language_model(known), text, training, device)
-
-    def _answers(
-        self, search: "_BatchDescent", done: int, interrupted: bool, budget: Budget, seconds: float
-    ) -> list[Reconstruction]:
-        """Each observation's restart with the lowest objective."""
-        layout, restarts = search.layout, budget.restarts
-        tokens, objectives = search.chosen()
-        ranked = torch.where(objectives.isfinite(), objectives, torch.inf).view(-1, restarts)
-        status: Status = "out_of_budget" if interrupted else "converged"
-        reason = f"{done} of {budget.iterations} iterations in {budget.seconds} s" if interrupted else ""
-        answers = []
-        for k, best in enumerate(ranked.argmin(1).tolist()):
-            row, share, value = k * restarts + best, seconds / len(ranked), float(ranked[k, best])
-            if value == torch.inf:
-                lost = "the objective is not finite"
-                answers.append(Reconstruction(None, None, float("nan"), done, share, "diverged", lost))
-                continue
-            y = None if layout.labels is None else layout.labels[row].cpu()
-            answers.append(Reconstruction(layout.padded(tokens[row], row), y, value, done, share, status, reason))
-        return answers
+        source, model, device = self.lm_folder or self.lm, language_model(known), next(known.model.parameters()).device
+        if source != AUXILIARY:
+            return PretrainedPrior(source, model.tokenizer, device)
+        if known.auxiliary is None:
+            raise ValueError(
+                "the language model is trained on auxiliary text, and there is none: set [data] auxiliary, name a public "
+                'model (lm = "gpt2", or lm_folder), or use none (lm_weight = 0)'
+            )
+        training = LanguageModelTraining(steps=self.lm_steps)
+        return TrainedPrior(known.auxiliary.x, model.pad, model.vocabulary, training, device)
 
 
 def dlg_text(rate: float = 0.1, known_tokens: bool = False, published: bool = False) -> lamp:
@@ -200,10 +188,11 @@ class _BatchDescent:
         prior: LanguagePrior | None,
         streams: Sequence[Stream],
         budget: Budget,
-        deadline: Deadline,
+        started: float,
     ) -> None:
-        self.attack, self.layout, self.prior, self.budget, self.deadline = attack, layout, prior, budget, deadline
-        draws = [(streams[k], i % budget.restarts) for i, k in enumerate(layout.owners.tolist())]
+        self.attack, self.layout, self.prior, self.budget, self.started = attack, layout, prior, budget, started
+        self.deadline = Deadline(started, budget.seconds)
+        draws = [(stream, r) for stream in streams for r in range(budget.restarts)]
         self.moving = [stream("moves", r) for stream, r in draws]
         self.rows = torch.arange(len(draws), device=layout.table.device)
         x = torch.stack([self._drawn(row, stream("start", r)) for row, (stream, r) in enumerate(draws)])
@@ -212,6 +201,26 @@ class _BatchDescent:
         self.moments = [(torch.zeros_like(t), torch.zeros_like(t)) for t in self.variables]
         self.best = torch.full((len(draws),), torch.inf, device=layout.table.device)
         self.kept = [t.clone() for t in self.variables]
+
+    def answers(self) -> list[Reconstruction]:
+        """Each observation's restart with the lowest objective."""
+        layout, budget = self.layout, self.budget
+        done, interrupted = self.run()
+        tokens, objectives = self.chosen()
+        ranked = torch.where(objectives.isfinite(), objectives, torch.inf).view(-1, budget.restarts)
+        share = (time.perf_counter() - self.started) / len(ranked)
+        status: Status = "out_of_budget" if interrupted else "converged"
+        reason = f"{done} of {budget.iterations} iterations in {budget.seconds} s" if interrupted else ""
+        answers = []
+        for k, best in enumerate(ranked.argmin(1).tolist()):
+            row, value = k * budget.restarts + best, float(ranked[k, best])
+            if value == torch.inf:
+                lost = "the objective is not finite"
+                answers.append(Reconstruction(None, None, float("nan"), done, share, "diverged", lost))
+                continue
+            y = None if layout.labels is None else layout.labels[row].cpu()
+            answers.append(Reconstruction(layout.padded(tokens[row], row), y, value, done, share, status, reason))
+        return answers
 
     def run(self) -> tuple[int, bool]:
         """The iterations done, and whether the deadline ended them."""
@@ -264,11 +273,13 @@ class _BatchDescent:
 
     def _guess(self, variables: Sequence[Tensor], rows: Tensor) -> SentenceGuess:
         layout, x = self.layout, variables[0]
-        mask, owners = layout.mask[rows], layout.owners[rows]
+        mask = layout.mask[rows]
         if layout.labels is not None:
-            return SentenceGuess(x, layout.labels[rows], mask, owners)
-        soft = variables[1] if len(variables) > 1 else x.new_zeros(*x.shape[:3], layout.model.vocabulary)
-        return SentenceGuess(x, soft.softmax(-1) * mask[..., None], mask, owners)
+            y = layout.labels[rows]
+        else:
+            soft = variables[1] if len(variables) > 1 else x.new_zeros(*x.shape[:3], layout.model.vocabulary)
+            y = soft.softmax(-1) * mask[..., None]
+        return SentenceGuess(x, y, mask, layout.owners[rows])
 
     def _distance(self, variables: Sequence[Tensor], rows: Tensor) -> Tensor:
         return self.layout.matcher.value(self._guess(variables, rows))

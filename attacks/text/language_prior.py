@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.devices import CPU
-from fedgauge.attacks.learned.trainer import Trainer, load, seeded
-from fedgauge.client.models.language import LanguageModel, import_transformers
+from fedgauge.attacks.learned.trainer import load, seeded, train
+from fedgauge.client.models.language import import_transformers
 from fedgauge.client.models.tokenizer import Tokenizer, load_tokenizer, model_place
 from fedgauge.client.rng import generator
 
@@ -50,16 +50,17 @@ class LanguagePrior(ABC):
             self._scores.update(zip(part, self.score(part).double().tolist(), strict=True))
         return torch.tensor([self._scores[key] for key in keys], dtype=torch.float64)
 
+    @torch.no_grad()
     def score(self, sentences: Sequence[tuple[int, ...]]) -> Tensor:
         """Nats per word (N,) of sentences in one batch; 0 for a sentence with no word after another."""
         own = [torch.tensor(self.ids(s)[: self._longest], dtype=torch.int64) for s in sentences]
         ids, lengths = pad_sequence([*own, torch.zeros(2, dtype=torch.int64)], True)[:-1], [len(s) for s in own]
         return self.nll(ids, torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None])
 
-    @torch.no_grad()
     def nll(self, ids: Tensor, seen: Tensor) -> Tensor:
         """Nats per word (N,) of this model's ids (N, L), of which the mask shows the real ones."""
-        return _nats(self._net, ids, seen)
+        ids, seen = ids.to(self._net.device), seen.to(self._net.device)
+        return nll(self._net(input_ids=ids, attention_mask=seen.long()).logits.log_softmax(-1), ids, seen)
 
     @abstractmethod
     def ids(self, sentence: tuple[int, ...]) -> list[int]:
@@ -117,7 +118,6 @@ class TrainedPrior(LanguagePrior):
         pad: int,
         vocabulary: int,
         training: LanguageModelTraining,
-        cache: TensorCache | None = None,
         device: torch.device = CPU,
     ) -> None:
         text = text.cpu()
@@ -130,12 +130,10 @@ class TrainedPrior(LanguagePrior):
         self._others = max(vocabulary - len(known), 1)
         super().__init__(_gpt2(training, len(known) + 1, text.shape[1]).to(device), text.shape[1])
         name = digest("language model", VERSION, text, pad, vocabulary, training)
-        kept = (cache or TensorCache.own()).get(name, lambda: self._train(text, pad, training))
-        self.record = load(self._net, kept)
+        self.record = load(self._net, TensorCache.own().get(name, lambda: self._train(text, pad, training)))
 
     def ids(self, sentence: tuple[int, ...]) -> list[int]:
-        found: list[int] = self._place[list(sentence)].tolist()
-        return found
+        return cast(list[int], self._place[list(sentence)].tolist())
 
     def nll(self, ids: Tensor, seen: Tensor) -> Tensor:
         # log p of one of the other words is that of all of them minus the logarithm of their number
@@ -150,10 +148,9 @@ class TrainedPrior(LanguagePrior):
         order = torch.randperm(len(ids), generator=rng)
         held, own = order[: len(order) // HELD_OUT], order[len(order) // HELD_OUT :]
         held = held if len(held) else own  # too few sentences to hold any out
-        net = self._net.train()  # it has no dropout
 
         def loss(ids: Tensor, seen: Tensor) -> Tensor:
-            return _nats(net, ids, seen).mean()
+            return LanguagePrior.nll(self, ids, seen).mean()
 
         def batches() -> Iterator[tuple[Tensor, Tensor]]:
             while True:
@@ -161,25 +158,14 @@ class TrainedPrior(LanguagePrior):
                 longest = max(int(seen[rows].sum(1).max()), 2)
                 yield ids[rows, :longest], seen[rows, :longest]
 
-        trainer = Trainer(
-            net,
-            training.rate,
-            training.patience,
-            training.steps,
-            loss,
-            lambda step: min(1.0, (step + 1) / CHECK_EVERY, 1.1 - (step + 1) / training.steps),
-            betas=(0.9, 0.98),
-            fused=None,
-        )
+        def rate(step: int) -> float:
+            return min(1.0, (step + 1) / CHECK_EVERY, 1.1 - (step + 1) / training.steps)
 
         parts = list(zip(ids[held].split(TOGETHER), seen[held].split(TOGETHER), strict=True))
-        return trainer.train(batches(), CHECK_EVERY, parts)
-
-
-def _nats(net: Any, ids: Tensor, seen: Tensor) -> Tensor:
-    """A causal model's nats per word (N,) of its ids (N, L), of which the mask shows the real ones."""
-    ids, seen = ids.to(net.device), seen.to(net.device)
-    return nll(net(input_ids=ids, attention_mask=seen.long()).logits.log_softmax(-1), ids, seen)
+        settings = (training.rate, training.patience, training.steps)
+        return train(
+            self._net, loss, batches(), parts, CHECK_EVERY, *settings, schedule=rate, betas=(0.9, 0.98), fused=None
+        )
 
 
 def _gpt2(training: LanguageModelTraining, vocabulary: int, positions: int) -> Any:
@@ -195,8 +181,8 @@ def _gpt2(training: LanguageModelTraining, vocabulary: int, positions: int) -> A
         attn_pdrop=0.0,
         bos_token_id=None,
         eos_token_id=None,
+        use_cache=False,
     )
-    config.use_cache = False
     made = transformers.AutoModelForCausalLM.from_config
     return seeded(lambda: made(config, attn_implementation="eager").eval(), "language model")
 
@@ -231,31 +217,3 @@ class PretrainedPrior(LanguagePrior):
     def ids(self, sentence: tuple[int, ...]) -> list[int]:
         inner = [i for i in sentence if i not in self._words.special]
         return self._start + (inner if self._shared else self._own.encode(self._words.decode(inner)))
-
-
-def load_prior(
-    name: str,
-    folder: Path | None,
-    model: LanguageModel,
-    text: Tensor | None,
-    training: LanguageModelTraining,
-    device: torch.device = CPU,
-) -> LanguagePrior:
-    """The prior that an attack names.
-
-    Args:
-        name: auxiliary (a small GPT-2 over the victim's vocabulary, trained on auxiliary text), or a model on Hugging Face's hub.
-        folder: of a model; replaces the name.
-        text: auxiliary sentences (N, L), if any.
-
-    Raises:
-        ValueError: there is no such model, or no text to train on.
-    """
-    if folder is not None or name != AUXILIARY:
-        return PretrainedPrior(folder or name, model.tokenizer, device)
-    if text is None or not len(text):
-        raise ValueError(
-            "the language model is trained on auxiliary text, and there is none: set [data] auxiliary, name a public model "
-            '(lm = "gpt2", or lm_folder), or use none (lm_weight = 0)'
-        )
-    return TrainedPrior(text, model.pad, model.vocabulary, training, device=device)

@@ -10,12 +10,17 @@ import torch
 
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier
 from fedgauge.attacks.text.layer_inputs import head, layer_inputs, logits_along
-from fedgauge.client.data.corpora import targets
-from fedgauge.client.models.tokenizer import framed
 from fedgauge.client.update import Batch, Update, relative_error
 
 MOST = 12  # of the words that a frozen head's logits rank first
 FIRST = 3  # highest-ranked words that are tried for each sentence
+
+
+def labelled(verifier: GuessVerifier, sentences: Sequence[Sequence[int]]) -> tuple[Batch, float]:
+    """Sentences with the labels that explain the update best, or a decoder's with their last words, and the error that remains."""
+    if verifier.decodes:
+        return complete_sentences(verifier, sentences)
+    return verifier.best_labels(verifier.framed(sentences))
 
 
 def complete_sentences(verifier: GuessVerifier, known: Sequence[Sequence[int]]) -> tuple[Batch, float]:
@@ -24,31 +29,21 @@ def complete_sentences(verifier: GuessVerifier, known: Sequence[Sequence[int]]) 
     Args:
         known: each sentence's words without the last; at least one.
     """
-    room, model = verifier.known.shape[0], verifier.model
-
-    def batch_of(words: Sequence[Sequence[int]]) -> Batch:
-        x = framed(words, room, model.pad)
-        return Batch(x, targets(x, model.pad))
-
     # any word may stand last: the true one shows in the difference
-    words = [[*ids[: room - 1], ids[0]] for ids in known]
-    batch = batch_of(words)
+    words = [[*ids[: verifier.known.shape[0] - 1], ids[0]] for ids in known]
+    batch = verifier.decoded(words)
     update = verifier.update_of(batch)
     error = relative_error(update, verifier.update)
     step = {name: verifier.update[name] - t for name, t in update.items()}
     ranked = _ranked(verifier, batch, step, [len(ids) - 2 for ids in words])
-    likely = [[*ids[:-1], rank[0]] for ids, rank in zip(words, ranked, strict=True)]
-    guess = batch_of(likely)
-    if (new_error := verifier.error(guess)) < error:
-        words, batch, error = likely, guess, new_error
-    for i, rank in enumerate(ranked):
-        for word in rank:
-            if error <= TOLERANCE:
-                return batch, error
-            changed = [*words[:i], [*words[i][:-1], word], *words[i + 1 :]]
-            guess = batch_of(changed)
-            if (new_error := verifier.error(guess)) < error:
-                words, batch, error = changed, guess, new_error
+    first = {i: rank[0] for i, rank in enumerate(ranked)}
+    for change in [first, *({i: word} for i, rank in enumerate(ranked) for word in rank)]:
+        changed = [[*ids[:-1], change.get(i, ids[-1])] for i, ids in enumerate(words)]
+        guess = verifier.decoded(changed)
+        if (new_error := verifier.error(guess)) < error:
+            words, batch, error = changed, guess, new_error
+        if error <= TOLERANCE:
+            break
     return batch, error
 
 

@@ -10,11 +10,14 @@ from torch.func import functional_call
 
 from fedgauge.client.models.language import LanguageModel
 
+CHUNK = 256  # words or sentences whose inputs are computed at once
+
 
 class _InputsReached(Exception):
     """The wanted inputs are captured: the rest of the forward pass is unnecessary."""
 
 
+@torch.no_grad()
 def layer_inputs(
     model: LanguageModel, params: Mapping[str, Tensor], part: nn.Module | str, ids: Tensor, mask: Tensor | None = None
 ) -> Tensor:
@@ -23,16 +26,28 @@ def layer_inputs(
     Args:
         mask: which positions exist; default: those without padding.
     """
-    with torch.no_grad():
-        return inputs_of(model, params, [module_of_weight(model, part) if isinstance(part, str) else part], ids, mask)[
-            0
-        ]
+    return inputs_of(model, params, [part], ids, mask)[0]
+
+
+def first_inputs(model: LanguageModel, params: Mapping[str, Tensor], words: Tensor, places: int) -> Tensor:
+    """The first attention block's inputs (C, places, width) of words (C,), each in all positions."""
+    ids = words[:, None].expand(-1, places).contiguous()
+    part = model.parts.layers[0].query.weight
+    return layer_inputs(model, params, part, ids, torch.ones_like(ids, dtype=torch.bool))
 
 
 def inputs_of(
-    model: LanguageModel, params: Mapping[str, Tensor], parts: Sequence[nn.Module], x: Tensor, mask: Tensor | None
+    model: LanguageModel,
+    params: Mapping[str, Tensor],
+    parts: Sequence[nn.Module | str],
+    x: Tensor,
+    mask: Tensor | None,
 ) -> list[Tensor]:
-    """The inputs (B, L, width) of modules, in the order of the forward pass, of ids (B, L) or embeddings (B, L, width)."""
+    """The inputs (B, L, width) of modules, or of those of weights, of ids (B, L) or embeddings (B, L, width).
+
+    Args:
+        parts: in the order of the forward pass.
+    """
     captured: list[Tensor] = []
 
     def keep(_: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -43,17 +58,13 @@ def inputs_of(
     device = next(iter(params.values())).device
     with ExitStack() as hooks:
         for part in parts:
-            hooks.enter_context(part.register_forward_pre_hook(keep))
+            module = model.get_submodule(part.rpartition(".")[0]) if isinstance(part, str) else part
+            hooks.enter_context(module.register_forward_pre_hook(keep))
         try:
             functional_call(model, dict(params), (x.to(device), None if mask is None else mask.to(device)))
         except _InputsReached:
             return captured
-    raise ValueError(f"the model's forward pass never calls {type(parts[-1]).__name__}")
-
-
-def module_of_weight(model: LanguageModel, weight: str) -> nn.Module:
-    """The module whose weight has this name."""
-    return model.get_submodule(weight.rpartition(".")[0])
+    raise ValueError(f"the model's forward pass never calls {parts[-1]}")
 
 
 def head(model: LanguageModel) -> nn.Module:

@@ -10,10 +10,9 @@ any defense.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
@@ -21,7 +20,7 @@ from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
-from fedgauge.attacks.learned.trainer import Trainer, TrainingRecord, load, perceptron, seeded
+from fedgauge.attacks.learned.trainer import TrainingRecord, load, perceptron, seeded, train
 from fedgauge.attacks.text.certificate import language_model
 from fedgauge.attacks.text.learning_to_invert_text import NEVER, answer_of
 from fedgauge.client.components import check_above_zero, check_at_least
@@ -69,7 +68,7 @@ class learned_rows(Attack):
         try:
             reader = _RowFeatures.of(language_model(known), wave.params)
             shadow = ShadowTrainer(known, wave.params, UpdateFeatures(False))
-            network, record = _PositionTraining(self, shadow, reader, budget).trained(clock)
+            network, record = self._trained(shadow, reader, budget, clock)
         except ValueError as error:
             return not_applicable(wave, str(error))
         words = shadow.auxiliary.x.unique()
@@ -77,6 +76,31 @@ class learned_rows(Attack):
             updates = ({name: t[k : k + 1] for name, t in wave.update.items()} for k in range(len(wave)))
             scores = [network(reader.rows(update)[0])[words].T[None] for update in updates]  # (1, L, words)
         return [answer_of(own, words, record, known, k) for k, own in enumerate(scores)]
+
+    def _trained(
+        self, shadow: ShadowTrainer, reader: "_RowFeatures", budget: Budget, clock: Deadline
+    ) -> tuple[nn.Module, TrainingRecord]:
+        """The network of a word's scores at each position, from the cache or trained now."""
+        name = digest("rows", shadow.key, self, budget)
+        features = reader.rows({name: t[None] for name, t in shadow.params.items()}).shape[2]
+        widths = [features, self.hidden, self.hidden, shadow.known.shape[0]]
+        network = seeded(lambda: perceptron(widths), "rows", name).to(shadow.device)
+
+        def loss(rows: Tensor, positions: Tensor) -> Tensor:
+            return F.cross_entropy(network(rows) + NEVER * rows[..., -1:], positions)
+
+        def batches(rows: Tensor, truth: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+            rng = generator("rows", name)
+            while True:
+                chosen = torch.randint(len(rows), (self.batch,), generator=rng)
+                yield rows[chosen], truth[chosen]
+
+        def trained() -> dict[str, Tensor]:
+            own, held = (shadow_rows(shadow, reader, part) for part in (False, True))
+            settings = (self.rate, self.patience, budget.iterations, clock)
+            return train(network, loss, batches(*own), [held], self.every, *settings)
+
+        return network, load(network, shadow.cache.get(f"positions-{name}", trained))
 
 
 @dataclass(frozen=True)
@@ -96,14 +120,14 @@ class _RowFeatures:
         found = tuple(name for name in named if name in params and len(params[name]) == model.vocabulary)
         if not found:
             raise ValueError(
-                "it reads each word's own row, and neither the word embeddings nor a head over words share a gradient"
+                "it reads each word's row in the gradient of word embeddings or head, and neither is shared"
             )
         return cls(found)
 
     def rows(self, updates: Update) -> Tensor:
         """Features (n, vocabulary, F) of updates (n, ...): each row's direction, and its size relative to the largest row.
 
-        The last feature is 1 for a repeated candidate, which only training data has.
+        The last feature is 1 for a repeated candidate, which only training data has, and which is never the answer.
         """
         parts = []
         for name in self.tables:
@@ -123,78 +147,23 @@ class _RowFeatures:
         return t.flatten(2) if t.dim() > 2 else t[..., None]
 
 
-class _PositionNetwork(nn.Module):
-    """Scores (..., L) of a word at each position, from its features (..., F)."""
-
-    def __init__(self, features: int, hidden: int, length: int) -> None:
-        super().__init__()
-        self.body = perceptron([features, hidden, hidden, length])
-
-    def forward(self, rows: Tensor) -> Tensor:
-        scores: Tensor = self.body(rows) + NEVER * rows[..., -1:]
-        return scores
-
-
-@dataclass(frozen=True, eq=False)
-class _PositionTraining:
-    """The training of one network, which is kept in the cache."""
-
-    attack: learned_rows
-    shadow: ShadowTrainer
-    reader: _RowFeatures
-    budget: Budget
-
-    @cached_property
-    def name(self) -> str:
-        return digest("rows", self.shadow.key, self.attack, self.budget)
-
-    def trained(self, clock: Deadline) -> tuple[_PositionNetwork, TrainingRecord]:
-        """The trained network, from the cache where it is there."""
-        kept = self.shadow.cache.get(f"rows-{self.name}", lambda: self._train(clock))
-        network = self._network(kept["w body.0.weight"].shape[1])
-        return network, load(network, kept)
-
-    def _network(self, features: int) -> _PositionNetwork:
-        hidden, length = self.attack.hidden, self.shadow.known.shape[0]
-        return seeded(lambda: _PositionNetwork(features, hidden, length), "rows", self.name).to(self.shadow.device)
-
-    def _train(self, clock: Deadline) -> dict[str, Tensor]:
-        (rows, truth), held = self._shadow_data(False), self._shadow_data(True)
-        network = self._network(rows.shape[2])
-
-        def loss(features: Tensor, positions: Tensor) -> Tensor:
-            return F.cross_entropy(network(features), positions)
-
-        def batches() -> Iterator[tuple[Tensor, Tensor]]:
-            rng = generator("rows", self.name)
-            while True:
-                chosen = torch.randint(len(rows), (self.attack.batch,), generator=rng)
-                yield rows[chosen], truth[chosen]
-
-        trainer = Trainer(network, self.attack.rate, self.attack.patience, self.budget.iterations, loss)
-        return trainer.train(batches(), self.attack.every, [held], clock)
-
-    def _shadow_data(self, held: bool) -> tuple[Tensor, Tensor]:
-        """Candidates' features (n, candidates, F), and the index of the true one at each position (n, L)."""
-        shadow = self.shadow
-        groups = shadow.groups(held)[: MOST_HELD_OUT if held else None]
-        x, y = shadow.auxiliary.x[groups], shadow.auxiliary.y[groups]
-        rng = generator("rows lessons", shadow.key, held)
-        rows, truth = (torch.cat(parts) for parts in zip(*self._parts(x, y, rng), strict=True))
-        return rows, truth
-
-    def _parts(self, x: Tensor, y: Tensor, rng: Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        done = 0
-        for part in Simulator(self.shadow.known, self.shadow.params).updates(x, y, rng):
-            sentences = x[done : done + len(next(iter(part.values()))), 0]
-            done += len(sentences)
-            sizes = self.reader.loudness(part)
-            loudest = sizes.topk(min(LOUDEST, sizes.shape[1]), dim=1).indices
-            drawn = torch.randint(sizes.shape[1], (len(sentences), DRAWN), generator=rng)
-            candidates = torch.cat([sentences, loudest, drawn.to(sentences.device)], 1)
-            first = (candidates[:, :, None] == candidates[:, None]).int().argmax(2)  # the first of equal words
-            rows = self.reader.rows(part)
-            features = rows.gather(1, candidates[..., None].expand(-1, -1, rows.shape[2]))
-            again = first != torch.arange(candidates.shape[1], device=first.device)
-            features[again] = F.one_hot(torch.tensor(rows.shape[2] - 1), rows.shape[2]).to(rows)
-            yield features, first[:, : sentences.shape[1]]
+def shadow_rows(shadow: ShadowTrainer, reader: _RowFeatures, held: bool) -> tuple[Tensor, Tensor]:
+    """Candidates' features (n, candidates, F), and the index of the true one at each position (n, L)."""
+    groups = shadow.groups(held)[: MOST_HELD_OUT if held else None]
+    x, y = shadow.auxiliary.x[groups], shadow.auxiliary.y[groups]
+    rng, done, parts = generator("rows lessons", shadow.key, held), 0, []
+    for updates in Simulator(shadow.known, shadow.params).updates(x, y, rng):
+        sizes = reader.loudness(updates)
+        sentences = x[done : done + len(sizes), 0]
+        done += len(sizes)
+        loudest = sizes.topk(min(LOUDEST, sizes.shape[1]), dim=1).indices
+        drawn = torch.randint(sizes.shape[1], (len(sentences), DRAWN), generator=rng)
+        candidates = torch.cat([sentences, loudest, drawn.to(sentences.device)], 1)
+        first = (candidates[:, :, None] == candidates[:, None]).int().argmax(2)  # the first of equal words
+        rows = reader.rows(updates)
+        features = rows.gather(1, candidates[..., None].expand(-1, -1, rows.shape[2]))
+        again = first != torch.arange(candidates.shape[1], device=first.device)
+        features[again] = F.one_hot(torch.tensor(rows.shape[2] - 1), rows.shape[2]).to(rows)
+        parts.append((features, first[:, : sentences.shape[1]]))
+    rows, truth = (torch.cat(part) for part in zip(*parts, strict=True))
+    return rows, truth

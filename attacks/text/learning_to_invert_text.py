@@ -4,10 +4,10 @@ It trains on simulated updates of auxiliary sentences behind the clients' own ch
 vector for every position of every sentence, and one shared layer maps these vectors to words.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Str
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned.learning_to_invert import hungarian
-from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures, flat
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, flat
 from fedgauge.attacks.learned.trainer import TrainingRecord, load, perceptron, seeded, train_inverter
 from fedgauge.attacks.text.certificate import language_model
 from fedgauge.client.components import check_above_zero, check_at_least
@@ -76,13 +76,34 @@ class learning_to_invert_text(Attack):
             model = language_model(known)
             view = UpdateFeatures(False, self.buckets, self.signed)
             shadow = ShadowTrainer(self._training_knowledge(known, model), wave.params, view, self.passes)
-            training = TextInverterTraining(self, shadow, budget)
-            network, record = training.trained(clock)
+            words = shadow.auxiliary.x.unique()  # those that occur in the training text
+            network, record = self._inverter(shadow, words, budget, clock)
         except ValueError as error:
             return not_applicable(wave, str(error))
         with torch.no_grad():
             logits = [network(row[None])[0] for row in view.hashed(flat(wave.update))]
-        return [answer_of(own, training.vocabulary, record, known, k) for k, own in enumerate(logits)]
+        return [answer_of(own, words, record, known, k) for k, own in enumerate(logits)]
+
+    def _inverter(
+        self, shadow: ShadowTrainer, words: Tensor, budget: Budget, clock: Deadline
+    ) -> tuple["SentenceNetwork", TrainingRecord]:
+        """The inverter, from the cache or trained now."""
+        known, name = shadow.known, digest("text", shadow.key, self, budget)
+        widths = [shadow.columns, *[self.hidden] * (self.layers - 1)]
+        size = (known.batch_size, known.shape[0], self.width)
+        network = seeded(lambda: SentenceNetwork(widths, size, len(words)), "inverter", name)
+        network = network.to(next(iter(shadow.params.values())))
+
+        def loss(logits: Tensor, groups: Tensor) -> Tensor:
+            return matched_nll(logits, torch.searchsorted(words, shadow.auxiliary.x[groups]))
+
+        def train() -> dict[str, Tensor]:
+            settings = (self.batch, self.rate, self.patience, budget.iterations, clock)
+            return train_inverter(
+                shadow, name, network, loss, *settings, prepare=network.standardise, together=IN_ONE_PASS
+            )
+
+        return network, load(network, shadow.cache.get(f"inverter-{name}", train))
 
     def _training_knowledge(self, known: Knowledge, model: LanguageModel) -> Knowledge:
         """The threat model with the sentences to train on as auxiliary data."""
@@ -116,27 +137,30 @@ class SentenceNetwork(nn.Module):
     """Logits (n, B, L, words) from hashed updates (n, columns), which it standardises first.
 
     Args:
-        sentences, length: B and L.
-        mean, deviation: (columns,) of the training updates.
+        widths: columns and the hidden layers'.
+        size: B, L, and the length of a position's vector.
     """
 
     mean: Tensor
     deviation: Tensor
 
-    def __init__(
-        self, attack: learning_to_invert_text, sentences: int, length: int, words: int, mean: Tensor, deviation: Tensor
-    ) -> None:
+    def __init__(self, widths: Sequence[int], size: tuple[int, int, int], words: int) -> None:
         super().__init__()
-        self.sentences, self.length = sentences, length
-        widths = [len(mean), *[attack.hidden] * (attack.layers - 1), sentences * length * attack.width]
-        self.body = perceptron(widths)
-        self.words = nn.Linear(attack.width, words)
-        self.register_buffer("mean", mean)
-        self.register_buffer("deviation", deviation)
+        self.size = size
+        self.body = perceptron([*widths, math.prod(size)])
+        self.words = nn.Linear(size[-1], words)
+        self.register_buffer("mean", torch.zeros(widths[0]))
+        self.register_buffer("deviation", torch.ones(widths[0]))
+
+    def standardise(self, rows: Tensor, noise: Tensor) -> None:
+        """Take mean and deviation of the training rows, with the deviation (columns,) of the noise that is added to them."""
+        variance, self.mean = torch.var_mean(rows, 0, correction=0)
+        variance = variance + noise.square()
+        self.deviation = torch.where(variance > 0, variance, 1.0).sqrt()  # a column that never changes stays 0
 
     def forward(self, rows: Tensor) -> Tensor:
         vectors = self.body((rows - self.mean) / self.deviation)
-        logits: Tensor = self.words(vectors.view(len(rows), self.sentences, self.length, -1))
+        logits: Tensor = self.words(vectors.view(len(rows), *self.size))
         return logits
 
 
@@ -196,54 +220,3 @@ def _total(log: Tensor, words: Tensor, model: LanguageModel, n: int) -> Tensor:
     for place, token in enumerate(model.end, n - len(model.end)):
         inner = inner + log[:, place, token]
     return inner + log[:, n:, model.pad].sum(1)
-
-
-# ------------------------------------------------------------------------------------------------------------ the training
-
-
-@dataclass(frozen=True, eq=False)
-class TextInverterTraining:
-    """The training of one inverter, whose network is kept in the cache."""
-
-    attack: learning_to_invert_text
-    shadow: ShadowTrainer
-    budget: Budget
-
-    @cached_property
-    def name(self) -> str:
-        return digest("text", self.shadow.key, self.attack, self.budget)
-
-    @cached_property
-    def vocabulary(self) -> Tensor:
-        """The words that occur in the training text."""
-        words: Tensor = self.shadow.auxiliary.x.unique()
-        return words
-
-    def trained(self, clock: Deadline) -> tuple[SentenceNetwork, TrainingRecord]:
-        """The trained network, from the cache where it is there."""
-        kept = self.shadow.cache.get(f"inverter-{self.name}", lambda: self._train(clock))
-        network = self._network(kept["w mean"], kept["w deviation"])
-        return network, load(network, kept)
-
-    def _network(self, mean: Tensor, deviation: Tensor) -> SentenceNetwork:
-        known, words = self.shadow.known, len(self.vocabulary)
-        return seeded(
-            lambda: SentenceNetwork(self.attack, known.batch_size, known.shape[0], words, mean, deviation),
-            "inverter",
-            self.name,
-        ).to(mean.device, mean.dtype)
-
-    def _train(self, clock: Deadline) -> dict[str, Tensor]:
-        attack = self.attack
-        return train_inverter(
-            self.shadow, self.name, attack.batch, attack.rate, attack.patience, self.budget.iterations,
-            lambda shadow_data, sigma: self._network(*self._statistics(shadow_data, sigma)),
-            lambda logits, groups: matched_nll(logits, torch.searchsorted(self.vocabulary, self.shadow.auxiliary.x[groups])),
-            clock, IN_ONE_PASS,
-        )  # fmt: skip
-
-    def _statistics(self, shadow_data: ShadowDataset, sigma: float) -> tuple[Tensor, Tensor]:
-        """Mean and deviation (columns,) of the training rows with their noise."""
-        variance, mean = torch.var_mean(shadow_data.rows, 0, correction=0)
-        variance = variance + (sigma * self.shadow.view.noise(self.shadow.entries).to(mean)).square()
-        return mean, torch.where(variance > 0, variance, 1.0).sqrt()  # a column that never changes stays 0

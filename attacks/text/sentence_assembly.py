@@ -1,17 +1,20 @@
 """Sentence assembly: an encoder's sentences from candidate words, by exchanging words until their inputs lie in a span."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, product
 
 import torch
 from torch import Generator, Tensor
+from torch.nn import functional as F
 
 from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.text.spans import LOOSEST
-from fedgauge.client.models.language import LanguageModel
+from fedgauge.attacks.text.certificate import GuessVerifier
+from fedgauge.attacks.text.layer_inputs import CHUNK, layer_inputs
+from fedgauge.attacks.text.spans import LOOSEST, Spans
+from fedgauge.client.models.tokenizer import framed
 
 EXHAUSTIVE = 512  # combinations of words up to which each is tried
 TRIES = 3  # searches in a row that may find no sentence beyond doubt
@@ -19,6 +22,41 @@ SPARE = 2  # sentences more than the batch has, from which sets of sentences are
 
 Ids = tuple[int, ...]
 Distances = dict[Ids, tuple[float, float]]  # of sentences: the mean and the largest distance of their inputs
+
+
+@dataclass(frozen=True, eq=False)
+class SentenceJudge:
+    """Judges sentences by how far their inputs in an attention block lie outside the span of the true ones.
+
+    Args:
+        spans: None: nothing judges, as a single sentence needs no judge.
+        block: the block's number, from 0; positions: how many count, from the first on.
+    """
+
+    verifier: GuessVerifier
+    spans: Spans | None
+    block: int
+    positions: int
+
+    @property
+    def rounding(self) -> float:
+        """The relative size of a vector's own rounding, as the spans see it."""
+        eps: float = torch.finfo(next(iter(self.verifier.update.values())).dtype).eps
+        return eps * math.sqrt(self.verifier.model.width) * (self.spans.stretch if self.spans else 1.0)
+
+    def distances(self, sentences: Sequence[Ids]) -> Tensor:
+        """The distances (N, L), zero behind a sentence's end."""
+        model, length = self.verifier.model, self.verifier.known.shape[0]
+        if self.spans is None:
+            return torch.zeros(len(sentences), length)
+        part = model.parts.layers[self.block].query.weight
+        distances = []
+        for first in range(0, len(sentences), CHUNK):
+            some = sentences[first : first + CHUNK]
+            x = framed(some, max(map(len, some)), model.pad)
+            measured = self.spans.distance(layer_inputs(model, self.verifier.params, part, x)).cpu()
+            distances.append(F.pad(measured * (x != model.pad), (0, length - x.shape[1])))
+        return torch.cat(distances)
 
 
 @dataclass(eq=False)
@@ -31,36 +69,29 @@ class SentenceAssembly:
 
     Args:
         words: candidates of each position, the nearest first.
-        count: sentences in the batch.
-        distances: how far sentences' inputs (N, L) of the second block lie outside its span.
-        judged: positions whose inputs count, from the first on.
-        rounding: the mean distance that rounding alone explains; every wrong word moves a sentence farther.
         starts: random sentences from which a search begins.
     """
 
-    model: LanguageModel
+    judge: SentenceJudge
     words: Sequence[list[int]]
-    count: int
-    distances: Callable[[Sequence[Ids]], Tensor]
-    judged: int
-    rounding: float
     starts: int
     rng: Generator
     deadline: Deadline
 
     def sentences(self) -> list[Ids]:
         """As many as the batch has, and a few others that came near, the likeliest first."""
+        count = self.judge.verifier.known.batch_size
         passed: list[Ids] = []  # beyond doubt
         near: dict[Ids, float] = {}
         idle = 0
-        while len(passed) < self.count and not self.deadline.over():
+        while len(passed) < count and not self.deadline.over():
             before = len(passed)
             for length in self._lengths():
                 found = self._search(length, passed, idle)
                 close = {ids: mean for ids, (mean, worst) in found.items() if worst <= LOOSEST}
                 near.update(close)
-                passed += [ids for ids, mean in close.items() if mean <= self.rounding and ids not in passed]
-                if len(passed) >= self.count:
+                passed += [ids for ids, mean in close.items() if mean <= self.judge.rounding and ids not in passed]
+                if len(passed) >= count:
                     break
             idle = 0 if len(passed) > before else idle + 1
             if idle >= TRIES:
@@ -74,14 +105,15 @@ class SentenceAssembly:
 
     def _lengths(self) -> list[int]:
         """Possible lengths: up to a token that ends sentences, where the model has one."""
-        words, frame = self.words, len(self.model.start) + len(self.model.end)
-        if not self.model.end:
+        model, words = self.judge.verifier.model, self.words
+        frame = len(model.start) + len(model.end)
+        if not model.end:
             return list(range(len(words), frame, -1))
-        return [t + 1 for t, some in enumerate(words) if self.model.end[-1] in some and t + 1 > frame]
+        return [t + 1 for t, some in enumerate(words) if model.end[-1] in some and t + 1 > frame]
 
     def _pool(self, length: int) -> list[list[int]]:
-        words, start, end = self.words, self.model.start, self.model.end
-        pool = [[w for w in some if w not in (*start, *end)] or some for some in words[:length]]
+        start, end = self.judge.verifier.model.start, self.judge.verifier.model.end
+        pool = [[w for w in some if w not in (*start, *end)] or some for some in self.words[:length]]
         pool[: len(start)] = [[w] for w in start]
         if end:
             pool[length - len(end) :] = [[w] for w in end]
@@ -108,9 +140,10 @@ class SentenceAssembly:
     def _measured(self, sentences: Sequence[Ids]) -> Distances:
         if not sentences:
             return {}
-        distances = self.distances(sentences)[:, : self.judged]
+        count = self.judge.positions
+        distances = self.judge.distances(sentences)[:, :count]
         sums, worst = distances.sum(1).tolist(), distances.amax(1).tolist()
-        return {ids: (s / min(len(ids), self.judged), w) for ids, s, w in zip(sentences, sums, worst, strict=True)}
+        return {ids: (s / min(len(ids), count), w) for ids, s, w in zip(sentences, sums, worst, strict=True)}
 
     def _descend(self, sentences: list[Ids], pool: Sequence[Sequence[int]]) -> Distances:
         """Exchange words of each sentence for better ones, until a whole pass brings no sentence nearer."""
@@ -123,7 +156,7 @@ class SentenceAssembly:
                 known = self._measured([other for some in made.values() for other in some]) | best
                 nearest = [min([ids, *some], key=lambda i: known[i][0]) for ids, some in made.items()]
                 best = {ids: known[ids] for ids in nearest}
-                if any(mean <= self.rounding for mean, _ in best.values()):
+                if any(mean <= self.judge.rounding for mean, _ in best.values()):
                     return best
         return best
 

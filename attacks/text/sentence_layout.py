@@ -1,7 +1,5 @@
 """Sentence layout: how long a wave's sentences are, where their words stand, and which words may stand there."""
 
-from dataclasses import replace
-
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
@@ -12,12 +10,8 @@ from fedgauge.attacks.text.certificate import Unreadable, language_model
 from fedgauge.attacks.text.distance import Matcher
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import predicts_tokens
-from fedgauge.client.models.tokenizer import framed
-from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch
 
 KINDS = 4  # of moves (LAMP, section 3.3)
-DUMMIES = 32  # made-up sentences where label restoration asks for public ones and there are none
 
 
 class SentenceLayout:
@@ -52,7 +46,9 @@ class SentenceLayout:
         self.table = self.model.value(self.model.parts.word, wave.params).detach()
         self.owners = torch.arange(len(wave) * restarts) // restarts
         self.lengths = lengths_of(wave, known)[self.owners]
-        self.labels = None if predicts_tokens(known.loss) else _labels(wave, known)[self.owners].to(self.table.device)
+        self.labels = (
+            None if predicts_tokens(known.loss) else labelling.restore(wave, known)[self.owners].to(self.table.device)
+        )
         self.words = torch.arange(self.model.vocabulary) if special else _vocabulary(self.model)
         self.allowed = _known_tokens(wave, known, self.words)[self.owners] if known_tokens else None
         self.size = float(self.table[self.words].norm(dim=1).mean())
@@ -96,9 +92,8 @@ class SentenceLayout:
 
     def padded(self, tokens: Tensor, row: int) -> Tensor:
         """A batch (B, L) in the form of the data."""
-        whole = torch.full((self.known.batch_size, self.known.shape[0]), self.model.pad)
-        whole[:, : tokens.shape[1]] = torch.where(self.mask[row], tokens, self.model.pad).cpu()
-        return whole
+        own = torch.where(self.mask[row], tokens, self.model.pad).cpu()
+        return F.pad(own, (0, self.known.shape[0] - own.shape[1]), value=self.model.pad)
 
 
 def framed_places(model: LanguageModel, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,16 +126,6 @@ def lengths_of(wave: Wave, known: Knowledge) -> Tensor:
         rows = (wave.update[name] != 0).any(2).sum(1).cpu() + int(model.task == "next_token")
         lengths = torch.where(rows >= least, rows, longest).clamp(max=longest)
     return lengths[:, None].expand(-1, known.batch_size).clone()
-
-
-def _labels(wave: Wave, known: Knowledge) -> Tensor:
-    """Labels (K, B), given or restored from the update."""
-    if known.auxiliary is None:
-        model, words = language_model(known), _vocabulary(language_model(known))
-        drawn = words[torch.randint(len(words), (DUMMIES, 8), generator=generator("dummy sentences"))]
-        x = framed(drawn.tolist(), known.shape[0], model.pad, model.start, model.end)
-        known = replace(known, auxiliary=Batch(x, torch.zeros(DUMMIES, dtype=torch.int64)))
-    return labelling.restore(wave, known)
 
 
 def _vocabulary(model: LanguageModel) -> Tensor:

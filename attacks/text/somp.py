@@ -22,16 +22,13 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget, Stream
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable
-from fedgauge.attacks.text.layer_inputs import layer_inputs, logits_along
+from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs, logits_along
 from fedgauge.attacks.text.sentence_assembly import Ids
 from fedgauge.client.components import check_at_least
-from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.language_parts import BlockParts
-from fedgauge.client.models.tokenizer import framed
 from fedgauge.client.update import Batch
 
-CHUNK = 256  # words or sentences that run through the model at once
 ROUNDING = 1e-5  # of a head's largest singular value: smaller ones are rounding
 RIDGE = 1e-8  # added to the heads' mean projection: an input outside all of them is this unlikely
 FORMED = 8  # sentences of the best slopes whose updates are computed, one at a time
@@ -42,8 +39,6 @@ MOST_NUMBERS = 2**29  # of the updates of sentences that are held at once: 4 GB
 @dataclass(frozen=True)
 class somp(SentenceReader):
     """Sentences of a decoder's batches, also with nearly as many tokens as dimensions; iterations are passes of exchanges.
-
-    An encoder's words see those that follow, so a beam chooses worse among them: use dager or tiger.
 
     Args:
         each: words kept for one position, as a multiple of the batch size.
@@ -57,6 +52,8 @@ class somp(SentenceReader):
         check_at_least(self, 1, "each", "beam")
 
     def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
+        if not verifier.decodes:
+            raise Unreadable("it reads decoders, whose words see those before them only: use dager or tiger")
         beginnings = grown(verifier, self.each, self.beam)
         pursuit = Pursuit(verifier, beginnings, deadline)
         pursuit.choose(verifier.known.batch_size)
@@ -95,13 +92,11 @@ def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) 
 
 
 def _heads(model: LanguageModel) -> int:
-    """Attention heads of a block."""
+    """Attention heads of a block; 1 where the model does not say."""
     net: Any = model.net
     own = next(iter(getattr(net, "blocks", ())), None)
-    found = getattr(getattr(net, "config", None), "num_attention_heads", None) or getattr(own, "heads", None)
-    if found is None:
-        raise Unreadable("the model does not say how many attention heads it has (config.num_attention_heads)")
-    return int(found)
+    heads: Any = getattr(getattr(net, "config", None), "num_attention_heads", None) or getattr(own, "heads", 1)
+    return int(heads)
 
 
 # ----------------------------------------------------------------------------------------------------------------- beam
@@ -111,46 +106,33 @@ def _heads(model: LanguageModel) -> int:
 def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
     """Beginnings of sentences, of every length, that fit the subspaces of two blocks best, with their worst word's misfit.
 
-    They lack a decoder's last word, which sends no gradient through the attention. Those of an encoder are whole sentences.
+    They lack the last word, which sends no gradient through the attention.
     """
     model, known, layers = verifier.model, verifier.known, verifier.model.parts.layers[:2]
     if len(layers) < 2:
         raise Unreadable("it reads two attention blocks, and the model has one")
     first, second = (head_subspaces(verifier.update, layer, _heads(model)) for layer in layers)
-    parts = [layer.query.weight for layer in layers]
-
     words = torch.tensor([i for i in range(model.tokenizer.size) if i != model.pad])
-    end = torch.tensor(model.end, dtype=torch.int64)
-    decoder = verifier.decodes
-    places = known.shape[0] - (1 if decoder else len(end))
+    places = known.shape[0] - 1
+    single = torch.cat(
+        [misfit(first_inputs(model, verifier.params, some, places), first) for some in words.split(CHUNK)]
+    ).cpu()
 
-    def misfits(part: str, x: Tensor, inverse: Tensor) -> Tensor:
-        chunks = [layer_inputs(model, verifier.params, part, some) for some in x.split(CHUNK)]
-        return torch.cat([misfit(chunk, inverse) for chunk in chunks]).cpu()
+    def last_misfit(x: Tensor) -> Tensor:
+        chunks = [layer_inputs(model, verifier.params, layers[1].query.weight, some) for some in x.split(CHUNK)]
+        return torch.cat([misfit(chunk, second)[:, -1] for chunk in chunks]).cpu()
 
-    single = misfits(parts[0], words[:, None].expand(-1, places).contiguous(), first)
-    live = torch.empty(1, 0, dtype=torch.int64)
+    live = torch.tensor([model.start], dtype=torch.int64)
     value, worst = torch.zeros(2, 1, dtype=torch.float64)
     found: dict[Ids, float] = {}
-    for place in range(places):
-        if place < len(model.start):
-            live = torch.cat([live, torch.tensor([[model.start[place]]])], 1)
-            continue
+    for place in range(len(model.start), places):
         near = single[:, place].topk(min(each * known.batch_size, len(words)), largest=False).indices
         longer = torch.cat([live.repeat_interleave(len(near), 0), words[near].repeat(len(live))[:, None]], 1)
-        added = single[near, place].repeat(len(live))
-        if decoder:
-            added = added + misfits(parts[1], longer, second)[:, place]
-        values = value.repeat_interleave(len(near)) + added
-        value, kept = values.topk(min(beam, len(values)), largest=False)
+        added = single[near, place].repeat(len(live)) + last_misfit(longer)
+        value, kept = (value.repeat_interleave(len(near)) + added).topk(min(beam, len(added)), largest=False)
         worst = torch.maximum(worst.repeat_interleave(len(near)), added)[kept]
         live = longer[kept]
-        whole = live if decoder else torch.cat([live, end.expand(len(live), -1)], 1)
-        worse = worst
-        if not decoder and len(model.parts.layers) > 2:
-            # later words change every word's input; of a classifier's last block only the first one's is seen
-            worse = 2 * misfits(parts[1], whole, second).amax(1)
-        found |= {tuple(ids): float(w) for ids, w in zip(whole.tolist(), worse, strict=True)}
+        found |= {tuple(ids): float(w) for ids, w in zip(live.tolist(), worst, strict=True)}
     return found
 
 
@@ -161,8 +143,7 @@ class Pursuit:
     """Chooses sentences whose own updates, with coefficients of least squares, explain an update up to a residual.
 
     Args:
-        beginnings: words of possible sentences without the last, with misfits; every word of the vocabulary may follow. Where
-            labels are classes, whole sentences, and every class may follow.
+        beginnings: words of possible sentences without the last, with misfits; every word of the vocabulary may follow.
     """
 
     def __init__(self, verifier: GuessVerifier, beginnings: Mapping[Ids, float], deadline: Deadline) -> None:
@@ -188,16 +169,9 @@ class Pursuit:
 
     def update_of(self, ids: Ids) -> Tensor:
         """The update of a client that has this sentence alone, as one vector."""
-        kept = self._updates.get(ids)
-        return self._flat(self.verifier.update_of(self._batch([ids]))) if kept is None else kept
-
-    def _batch(self, sentences: Sequence[Ids]) -> Batch:
-        """Sentences as a batch; where labels are classes, these stand last."""
-        length, pad = self.verifier.known.shape[0], self.model.pad
-        if self.verifier.decodes:
-            x = framed(sentences, length, pad)
-            return Batch(x, targets(x, pad))
-        return Batch(framed([ids[:-1] for ids in sentences], length, pad), torch.tensor([ids[-1] for ids in sentences]))
+        if ids in self._updates:
+            return self._updates[ids]
+        return self._flat(self.verifier.update_of(self.verifier.decoded([ids])))
 
     def _fitted(self, sentences: Sequence[Ids]) -> tuple[Tensor, Tensor]:
         """The coefficients that explain the update best by these sentences, whose updates are kept, and the residual."""
@@ -213,11 +187,9 @@ class Pursuit:
         return coefficients, residual
 
     def _slopes(self, residual: Tensor, x: Tensor) -> Tensor:
-        """How likely the residual, as a step, makes beginnings (N, L) and each word or class after them (N, V): a mean."""
+        """How likely the residual, as a step, makes beginnings (N, L) and each word after them (N, V): a mean."""
         x, step = x.to(residual.device), self._named(residual / residual.norm())
         slopes = logits_along(self.model, self.verifier.params, step, x, lambda logits: logits.log_softmax(-1))
-        if not self.verifier.decodes:
-            return slopes
         before = slopes[:, :-1].gather(2, x[:, 1:, None])[..., 0].sum(1)
         after: Tensor = (before[:, None] + slopes[:, -1]) / x.shape[1]
         after[:, self.model.pad] = after[:, self.model.tokenizer.size :] = -torch.inf
@@ -292,4 +264,4 @@ class Pursuit:
             most = int(shares.argmax())
             shares[most] -= 1 / count
             sentences.append(self.chosen[most])
-        return self._batch(sentences)
+        return self.verifier.decoded(sentences)

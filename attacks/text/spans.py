@@ -9,20 +9,23 @@ W + s B A with inputs x and output gradients d has gradients dB = s sum d (A x)^
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
 
 from fedgauge.attacks.text.certificate import Unreadable
+from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs
+from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.language_parts import Projection
 from fedgauge.client.update import Params
 
 LOST = "is zero, or lost in noise"
 LOOSEST = 0.2  # above this threshold nearly every vector would pass
 POOL = 8192  # vectors of the dictionary, the nearest to a partial span, among which its missing inputs are sought
-CHUNK = 256  # words whose vectors are computed at once
 SAMPLE = 1024  # words by which the dictionary is whitened
 RIDGE = 1e-4  # of the mean eigenvalue, in the whitening of the dictionary
 GAP = 1e-2  # the largest threshold of a span that has all inputs: others of them may be lost in the same noise
@@ -34,38 +37,87 @@ NEAR = 1e-2  # and below which it may, where the span was completed by a vector 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """The span of one attention block's inputs, over all sentences and positions.
+    """The span of one attention block's inputs, over all sentences and positions, as one gradient or several show it.
 
     Args:
         basis: (r, d), orthonormal rows.
         threshold: the relative distance by which rounding or noise may have moved an input out of the span.
         sketch: (d, s), random directions outside the span, for the cheap test `near`.
+        through: LoRA's factor A (d, width), of which the span shows A x; None: it shows the inputs x themselves.
     """
 
     basis: Tensor
     threshold: float
     sketch: Tensor
+    through: Tensor | None = None
 
     @property
-    def rank(self) -> int:
-        """The dimension: the number of different inputs, if these are independent."""
-        return len(self.basis)
+    def stretch(self) -> float:
+        """How much larger an input's rounding is beside what the span shows of it."""
+        return 1.0 if self.through is None else math.sqrt(self.through.shape[1] / len(self.through))
 
     def distance(self, vectors: Tensor) -> Tensor:
-        """|v - projection of v| / |v| of vectors (..., d)."""
-        flat = vectors.reshape(-1, vectors.shape[-1]).double()
+        """|v - projection of v| / |v| of vectors (..., width)."""
+        shown = self._shown(vectors)
+        flat = shown.reshape(-1, shown.shape[-1]).double()
         outside = flat - flat @ self.basis.mT @ self.basis
         relative: Tensor = outside.norm(dim=1) / flat.norm(dim=1).clamp(min=1e-300)
         return relative.view(vectors.shape[:-1])
 
     def near(self, vectors: Tensor) -> Tensor:
-        """Which vectors (..., d) may be inputs: a cheap test that every input passes, and few others."""
-        length = vectors.square().sum(-1)
-        return (vectors @ self.sketch).square().mean(-1) <= (4 * self.threshold) ** 2 * length
+        """Which vectors (..., width) may be inputs: a cheap test that every input passes, and few others."""
+        shown = self._shown(vectors)
+        length = shown.square().sum(-1)
+        return (shown @ self.sketch).square().mean(-1) <= (4 * self.threshold) ** 2 * length
+
+    def _shown(self, vectors: Tensor) -> Tensor:
+        return vectors if self.through is None else vectors @ self.through.mT
 
 
-def span(parts: Sequence[Tensor], most: int, rng: Generator, directions: int = 16) -> Span:
-    """The span of the inputs that maps with these gradients (out, d) share; Unreadable where they are zero, or lost in noise.
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """One span of a block's inputs, or those that several of LoRA's factors A show: an input lies in all of them."""
+
+    views: tuple[Span, ...]
+
+    @property
+    def threshold(self) -> float:
+        """The distance by which rounding or noise may have moved an input."""
+        return max(view.threshold for view in self.views)
+
+    @property
+    def stretch(self) -> float:
+        """The largest one among the views."""
+        return max(view.stretch for view in self.views)
+
+    def distance(self, vectors: Tensor) -> Tensor:
+        """The largest distance of vectors (..., width) among the views, each at the scale of its own threshold."""
+        scaled = [view.distance(vectors) * (self.threshold / view.threshold) for view in self.views]
+        return torch.stack(scaled).amax(0)
+
+    def near(self, vectors: Tensor) -> Tensor:
+        """Which vectors (..., width) may be inputs: a cheap test that every input passes."""
+        return torch.stack([view.near(vectors) for view in self.views]).all(0)
+
+    def words(self, model: LanguageModel, params: Params, places: int) -> Iterator[tuple[float, int, int]]:
+        """The words of the vocabulary whose inputs in the first attention block lie in the span: distance, word, position."""
+        for chunk in _vocabulary(model).split(CHUNK):
+            vectors = first_inputs(model, params, chunk, places)
+            some = self.near(vectors).nonzero()
+            distances = self.distance(vectors[some[:, 0], some[:, 1]]).tolist()
+            for (row, place), distance in zip(some.tolist(), distances, strict=True):
+                if distance <= self.threshold:
+                    yield distance, int(chunk[row]), place
+
+
+def _vocabulary(model: LanguageModel) -> Tensor:
+    return torch.tensor([i for i in range(model.vocabulary) if i != model.pad])
+
+
+def span(
+    parts: Sequence[Tensor], most: int, rng: Generator, through: Tensor | None = None, directions: int = 16
+) -> Span | None:
+    """The span of the inputs that maps with these gradients (out, d) share; None where they are zero, or lost in noise.
 
     Its rank is that of the gradients at their precision: singular values below rounding, or below those that no input explains,
     do not count. The threshold is the relative size of that noise in the weakest direction that counts.
@@ -74,63 +126,28 @@ def span(parts: Sequence[Tensor], most: int, rng: Generator, directions: int = 1
         most: the largest possible number of inputs; the singular values after it are noise, wherever it comes from.
     """
     rows = _scaled([part.double().cpu() for part in parts])
+    if rows is None:
+        return None
     _, values, basis = torch.linalg.svd(torch.linalg.qr(rows, mode="r").R)  # the basis is of the whole space
     noise = float(values[0]) * torch.finfo(parts[0].dtype).eps * rows.shape[1] ** 0.5
     if most < len(values):
         noise = max(noise, 2 * float(values[most]))
     rank = int((values[:most] > noise).sum())
     if rank == 0:
-        raise Unreadable(LOST)
+        return None
     drawn = torch.randn(len(basis) - rank, directions, generator=rng, dtype=torch.float64)
     sketch = (basis[rank:].mT @ drawn).to(parts[0])
-    return Span(basis[:rank].to(parts[0].device), min(noise / float(values[rank - 1]), LOOSEST), sketch)
+    return Span(basis[:rank].to(parts[0].device), min(noise / float(values[rank - 1]), LOOSEST), sketch, through)
 
 
-def _scaled(parts: Sequence[Tensor]) -> Tensor:
-    """Gradients (R, d) of maps, each at its own scale, as its rounding is relative to that."""
+def _scaled(parts: Sequence[Tensor]) -> Tensor | None:
+    """Gradients (R, d) of maps, each at its own scale, as its rounding is relative to that; None where all are zero."""
     sizes = [float(torch.linalg.matrix_norm(part.double(), 2)) for part in parts]
     scaled = [part / size for part, size in zip(parts, sizes, strict=True) if size > 0]
-    if not scaled:
-        raise Unreadable(LOST)
-    return torch.cat(scaled)
+    return torch.cat(scaled) if scaled else None
 
 
 # -------------------------------------------------------------------------------- LoRA's factors
-
-
-@dataclass(frozen=True, eq=False)
-class ProjectedSpans:
-    """Spans of one block's inputs as several factors A show them: an input lies in all of them.
-
-    Args:
-        views: factors A (rank, d) with the spans of A x.
-    """
-
-    views: tuple[tuple[Tensor, Span], ...]
-
-    @property
-    def rank(self) -> int:
-        """The largest dimension among the views."""
-        return max(seen.rank for _, seen in self.views)
-
-    @property
-    def threshold(self) -> float:
-        """The distance by which rounding or noise may have moved an input."""
-        return max(seen.threshold for _, seen in self.views)
-
-    @property
-    def stretch(self) -> float:
-        """How much larger an input's rounding is beside what the factors show of it."""
-        return max(math.sqrt(a.shape[1] / len(a)) for a, _ in self.views)
-
-    def distance(self, vectors: Tensor) -> Tensor:
-        """The largest distance of vectors (..., d) among the views, each at the scale of its own threshold."""
-        scaled = [seen.distance(vectors @ a.mT) * (self.threshold / seen.threshold) for a, seen in self.views]
-        return torch.stack(scaled).amax(0)
-
-    def near(self, vectors: Tensor) -> Tensor:
-        """Which vectors (..., d) may be inputs: a cheap test that every input passes."""
-        return torch.stack([seen.near(vectors @ a.mT) for a, seen in self.views]).all(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,48 +160,35 @@ class PartialSpan:
         most: dimensions that a completed span may have.
     """
 
-    known: Span
+    known: Tensor
     rows: Tensor
     most: int
+    threshold: ClassVar[float] = 0.0  # of the words that complete it
 
-    def explained(
-        self, words: Tensor, vectors_of: Callable[[Tensor], Tensor], start: Sequence[Tensor]
-    ) -> list[tuple[int, int]]:
-        """The words of a vocabulary in their positions that explain the combinations; Unreadable if none do.
-
-        Args:
-            vectors_of: the inputs (C, L, d) of words (C,) in all positions.
-            start: inputs (d,) that are certain.
-        """
+    def words(self, model: LanguageModel, params: Params, places: int) -> Iterator[tuple[float, int, int]]:
+        """The words of the vocabulary in their positions that explain the combinations, as `Spans.words`; Unreadable if none do."""
+        words, vectors_of = _vocabulary(model), partial(first_inputs, model, params, places=places)
         sample = torch.randperm(len(words), generator=Generator().manual_seed(0))[:SAMPLE]
         flat = vectors_of(words[sample]).flatten(0, 1).double()
         values, axes = torch.linalg.eigh(flat.mT @ flat / len(flat))
         whitening = axes * (values.clamp(min=0) + RIDGE * values.mean()).rsqrt() @ axes.mT
-        pool = torch.cat([*(t[None] for t in start), self._nearest(map(vectors_of, words.split(CHUNK)))])
+        start = [first_inputs(model, params, torch.tensor([w]), i + 1)[0, -1:] for i, w in enumerate(model.start)]
+        pool = torch.cat([*start, self._nearest(words, vectors_of)])
         basis = self.completed(pool, whitening, len(start))
-        if basis is None:
-            raise Unreadable("factors span a part of the inputs only, and no words complete the span")
-        named: list[tuple[float, int, int]] = []
-        vectors = []
-        for chunk in words.split(CHUNK):
-            inputs = vectors_of(chunk)
-            flat = inputs.double()
-            outside = (flat - flat @ basis.mT @ basis).norm(dim=2) / flat.norm(dim=2)
-            near = (outside <= NEAR).nonzero()
-            named += [(float(outside[row, place]), int(chunk[row]), place) for row, place in near.tolist()]
-            vectors.append(inputs[near[:, 0], near[:, 1]])
-        nearest = sorted(range(len(named)), key=named.__getitem__)[: self.most]
-        needed = self.needed(torch.cat(vectors)[nearest])
-        if not needed:
-            raise Unreadable("factors span a part of the inputs only, and no set of words explains their gradients")
-        return [named[nearest[i]][1:] for i in needed]
+        if basis is not None:
+            whole = Spans((Span(basis, NEAR, pool.new_zeros(pool.shape[1], 1)),))
+            named = sorted(whole.words(model, params, places))[: self.most]
+            vectors = [vectors_of(torch.tensor([word]))[0, place] for _, word, place in named]
+            if vectors and (needed := self.needed(torch.stack(vectors))):
+                return ((0.0, *named[i][1:]) for i in needed)
+        raise Unreadable("factors span a part of the inputs only, and no set of words explains their gradients")
 
-    def _nearest(self, chunks: Iterable[Tensor]) -> Tensor:
-        """The vectors (POOL, d) of a dictionary (..., d) of which the largest part lies in the span."""
+    def _nearest(self, words: Tensor, vectors_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """The vectors (POOL, d) of words in their positions of which the largest part lies in the span."""
         vectors, shares = torch.empty(0), torch.empty(0)
-        for chunk in chunks:
-            flat = chunk.reshape(-1, chunk.shape[-1])
-            inside = (flat @ self.known.basis.to(flat).mT).norm(dim=1) / flat.norm(dim=1).clamp(min=1e-30)
+        for chunk in words.split(CHUNK):
+            flat = vectors_of(chunk).flatten(0, 1)
+            inside = (flat @ self.known.to(flat).mT).norm(dim=1) / flat.norm(dim=1).clamp(min=1e-30)
             shares = torch.cat([shares.to(flat), inside])
             shares, best = shares.topk(min(POOL, len(shares)))
             vectors = torch.cat([vectors.to(flat).view(-1, flat.shape[1]), flat])[best]
@@ -196,14 +200,14 @@ class PartialSpan:
         Vectors are chosen one after the other, the nearest to what is not explained yet, until half of the inputs beyond them
         lie in the span. The first ones are inputs for certain; one that was chosen in error costs a dimension only.
         """
-        basis, atoms = self.known.basis.double() @ whitening, pool.double() @ whitening
+        basis, atoms = self.known.double() @ whitening, pool.double() @ whitening
         chosen = list(range(first))
-        enough = max(2, self.known.rank // 2)
-        while self.known.rank + len(chosen) <= self.most:
+        enough = max(2, len(self.known) // 2)
+        while len(self.known) + len(chosen) <= self.most:
             distances = _distances(basis, atoms, chosen)
             distances[chosen] = torch.inf
             if int((distances <= SAME).sum()) >= enough:
-                joined: Tensor = torch.linalg.qr(torch.cat([self.known.basis.double(), pool[chosen].double()]).mT).Q
+                joined: Tensor = torch.linalg.qr(torch.cat([self.known.double(), pool[chosen].double()]).mT).Q
                 return joined.mT
             chosen.append(int(distances.argmin()))
         return None
@@ -242,7 +246,7 @@ class PartialSpan:
 
 def _distances(basis: Tensor, atoms: Tensor, chosen: Sequence[int]) -> Tensor:
     """How far atoms (N, d) lie outside a basis and the chosen ones, relative to what of them the chosen ones leave."""
-    kept = torch.linalg.qr(atoms[list(chosen)].mT).Q if chosen else atoms.new_zeros(atoms.shape[1], 0)
+    kept = torch.linalg.qr(atoms[list(chosen)].mT).Q
     left = atoms - atoms @ kept @ kept.mT
     rest = torch.linalg.qr((basis - basis @ kept @ kept.mT).mT).Q
     outside = left - left @ rest @ rest.mT
@@ -251,54 +255,42 @@ def _distances(basis: Tensor, atoms: Tensor, chosen: Sequence[int]) -> Tensor:
     return relative
 
 
-BlockSpan = Span | ProjectedSpans | PartialSpan
-
-
 def block_span(
     update: Mapping[str, Tensor], params: Params, maps: Sequence[Projection], most: int, margin: int, rng: Generator
-) -> BlockSpan:
+) -> Spans | PartialSpan:
     """What the gradients of maps tell of their at most so many common inputs; Unreadable if nothing, or without a margin."""
-    whole = [m for m in maps if m.weight in update]
-    factors = list(dict.fromkeys(m.factors for m in maps if m.factors is not None and m.factors[1] in update))
+    whole = [m.of(update)[0] for m in maps if m.weight in update]
     if whole:
-        return _with_margin(span([m.of(update)[0] for m in whole], most, rng), margin)
+        return _with_margin(span(whole, most, rng), margin)
+    factors = list(dict.fromkeys(m.factors for m in maps if m.factors is not None and m.factors[1] in update))
     if not factors:
         raise Unreadable("is not shared")
     inner_rows = [update[a] for a, _ in factors]
     rows, (rank, width) = sum(map(len, inner_rows)), params[factors[0][0]].shape
-    inner = _shown(inner_rows, min(most, rows), rng)
-    if inner is not None and (inner.rank < rows or rows >= most) and inner.threshold <= GAP:
+    inner = span(inner_rows, min(most, rows), rng)
+    if inner is not None and (len(inner.basis) < rows or rows >= most) and inner.threshold <= GAP:
         return _with_margin(inner, margin)
-    seen = [(params[a], _shown([update[b]], min(most, rank), rng)) for a, b in factors]
-    views = [(a, found) for a, found in seen if found is not None]
+    seen = [span([update[b]], min(most, rank), rng, params[a]) for a, b in factors]
+    views = [view for view in seen if view is not None]
     if not views:
         raise Unreadable(LOST)
-    # a factor in whose gradient some inputs are lost in rounding would refuse these
-    full = max(v.rank for _, v in views)
+    full = max(len(view.basis) for view in views)
     if full < rank:
-        best = min(v.threshold for _, v in views if v.rank == full)
-        stretch = math.sqrt(width / rank)  # how much larger an input's rounding is beside what A shows of it
-        return ProjectedSpans(
-            tuple(
-                (a, replace(v, threshold=min(stretch * v.threshold, LOOSEST)))
-                for a, v in views
-                if v.rank == full and v.threshold <= max(GAP, best)
-            )
-        )
-    if inner is None:
+        # a factor in whose gradient some inputs are lost in rounding would refuse these
+        views = [view for view in views if len(view.basis) == full]
+        loose = max(GAP, min(view.threshold for view in views))
+        views = [view for view in views if view.threshold <= loose]
+        return Spans(tuple(replace(v, threshold=min(v.stretch * v.threshold, LOOSEST)) for v in views))
+    combinations = _scaled(inner_rows)
+    if inner is None or combinations is None:
         raise Unreadable(f"spans all {rank} dimensions of LoRA's factor A, so every word fits; later rounds tell more")
-    return PartialSpan(inner, _scaled(inner_rows), width - margin)
+    return PartialSpan(inner.basis, combinations, width - margin)
 
 
-def _shown(parts: Sequence[Tensor], most: int, rng: Generator) -> Span | None:
-    try:
-        return span(parts, most, rng)
-    except Unreadable:
-        return None
-
-
-def _with_margin(found: Span, margin: int) -> Span:
-    width = found.basis.shape[1]
-    if found.rank >= width - margin:
-        raise Unreadable(f"has rank {found.rank} of {width}, which leaves less than the margin of {margin} dimensions")
-    return found
+def _with_margin(found: Span | None, margin: int) -> Spans:
+    if found is None:
+        raise Unreadable(LOST)
+    rank, width = found.basis.shape
+    if rank >= width - margin:
+        raise Unreadable(f"has rank {rank} of {width}, which leaves less than the margin of {margin} dimensions")
+    return Spans((found,))

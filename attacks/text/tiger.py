@@ -7,27 +7,25 @@ objective follows the paper's abstract; candidates, weights, the second term and
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Stream
 from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, noise_of
-from fedgauge.attacks.text.last_words import complete_sentences
-from fedgauge.attacks.text.layer_inputs import inputs_of, layer_inputs, module_of_weight
+from fedgauge.attacks.text.last_words import labelled
+from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, inputs_of
 from fedgauge.attacks.text.sentence_layout import framed_places, lengths_of
 from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.update import Batch
 
-CHUNK = 256  # words whose inputs in the first block are computed at once
 RIDGE = 1e-4  # added to inner products of inputs: those that hardly differ explain no direction between them
 FAINT = 0.02  # weight of a direction below which it is left out
 MARGIN = 20  # dimensions that must be left outside a subspace
-LOST = "is lost in noise: try lamp"
 START = 0.5  # standard deviation of the starts' logits
 
 
@@ -67,20 +65,20 @@ class tiger(SentenceReader):
                 break
         words, _ = min(found, key=lambda one: one[1])
         verifier.spent = search.spent
-        return search.labelled(words)
+        return labelled(verifier, [ids[there].tolist() for ids, there in zip(words, search.mask, strict=True)])
 
     def _subspaces(self, verifier: GuessVerifier) -> "Spaces":
         """Those of the blocks that rise above the noise, the first block's first."""
-        known, update, spaces = verifier.known, verifier.update, []
-        for number, layer in enumerate(verifier.model.parts.layers[: self.blocks], 1):
+        known, update, spaces = verifier.known, verifier.update, {}
+        for layer in verifier.model.parts.layers[: self.blocks]:
             parts = [m.of(update)[0] for m in (layer.query, layer.key, layer.value) if m.weight in update]
-            try:
-                found = subspace(parts, known.batch_size * known.shape[0], noise_of(known))
-            except Unreadable as why:
-                if number == 1:
-                    raise Unreadable(f"the gradient of attention block 1 {why}") from why
-                continue
-            spaces.append((module_of_weight(verifier.model, layer.query.weight), found))
+            found = subspace(parts, known.batch_size * known.shape[0], noise_of(known))
+            if found is not None:
+                spaces[layer.query.weight] = found
+            elif not spaces:
+                raise Unreadable(
+                    "the gradient of attention block 1 is not shared as it is, lost in noise, or spans nearly all dimensions"
+                )
         return spaces
 
 
@@ -111,25 +109,23 @@ class Subspace:
         return missing
 
 
-Spaces = Sequence[tuple[nn.Module, Subspace]]  # with the modules whose inputs they are about
+Spaces = Mapping[str, Subspace]  # by a weight of the map whose inputs they are about, in the order of the blocks
 
 
-def subspace(parts: Sequence[Tensor], most: int, noise: float) -> Subspace:
-    """The subspace of the inputs that maps with these gradients (out, d) share.
+def subspace(parts: Sequence[Tensor], most: int, noise: float) -> Subspace | None:
+    """The subspace of the inputs that maps with these gradients (out, d) share; None if there are none, or noise or inputs fill it.
 
     Maps are stacked in units of their noise, an entry's standard deviation and rounding. Singular values up to sqrt(rows) +
     sqrt(columns) are what noise alone makes; above, a direction's cosine with the true one is known (Benaych-Georges and
     Nadakuditi, 2012). Those after the largest possible number of inputs are noise, wherever it comes from.
     """
-    if not parts:
-        raise Unreadable("is not shared as it is: try dager, which reads LoRA's factors, too")
     stacked = []
     for part in parts:
         rounding = float(torch.linalg.matrix_norm(part.double(), 2)) * torch.finfo(part.dtype).eps
         if (level := math.hypot(noise, rounding)) > 0:
             stacked.append(part.double() / level)
     if not stacked:
-        raise Unreadable(LOST)
+        return None
     rows = torch.cat(stacked)
     n, width = rows.shape
     values, basis = torch.linalg.svd(torch.linalg.qr(rows, mode="r").R)[1:]
@@ -143,10 +139,8 @@ def subspace(parts: Sequence[Tensor], most: int, noise: float) -> Subspace:
     # the largest singular value of noise alone scatters around the edge by about this part
     edge = (math.sqrt(n) + math.sqrt(width)) * (1 + min(n, width) ** (-2 / 3))
     kept = (weights > FAINT) & (values[:most] > level * edge)
-    if not bool(kept.any()):
-        raise Unreadable(LOST)
-    if float(weights[kept].sum()) > width - MARGIN:
-        raise Unreadable("spans nearly all dimensions: a smaller batch has fewer")
+    if not 0 < float(weights[kept].sum()) <= width - MARGIN:
+        return None
     return Subspace(basis[: len(weights)][kept].to(parts[0]), weights[kept].to(parts[0]))
 
 
@@ -157,19 +151,16 @@ class _WordSearch:
         self.attack, self.verifier, self.model, self.deadline = attack, verifier, verifier.model, deadline
         self.spaces, self.spent = spaces, 0
         self.table = self.model.value(self.model.parts.word, verifier.params).detach()
-        # a decoder's last word sends no gradient through the attention
-        self.unseen = int(verifier.decodes)
         fit = self._fit()
         self.mask, self.free, self.ids = self._places(fit)
         self.candidates, self.prior = self._likely(fit[:, : self.mask.shape[1]])
 
     def _fit(self) -> Tensor:
         """How far every word lies outside the first block's subspace in every position (V, L), of what words do on average."""
-        ids, (part, space) = torch.arange(self.model.vocabulary, device=self.table.device), self.spaces[0]
+        ids, space = torch.arange(self.model.vocabulary), next(iter(self.spaces.values()))
         most = self.verifier.known.shape[0]
         outside = [
-            space.outside(layer_inputs(self.model, self.verifier.params, part, x, torch.ones_like(x, dtype=torch.bool)))
-            for x in (words[:, None].expand(-1, most).contiguous() for words in ids.split(CHUNK))
+            space.outside(first_inputs(self.model, self.verifier.params, words, most)) for words in ids.split(CHUNK)
         ]
         fit = torch.cat(outside).cpu()
         return fit / fit.mean(0)
@@ -187,7 +178,8 @@ class _WordSearch:
             # sentences of one length leave fewer places that fit
             near = places[ends[places] <= (4 * ends[places[0]]).clamp(min=1e-4)]
             lengths = 1 + near.repeat(size)[:size].sort(descending=True).values
-        return framed_places(model, (lengths - self.unseen).clamp(min=first + last + 1))
+        # a decoder's last word sends no gradient through the attention
+        return framed_places(model, (lengths - int(self.verifier.decodes)).clamp(min=first + last + 1))
 
     def _likely(self, fit: Tensor) -> tuple[Tensor, Tensor]:
         """Each position's candidates (L, K), the nearest first, and the logits (L, K) from which they start."""
@@ -200,14 +192,12 @@ class _WordSearch:
 
     def _inputs(self, x: Tensor, mask: Tensor) -> list[Tensor]:
         """The inputs (B, L, width) of all blocks that count, of words' ids (B, L) or embeddings (B, L, width)."""
-        return inputs_of(self.model, self.verifier.params, [part for part, _ in self.spaces], x, mask)
+        return inputs_of(self.model, self.verifier.params, list(self.spaces), x, mask)
 
     def _distance(self, inputs: Sequence[Tensor]) -> Tensor:
         """The objective (...) of inputs (..., n, width), a batch's of one block after the other."""
-        total = [
-            space.outside(x).mean(-1) + space.unexplained(x) for (_, space), x in zip(self.spaces, inputs, strict=True)
-        ]
-        return torch.stack(total).sum(0)
+        pairs = zip(self.spaces.values(), inputs, strict=True)
+        return torch.stack([space.outside(x).mean(-1) + space.unexplained(x) for space, x in pairs]).sum(0)
 
     def descend(self, iterations: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         """The words (B, L) at the end of a descent from a random start, and the mixtures' logits (B, L, K)."""
@@ -278,12 +268,3 @@ class _WordSearch:
             if value == before:
                 break
         return words, value
-
-    def labelled(self, words: Tensor) -> tuple[Batch, float]:
-        """The words as a batch, with the labels that explain the update best, and the relative error that remains."""
-        if self.unseen:
-            sentences = [ids[keep].tolist() for ids, keep in zip(words, self.mask, strict=True)]
-            return complete_sentences(self.verifier, sentences)
-        x = torch.full((len(words), self.verifier.known.shape[0]), self.model.pad)
-        x[:, : words.shape[1]] = torch.where(self.mask, words, self.model.pad)
-        return self.verifier.best_labels(x)

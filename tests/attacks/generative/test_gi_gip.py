@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
-from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.generative.gi_gip import gi_gip
 from fedgauge.attacks.generative.gifd import gifd, l1_ball
 from fedgauge.attacks.learned.generators import Decoder, GeneratorTraining
@@ -56,13 +55,16 @@ def world(auxiliary: torch.Tensor | None = None) -> tuple[Knowledge, Wave, torch
 
 
 @pytest.mark.slow
-def test_a_generator_makes_images_of_the_kind_that_it_was_trained_on(tmp_path: Path) -> None:
+def test_a_generator_makes_images_of_the_kind_that_it_was_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known, _, _ = world()
     assert known.auxiliary is not None
     training = GeneratorTraining(latent=4, width=8, steps=400, rate=5e-3)
-    decoder, again = (training.decoder(known, TensorCache(tmp_path)) for _ in range(2))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decoder, again = (training.decoder(known) for _ in range(2))
     assert all(map(torch.equal, decoder.state_dict().values(), again.state_dict().values()))
-    assert len(list(tmp_path.glob("generator-*.safetensors"))) == 1
+    assert len(list(tmp_path.rglob("generator-*.safetensors"))) == 1
     made = decoder(torch.randn(200, 4, generator=generator("z")))
     assert made.shape == (200, *SHAPE)
     assert 0 <= float(made.min()) <= float(made.max()) <= 1
@@ -105,14 +107,6 @@ def test_auxiliary_images_that_will_not_do_are_told(attack: Any, auxiliary: torc
     wrong = None if auxiliary is None else Batch(auxiliary, torch.zeros(9, dtype=torch.int64))
     found = attack.reconstruct(wave, replace(known, auxiliary=wrong), Budget(1), STREAMS)
     assert {r.status for r in found} == {"not_applicable"} and "auxiliary" in found[0].reason
-
-
-def test_settings_out_of_range_are_refused() -> None:
-    for wrong in ({"latent": 0}, {"share": 1.5}, {"rate": 0.0}, {"tv": -1.0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            gi_gip(**wrong)  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(ValueError, match="radius"):
-        gifd(radius=0)
 
 
 def test_a_decoder_fills_every_size() -> None:

@@ -9,7 +9,6 @@ import torch
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.learned.learning_to_invert import hungarian, learning_to_invert
-from fedgauge.attacks.learned.ridge import ridge_inversion
 from fedgauge.client.rng import generator
 from tests.attacks.learned.small_threats import STREAMS, digits
 
@@ -62,15 +61,3 @@ def test_an_inverter_serves_the_batch_size_that_it_was_trained_on() -> None:
     other, theirs, _ = digits(batch_size=2)
     found, _ = attack.advance(theirs, other, Budget(2), STREAMS, kept)
     assert {r.status for r in found} == {"not_applicable"}
-    for make in (attack, ridge_inversion(), learning_to_invert(architecture="refined")):
-        given = replace(known, labels=torch.zeros(4, 2, dtype=torch.int64))
-        (refused, *_) = make.reconstruct(wave, given, Budget(2), STREAMS)
-        assert refused.status == "not_applicable"
-
-
-def test_settings_out_of_range_are_refused() -> None:
-    for wrong in ({"hidden": 0}, {"rate": 0.0}, {"again": 0.0}, {"buckets": -1}, {"patience": 0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            learning_to_invert(**wrong)  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(ValueError, match="passes"):
-        ridge_inversion(passes=0)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Knowledge, Wave
-from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.learning_to_invert import learning_to_invert
 from fedgauge.attacks.learned.refinement import Refinement, UpdateLikelihood, WhitenedPrior, _line
@@ -115,7 +114,7 @@ def test_where_refinement_does_not_win_on_held_out_images_the_linear_answer_stay
 
 def test_what_refinement_would_make_worse_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known, wave, _ = digits(CHAINS["bare"])
-    shadow = ShadowTrainer(known, wave.params, UpdateFeatures(), cache=TensorCache(tmp_path))
+    shadow = ShadowTrainer(known, wave.params, UpdateFeatures())
     refined = Refinement(FittedRidge(ridge_inversion(), shadow), 4)
     monkeypatch.setattr(Refinement, "descend", lambda self, seen, labels, start, trust, clock: (1 - start, 4))
     assert refined.trust[0] == 0

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.text.certificate import Unreadable
 from fedgauge.attacks.text.dager import dager
 from fedgauge.attacks.text.spans import span
 from fedgauge.client.data.corpora import Text, cola
@@ -23,7 +22,7 @@ def test_a_span_is_what_the_gradient_was_made_of() -> None:
     x = torch.eye(6)
     w = torch.outer(torch.tensor([1.0, 2, 3, 4]), x[0]) + torch.outer(torch.tensor([1.0, -1, 0, 2]), x[1])
     found = span([w], 4, generator("span"))
-    assert found.rank == 2
+    assert found is not None and len(found.basis) == 2
     distances = found.distance(torch.stack([x[0], x[0] - 5 * x[1], x[2], x[0] + x[2]]))
     torch.testing.assert_close(distances, torch.tensor([0, 0, 1, 0.5**0.5]).double(), atol=1e-6, rtol=0)
     assert found.near(torch.stack([x[0], x[2]])).tolist() == [True, False]
@@ -35,7 +34,7 @@ def test_the_rank_is_the_number_of_inputs_and_each_of_them_is_within_the_thresho
     inputs, slopes = torch.randn(count, 64, generator=rng), torch.randn(count, 96, generator=rng)
     slopes *= torch.logspace(0, -3, count)[:, None]  # some matter a thousandth of others
     found = span([slopes.T @ inputs], 44, rng)
-    assert found.rank == count
+    assert found is not None and len(found.basis) == count
     assert float(found.distance(inputs).max()) <= found.threshold < 0.05
     assert bool(found.near(inputs).all())
     others = torch.randn(500, 64, generator=rng)
@@ -47,10 +46,9 @@ def test_inputs_that_noise_has_drowned_are_not_in_the_span() -> None:
     inputs, slopes = torch.randn(5, 64, generator=rng), torch.randn(5, 64, generator=rng)
     noise = torch.randn(64, 64, generator=rng)
     weak = span([slopes.T @ inputs + 1e-3 * noise], 20, rng)
-    assert weak.rank == 5 and weak.threshold > 1e-4
+    assert weak is not None and len(weak.basis) == 5 and weak.threshold > 1e-4
     for drowned in (slopes.T @ inputs + 100 * noise, torch.zeros(64, 64)):
-        with pytest.raises(Unreadable):
-            span([drowned], 20, rng)
+        assert span([drowned], 20, rng) is None
 
 
 @pytest.mark.product
@@ -107,8 +105,7 @@ def test_what_cannot_be_read_is_refused(classified: Text) -> None:
 def test_under_noise_nothing_is_proven(sigma: float, classified: Text) -> None:
     wave, known = seen(bert(classified), batches(classified, 2, 1), (gaussian(sigma), SGD))
     for found in read(dager(), wave, known):
-        assert found.reason.startswith("no certificate: the chain adds noise") or found.status == "not_applicable"
-        assert found.reason
+        assert found.reason.startswith("no certificate") or found.status == "not_applicable"
 
 
 def test_a_search_that_its_seconds_end_says_so(classified: Text) -> None:

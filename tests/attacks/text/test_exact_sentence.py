@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
-from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, why_unprovable
+from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, provable
 from fedgauge.attacks.text.exact_sentence import _words, exact
 from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import Text, cola, phrases, targets
@@ -171,26 +171,21 @@ def test_labels_are_read_off_the_head_or_tried(words: Any) -> None:
     assert torch.equal(GuessVerifier(wave, given, 0).best_labels(truth.x)[0].y, truth.y)
 
 
-@pytest.mark.parametrize(
-    ("links", "words_of"),
-    [((gaussian(1e-3), SGD), "noise"), ((SGD, sign(0.01)), "signs"), ((mask(0.5), SGD), "random")],
-    ids=["noise", "sign", "secret mask"],
-)
+@pytest.mark.parametrize("links", [(gaussian(1e-3), SGD), (SGD, sign(0.01)), (mask(0.5), SGD)])
 def test_where_the_right_guess_gives_another_update_there_is_no_certificate(
-    links: tuple[Transform, ...], words_of: str, words: Any
+    links: tuple[Transform, ...], words: Any
 ) -> None:
     model = bert(words)
-    assert words_of in why_unprovable(Chain(links))
+    assert not provable(Chain(links))
     for found in read(exact(), *seen(model, alone(model, 3), links)):
-        assert found.x is not None
-        assert found.reason.startswith("no certificate") and words_of in found.reason
+        assert found.x is not None and found.reason.startswith("no certificate")
 
 
 @pytest.mark.parametrize("links", [(SGD,), (clip(0.1), SGD), (prune(0.5), SGD), (mask(0.5, seed=3), SGD)])
 def test_a_chain_without_chance_can_be_proven_through(links: tuple[Transform, ...], words: Any) -> None:
     model = bert(words)
     (truth,) = alone(model, 1)
-    assert why_unprovable(Chain(links)) == ""
+    assert provable(Chain(links))
     assert GuessVerifier(*seen(model, [truth], links), 0).error(truth) < 1e-6
 
 

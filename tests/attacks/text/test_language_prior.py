@@ -10,17 +10,14 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.text.language_prior import (
     LanguageModelTraining,
     LanguagePrior,
     PretrainedPrior,
     TrainedPrior,
-    load_prior,
     nll,
 )
 from fedgauge.client.data.corpora import phrases
-from fedgauge.client.models.language import tiny_bert
 from fedgauge.client.models.tokenizer import Tokenizer, wordpiece
 
 SENTENCES = ("the cat sat on the mat", "a dog barks", "the dog sat on a mat", "we sing")
@@ -38,9 +35,8 @@ def text() -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def learned(text: Tensor, tmp_path_factory: pytest.TempPathFactory) -> TrainedPrior:
-    training = LanguageModelTraining(layers=1, width=32, heads=2, steps=200)
-    return TrainedPrior(text, 0, 1500, training, TensorCache(tmp_path_factory.mktemp("shelf")))
+def learned(text: Tensor) -> TrainedPrior:
+    return TrainedPrior(text, 0, 1500, LanguageModelTraining(layers=1, width=32, heads=2, steps=200))
 
 
 def test_the_surprise_of_a_model_that_knows_nothing_is_the_logarithm_of_its_words() -> None:
@@ -50,9 +46,9 @@ def test_the_surprise_of_a_model_that_knows_nothing_is_the_logarithm_of_its_word
     assert nll(sure.log_softmax(-1), ids, seen).tolist() == pytest.approx([0, 0], abs=1e-6)
 
 
-def test_what_follows_a_word_has_probabilities_that_sum_to_one(text: Tensor, tmp_path: Path) -> None:
+def test_what_follows_a_word_has_probabilities_that_sum_to_one(text: Tensor) -> None:
     size = int(text.max()) + 50  # words that the text never has
-    prior = TrainedPrior(text, 0, size, SMALL, TensorCache(tmp_path))
+    prior = TrainedPrior(text, 0, size, SMALL)
     nats = prior([[int(text[0, 1]), w] for w in range(size)])
     assert float((-nats).exp().sum()) == pytest.approx(1.0, abs=1e-4)
 
@@ -78,20 +74,20 @@ def test_the_score_of_a_sentence_does_not_depend_on_those_beside_it(learned: Tra
     assert learned.score([(2,)]).tolist() == [0.0]
 
 
-def test_it_is_trained_once(text: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = TrainedPrior(text, 0, 1500, SMALL, TensorCache(tmp_path))
+def test_it_is_trained_once(text: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = TrainedPrior(text, 0, 1500, SMALL)
     state = torch.get_rng_state()
 
     def never(*_: object) -> Any:
         raise AssertionError("it was kept")
 
     monkeypatch.setattr(TrainedPrior, "_train", never)
-    again = TrainedPrior(text, 0, 1500, SMALL, TensorCache(tmp_path))
+    again = TrainedPrior(text, 0, 1500, SMALL)
     assert torch.equal(first([[2, 10, 11, 3]]), again([[2, 10, 11, 3]]))
     assert first.record == again.record
     assert torch.equal(state, torch.get_rng_state()), "the global generator is left alone"
     with pytest.raises(AssertionError, match="it was kept"):
-        TrainedPrior(text[1:], 0, 1500, SMALL, TensorCache(tmp_path))
+        TrainedPrior(text[1:], 0, 1500, SMALL)
 
 
 class Counting(LanguagePrior):
@@ -156,10 +152,7 @@ def test_a_public_model_scores_its_own_loss_of_what_is_written(
     assert values.tolist() == pytest.approx(expected, rel=1e-4)
 
 
-def test_without_auxiliary_text_there_is_nothing_to_train_on(words: Tokenizer) -> None:
-    model = tiny_bert((8,), words, "classification", 2, width=16)
-    with pytest.raises(ValueError, match="auxiliary"):
-        load_prior("auxiliary", None, model, None, SMALL)
+def test_without_two_words_there_is_nothing_to_train_on() -> None:
     with pytest.raises(ValueError, match="no sentence"):
         TrainedPrior(torch.tensor([[5, 0], [6, 0]]), 0, 10, SMALL)
 
@@ -172,10 +165,9 @@ def test_a_model_that_is_not_there_is_refused_without_asking_a_hub(
 
     monkeypatch.setattr("socket.create_connection", never)
     monkeypatch.setattr("socket.getaddrinfo", never)
-    model = tiny_bert((8,), words, "classification", 2, width=16)
     with pytest.raises(ValueError, match="folder"):
-        load_prior("auxiliary", tmp_path / "none", model, None, SMALL)
+        PretrainedPrior(tmp_path / "none", words)
     saved(tmp_path, words)  # without a network
-    for name, folder in (("gpt2-that-is-not-there", None), ("auxiliary", tmp_path)):
+    for source in ("gpt2-that-is-not-there", tmp_path):
         with pytest.raises(ValueError, match="cannot be loaded"):
-            load_prior(name, folder, model, None, SMALL)
+            PretrainedPrior(source, words)

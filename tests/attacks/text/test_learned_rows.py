@@ -8,7 +8,7 @@ import torch
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
-from fedgauge.attacks.text.learned_rows import _PositionTraining, _RowFeatures, learned_rows
+from fedgauge.attacks.text.learned_rows import _RowFeatures, learned_rows, shadow_rows
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.models.vision import mlp
@@ -53,7 +53,7 @@ def test_each_position_of_shadow_data_has_its_word_as_candidate_and_copies_are_m
     wave, known, _ = threat(SPOKEN, 400)
     shadow = ShadowTrainer(known, wave.params, UpdateFeatures(False))
     reader = _RowFeatures.of(model_for(SPOKEN), wave.params)
-    rows, truth = _PositionTraining(SMALL, shadow, reader, Budget(1))._shadow_data(True)
+    rows, truth = shadow_rows(shadow, reader, True)
     x = shadow.auxiliary.x[shadow.groups(True)[:, 0]]
     assert truth.tolist() == [[words.index(word) for word in words] for words in x.tolist()], (
         "where the word first stands"
@@ -79,9 +79,3 @@ def test_what_it_cannot_read_is_refused(changes: dict[str, object], word: str) -
 def test_without_a_row_for_every_word_there_is_nothing_to_read() -> None:
     wave, known, _ = threat(CLASSIFIED, 40, freeze=("words",))
     assert refused(read(SMALL, wave, known), "row")
-
-
-@pytest.mark.parametrize("wrong", [{"hidden": 0}, {"batch": 0}, {"patience": 0}, {"every": 0}, {"rate": 0.0}])
-def test_a_value_without_sense_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        learned_rows(**wrong)  # type: ignore[arg-type]

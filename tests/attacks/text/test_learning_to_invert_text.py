@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, flat
 from fedgauge.attacks.text.learning_to_invert_text import (
-    TextInverterTraining,
+    SentenceNetwork,
     learning_to_invert_text,
     likeliest,
     matched_nll,
@@ -119,14 +118,12 @@ def test_rows_are_standardised_with_the_noise_that_is_drawn_anew() -> None:
     sigma = 0.05
     wave, known, _ = threat(CLASSIFIED, 60, chain(gaussian(sigma), local_sgd(1.0)))
     shadow = ShadowTrainer(known, wave.params, UpdateFeatures(False, 64, True))
-    training, shadow_data = TextInverterTraining(SMALL, shadow, Budget(1)), shadow.shadow_data(False, quiet=True)
-    (mean, plain), (same, noisy) = (training._statistics(shadow_data, s) for s in (0.0, sigma))
-    entries = shadow.view.noise(shadow.entries).square()
-    assert float(entries.sum()) == pytest.approx(shadow.entries)
-    torch.testing.assert_close(mean, shadow_data.rows.mean(0))
-    assert torch.equal(mean, same)
-    torch.testing.assert_close(plain.square(), shadow_data.rows.var(0, correction=0))
-    torch.testing.assert_close(noisy.square(), plain.square() + sigma**2 * entries)
+    rows, network = shadow.shadow_data(False, quiet=True).rows, SentenceNetwork([64], (1, 8, 4), 5)
+    noise = sigma * shadow.view.noise(shadow.entries)
+    assert float(noise.square().sum()) == pytest.approx(sigma**2 * shadow.entries)
+    network.standardise(rows, noise)
+    torch.testing.assert_close(network.mean, rows.mean(0))
+    torch.testing.assert_close(network.deviation.square(), rows.var(0, correction=0) + noise.square())
 
 
 @each_task
@@ -204,7 +201,7 @@ def test_packing_changes_nothing_and_what_is_trained_is_kept(monkeypatch: pytest
     def refuse(*_: object) -> None:
         raise AssertionError("it is trained already")
 
-    monkeypatch.setattr(TextInverterTraining, "_train", refuse)
+    monkeypatch.setattr("fedgauge.attacks.text.learning_to_invert_text.train_inverter", refuse)
     for k, together in enumerate(first):
         (alone,) = read(SMALL, wave.of([k]), known, Budget(5))
         assert alone.x is not None and together.x is not None and torch.equal(alone.x, together.x)
@@ -233,9 +230,3 @@ def test_what_it_needs_and_does_not_have_is_reported(
 ) -> None:
     wave, known, _ = threat(CLASSIFIED, 40)
     assert refused(read(attack, wave, change(known), Budget(2)), word)
-
-
-@pytest.mark.parametrize("wrong", [{"hidden": 0}, {"buckets": -1}, {"rate": 0.0}, {"alone": True}])
-def test_bad_settings_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        learning_to_invert_text(**wrong)

@@ -1,7 +1,5 @@
 """Claims about SOMP: heads' subspaces rank inputs where these fill the space, and pursuit finds a batch among decoys."""
 
-import copy
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +10,7 @@ from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import GuessVerifier, Unreadable
 from fedgauge.attacks.text.dager import dager
 from fedgauge.attacks.text.sentence_assembly import Ids
-from fedgauge.attacks.text.somp import Pursuit, _heads, head_subspaces, misfit, somp
+from fedgauge.attacks.text.somp import Pursuit, head_subspaces, misfit, somp
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.models.language_parts import BlockParts, Projection
 from fedgauge.client.rng import generator
@@ -73,18 +71,10 @@ def test_a_batch_whose_tokens_leave_dager_no_margin_comes_back_with_its_proof(sp
     assert recovered(found, truth) == [True] and certified(found)
 
 
-def test_an_encoders_sentence_comes_back_with_its_label(classified: Text) -> None:
-    truth = batches(classified, 2, 1)
-    assert recovered(read(somp(), *seen(bert(classified), truth), Budget(3)), truth) == [True] * 2
-
-
-def test_what_cannot_be_read_is_refused(spoken: Text, monkeypatch: pytest.MonkeyPatch) -> None:
-    wave, known = seen(model := gpt2(spoken), batches(spoken, 2, 1)[:1])
+def test_what_cannot_be_read_is_refused(spoken: Text, classified: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refused(read(somp(), *seen(bert(classified), batches(classified, 1, 1))), "decoders")
+    wave, known = seen(gpt2(spoken), batches(spoken, 2, 1)[:1])
     monkeypatch.setattr("fedgauge.attacks.text.somp.MOST_NUMBERS", 1000)
     assert refused(read(somp(), wave, known), "dager")
-    model = copy.copy(model)
-    model.net = torch.nn.Linear(1, 1)
-    with pytest.raises(Unreadable, match="num_attention_heads"):
-        _heads(model)
     with pytest.raises(Unreadable, match="subspace"):
         head_subspaces({"q": torch.zeros(8, 8)}, BLOCK, 2)

@@ -1,10 +1,8 @@
 """Claims about TIGER: what a subspace under noise is, which sentences come back, and that noise stops it later than DAGER."""
 
-import pytest
 import torch
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Wave
-from fedgauge.attacks.text.certificate import Unreadable
 from fedgauge.attacks.text.dager import dager
 from fedgauge.attacks.text.tiger import subspace, tiger
 from fedgauge.client.data.corpora import Text
@@ -31,14 +29,13 @@ def test_weights_are_the_squared_cosines_with_the_true_directions() -> None:
     noisy = [slopes @ inputs + 0.1 * torch.randn(300, 100, generator=rng)]
     for noise in (0.1, 0.0):  # told by the chain, or read off the singular values that no input explains
         found = subspace(noisy, 6, noise)
-        assert len(found.weights) == 2
+        assert found is not None and len(found.weights) == 2
         cosines = (found.basis * inputs[:2]).sum(1).square()
         torch.testing.assert_close(found.weights, cosines, atol=0.03, rtol=0)
         assert float(found.weights[0]) > 0.98 > float(found.weights[1])
         assert float(found.outside(inputs[2])) > 0.9 and float(found.unexplained(inputs)) < 0.2
         assert float(found.unexplained(inputs[:1])) > 0.3, "one input leaves the other direction unexplained"
-    with pytest.raises(Unreadable, match="noise"):
-        subspace(noisy, 6, 2.0)
+    assert subspace(noisy, 6, 2.0) is None
 
 
 def test_without_noise_a_sentence_comes_back_with_its_proof(classified: Text) -> None:
