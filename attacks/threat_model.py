@@ -153,10 +153,9 @@ def _tracking(model: nn.Module, chain: Chain) -> dict[str, _BatchNorm]:
     }
 
 
-def blurred_pull(known: Knowledge, attack: Attack | None = None) -> str:
+def blurred_pull(known: Knowledge, attack: Attack) -> str:
     """Why an attack that reads the update itself cannot work beside a pull that a defense has changed; else empty."""
-    pulled = known.chain.local.beside is not None
-    if not pulled or (attack is not None and (attack.needs_derivative or attack.trains_first)):
+    if known.chain.local.beside is None or not attack.takes_gradients:
         return ""
     return (
         "SCAFFOLD's control variates are in the update, and a defense behind them keeps them from being taken off: attack with "

@@ -7,7 +7,7 @@ entries of all weights are normal, with one standard deviation. A gradient's hav
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,46 +37,6 @@ def find_noise(read: UpdateEvidence) -> Inferred:
     if beyond:
         return read.verdict("none", {}, f"no layer has a rank above {read.rows}, so there is no noise")
     return read.verdict("none", {}, "noise cannot be distinguished from none")
-
-
-def gaussian_sigma(update: Update, linear: Sequence[str], rows: int, least: Mapping[str, float]) -> float | None:
-    """Return the standard deviation of normal noise on an update; None: there is none, or the gradient hides it.
-
-    Args:
-        linear: weights of fully connected layers that see each example once.
-        rows: the highest rank that the gradients give their updates.
-        least: for each tensor, the standard deviation that rounding may cause.
-    """
-    beyond = list(_beyond_rank(update, linear, rows, rows + FREE))
-    if beyond:
-        clear = all(r.share > RANK and r.largest < EDGE * r.edge and _is_normal(r.rest) for r in beyond)
-        sigmas = [math.sqrt(r.square / r.entries) for r in beyond]
-        if clear and all(sigma > least[r.name] for sigma, r in zip(sigmas, beyond, strict=True)):
-            return _one_sigma(sigmas, [r.entries for r in beyond])
-    large = {k: t.double().flatten() for k, t in update.items() if t.numel() >= MANY and t.dim() > 1}
-    if len(large) < 2 or not all(map(_is_normal, large.values())):
-        return None
-    sigmas = [float(t.std()) for t in large.values()]
-    if any(sigma <= least[k] for sigma, k in zip(sigmas, large, strict=True)):
-        return None
-    return _one_sigma(sigmas, [t.numel() for t in large.values()])
-
-
-def kurtosis(entries: Tensor) -> float:
-    """Return the fourth standardised moment: 3 of a normal distribution, 1 of a sign, more than 3 of a gradient's entries."""
-    centred = entries.double().flatten() - entries.double().mean()
-    return float(centred.pow(4).mean() / centred.square().mean().square().clamp_min(1e-300))
-
-
-def _is_normal(entries: Tensor) -> bool:
-    return abs(kurtosis(entries) - 3) < NORMAL + 4 * math.sqrt(24 / entries.numel())
-
-
-def _one_sigma(sigmas: list[float], entries: list[int]) -> float | None:
-    """Return the common standard deviation of several layers; None if they differ."""
-    if max(sigmas) > ONE_SIGMA * min(sigmas):
-        return None
-    return math.sqrt(sum(n * sigma**2 for sigma, n in zip(sigmas, entries, strict=True)) / sum(entries))
 
 
 class _RankResidual(NamedTuple):

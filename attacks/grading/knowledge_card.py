@@ -1,14 +1,13 @@
 """Knowledge cards: an attack's threat model in one sentence, shown beside its scores."""
 
-import math
 from functools import lru_cache
 
 import torch
 from torch import Generator, nn
 
-from fedgauge.attacks.limits import limit_method
+from fedgauge.attacks.measure import Measure
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.plan import CANARIES, CANDIDATE_BOUND, MEMBERSHIP_LIMIT, PlannedAttack, describe
+from fedgauge.attacks.plan import PlannedAttack, describe
 from fedgauge.attacks.threat_model import tells_statistics
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation, whole_parts
@@ -37,22 +36,9 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         return f"{told}{auxiliary} and nothing else"
     links = " > ".join(map(describe, fed.protocol.chain))
     batch = f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} an update" + _sum_of(fed)
-    if planned.name == CANARIES and (each := fed.protocol.canary_examples):
-        told = f"{len(fed.protocol.canary_clients) * each} canary examples, and not which of them are among the data"
-        return SEPARATOR.join([f"chain {links}", batch, told, auxiliary])
-    if planned.name == CANARIES:
-        return SEPARATOR.join([f"chain {links}", f"the directions of {len(fed.protocol.canary_clients)} canaries"])
-    if planned.name == MEMBERSHIP_LIMIT:
-        return SEPARATOR.join([f"chain {links}", batch, "the rest of the batch known, and the candidates"])
-    if planned.name == CANDIDATE_BOUND:
-        told = "labels, the rest of the batch and a few auxiliary images of the class known, one of which is the private image"
-        return SEPARATOR.join([f"chain {links}", batch, "a bound for images of any distribution", told])
-    if planned.is_limit:
-        values = len(fed.protocol.groups(1)[0]) * fed.shards.batch_size * math.prod(fed.shards.dataset.shape)
-        fitted = f"Gaussian prior of each class fitted to {len(fed.shards.auxiliary)} auxiliary images (Ledoit-Wolf shrinkage)"
-        bound = "an estimate, and a bound only for Gaussian images"
-        return SEPARATOR.join([f"chain {links}", batch, bound, fitted, "labels known", limit_method(values)])
     attack, local = planned.build(), fed.chain.local
+    if planned.is_limit and isinstance(attack, Measure):
+        return SEPARATOR.join([f"chain {links}", *attack.assumes(fed, batch)])
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in fed.model.modules())
     parts = [
         server,
@@ -95,9 +81,7 @@ def _batch_norm(fed: Federation) -> str:
 
 def cannot_move(fed: Federation, planned: PlannedAttack) -> bool:
     """Whether an attack descends through the clients' chain, and the chain has no derivative."""
-    if planned.is_baseline or planned.is_limit or planned.defense != "known":
-        return False
-    return planned.build().needs_derivative and _is_flat(fed)
+    return planned.defense == "known" and planned.build().needs_derivative and _is_flat(fed)
 
 
 def _sum_of(fed: Federation) -> str:

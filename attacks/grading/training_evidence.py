@@ -6,44 +6,31 @@ The server has the weights theta that it sent and the update. What they decide, 
   sum of gradients: SGD with any rates, momentum, clipping and number of steps. These cannot be told apart. Weight decay
   leaves a multiple of theta's own sums. Adam rescales every entry, and nothing of this holds. Two classes tell nothing: their
   rows are opposite under any training.
-- An example adds a product of two vectors to a fully connected layer's gradient, so a sum of n such gradients has a rank of at
-  most n: a higher rank needs more steps, or more examples.
 - The rounding of half precision in the passes (autocast) leaves a little of these sums, and so does a little noise.
 - Adam's first step is rate * g / (|g| + eps): all entries with a gradient have nearly one size. A sign looks the same.
   After a few more steps they still differ less than a gradient's, of which auxiliary examples give an idea; after many, not.
-- Normal noise is looked for before Adam is named: beyond the rank that the examples allow, or as one normal distribution of
-  all weights' entries (`fedgauge.attacks.defense_inference.noise`).
 - Differences that are taken for weights make the update -1 times the weights that were sent.
-- With the client's last reply: layers that start from it instead of what was sent (`fedgauge.attacks.grading.own_start`).
+- What does not move, though it would on auxiliary examples, is not trained.
 
-In 96 random federations of small networks no honest update was called noise, Adam (of SGD) or a layer of the client's own. Of
-26 heads of the client's own 17 were named, of 23 updates with noise as large as the update or larger (some of them after such a
-head) 15, of 11 halved rates of batches of fewer examples than classes 7 (tests/attacks/grading/test_evidence_counts.py).
+In 96 random federations of small networks no honest update was called another training, and Adam was told from SGD in all
+(tests/attacks/grading/test_evidence_counts.py).
 """
 
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.defense_inference.noise import MANY, gaussian_sigma, kurtosis
-from fedgauge.attacks.grading.own_start import last_reply, own_start
-from fedgauge.attacks.grading.rate_and_steps import RateTimesSteps, rate_times_steps
 from fedgauge.attacks.grading.update_measures import (
     MOST,
-    MOST_ENTRIES,
     class_sums,
     flattened,
-    highest_rank,
     probe_steps,
-    rms,
-    rounding_of,
     share_of_one_size,
-    single_layers,
     unevenness_of,
     without_decay,
 )
@@ -53,21 +40,18 @@ from fedgauge.client.local_training import LocalTraining
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.training import evaluated, local_sgd
 from fedgauge.client.transforms import is_identity
-from fedgauge.client.update import Batch, Update, norm
+from fedgauge.client.update import Update, norm
 
-Kind = Literal["sum of gradients", "weight decay", "Adam", "noise", "differences", "unexplained", "undecided"]
+Kind = Literal["sum of gradients", "Adam", "differences", "unexplained", "undecided"]
 LEFT = 2e-5  # the part of the classifier's update that may stay unexplained
 STILL = 1e-4  # the part of a gradient that a parameter must have to be missed where it does not move
 SMALL_EPS = 1e-6  # Adam's eps above which its step is no sign
 WARNING = "WARNING: the assumed local training does not explain the update, so attacks may show noise"
 UNCHECKED = "the clients' local training is assumed and was not checked"
 MOST_NAMED = 3  # layers in a sentence
-FAR_OFF = 1.5  # beyond its interval, where an assumed sum of rates is doubted
 LITTLE = 0.02  # that half precision in the passes, or a little noise, may leave
-LIGHT = 2.8  # the kurtosis of entries that a few steps of Adam stay below; those of a gradient with noise are above 3
 NEARLY_NOTHING = 0.3  # times the weights: what is smaller cannot be weights after a round
 EXPECTED = {  # what to change in the scenario, by what the update shows
-    "noise": 'the chain assumes none: add [[chain]] use = "gaussian" with this sigma, which is a mean over the layers',
     "differences": 'set [tape] replies = "updates" in the scenario',
     "unexplained": "SGD on this loss does not do this; another loss, many steps of Adam, noise or a defense may: compare the app's "
     "training with [[chain]] and [loss]",
@@ -82,46 +66,26 @@ class TrainingEvidence:
         kind: the training that explains it.
         fits: whether it may come from the local training that the scenario assumes; None: that is not decided.
         words: a sentence for people: the evidence, and what to do if the assumption is wrong.
-        rates: the sum of the steps' rates; None: not known.
     """
 
     kind: Kind
     fits: bool | None
     words: str
-    rates: RateTimesSteps | None = None
 
 
-def training_evidence(fed: Federation, seen: Observation, before: Observation | None = None) -> TrainingEvidence:
-    """Compare an update with the local training that the federation's chain assumes.
-
-    Args:
-        before: the client's last reply before this one; None: it is the first, or not known.
-    """
+def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
+    """Compare an update with the local training that the federation's chain assumes."""
     if reason := _unreadable(fed, seen):
         return TrainingEvidence("undecided", None, f"{UNCHECKED}: {reason}")
     try:
-        return _compared(fed, seen, before)
+        return _compared(fed, seen)
     except Exception as error:  # a user's network may raise anything; the attacks will meet it, too, and say more
         reason = f"the network cannot be run ({type(error).__name__}: {error})"
         return TrainingEvidence("undecided", None, f"{UNCHECKED}: {reason}")
 
 
-def _compared(fed: Federation, seen: Observation, before: Observation | None) -> TrainingEvidence:
-    local, wrong, beside = fed.chain.local, list[str](), list[str]()
-    if before is not None:
-        kept, unknown = own_start(seen, before)
-        if kept:  # the rest is read as the client computed it
-            start = {k: last_reply(before, k) for k in kept}
-            moved = {k: seen.params[k] + seen.update[k] - start[k] for k in kept}
-            seen = replace(seen, params={**seen.params, **start}, update={**seen.update, **moved})
-            wrong.append(
-                f"{_named(fed, kept)} starts from the client's own last reply and not from the weights that it was sent, which "
-                "the attacks take: attack the client's first round only (audit --attack ... --rounds)"
-            )
-        if unknown:
-            beside.append(f"whether {_named(fed, unknown)} started from the client's last reply is not decided")
-    elif seen.round > 1:
-        beside.append("the tape has no earlier reply of the client, so layers that start from that are not looked for")
+def _compared(fed: Federation, seen: Observation) -> TrainingEvidence:
+    local, wrong = fed.chain.local, list[str]()
     freezing = [says for link in fed.chain.links if (says := getattr(link, "frozen", None))]  # the defense `freeze`
     held = {k for k in seen.update if any(says(k) for says in freezing)}
     if thawed := {k for k in held if seen.update[k].any()}:
@@ -139,20 +103,14 @@ def _compared(fed: Federation, seen: Observation, before: Observation | None) ->
     kind, evidence = _read(fed, seen, probes)
     if _many_steps_of_adam(local, kind):
         kind, evidence = "undecided", f"{evidence}, and {local.words} may do this or not"
-    elif reason := _contradiction(fed, seen, kind, probes):
+    elif reason := _contradiction(local, kind):
         wrong.append(f"{evidence}; {reason}")
-    rates = rate_times_steps(fed, seen) if kind == "sum of gradients" else None
-    if rates is not None:
-        beside.append(f"the sum of the steps' rates is {rates.words} by the classifier's bias")
-        if not rates.low / FAR_OFF <= local.scale <= FAR_OFF * rates.high:
-            beside.append(f"the chain assumes {local.scale:.2g}: check the rate and the steps")
     if wrong:
-        fits, words = False, f"{WARNING}: {'; '.join(wrong)}"
-    elif kind == "undecided":
-        fits, words = None, f"the clients' local training is assumed, and the update does not tell it: {evidence}"
-    else:
-        fits, words = True, f"the assumed local training ({local.words}) fits: {evidence}"
-    return TrainingEvidence(kind, fits, "; ".join([words, *beside]), rates)
+        return TrainingEvidence(kind, False, f"{WARNING}: {'; '.join(wrong)}")
+    if kind == "undecided":
+        words = f"the clients' local training is assumed, and the update does not tell it: {evidence}"
+        return TrainingEvidence(kind, None, words)
+    return TrainingEvidence(kind, True, f"the assumed local training ({local.words}) fits: {evidence}")
 
 
 def _without(seen: Observation, names: set[str]) -> Observation:
@@ -182,32 +140,15 @@ def _many_steps_of_adam(local: local_sgd, kind: Kind) -> bool:
     return local.eps > SMALL_EPS or (kind == "unexplained" and local.steps > 1)
 
 
-def _contradiction(fed: Federation, seen: Observation, kind: Kind, probes: list[Update]) -> str:
+def _contradiction(local: local_sgd, kind: Kind) -> str:
     """Why the assumed training cannot have made such an update, and what to write instead; empty if it can."""
-    local, size = fed.chain.local, fed.shards.batch_size
+    adam = isinstance(local, LocalTraining) and local.adaptive
     instead = f'the chain assumes {local.words}: set use = "local_training" with'
-    if kind == "undecided" or kind in EXPECTED:
-        return EXPECTED.get(kind, "")
-    if kind == "Adam":
-        if not isinstance(local, LocalTraining) or not local.adaptive:
-            return f'{instead} optimizer = "adam" (or "adamw"), its rate, and its steps or epochs'
-        return _wrong_rate(local, seen)
-    if local.adaptive:
+    if kind == "Adam" and not adam:
+        return f'{instead} optimizer = "adam" (or "adamw"), its rate, and its steps or epochs'
+    if kind == "sum of gradients" and adam:
         return f'{instead} optimizer = "sgd"'
-    decay, sums = _decay(local), class_sums(fed, seen, probes)
-    found = sums.decay if sums is not None and kind == "weight decay" else 0.0
-    far = abs(found - decay)
-    if sums is not None and far > max(found, decay) / 2 and sums.beyond(far * sums.weights) > LEFT:
-        return f"{instead} its weight_decay, as the assumed training makes this {-decay:.2g} times the weights"
-    if kind == "weight decay":  # which has any rank
-        return ""
-    rank, most = highest_rank(fed, seen), local.gradients(size) * fed.chain.slice_of(size)
-    if rank <= most:
-        return ""
-    return (
-        f"its rank of {rank} needs more gradients of single examples than the {most} that the chain assumes: set steps or "
-        "epochs, and [data] batch_size, as in the app"
-    )
+    return EXPECTED.get(kind, "")
 
 
 def _unmoved(seen: Observation, probes: list[Update]) -> set[str]:
@@ -218,28 +159,6 @@ def _unmoved(seen: Observation, probes: list[Update]) -> set[str]:
         return bool(parts) and all(float(t.norm()) > STILL * length for t, length in parts)
 
     return {name for name, t in seen.update.items() if not t.any() and missed(name)}
-
-
-def _wrong_rate(local: LocalTraining, seen: Observation) -> str:
-    """Why an update of Adam is too large or too small for the rate and steps that are assumed; empty if it is not."""
-    weights = max(float(seen.params[k].abs().max()) for k in seen.update if seen.params[k].numel())
-    largest, rounding = float(without_decay(seen).abs().max()), rounding_of(seen) * weights
-    decay = _decay(local) * weights if local.optimizer == "adamw" else 0.0
-    if largest > 2 * local.scale + decay + rounding:
-        return f"{local.words} at rate {local.rate:g} move no entry by {largest:.2g}: check the rate, steps and epochs"
-    if local.eps <= SMALL_EPS and largest < local.rate / 2 - rounding:
-        return f"Adam's first step at rate {local.rate:g} is larger than {largest:.2g}: check the rate"
-    return ""
-
-
-def _decay(local: local_sgd) -> float:
-    """The part of the weights that the assumed training takes away, whatever the gradients are."""
-    if not isinstance(local, LocalTraining) or not local.weight_decay:
-        return 0.0
-    bare = replace(local, batch_size=None, examples=None, accumulate=1, max_norm=None)
-    batch = Batch(torch.zeros(1), torch.zeros(1, dtype=torch.int64))
-    one = {"": torch.ones((), dtype=torch.float64)}
-    return -float(bare(lambda at, *_: {k: torch.zeros_like(t) for k, t in at.items()})(one, batch, None)[""])
 
 
 def _unreadable(fed: Federation, seen: Observation) -> str:
@@ -263,8 +182,6 @@ def _read(fed: Federation, seen: Observation, probes: list[Update]) -> tuple[Kin
         return "differences", "it is -1 times the weights: the app uploads differences, not weights"
     if not probes:
         return "undecided", "the weights' rounding hides it"
-    if (sigma := _noise(fed, seen)) is not None:
-        return "noise", f"its entries have normal noise of a standard deviation of {sigma:.2g}"
     entries = without_decay(seen)
     share, size = share_of_one_size(entries)
     if share >= MOST:
@@ -280,17 +197,14 @@ def _read(fed: Federation, seen: Observation, probes: list[Update]) -> tuple[Kin
     if sums.left <= LEFT:
         return "sum of gradients", "it sums to zero over the classes, as a sum of gradients (SGD) does"
     if sums.after <= LEFT and sums.decay > 0:
-        return (
-            "weight decay",
-            f"it is a sum of gradients and {-sums.decay:.2g} times the weights: weight decay times rate and steps",
-        )
+        return "sum of gradients", f"it is a sum of gradients and {-sums.decay:.2g} times the weights (weight decay)"
     if min(sums.left, sums.after) <= LITTLE:
         return (
             "undecided",
             "it nearly sums to zero over the classes, as with half precision in the passes (autocast) or a little noise",
         )
     uneven, own = min(unevenness_of(flattened(step)) for step in probes), unevenness_of(entries)
-    if own < uneven / 2 and _is_light(seen):
+    if own < uneven / 2:
         return "Adam", "its entries differ less in size than gradients do here, as after steps of Adam"
     return "unexplained", "it is no sum of gradients, has no weight decay, and does not look like Adam's steps"
 
@@ -299,14 +213,6 @@ def _are_differences(seen: Observation) -> bool:
     """Whether what came back is small beside the weights that were sent, so that it cannot be weights."""
     sent = norm({k: seen.params[k] for k in seen.update})
     return 0 < float(norm({k: seen.params[k] + t for k, t in seen.update.items()})) < NEARLY_NOTHING * float(sent)
-
-
-def _noise(fed: Federation, seen: Observation) -> float | None:
-    """The standard deviation of normal noise on the update; None: there is none, or it cannot be distinguished."""
-    rounding, size = rounding_of(seen), fed.shards.batch_size
-    least = {k: 2 * rounding * rms(seen.params[k]) for k in seen.update}
-    layers = [k for k in single_layers(fed) if k in seen.update and seen.update[k].numel() <= MOST_ENTRIES]
-    return gaussian_sigma(seen.update, layers, fed.chain.local.gradients(size) * fed.chain.slice_of(size), least)
 
 
 def _other_outputs(fed: Federation) -> str:
@@ -319,12 +225,6 @@ def _other_outputs(fed: Federation) -> str:
     if outputs == classes:
         return ""
     return f"the network gives {outputs} outputs for {classes} classes, so its loss is not the assumed cross-entropy: set [loss]"
-
-
-def _is_light(seen: Observation) -> bool:
-    """Whether most weights' entries have lighter tails than a normal distribution, as after a few steps of Adam."""
-    found = sorted(kurtosis(t[t != 0]) for t in seen.update.values() if t.dim() > 1 and t.count_nonzero() >= MANY)
-    return not found or found[len(found) // 2] < LIGHT
 
 
 # ------------------------------------------------------------------------------------------------------- all rounds
@@ -340,7 +240,6 @@ def over_rounds(found: Found) -> TrainingEvidence:
     Args:
         found: at least one update's.
     """
-    found = _with_changed_rates(found)
     key = min(found, key=lambda key: (WORST_FIRST.index(found[key].fits), key))
     worst = found[key]
     if len(found) == 1:
@@ -352,23 +251,6 @@ def over_rounds(found: Found) -> TrainingEvidence:
     )
 
 
-def _with_changed_rates(found: Found) -> Found:
-    """The results, where a client's rate in a later round is not that of its first: then the chain's cannot be both."""
-    first: dict[int, tuple[int, RateTimesSteps]] = {}
-    changed = dict(found)
-    for (round, client), evidence in sorted(found.items()):
-        if (now := evidence.rates) is None:
-            continue
-        since, then = first.setdefault(client, (round, now))
-        if now.high < then.low or now.low > then.high:
-            words = (
-                f"{WARNING}: the sum of the steps' rates was {then.words} in round {since} and is {now.words}, and the chain "
-                "assumes one for all rounds: attack the rounds that have it (audit --attack ... --rounds)"
-            )
-            changed[round, client] = replace(evidence, fits=False, words=words)
-    return changed
-
-
 def to_json(found: Found) -> str:
     """Return the results as JSON."""
     return json.dumps([[*key, asdict(evidence)] for key, evidence in sorted(found.items())])
@@ -376,9 +258,5 @@ def to_json(found: Found) -> str:
 
 def from_json(text: str) -> dict[tuple[int, int], TrainingEvidence]:
     """Read the results again."""
-    rows: Iterable[tuple[int, int, dict[str, object]]] = json.loads(text)
-    return {(round, client): _evidence(**fields) for round, client, fields in rows}  # type: ignore[arg-type]  # from JSON
-
-
-def _evidence(rates: Mapping[str, float] | None, **fields: object) -> TrainingEvidence:
-    return TrainingEvidence(**fields, rates=RateTimesSteps(**rates) if rates else None)  # type: ignore[arg-type]
+    rows: Iterable[tuple[int, int, dict[str, Any]]] = json.loads(text)
+    return {(round, client): TrainingEvidence(**fields) for round, client, fields in rows}

@@ -1,26 +1,21 @@
-"""What is measured of an update to tell the local training behind it: sizes of entries, sums over classes, ranks."""
+"""What is measured of an update to tell the local training behind it: sizes of entries, sums over classes."""
 
-import math
-from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.engine.computation import called
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.models.vision import last_linear, layer_parameters
 from fedgauge.client.rng import generator
-from fedgauge.client.training import evaluated
 from fedgauge.client.update import Batch, Update, norm
 
 ONE_SIZE = 0.05  # how far entries of one size may be apart, relative
 MOST = 0.5  # the share of the large entries from which they count as of one size; in gradients it is some hundredths
 FEW = 0.02  # the share of all entries that must be large; in gradients fewer are
 COARSE = 0.05  # the part of the update that rounding may be
-MOST_ENTRIES = 2**22  # of a layer whose rank is counted: a second of work
 PROBES = 8  # auxiliary batches that say how large, and how uneven, a gradient is
 
 
@@ -31,7 +26,6 @@ class _Sums:
     left: float
     decay: float  # times theta's own sums: the best fit
     after: float  # what is left without these
-    weights: float  # theta's sums, relative to the update
     control: float  # what is left in gradients
 
     def beyond(self, size: float) -> float:
@@ -100,8 +94,11 @@ def class_sums(fed: Federation, seen: Observation, probes: list[Update]) -> _Sum
     """Sums over the classes of the classifier's update. None: a gradient's do not vanish either, or any training's do."""
     if not is_cross_entropy(fed.loss) or fed.shards.dataset.classes == 2:
         return None
-    name = next(iter(classifier_names(fed, seen)), "")  # its weight: many trainings leave the decay of biases out
-    if not name or seen.params[name].dim() < 2:
+    try:
+        name = layer_parameters(last_linear(fed.model))[0]  # many trainings leave the decay of biases out
+    except ValueError:  # the network does not end in a fully connected layer
+        return None
+    if name not in seen.update or seen.params[name].dim() < 2:
         return None
     update, theta, *controls = (part[name].double() for part in (seen.update, seen.params, *probes))
     control = max(float(c.sum(0).norm() / c.norm().clamp_min(1e-300)) for c in controls)
@@ -110,17 +107,8 @@ def class_sums(fed: Federation, seen: Observation, probes: list[Update]) -> _Sum
     size, sums, weights = float(update.norm()), update.sum(0), theta.sum(0)
     decay = -float(sums @ weights / weights.square().sum().clamp_min(1e-300))
     left, after = float(sums.norm()) / size, float((sums + decay * weights).norm()) / size
-    found = _Sums(left, decay, after, float(weights.norm()) / size, control)
+    found = _Sums(left, decay, after, control)
     return replace(found, left=found.beyond(left), after=found.beyond(after))
-
-
-def classifier_names(fed: Federation, seen: Observation) -> list[str]:
-    """The classifier's parameters in the update; none if the network does not end in a fully connected layer."""
-    try:
-        layer = last_linear(fed.model)
-    except ValueError:
-        return []
-    return [name for name in layer_parameters(layer) if name in seen.update]
 
 
 def _kept(seen: Observation) -> torch.dtype:
@@ -135,33 +123,3 @@ def _kept(seen: Observation) -> torch.dtype:
 
 def rounding_of(seen: Observation) -> float:
     return torch.finfo(_kept(seen)).eps
-
-
-def single_layers(fed: Federation) -> list[str]:
-    """Return the weights of the fully connected layers that see each example once."""
-    x = fed.shards.dataset.normalise(torch.rand(2, *fed.shards.dataset.shape))
-    with evaluated(fed.model):
-        calls = called(fed.model, dict(fed.model.named_parameters()), x)[1]
-    dense = [call for call in calls if call.dense]
-    uses = Counter(call.weight for call in dense)
-    return [call.weight for call in dense if uses[call.weight] == 1 and call.input.dim() == 2]
-
-
-def highest_rank(fed: Federation, seen: Observation) -> int:
-    """The highest rank of a fully connected layer's update above rounding; of layers that see each example once."""
-    # others are made from other parameters (weight norm), or shared under another name
-    names = [k for k in single_layers(fed) if k in seen.update and seen.update[k].numel() <= MOST_ENTRIES]
-    rounding = rounding_of(seen)
-    return max((rank_of(seen.update[k], seen.params[k], rounding) for k in names), default=0)
-
-
-def rank_of(update: Tensor, theta: Tensor, rounding: float) -> int:
-    """Return the rank of a matrix's update above the rounding of its weights."""
-    noise = rounding * rms(theta) * sum(math.sqrt(side) for side in update.shape)
-    values = torch.linalg.svdvals(update.double())
-    return int((values > max(4 * noise, 1e-5 * float(values[0]))).sum())
-
-
-def rms(entries: Tensor) -> float:
-    """Return the root of the mean square."""
-    return float(entries.double().square().mean().sqrt())

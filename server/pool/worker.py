@@ -10,8 +10,9 @@ from fedgauge.attacks.base import ClientState, Wave
 from fedgauge.attacks.engine.batch_limiter import exhausted, keep_freed_memory
 from fedgauge.attacks.engine.devices import CPU, Numerics, Precision, compute_on, numerics
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.score_rows import ScoreRecord
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import federation
 
 NONDETERMINISTIC = "does not have a deterministic implementation"  # as torch refuses an operator
@@ -73,7 +74,7 @@ class Worker:
 
     def attack(self, task: Task) -> TaskResult:
         """Attack one wave; raises what the attack raises on the CPU."""
-        if self.device == CPU or _stays_on_cpu(PlannedAttack.from_json(task.planned)):
+        if self.device == CPU or _planned(task.planned).build().on_cpu:
             return self._on_cpu(task)
         why = self._lost or ("earlier attempts ended their workers" if task.last else "")
         deterministic = True
@@ -109,10 +110,6 @@ class Worker:
         return self._lost or words
 
 
-def _stays_on_cpu(planned: PlannedAttack) -> bool:
-    return planned.is_limit or planned.build().on_cpu
-
-
 def attack_wave(
     task: Task, device: torch.device = CPU, precision: Precision = "ieee", deterministic: bool = True
 ) -> TaskResult:
@@ -124,10 +121,10 @@ def attack_wave(
     torch.set_num_threads(1)
     keep_freed_memory()
     compute_on(device, precision, deterministic)
-    planned = PlannedAttack.from_json(task.planned)
+    planned = _planned(task.planned)
     auditor = _auditor(task.protocol, task.seed, task.blind, device)
     try:
-        audited = auditor.audit(planned, task.wave, task.others, memories=task.memories)
+        audited = auditor.audit(planned, task.wave, task.others, task.memories)
     except SystemExit as error:
         raise RuntimeError(f"the attack called sys.exit({error.code!r}) instead of returning") from error
     return TaskResult(
@@ -139,6 +136,11 @@ def attack_wave(
     )
 
 
+@lru_cache
+def _planned(text: str) -> PlannedAttack:
+    return PlannedAttack.from_json(text)
+
+
 @lru_cache(maxsize=4)
 def _auditor(protocol: str, seed: int, blind: bool, device: torch.device) -> Auditor:
-    return Auditor(federation(protocol), seed, blind, device)
+    return Auditor(FederationSource(federation(protocol), blind), seed, device)

@@ -15,8 +15,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord, has_images, wrong_client
 from fedgauge.attacks.modality.registry import BASELINES
+from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord, has_images, wrong_client
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import STARTED, UNGRADED, Ungraded, comparable, sanitised

@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
-from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.modality.membership import MEMBER
+from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.views.formatting import in_unit, many, percent, status_words

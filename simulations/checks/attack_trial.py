@@ -14,12 +14,11 @@ from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.images import DECODERS
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
-from fedgauge.client.update import Batch
+from fedgauge.attacks.source import PublicSource
 from fedgauge.server.store.expected_jobs import expected_updates
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.check_result import CheckFailed, CheckResult, attempt, require
 from fedgauge.simulations.checks.remedies import remedy, sentence
-from fedgauge.simulations.checks.stand_ins import StandIns
 
 ITERATIONS = 10  # that are timed
 FEW = 64  # auxiliary examples from which an attack learns in a trial
@@ -79,19 +78,12 @@ class _NotApplicable(Exception):
     """An attack says that it cannot work on these updates, and why."""
 
 
-class _TrialAuditor(Auditor):
-    """Attacks learn from a few examples."""
-
-    def auxiliary_of(self, planned: PlannedAttack) -> Batch:
-        return Batch(*(t[:FEW] for t in super().auxiliary_of(planned)))
-
-
 class _Trial:
     """One stand-in's update, which the attacks of a plan are tried on."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.auditor = _TrialAuditor(scenario.federation, scenario.plan.seed)
-        self.stand_ins = StandIns(scenario.federation, 1)
+        self.source = PublicSource(scenario.federation)
+        self.auditor = Auditor(self.source, scenario.plan.seed, few=FEW)
 
     def result(self, planned: PlannedAttack, tried: Callable[["_Trial", PlannedAttack], str]) -> CheckResult:
         """The result of a trial under the attack's name; that it is not applicable is a note."""
@@ -110,11 +102,8 @@ class _Trial:
 
     def run(self, planned: PlannedAttack, iterations: int) -> Reconstruction:
         """Attack the stand-in's update for this many iterations, from one start."""
-        stand_ins = self.stand_ins
         short = replace(planned, budget=replace(planned.budget, iterations=iterations, restarts=1, seconds=SECONDS))
-        ((found, _),) = self.auditor.attack(
-            short, stand_ins.wave, stand_ins.members, lambda client, round: stand_ins.batches[client]
-        )
+        ((found, _),) = self.auditor.attack(short, self.source.all, self.source.members)
         return found
 
     def once(self, planned: PlannedAttack) -> str:

@@ -8,10 +8,10 @@ import numpy as np
 
 from fedgauge.attacks.base import Budget, ClientState, Wave
 from fedgauge.attacks.grading.audit import AuditResult
-from fedgauge.attacks.grading.scores import WHOLE_BATCH, has_images
 from fedgauge.attacks.modality.image_metrics import AUGMENTED, mse
 from fedgauge.attacks.modality.membership import LABELS_ALONE
 from fedgauge.attacks.plan import ERROR_LIMITS, MEMBERSHIP_LIMIT, PlannedAttack
+from fedgauge.attacks.score_rows import WHOLE_BATCH, has_images
 from fedgauge.client.components import SpecError
 from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.experiments.measures import AttackOutcome, all_measures, mean_of, measures_of

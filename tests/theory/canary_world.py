@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.attacks.grading.canary import combine_iterates, cosines, empirical_epsilon, gaussian_epsilon
+from fedgauge.attacks.membership.canary_epsilon import combine_iterates, cosines, empirical_epsilon, gaussian_epsilon
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator

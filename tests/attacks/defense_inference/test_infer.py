@@ -17,6 +17,7 @@ from fedgauge.attacks.defense_inference.infer import infer
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset, batch_of, mnist5k
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
@@ -292,7 +293,9 @@ def test_an_inferred_pruning_serves_about_as_well_as_a_known_one(make_federation
     fed = make_federation(clients=4, chain=[local, {"use": "prune", "keep": 0.03}])
     wave, scores = observe(fed, (0, 1, 2, 3)), {}
     for defense in ("known", "unknown", "inferred"):
-        audited = Auditor(fed).audit(planned(defense=defense), wave)  # of one name: all start from the same image
+        audited = Auditor(FederationSource(fed)).audit(
+            planned(defense=defense), wave
+        )  # of one name: all start from the same image
         said = "chain inferred: prune(keep~0.03) from 4 updates" if defense == "inferred" else ""
         assert all(a.reconstruction.reason.startswith(said) for a in audited)
         values = [row.value for a in audited for row in a.rows if (row.attack, row.metric) == ("attack", "psnr")]
@@ -305,7 +308,7 @@ def test_an_inferred_pruning_serves_about_as_well_as_a_known_one(make_federation
 
 def test_the_attacker_holds_links_of_its_own(make_federation: Any, observe: Any) -> None:
     fed = make_federation(clients=2, chain=[{"use": "local_sgd", "rate": 0.1}, {"use": "sign", "scale": 0.5}])
-    auditor, plan = Auditor(fed), planned(defense="inferred")
+    auditor, plan = Auditor(FederationSource(fed)), planned(defense="inferred")
     assert "chain inferred" in knowledge_card(fed, plan)
     inferred = auditor.infer_defense(observe(fed, (0, 1)))
     assert str(inferred) == "sign(scale~0.5) from 2 updates"
@@ -316,12 +319,14 @@ def test_the_attacker_holds_links_of_its_own(make_federation: Any, observe: Any)
 def test_nothing_of_the_true_chain_but_its_local_training_is_asked(make_federation: Any, observe: Any) -> None:
     def found(**changes: Any) -> Inferred:
         fed = make_federation(clients=2, **changes)
-        return Auditor(fed).infer_defense(pruned)
+        return Auditor(FederationSource(fed)).infer_defense(pruned)
 
     local = {"use": "local_sgd", "rate": 0.1}
     fed = make_federation(clients=2, chain=[local, {"use": "prune", "keep": 0.1}])
     pruned = observe(fed, (0, 1))
     for link in ({"use": "prune", "keep": 0.5}, {"use": "sign"}):
         assert (
-            found(chain=[local, link]).chain == found(chain=[local]).chain == Auditor(fed).infer_defense(pruned).chain
+            found(chain=[local, link]).chain
+            == found(chain=[local]).chain
+            == Auditor(FederationSource(fed)).infer_defense(pruned).chain
         )

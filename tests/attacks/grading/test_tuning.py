@@ -23,6 +23,7 @@ from fedgauge.attacks.matching.priors import fitted_total_variation, gaussian, t
 from fedgauge.attacks.matching.recipes import bayes, inverting_gradients
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.chain import chain
 from fedgauge.client.federation import Federation
@@ -260,7 +261,7 @@ def test_too_few_auxiliary_images_are_said_and_the_attack_goes_on() -> None:
     few = federation(batch_size=2, auxiliary=2)
     params, buffers = few.initial()
     seen = Wave.stack([Observation(1, 0, params, few.client_update(params, buffers, 0, 1), buffers)])
-    (result,) = Auditor(few).audit(planned, seen)
+    (result,) = Auditor(FederationSource(few)).audit(planned, seen)
     assert result.reconstruction.reason.startswith("not tuned")
     assert result.reconstruction.x is not None
 

@@ -18,6 +18,7 @@ from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.modality.text_metrics import rouge
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.text.lamp import _BatchDescent, dlg_text, lamp, staircase, tag
 from fedgauge.attacks.text.sentence_layout import lengths_of, on_all_positions, propose, shuffles
 from fedgauge.client.data.corpora import Text, phrases
@@ -314,7 +315,7 @@ def test_a_scenario_names_it_and_an_audit_grades_it(make_federation: Callable[..
     small = {"lm_steps": 5, "draws": 2, "orders": 2, "period": 2, "candidates": 4}
     for own in ({"use": "lamp", "loss": "l2_l1", **small}, {"use": "tag"}):
         planned = PlannedAttack.from_table({**own, "lengths": "given", "iterations": 4}, "[[attack]]")
-        (audited,) = Auditor(fed).audit(planned, observe(fed))
+        (audited,) = Auditor(FederationSource(fed)).audit(planned, observe(fed))
         assert audited.reconstruction.status == "converged"
         graded = {row.metric: row.value for row in audited.rows}
         assert {"rouge1", "rouge2", "rougeL", "rouge2_special", "exact", "label_accuracy"} <= set(graded)

@@ -13,6 +13,7 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Recons
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.sentences import TEXT_ATTACKS
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator
@@ -57,7 +58,7 @@ def observed(make_federation: Make, task: str, batch_size: int = 1) -> Seen:
     fed = make_federation(data=data, **TASKS[task])
     params, buffers = fed.initial()
     wave = Wave.stack([Observation(1, c, params, fed.client_update(params, buffers, c, 1), buffers) for c in range(2)])
-    return Seen(fed, wave, Auditor(fed).knowledge(PlannedAttack("x", {"use": NAMES[0]})))
+    return Seen(fed, wave, Auditor(FederationSource(fed)).knowledge(PlannedAttack("x", {"use": NAMES[0]})))
 
 
 def built(name: str) -> Attack:
@@ -109,7 +110,10 @@ def test_another_truth_changes_the_scores_and_not_the_reconstruction(name: str, 
         own = fed.batch_at(client, round)
         return Batch(own.x.flip(1), own.y.flip(1) if own.y.dim() > 1 else own.y)
 
-    honest, other = Auditor(fed).audit(plan, wave)[0], Auditor(fed).audit(plan, wave, truth=invented)[0]
+    honest, other = (
+        Auditor(FederationSource(fed)).audit(plan, wave)[0],
+        Auditor(FederationSource(fed, given=invented)).audit(plan, wave)[0],
+    )
     assert honest.reconstruction.x is not None and other.reconstruction.x is not None
     assert torch.equal(honest.reconstruction.x, other.reconstruction.x)
     scores = [[r.value for r in audited.rows if r.metric == "token_accuracy"] for audited in (honest, other)]

@@ -7,6 +7,7 @@ import torch
 
 from fedgauge.attacks.base import Wave
 from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import Federation
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
@@ -24,7 +25,7 @@ def test_a_worker_gives_what_the_auditor_gives(kit: Any, tmp_path: Path) -> None
     planned = scenario.plan.attacks[0]
     task = Task(scenario.protocol.to_json(), planned.to_json(), 3, wave, {0: 3})
     outcome = attack_wave(task)
-    expected = Auditor(Federation(scenario.protocol), 3).audit(planned, wave, {0: 3})
+    expected = Auditor(FederationSource(Federation(scenario.protocol)), 3).audit(planned, wave, {0: 3})
     for audited in expected:
         assert torch.equal(outcome.images[audited.client]["x"], audited.reconstruction.x)
         assert [(r.client, r.attack, r.metric, r.example, r.value) for r in outcome.rows[audited.client]] == [

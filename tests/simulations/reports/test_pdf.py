@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run

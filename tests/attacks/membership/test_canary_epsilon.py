@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgauge.attacks.grading.canary import (
+from fedgauge.attacks.membership.canary_epsilon import (
     combine_iterates,
     cosines,
     empirical_epsilon,
