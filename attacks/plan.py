@@ -252,7 +252,9 @@ class AttackPlan:
         ]
         if tells_members:
             planned += [PlannedAttack(n, {"use": "membership", "score": n}, Budget(1)) for n in GUESSES]
-        planned += [PlannedAttack(n, {"use": n}, Budget(1)) for n in limits if n != MEMBERSHIP_LIMIT or tells_members]
+        planned += [
+            PlannedAttack(n, {"use": n}, Budget(1)) for n in limits if tells_members or LIMITS[n]().metric != MEMBER
+        ]
         if canaries is not None:
             planned.append(PlannedAttack(CANARIES, {"use": CANARIES, **canaries}, Budget(1)))
         if len(planned) > MOST_ATTACKS:

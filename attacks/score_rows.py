@@ -36,6 +36,6 @@ def attack_of(name: str) -> str:
     return name.removeprefix(WRONG_CLIENT).removesuffix(")") if name.startswith(WRONG_CLIENT) else name
 
 
-def has_images(x: Tensor | None) -> bool:
+def came_back(x: Tensor | None) -> bool:
     """Whether a reconstruction has anything to grade."""
     return x is not None and bool(torch.isfinite(x).all())

@@ -17,7 +17,7 @@ from fedgauge.attacks.grading.tuning import Tuning
 from fedgauge.attacks.measure import Case, Measure
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord, has_images, wrong_client
+from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord, came_back, wrong_client
 from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import (
     as_known,
@@ -258,10 +258,10 @@ class Auditor:
         for shape in (tuple(result.x.shape) for result in reconstructions if result.x is not None):
             if shape != expected:
                 raise ValueError(f"the attack must return a whole batch, {expected}, and returned {shape}")
-        if known.mean:  # pixels of the truth lie in [0, 1], and a client that grades at home takes no others
-            reconstructions = [
-                replace(r, x=r.x.clamp(0, 1)) if r.x is not None and has_images(r.x) else r for r in reconstructions
-            ]
+        possible = self.modality.possible
+        reconstructions = [
+            replace(r, x=possible(r.x)) if r.x is not None and came_back(r.x) else r for r in reconstructions
+        ]
         remembered = [_on(memory, CPU) if attack.is_stateful else None for memory in after]
         results = [result.to(CPU) for result in reconstructions]
         seconds = (time.perf_counter() - started) / len(wave)

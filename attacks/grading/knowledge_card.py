@@ -56,7 +56,7 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         *([_batch_norm(fed)] if norms else []),
         *(["each client's earlier rounds"] if attack.is_stateful else []),
         *(["tuned on shadow updates of auxiliary examples"] if planned.tune == "shadow" else []),
-        *([] if planned.tells_members else [str(planned.budget)]),
+        *([] if planned.metric else [str(planned.budget)]),
     ]
     return SEPARATOR.join(parts)
 

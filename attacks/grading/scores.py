@@ -15,7 +15,7 @@ from fedgauge.attacks.modality.image_metrics import (
     Metric,
     label_accuracy,
 )
-from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord, has_images, wrong_client
+from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord, came_back, wrong_client
 from fedgauge.client.update import Batch
 
 
@@ -70,7 +70,7 @@ class Grader:
         rows = []
         if result.y is not None and truth.labelled:
             rows.append(row(WHOLE_BATCH, "label_accuracy", label_accuracy(truth.y, result.y)))
-        if result.x is None or not has_images(result.x):
+        if result.x is None or not came_back(result.x):
             rows += [row(i, metric.name, None) for metric in self.metrics for i in range(len(truth.y))]
             return result, rows, torch.empty(0, dtype=torch.int64)
         if len(result.x) < len(truth.x):
@@ -109,7 +109,7 @@ def ungraded_rows(
 
     objective = result.objective if math.isfinite(result.objective) else None
     rows = [row(client, attack, WHOLE_BATCH, OBJECTIVE, objective)]
-    if not has_images(result.x):
+    if not came_back(result.x):
         rows += [row(client, attack, i, metric, None) for i in range(examples)]
         if other is not None:
             rows += [row(other, wrong_client(attack), i, metric, None) for i in range(examples)]

@@ -9,8 +9,6 @@ The server has the weights theta that it sent and the update. What they decide, 
 - The rounding of half precision in the passes (autocast) leaves a little of these sums, and so does a little noise.
 - Adam's first step is rate * g / (|g| + eps): all entries with a gradient have nearly one size. A sign looks the same.
   After a few more steps they still differ less than a gradient's, of which auxiliary examples give an idea; after many, not.
-- Differences that are taken for weights make the update -1 times the weights that were sent.
-- What does not move, though it would on auxiliary examples, is not trained.
 
 In 96 random federations of small networks no honest update was called another training, and Adam was told from SGD in all
 (tests/attacks/grading/test_evidence_counts.py).
@@ -22,40 +20,30 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
+from torch import Tensor
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.grading.update_measures import (
-    MOST,
-    class_sums,
-    flattened,
-    probe_steps,
-    share_of_one_size,
-    unevenness_of,
-    without_decay,
-)
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.client.federation import Federation, whole_parts
+from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import LocalTraining
 from fedgauge.client.models.losses import is_cross_entropy
-from fedgauge.client.training import evaluated, local_sgd
+from fedgauge.client.models.vision import last_linear, layer_parameters
+from fedgauge.client.rng import generator
 from fedgauge.client.transforms import is_identity
-from fedgauge.client.update import Update, norm
+from fedgauge.client.update import Batch, Update, norm
 
-Kind = Literal["sum of gradients", "Adam", "differences", "unexplained", "undecided"]
+Kind = Literal["sum of gradients", "Adam", "unexplained", "undecided"]
 LEFT = 2e-5  # the part of the classifier's update that may stay unexplained
-STILL = 1e-4  # the part of a gradient that a parameter must have to be missed where it does not move
+LITTLE = 0.02  # that half precision in the passes, or a little noise, may leave
+DECAY = 0.5  # times the weights: more is no weight decay
 SMALL_EPS = 1e-6  # Adam's eps above which its step is no sign
+ONE_SIZE = 0.05  # how far entries of one size may be apart, relative
+MOST = 0.5  # the share of the large entries from which they count as of one size; in gradients it is some hundredths
+FEW = 0.02  # the share of all entries that must be large; in gradients fewer are
+COARSE = 0.05  # the part of the update that rounding may be
+PROBES = 8  # auxiliary batches that say how large, and how uneven, a gradient is
 WARNING = "WARNING: the assumed local training does not explain the update, so attacks may show noise"
 UNCHECKED = "the clients' local training is assumed and was not checked"
-MOST_NAMED = 3  # layers in a sentence
-LITTLE = 0.02  # that half precision in the passes, or a little noise, may leave
-NEARLY_NOTHING = 0.3  # times the weights: what is smaller cannot be weights after a round
-EXPECTED = {  # what to change in the scenario, by what the update shows
-    "differences": 'set [tape] replies = "updates" in the scenario',
-    "unexplained": "SGD on this loss does not do this; another loss, many steps of Adam, noise or a defense may: compare the app's "
-    "training with [[chain]] and [loss]",
-}
 
 
 @dataclass(frozen=True)
@@ -78,87 +66,31 @@ def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
     if reason := _unreadable(fed, seen):
         return TrainingEvidence("undecided", None, f"{UNCHECKED}: {reason}")
     try:
-        return _compared(fed, seen)
+        kind, evidence = _read(fed, replace(seen, update={k: t for k, t in seen.update.items() if t.any()}))
     except Exception as error:  # a user's network may raise anything; the attacks will meet it, too, and say more
         reason = f"the network cannot be run ({type(error).__name__}: {error})"
         return TrainingEvidence("undecided", None, f"{UNCHECKED}: {reason}")
-
-
-def _compared(fed: Federation, seen: Observation) -> TrainingEvidence:
-    local, wrong = fed.chain.local, list[str]()
-    freezing = [says for link in fed.chain.links if (says := getattr(link, "frozen", None))]  # the defense `freeze`
-    held = {k for k in seen.update if any(says(k) for says in freezing)}
-    if thawed := {k for k in held if seen.update[k].any()}:
-        wrong.append(f"{_named(fed, thawed)} moved, which the chain freezes: leave it out there")
-    seen = _without(seen, held - thawed)
-    probes = probe_steps(fed, seen)
-    if still := _unmoved(seen, probes):
-        seen = _without(seen, still)
-        probes = probe_steps(fed, seen)
-        wrong.append(
-            f"{_named(fed, still)} did not move, but would have: if the app does not train that, put [[chain]] "
-            f'use = "freeze", layers = {whole_parts(fed.model, still)} before local training'
-        )
-    wrong += _other_mode(fed, seen)
-    kind, evidence = _read(fed, seen, probes)
-    if _many_steps_of_adam(local, kind):
+    local = fed.chain.local
+    adam, instead = isinstance(local, LocalTraining) and local.adaptive, ""
+    # after many steps, or with a large eps, which makes it like SGD, Adam leaves nothing to tell it by
+    if (
+        isinstance(local, LocalTraining)
+        and adam
+        and (local.eps > SMALL_EPS or local.steps > 1 and kind == "unexplained")
+    ):
         kind, evidence = "undecided", f"{evidence}, and {local.words} may do this or not"
-    elif reason := _contradiction(local, kind):
-        wrong.append(f"{evidence}; {reason}")
-    if wrong:
-        return TrainingEvidence(kind, False, f"{WARNING}: {'; '.join(wrong)}")
+    elif kind == "Adam" and not adam:
+        instead = 'set use = "local_training" with optimizer = "adam" (or "adamw"), its rate, and its steps or epochs'
+    elif kind == "sum of gradients" and adam:
+        instead = 'set use = "local_training" with optimizer = "sgd"'
+    elif kind == "unexplained":
+        instead = "compare the app's training with [[chain]] and [loss], and what it uploads with [tape] replies"
+    if instead:
+        return TrainingEvidence(kind, False, f"{WARNING}: {evidence}; the chain assumes {local.words}: {instead}")
     if kind == "undecided":
         words = f"the clients' local training is assumed, and the update does not tell it: {evidence}"
         return TrainingEvidence(kind, None, words)
     return TrainingEvidence(kind, True, f"the assumed local training ({local.words}) fits: {evidence}")
-
-
-def _without(seen: Observation, names: set[str]) -> Observation:
-    return replace(seen, update={k: t for k, t in seen.update.items() if k not in names})
-
-
-def _named(fed: Federation, names: set[str]) -> str:
-    parts = whole_parts(fed.model, names)
-    return ", ".join(parts[:MOST_NAMED]) + (f" and {len(parts) - MOST_NAMED} more" if len(parts) > MOST_NAMED else "")
-
-
-def _other_mode(fed: Federation, seen: Observation) -> list[str]:
-    """In words, that norms keep running statistics in the app and not in the model, or the other way round."""
-    norms = {name: module for name, module in fed.model.named_modules() if isinstance(module, _NormBase)}
-    own = {f"{name}.{part}" for name in norms for part in ("running_mean", "running_var")} & seen.returned.keys()
-    moved = any(not torch.equal(seen.returned[k], seen.buffers[k]) for k in own)
-    if not own or moved == any(norm.training and norm.track_running_stats for norm in norms.values()):
-        return []
-    found, mode = ("moved", "train") if moved else ("did not move", "eval")
-    return [f'the running statistics of the app\'s norms {found}: set [model] mode = "{mode}"']
-
-
-def _many_steps_of_adam(local: local_sgd, kind: Kind) -> bool:
-    """Whether Adam as assumed leaves nothing to tell it by: after many steps, or with a large eps, which makes it like SGD."""
-    if not isinstance(local, LocalTraining) or not local.adaptive or kind in ("Adam", "undecided"):
-        return False
-    return local.eps > SMALL_EPS or (kind == "unexplained" and local.steps > 1)
-
-
-def _contradiction(local: local_sgd, kind: Kind) -> str:
-    """Why the assumed training cannot have made such an update, and what to write instead; empty if it can."""
-    adam = isinstance(local, LocalTraining) and local.adaptive
-    instead = f'the chain assumes {local.words}: set use = "local_training" with'
-    if kind == "Adam" and not adam:
-        return f'{instead} optimizer = "adam" (or "adamw"), its rate, and its steps or epochs'
-    if kind == "sum of gradients" and adam:
-        return f'{instead} optimizer = "sgd"'
-    return EXPECTED.get(kind, "")
-
-
-def _unmoved(seen: Observation, probes: list[Update]) -> set[str]:
-    """The parameters that do not move, though they do on auxiliary examples."""
-
-    def missed(name: str) -> bool:
-        parts = [(step[name], float(norm(step))) for step in probes if name in step]
-        return bool(parts) and all(float(t.norm()) > STILL * length for t, length in parts)
-
-    return {name for name, t in seen.update.items() if not t.any() and missed(name)}
 
 
 def _unreadable(fed: Federation, seen: Observation) -> str:
@@ -177,54 +109,124 @@ def _unreadable(fed: Federation, seen: Observation) -> str:
     return "" if any(bool(t.any()) for t in seen.update.values()) else "the update is zero"
 
 
-def _read(fed: Federation, seen: Observation, probes: list[Update]) -> tuple[Kind, str]:
-    if _are_differences(seen):
-        return "differences", "it is -1 times the weights: the app uploads differences, not weights"
+def _read(fed: Federation, seen: Observation) -> tuple[Kind, str]:
+    """The training that explains what moved of an update, and by what."""
+    probes = _probe_steps(fed, seen)
     if not probes:
         return "undecided", "the weights' rounding hides it"
-    entries = without_decay(seen)
-    share, size = share_of_one_size(entries)
+    entries = _without_decay(seen)
+    share, size = _share_of_one_size(entries)
     if share >= MOST:
-        return (
-            "Adam",
-            f"{share:.0%} of its large entries have nearly one size, {size:.3g}, as after Adam's first steps, or a sign",
-        )
-    if reason := _other_outputs(fed):
-        return "undecided", reason
-    sums = class_sums(fed, seen, probes)
+        alike = f"{share:.0%} of its large entries have nearly one size, {size:.3g}"
+        return "Adam", f"{alike}, as after Adam's first steps, or a sign"
+    sums = _class_sums(fed, seen, probes)
     if sums is None:
         return "undecided", "the classifier's sums over the classes tell nothing, or rounding hides them"
-    if sums.left <= LEFT:
+    left, after, decay = sums
+    if left <= LEFT:
         return "sum of gradients", "it sums to zero over the classes, as a sum of gradients (SGD) does"
-    if sums.after <= LEFT and sums.decay > 0:
-        return "sum of gradients", f"it is a sum of gradients and {-sums.decay:.2g} times the weights (weight decay)"
-    if min(sums.left, sums.after) <= LITTLE:
-        return (
-            "undecided",
-            "it nearly sums to zero over the classes, as with half precision in the passes (autocast) or a little noise",
-        )
-    uneven, own = min(unevenness_of(flattened(step)) for step in probes), unevenness_of(entries)
-    if own < uneven / 2:
+    if after <= LEFT and 0 < decay < DECAY:
+        return "sum of gradients", f"it is a sum of gradients and {-decay:.2g} times the weights (weight decay)"
+    if left <= LITTLE:
+        why = "as with half precision in the passes (autocast) or a little noise"
+        return "undecided", f"it nearly sums to zero over the classes, {why}"
+    if _unevenness(entries) < min(_unevenness(_flattened(step)) for step in probes) / 2:
         return "Adam", "its entries differ less in size than gradients do here, as after steps of Adam"
     return "unexplained", "it is no sum of gradients, has no weight decay, and does not look like Adam's steps"
 
 
-def _are_differences(seen: Observation) -> bool:
-    """Whether what came back is small beside the weights that were sent, so that it cannot be weights."""
-    sent = norm({k: seen.params[k] for k in seen.update})
-    return 0 < float(norm({k: seen.params[k] + t for k, t in seen.update.items()})) < NEARLY_NOTHING * float(sent)
+# --------------------------------------------------------------------------------------------------- what is measured
 
 
-def _other_outputs(fed: Federation) -> str:
-    """Why the network has no cross-entropy over the classes; empty if it may have one."""
-    if not is_cross_entropy(fed.loss):
-        return ""
-    with evaluated(fed.model), torch.no_grad():
-        out = fed.model(fed.shards.dataset.normalise(torch.zeros(2, *fed.shards.dataset.shape)))
-    outputs, classes = out[0].numel(), fed.shards.dataset.classes
-    if outputs == classes:
-        return ""
-    return f"the network gives {outputs} outputs for {classes} classes, so its loss is not the assumed cross-entropy: set [loss]"
+def _flattened(update: Update) -> Tensor:
+    return torch.cat([t.flatten() for t in update.values()]).double()
+
+
+def _without_decay(seen: Observation) -> Tensor:
+    """The update's entries; if weight decay alone moves a fifth of them or more, the others, without it."""
+    update, theta = _flattened(seen.update), _flattened({k: seen.params[k] for k in seen.update})
+    known = theta != 0
+    decay = -float((update[known] / theta[known]).median()) if known.any() else 0.0
+    rest = update + decay * theta
+    moved = rest.abs() > 0.01 * abs(decay) * theta.abs() + 4 * torch.finfo(_kept(seen)).eps * theta.abs()
+    if decay <= 0 or float(moved.double().mean()) > 0.8 or not moved.any():
+        return update
+    return rest[moved]
+
+
+def _share_of_one_size(entries: Tensor) -> tuple[float, float]:
+    """The share of the entries above half of the largest that are within ONE_SIZE of it, and the largest; 0 if they are few."""
+    sizes = entries.abs()
+    largest = sizes.max()
+    large = sizes[sizes > largest / 2]
+    if len(large) < FEW * int((sizes > 0).sum()):
+        return 0.0, float(largest)
+    return float((large > (1 - ONE_SIZE) * largest).double().mean()), float(largest)
+
+
+def _unevenness(entries: Tensor) -> float:
+    """How many times the largest hundredth of the entries exceeds their median."""
+    sizes = entries.abs()
+    sizes = sizes[sizes > 0].sort().values
+    return float(sizes[int(0.99 * (len(sizes) - 1))] / sizes[len(sizes) // 2])
+
+
+def _probe_steps(fed: Federation, seen: Observation) -> list[Update]:
+    """Steps of the update's size against gradients on auxiliary examples (or random ones), rounded as the update is.
+
+    Empty if the rounding is too coarse for any comparison.
+    """
+    shards, rng = fed.shards, generator("training evidence")
+    fed.load_buffers(seen.buffers)
+    size, found, length = min(fed.chain.slice_of(shards.batch_size), 32), [], float(norm(seen.update))
+    kept, sent = _kept(seen), float(norm({k: seen.params[k] for k in seen.update}))
+    if torch.finfo(kept).eps * sent > COARSE * length:
+        return []
+    own = shards.auxiliary_batch()
+    for _ in range(PROBES):
+        if len(own.x):
+            rows = torch.randint(len(own.x), (size,), generator=rng)
+            batch = Batch(own.x[rows], own.y[rows])
+        else:
+            x = torch.rand(size, *shards.dataset.shape, generator=rng)
+            batch = Batch(x, torch.randint(shards.dataset.classes, (size,), generator=rng))
+        g = {k: t for k, t in fed.gradient(seen.params, batch, None).items() if k in seen.update}
+        rate = length / max(float(norm(g)), 1e-30)
+        found.append({k: (seen.params[k] - rate * t).to(kept).to(t.dtype) - seen.params[k] for k, t in g.items()})
+    return found
+
+
+def _class_sums(fed: Federation, seen: Observation, probes: list[Update]) -> tuple[float, float, float] | None:
+    """Sums over the classes of the classifier's update, relative to it and beyond a gradient's; the same without weight decay;
+    and this decay, times theta's own sums. None: a gradient's do not vanish either, or any training's do.
+    """
+    classes = fed.shards.dataset.classes
+    if not is_cross_entropy(fed.loss) or classes == 2:
+        return None
+    try:
+        name = layer_parameters(last_linear(fed.model))[0]  # many trainings leave the decay of biases out
+    except ValueError:  # the network does not end in a fully connected layer
+        return None
+    if name not in seen.update or seen.params[name].dim() < 2 or len(seen.update[name]) != classes:
+        return None
+    update, theta, *controls = (part[name].double() for part in (seen.update, seen.params, *probes))
+    control = max(float(c.sum(0).norm() / c.norm().clamp_min(1e-300)) for c in controls)
+    if control > COARSE:
+        return None
+    size, sums, weights = float(update.norm()), update.sum(0), theta.sum(0)
+    decay = -float(sums @ weights / weights.square().sum().clamp_min(1e-300))
+    left, after = (max(0.0, float(t.norm()) / size - 4 * control) for t in (sums, sums + decay * weights))
+    return left, after, decay
+
+
+def _kept(seen: Observation) -> torch.dtype:
+    """The dtype in which the client sent its weights, from those that the update makes of the server's."""
+    sent = torch.cat([(p + seen.update[k]).flatten() for k, p in seen.params.items() if k in seen.update])
+    for dtype in (torch.bfloat16, torch.float16):
+        near = (sent - sent.to(dtype).to(sent.dtype)).abs() <= 4 * torch.finfo(sent.dtype).eps * sent.abs()
+        if float(near.double().mean()) > MOST:  # by chance one in a thousand would be
+            return dtype
+    return torch.float32
 
 
 # ------------------------------------------------------------------------------------------------------- all rounds

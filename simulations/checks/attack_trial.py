@@ -67,8 +67,8 @@ def _searches(scenario: Scenario) -> list[PlannedAttack]:
 
 def _untried(attack: PlannedAttack) -> str:
     """Why an attack cannot be tried in seconds; empty if it can."""
-    if attack.tells_members:
-        return "it scores candidates, of which a stand-in has none"
+    if attack.metric:
+        return "it is graded by the clients' own batches"
     if str(attack.table["use"]) in {entry.name for entry in ATTACK.entries() if entry.group == DECODERS}:
         return "it reads the answer to a malicious server's weights, which none has sent yet"
     return "it trains or loads a network first" if attack.build().trains_first else ""

@@ -30,7 +30,7 @@ def compared_figures(
     failed = ""
     if outcome.failed:
         failed = f"{outcome.failed} of {len(outcome.iterations)} attacks failed"
-        if not spec.is_limit and not spec.tells_members:
+        if not spec.metric:
             failed += f", graded as {modality_measured(outcome.scores.metrics).blank_name}"
         failed += "".join(f": {reason}" for reason in outcome.reasons[:1])
     rows = []

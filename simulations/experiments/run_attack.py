@@ -11,7 +11,7 @@ from fedgauge.attacks.grading.audit import AuditResult
 from fedgauge.attacks.modality.image_metrics import AUGMENTED, mse
 from fedgauge.attacks.modality.membership import LABELS_ALONE
 from fedgauge.attacks.plan import ERROR_LIMITS, MEMBERSHIP_LIMIT, PlannedAttack
-from fedgauge.attacks.score_rows import WHOLE_BATCH, has_images
+from fedgauge.attacks.score_rows import WHOLE_BATCH, came_back
 from fedgauge.client.components import SpecError
 from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.experiments.measures import AttackOutcome, all_measures, mean_of, measures_of
@@ -52,9 +52,9 @@ def run_attack(
 
 def _failed(spec: AttackSpec, result: AuditResult) -> bool:
     """Whether an attack reconstructed nothing, or a test or limit has no value."""
-    if spec.is_limit or spec.tells_members:
+    if spec.metric:
         return all(row.value is None for row in result.rows)
-    return not has_images(result.reconstruction.x)
+    return not came_back(result.reconstruction.x)
 
 
 def _published(spec: AttackSpec, setup: Setup, result: AuditResult) -> AuditResult:
@@ -62,7 +62,7 @@ def _published(spec: AttackSpec, setup: Setup, result: AuditResult) -> AuditResu
 
     A run, which compares an attack with its baselines on the examples that both have, leaves a failure out of its mean.
     """
-    if spec.is_limit or spec.tells_members or not _failed(spec, result):
+    if spec.metric or not _failed(spec, result):
         return result
     auditor, seen = setup.auditor, next(o for o in setup.observations if o.client == result.client)
     blank = auditor.modality.blank(auditor.federation.batch_at(seen.client, seen.round).x)
