@@ -235,14 +235,16 @@ def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
     if isinstance(result, Exception):
         _give_up(ledger, lease, result)
         return
-    for client, images in result.images.items():
-        if images:
-            run.write_reconstruction(lease.round, client, lease.attack.name, images)
-    memories = {  # written before the jobs are marked done, so that a finished job always has its memory
-        client: run.write_memory(lease.round, client, lease.attack.name, memory)
-        for client, memory in result.memories.items()
-    }
-    ledger.finish(lease, result.rows, result.reasons, memories, result.numerics)
+    rows, reasons, memories, name = {}, {}, {}, lease.attack.name
+    for one in result.audited:
+        if tensors := one.reconstruction.tensors():
+            run.write_reconstruction(lease.round, one.client, name, tensors)
+        if (
+            one.memory is not None
+        ):  # written before its job is marked done, so that a finished job always has its memory
+            memories[one.client] = run.write_memory(lease.round, one.client, name, one.memory)
+        rows[one.client], reasons[one.client] = one.rows, one.reconstruction.reason or None
+    ledger.finish(lease, rows, reasons, memories, result.numerics)
 
 
 def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:

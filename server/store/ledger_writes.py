@@ -164,7 +164,7 @@ class JobQueue(LedgerReads):
         self,
         lease: Lease,
         rows: Mapping[int, Iterable[ScoreRecord]],
-        reasons: Mapping[int, str] | None = None,
+        reasons: Mapping[int, str | None] | None = None,
         memories: Mapping[int, str] | None = None,
         numerics: Numerics | None = None,
     ) -> None:

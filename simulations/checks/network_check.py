@@ -3,15 +3,16 @@
 import copy
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.compatibility import check_forward, check_lookups, check_parameters, differentiation_of
 from fedgauge.attacks.modality.registry import examples_of
+from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
@@ -123,9 +124,7 @@ def try_softmax(fed: Federation) -> str:
 
 def try_derivatives(fed: Federation) -> str:
     """Compare the network's second derivative, which every matching attack follows, with the change of the first."""
-    data = fed.shards.dataset
-    size = min(PAIR, fed.shards.batch_size)
-    known = Knowledge(fed.model, fed.chain, data.shape, data.classes, size, data.mean, data.std, loss=fed.loss)
+    known = replace(public_knowledge(fed, members=1), batch_size=min(PAIR, fed.shards.batch_size), auxiliary=None)
     found = differentiation_of(known, fed.initial()[0], one_pass=False)
     require(not found.note, f"{found.note}; let forward compute with tensors throughout, or take another layer")
     return "as the gradient changes"
