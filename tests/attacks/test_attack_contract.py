@@ -64,8 +64,7 @@ SEARCHES = (
 def seen(make_federation: Make) -> tuple[Federation, Wave, Knowledge]:
     """Three clients of an MLP federation, B = 1, which every attack can work on."""
     fed = make_federation(clients=3, model={"use": "mlp", "hidden": [16]}, data=FEW)
-    params, buffers = fed.initial()
-    wave = Wave.stack([Observation(1, c, params, fed.client_update(params, buffers, c, 1), buffers) for c in range(3)])
+    wave = FederationSource(fed).wave(range(3))
     return fed, wave, Auditor(FederationSource(fed)).knowledge(PlannedAttack("x", {"use": "analytic"}))
 
 

@@ -66,8 +66,7 @@ def planned(name: str, **more: Any) -> PlannedAttack:
 def audited(make: Make, tables: Mapping[str, Any], plan: PlannedAttack, there: bool) -> list[AuditResult]:
     """What an auditor finds in the updates of two clients, on the CPU or beside it."""
     fed = make(clients=2, **tables)
-    params, buffers = fed.initial()
-    wave = Wave.stack([Observation(1, c, params, fed.client_update(params, buffers, c, 1), buffers) for c in range(2)])
+    wave = FederationSource(fed).wave(range(2))
     if not there:
         return Auditor(FederationSource(fed)).audit(plan, wave)
     with separate_device() as device:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedgauge.attacks.base import Budget, Observation
+from fedgauge.attacks.base import Budget
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
@@ -78,12 +78,7 @@ def test_defenses_of_updates_work_on_text_as_they_are(make: Make, link: dict[str
     assert all(torch.equal(update[k], again[k]) for k in params)
     if link["use"] == "clip":
         assert float(norm(update)) <= 0.1 * LOCAL["rate"] * (1 + 1e-5)  # type: ignore[operator]
-    assert replay(fed, seen_of(fed)).ok
-
-
-def seen_of(fed: Federation) -> Observation:
-    params, buffers = fed.initial()
-    return Observation(1, 0, params, fed.client_update(params, buffers, 0, 1), buffers)
+    assert replay(fed, FederationSource(fed).seen(0)).ok
 
 
 @pytest.mark.parametrize(
@@ -233,6 +228,6 @@ def test_lengths_are_refused_for_images(tables: Callable[..., dict[str, Any]]) -
 def test_frozen_words_travel_as_buffers_and_the_replay_is_exact(make: Make) -> None:
     fed = make(model={**SMALL, "freeze": ["words", "biases"]})
     assert isinstance(fed.model, LanguageModel)
-    seen = seen_of(fed)
+    seen = FederationSource(fed).seen(0)
     assert fed.model.parts.word in seen.buffers and fed.model.parts.word not in seen.update
     assert replay(fed, seen).ok

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.sentences import TEXT_ATTACKS
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
@@ -56,8 +56,7 @@ def seen(request: pytest.FixtureRequest, make_federation: Make) -> Seen:
 def observed(make_federation: Make, task: str, batch_size: int = 1) -> Seen:
     data = {"use": "phrases", "length": 12, "task": task, "auxiliary": 40, "batch_size": batch_size}
     fed = make_federation(data=data, **TASKS[task])
-    params, buffers = fed.initial()
-    wave = Wave.stack([Observation(1, c, params, fed.client_update(params, buffers, c, 1), buffers) for c in range(2)])
+    wave = FederationSource(fed).wave(range(2))
     return Seen(fed, wave, Auditor(FederationSource(fed)).knowledge(PlannedAttack("x", {"use": NAMES[0]})))
 
 
