@@ -319,7 +319,6 @@ class Attack(ABC):
     tunes: ClassVar[bool] = False  # whether it has `variants`
     is_random: ClassVar[bool] = True  # whether its streams may change what it reconstructs
     needs_secure_sum: ClassVar[bool] = False  # whether it reads the sum of several clients' updates
-    scores_candidates: ClassVar[bool] = False  # whether it tells who was in a batch, and reconstructs nothing
 
     @property
     def label_source(self) -> Literal["restored", "optimised"]:
@@ -335,6 +334,16 @@ class Attack(ABC):
     def trains_first(self) -> bool:
         """Whether it trains, or loads, a network before it attacks, which may take minutes."""
         return False
+
+    @property
+    def metric(self) -> str:
+        """The metric that it headlines, if it reconstructs nothing; empty: the main one of its data."""
+        return ""
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether it reads the update as a gradient, and cannot compute what else is in it."""
+        return not (self.needs_derivative or self.trains_first)
 
     @property
     def on_cpu(self) -> bool:

@@ -1,11 +1,12 @@
 """Gaussian priors over an example's pixels, fitted to auxiliary images: of all together, or of each class by itself."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
+from fedgauge.client.data.images import Shards
 from fedgauge.client.update import Batch
 
 ENOUGH = 20  # images from which on a class has a covariance of its own
@@ -158,6 +159,12 @@ def class_priors(images: Batch) -> tuple[ClassPrior, ...]:
     if len(rest):
         parts.append((rest, GaussianPrior.fit(deviations(images))))
     return tuple(ClassPrior(c, float(torch.isin(images.y, c).double().mean()), prior) for c, prior in parts)
+
+
+@lru_cache(maxsize=1)
+def public_priors(shards: Shards) -> tuple[ClassPrior, ...]:
+    """The priors that a federation's public images give."""
+    return class_priors(shards.auxiliary_batch())
 
 
 def class_means(images: Batch, classes: Tensor) -> Tensor:

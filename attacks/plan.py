@@ -1,19 +1,22 @@
 """The attack plan: which attacks run with which knowledge and budget, and in which rounds and on which clients."""
 
 import dataclasses
-import inspect
 import json
 import re
-import typing
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from fedgauge.attacks.base import Attack, Budget
+from fedgauge.attacks.error_limits import BayesLimit, CandidateBound
 from fedgauge.attacks.learned.auxiliary import Auxiliary
+from fedgauge.attacks.measure import Measure
+from fedgauge.attacks.membership.attack import MembershipLimit
+from fedgauge.attacks.membership.canaries import Canaries
 from fedgauge.attacks.modality.base import Modality
+from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import GUESSES, HELD, MEMBER
 from fedgauge.attacks.modality.registry import BASELINES, MODALITIES
@@ -27,7 +30,6 @@ from fedgauge.client.components import (
     check_at_least,
     coerce,
     is_own,
-    resolve,
 )
 
 MEMBERSHIP = "fedgauge.membership"  # the registry's group of tests of membership
@@ -39,10 +41,15 @@ BAYES_LIMIT, CANDIDATE_BOUND, MEMBERSHIP_LIMIT, CANARIES = (
     "membership_limit",
     "canaries",
 )
-# not attacks: limits on the mean squared error and on membership, and what canaries show of the noise, computed in the same run
 ERROR_LIMITS = (BAYES_LIMIT, CANDIDATE_BOUND)
 MOST_ATTACKS = 1000  # of a run, baselines included: pages and reports compare each with each
-LIMITS = (*ERROR_LIMITS, MEMBERSHIP_LIMIT, CANARIES)
+# what a run adds where it applies, and no scenario names: limits on all attacks, and what canaries show of the noise
+LIMITS: Mapping[str, type[Measure]] = {
+    BAYES_LIMIT: BayesLimit,
+    CANDIDATE_BOUND: CandidateBound,
+    MEMBERSHIP_LIMIT: MembershipLimit,
+    CANARIES: Canaries,
+}
 _BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
 # keys of an [[attack]] table other than its component's arguments
 _OMITTED = {
@@ -114,8 +121,12 @@ class PlannedAttack:
 
     def build(self) -> Attack:
         """The attack itself."""
-        attack = build(self.table, f"[[attack]] {self.name}", self.kind)
-        assert isinstance(attack, Attack)
+        where = f"[[attack]] {self.name}"
+        if self.is_limit:
+            arguments = {k: v for k, v in self.table.items() if k != "use"}
+            limit: Measure = call(LIMITS[self.name], check_arguments(LIMITS[self.name], arguments, where), where)
+            return limit
+        attack: Attack = build(self.table, where, self.kind)
         return attack.traced(self.trace) if self.trace else attack
 
     @property
@@ -134,44 +145,38 @@ class PlannedAttack:
         return self.name in LIMITS
 
     @cached_property
-    def question(self) -> str:
-        """What it asks of members, MEMBER or HELD, as the attack announces; empty of an attack that reconstructs, and of a limit.
+    def metric(self) -> str:
+        """The metric that it headlines, if it reconstructs nothing; empty of an attack that reconstructs.
 
         Of a user's own attack a ledger has it (`to_json`), as a module that may not be loaded is listed, too.
         """
-        if self.is_limit or not self._type.scores_candidates:
-            return ""
-        return HELD if self._type.is_stateful else MEMBER
+        return self.build().metric
 
     @property
     def tells_members(self) -> bool:
-        """Whether it tells who was in a batch, or whom a client's data holds, and reconstructs nothing."""
-        return bool(self.question)
+        """Whether it is a test of who was in a batch, or whom a client's data holds."""
+        return self.metric in (MEMBER, HELD) and not self.is_limit
 
     @property
     def reconstructs(self) -> bool:
         """Whether it is about examples that come back: an attack, a baseline or a limit on their errors."""
-        return not self.tells_members and self.name not in (MEMBERSHIP_LIMIT, CANARIES)
+        return self.metric in ("", mse.name)
+
+    @property
+    def watched(self) -> Collection[int]:
+        """The clients whose updates alone it looks at, in every round; empty: those that the plan attacks."""
+        return self.table.get("clients", ()) if self.is_limit else ()
 
     @property
     def is_stateful(self) -> bool:
         """Whether a client's earlier rounds influence the attack on the next one, so that its jobs must run in order."""
-        return not self.is_limit and self._type.is_stateful
-
-    @cached_property
-    def _type(self) -> type[Attack]:
-        """The attack's class, which announces what it can do; a user's own is built, as its annotation may say less."""
-        if not is_own(self.table, self.kind):
-            return type(self.build())
-        target = resolve(self.table, f"[[attack]] {self.name}", self.kind)
-        kind = target if inspect.isclass(target) else typing.get_type_hints(target)["return"]
-        return typing.cast(type[Attack], kind)
+        return self.build().is_stateful
 
     def to_json(self) -> str:
         """Every field on one line, equal for equal plans: part of a job's key, and what a worker receives."""
         spec = {k: v for k, v in dataclasses.asdict(self).items() if k not in _OMITTED or v != _OMITTED[k]}
-        if self.question and not is_own(self.table, self.kind):
-            spec["question"] = self.question
+        if not self.is_limit and self.metric and not is_own(self.table, self.kind):
+            spec["question"] = self.metric
         return json.dumps(spec, sort_keys=True)
 
     @classmethod
@@ -182,16 +187,14 @@ class PlannedAttack:
             stored = dict(coerce(json.loads(text), dict, where))
         except (ValueError, RecursionError) as error:
             raise SpecError(f"{where} cannot be read: {error}") from error
-        question = coerce(
-            stored.pop("question", ""), Literal["", "membership", "held_membership"], f"{where}: question"
-        )
+        metric = coerce(stored.pop("question", ""), str, f"{where}: question")
         spent = check_arguments(Budget, coerce(stored.pop("budget", {}), dict, f"{where}: budget"), where)
         arguments = {**check_arguments(cls, stored, where), "budget": call(Budget, spent, where)}
         planned: PlannedAttack = call(cls, arguments, where)
         if not isinstance(planned.table.get("use"), str):
             raise SpecError(f"{where} names no component")
-        if not is_own(planned.table, planned.kind):
-            vars(planned).update(question=question)
+        if not planned.is_limit and not is_own(planned.table, planned.kind):
+            vars(planned).update(metric=metric)
         return planned
 
 
@@ -249,7 +252,9 @@ class AttackPlan:
         ]
         if tells_members:
             planned += [PlannedAttack(n, {"use": "membership", "score": n}, Budget(1)) for n in GUESSES]
-        planned += [PlannedAttack(n, {"use": n}, Budget(1)) for n in limits if n != MEMBERSHIP_LIMIT or tells_members]
+        planned += [
+            PlannedAttack(n, {"use": n}, Budget(1)) for n in limits if tells_members or LIMITS[n]().metric != MEMBER
+        ]
         if canaries is not None:
             planned.append(PlannedAttack(CANARIES, {"use": CANARIES, **canaries}, Budget(1)))
         if len(planned) > MOST_ATTACKS:
@@ -285,16 +290,16 @@ class AttackPlan:
         Args:
             planned: by this one alone; default: by any.
         """
-        looked_at = next((p.table for p in self.attacks if p.name == CANARIES), {"clients": ()})
-        canaries = {c for c in looked_at["clients"] if c in seen}
+        looking = next((p for p in self.attacks if p.watched), None)
+        watched = {c for c in seen if looking is not None and c in looking.watched}
         attacked = (
             {c for c in seen if self.clients is None or c in self.clients} if self.attacks_round(round) else set()
         )
         if planned is None:
-            return sorted(attacked | canaries)
-        if planned.name == CANARIES:
-            return sorted(canaries)
-        return sorted(attacked if "examples" in looked_at else attacked - canaries)
+            return sorted(attacked | watched)
+        if planned.watched:
+            return sorted(watched)
+        return sorted(attacked if looking is None or "examples" in looking.table else attacked - watched)
 
 
 def attack_name(table: Table) -> Any:

@@ -78,8 +78,7 @@ def with_given_truth(
             known, labels=torch.stack([batch.y if in_order else batch.y.sort().values for batch in batches])
         )
     if planned.lengths == "given":
-        if known.text is None or not isinstance(known.model, LanguageModel):
-            raise ValueError('lengths = "given" is for sentences: leave it out')
+        assert isinstance(known.model, LanguageModel)  # the plan refuses it for others
         kept = in_order and planned.labels == "given"
         lengths = [_lengths(batch, known.model.pad, kept) for batch in batches]
         known = replace(known, text=Sentences(torch.stack(lengths)))
@@ -153,10 +152,9 @@ def _tracking(model: nn.Module, chain: Chain) -> dict[str, _BatchNorm]:
     }
 
 
-def blurred_pull(known: Knowledge, attack: Attack | None = None) -> str:
+def blurred_pull(known: Knowledge, attack: Attack) -> str:
     """Why an attack that reads the update itself cannot work beside a pull that a defense has changed; else empty."""
-    pulled = known.chain.local.beside is not None
-    if not pulled or (attack is not None and (attack.needs_derivative or attack.trains_first)):
+    if known.chain.local.beside is None or not attack.takes_gradients:
         return ""
     return (
         "SCAFFOLD's control variates are in the update, and a defense behind them keeps them from being taken off: attack with "

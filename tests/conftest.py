@@ -18,7 +18,8 @@ import torch
 from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import HealthCheck, settings
 
-from fedgauge.attacks.base import Observation, Wave
+from fedgauge.attacks.base import Wave
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_data import data_folder
 from fedgauge.client.protocol import Protocol
@@ -219,10 +220,7 @@ def observe() -> Callable[..., Wave]:
     """What the server sees of some clients in the first round of a federation, as one wave."""
 
     def make(fed: Federation, clients: tuple[int, ...] = (0,), round: int = 1) -> Wave:
-        params, buffers = fed.initial()
-        return Wave.stack(
-            [Observation(round, c, params, fed.client_update(params, buffers, c, round), buffers) for c in clients]
-        )
+        return FederationSource(fed).wave(clients, round)
 
     return make
 

@@ -7,6 +7,7 @@ zero as a whole or not at all; a bias is zero only with its whole row, a normali
 defense is inferred; several together are reported as the first that fits.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Wave
 from fedgauge.attacks.defense_inference.evidence import FEW, SAME_SIZE, Inferred, UpdateEvidence
-from fedgauge.attacks.defense_inference.noise import find_noise
 from fedgauge.attacks.defense_inference.sparsity import find_sparsity
 from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Update, norm
 
 SAME_NORM = 1e-5  # relative distance at which two norms are one: float32 rounds a sum of squares by about 1e-6
+RANK = 1e-5  # share of a matrix's norm beyond its rank that is more than rounding
+SUBMATRIX = 512  # rows and columns that suffice to estimate a rank
+BEYOND = 4  # rows and columns beyond the rank that suffice to test the rest
 LEVELS = 64  # sums of up to this many signs are told apart from other values
 
 
@@ -75,3 +78,32 @@ def find_clip(read: UpdateEvidence) -> Inferred | None:
         return None
     evidence = f"{len(at)} of {len(norms)} updates have the norm {bound:.6g}, and none a larger one"
     return read.verdict("clip", {"max_norm": bound}, evidence)
+
+
+def find_noise(read: UpdateEvidence) -> Inferred:
+    """Noise: it raises the rank of a fully connected layer's update above one for each example and step."""
+    layers = [update[name] for update in read.updates for name in read.layers.linear if name in update]
+    beyond = [rest for matrix in layers if (rest := _beyond_rank(matrix, read.rows)) is not None]
+    if white := [(square, entries) for square, entries, noisy in beyond if noisy]:
+        sigma = math.sqrt(sum(square for square, _ in white) / sum(entries for _, entries in white))
+        evidence = f"a fully connected layer's update has a rank above {read.rows}, and the rest is white"
+        return read.verdict("noise", {"sigma": sigma}, evidence)
+    if beyond:
+        return read.verdict("none", {}, f"no layer has a rank above {read.rows}, so there is no noise")
+    return read.verdict("none", {}, "noise cannot be distinguished from none")
+
+
+def _beyond_rank(matrix: Tensor, rows: int) -> tuple[float, int, bool] | None:
+    """The square of what a matrix has beyond a rank, for how many entries it counts, and whether no value of it stands out.
+
+    The largest singular value of noise is Marchenko and Pastur's edge. None: the matrix is too small.
+    """
+    part = matrix.double()[:SUBMATRIX, :SUBMATRIX]
+    high, wide = (side - rows for side in part.shape)
+    if min(high, wide) < BEYOND:
+        return None
+    values = torch.linalg.svdvals(part)
+    size, whole = float(values[rows:].norm()), float(values.norm())
+    edge = (math.sqrt(high) + math.sqrt(wide)) * size / math.sqrt(high * wide)
+    noisy = whole > 0 and size / whole > RANK and float(values[rows]) < 1.5 * edge  # with a margin
+    return size**2, high * wide, noisy

@@ -27,7 +27,7 @@ def find_sparsity(read: UpdateEvidence) -> Inferred | None:
         keep = _roundest(*keeps, [t for t in read.every if t.pierced])
         evidence = f"{zeros}; every tensor keeps a share from {keeps[0]:.6g} to {keeps[1]:.6g} of its entries, or fewer"
         return read.verdict("prune", {"keep": keep}, evidence)
-    if _counts(read) + _places(read) + _small_survivors(read) < 0:
+    if _counts(read) < 0:
         # no tensor keeps less than each of those that were summed, and most keep more
         keep = min(1.0, *(t.share for t in read.certain if t.pierced))
         evidence = f"{zeros}; large entries are left, in counts that differ: several prunings were summed"
@@ -73,63 +73,10 @@ def _counts(read: UpdateEvidence) -> float:
     most = [read.rows * max(1, round(low * t.size)) for t in read.every]
     if any(t.seen == 0 for t in pierced) or any(t.seen - t.tied > m for t, m in zip(read.every, most, strict=True)):
         return AGAINST
-    live, shown = _live_and_shown(read.certain)
+    counts = ((t.live, t.shown) for t in read.certain)
+    live, shown = (torch.tensor(part, dtype=torch.float64) for part in zip(*counts, strict=True))
     any_count = (min(1.0, read.rows * low) - low) * live + 1
     return float((Binomial(live, shown.sum() / live.sum()).log_prob(shown) + any_count.log()).sum())
-
-
-def _live_and_shown(tallies: Sequence[TensorEvidence]) -> tuple[Tensor, Tensor]:
-    """`live` and `shown` of each."""
-    live, shown = zip(*((t.live, t.shown) for t in tallies), strict=True)
-    return torch.tensor(live, dtype=torch.float64), torch.tensor(shown, dtype=torch.float64)
-
-
-def _places(read: UpdateEvidence) -> float:
-    """Nats by which rows and columns of the classifier's weight favour a mask: pruning keeps more of the large ones."""
-    name = read.layers.classifier
-    if name is None or name not in read.updates[0]:
-        return 0.0
-    seen = [u[name] != 0 for u in read.updates]
-    live = [live_by_neighbours(u[name]) for u in read.updates]
-    rows = [_rows_alike(la.sum(1).double(), (s & la).sum(1).double()) for s, la in zip(seen, live, strict=True)]
-    # limited, since one update may be odd without a defense: a label's signal p - 1 was rounded to zero in some steps
-    return sum(max(-AGAINST, nats) for nats in rows) + _columns_alike(torch.cat([s.sum(0) for s in seen]), len(seen[0]))
-
-
-def _rows_alike(live: Tensor, shown: Tensor) -> float:
-    """Nats for counts of rows: binomial with one keep, against any counts."""
-    if not 0 < shown.sum() < live.sum():
-        return 0.0
-    return float((Binomial(live, shown.sum() / live.sum()).log_prob(shown) + (live + 1).log()).sum())
-
-
-def _columns_alike(shown: Tensor, high: int) -> float:
-    """Nats for counts of columns that are not zero: binomial, against their own histogram with BIC's penalty."""
-    often = torch.bincount(shown, minlength=high + 1)[1:].double()
-    total, kinds = float(often.sum()), int((often > 0).sum())
-    if not often[:-1].any():
-        return 0.0
-    keeps = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)[:, None]
-    counts = torch.arange(1, high + 1, dtype=torch.float64)
-    binomial = Binomial(torch.tensor(float(high)), keeps).log_prob(counts) - torch.log1p(-((1 - keeps) ** high))
-    own = (often / total).clamp_min(1e-12).log()
-    return float((binomial * often).sum(1).max() - (own * often).sum()) + max(0, kinds - 2) / 2 * math.log(total)
-
-
-def _small_survivors(read: UpdateEvidence) -> float:
-    """Nats, at most 0, by which missing small entries speak against a mask, which keeps them as often as they occur."""
-    least = min(t.share for t in read.certain if t.pierced)
-    part = 0.05 if least > 0.5 else 0.25
-    found = []
-    for tallies in zip(*read.tallies, strict=True):
-        small = seen = 0
-        for t in (t for t in tallies if t.share >= least and len(t.sizes)):
-            small += int((t.sizes < part * t.sizes.median()).sum())
-            seen += len(t.sizes)
-        expected, seldom = part / 2 * seen, part / 16 * seen
-        if seen >= FEW:
-            found.append(small * math.log(expected / seldom) - (expected - seldom))
-    return min(0.0, max(found, default=0.0))
 
 
 def _share(read: UpdateEvidence, masks: int) -> float:

@@ -1,22 +1,19 @@
 """Knowledge cards: an attack's threat model in one sentence, shown beside its scores."""
 
-import math
 from functools import lru_cache
 
 import torch
-from torch import Generator, nn
+from torch import nn
 
-from fedgauge.attacks.limits import limit_method
+from fedgauge.attacks.measure import Measure
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.plan import CANARIES, CANDIDATE_BOUND, MEMBERSHIP_LIMIT, PlannedAttack, describe
+from fedgauge.attacks.plan import PlannedAttack, describe
 from fedgauge.attacks.threat_model import tells_statistics
-from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation, whole_parts
 from fedgauge.client.local_training import LocalTraining
-from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, UpdateFn
+from fedgauge.client.update import Batch
 
 SEPARATOR = "; "  # of the parts of a card
 NO_DERIVATIVE = (  # on the card of an attack that cannot move
@@ -37,22 +34,9 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         return f"{told}{auxiliary} and nothing else"
     links = " > ".join(map(describe, fed.protocol.chain))
     batch = f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} an update" + _sum_of(fed)
-    if planned.name == CANARIES and (each := fed.protocol.canary_examples):
-        told = f"{len(fed.protocol.canary_clients) * each} canary examples, and not which of them are among the data"
-        return SEPARATOR.join([f"chain {links}", batch, told, auxiliary])
-    if planned.name == CANARIES:
-        return SEPARATOR.join([f"chain {links}", f"the directions of {len(fed.protocol.canary_clients)} canaries"])
-    if planned.name == MEMBERSHIP_LIMIT:
-        return SEPARATOR.join([f"chain {links}", batch, "the rest of the batch known, and the candidates"])
-    if planned.name == CANDIDATE_BOUND:
-        told = "labels, the rest of the batch and a few auxiliary images of the class known, one of which is the private image"
-        return SEPARATOR.join([f"chain {links}", batch, "a bound for images of any distribution", told])
-    if planned.is_limit:
-        values = len(fed.protocol.groups(1)[0]) * fed.shards.batch_size * math.prod(fed.shards.dataset.shape)
-        fitted = f"Gaussian prior of each class fitted to {len(fed.shards.auxiliary)} auxiliary images (Ledoit-Wolf shrinkage)"
-        bound = "an estimate, and a bound only for Gaussian images"
-        return SEPARATOR.join([f"chain {links}", batch, bound, fitted, "labels known", limit_method(values)])
     attack, local = planned.build(), fed.chain.local
+    if planned.is_limit and isinstance(attack, Measure):
+        return SEPARATOR.join([f"chain {links}", *attack.assumes(fed, batch)])
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in fed.model.modules())
     parts = [
         server,
@@ -70,7 +54,7 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         *([_batch_norm(fed)] if norms else []),
         *(["each client's earlier rounds"] if attack.is_stateful else []),
         *(["tuned on shadow updates of auxiliary examples"] if planned.tune == "shadow" else []),
-        *([] if planned.tells_members else [str(planned.budget)]),
+        *([] if planned.metric else [str(planned.budget)]),
     ]
     return SEPARATOR.join(parts)
 
@@ -95,9 +79,7 @@ def _batch_norm(fed: Federation) -> str:
 
 def cannot_move(fed: Federation, planned: PlannedAttack) -> bool:
     """Whether an attack descends through the clients' chain, and the chain has no derivative."""
-    if planned.is_baseline or planned.is_limit or planned.defense != "known":
-        return False
-    return planned.build().needs_derivative and _is_flat(fed)
+    return planned.defense == "known" and planned.build().needs_derivative and _is_flat(fed)
 
 
 def _sum_of(fed: Federation) -> str:
@@ -114,36 +96,15 @@ def _sum_of(fed: Federation) -> str:
 
 @lru_cache(maxsize=1)
 def _is_flat(fed: Federation) -> bool:
-    """Whether the chain's noise-free form has a zero derivative by the images where bare local training has none."""
-    if len(fed.chain.links) == 1:
+    """Whether the chain's noise-free form has a zero derivative by the gradients that go into it."""
+    params, rng = fed.initial()[0], generator(fed.protocol.seed, "derivative")
+    given = {k: torch.randn(t.shape, generator=rng).to(t).requires_grad_() for k, t in params.items()}
+    batch = Batch(torch.zeros(2, *fed.shards.dataset.shape), torch.zeros(2, dtype=torch.int64))
+    update = fed.chain.mean(lambda *_: given)(params, batch, None)
+    if not any(bool(t.any()) for t in update.values()):
         return False
-    batch = _test_batch(fed, generator(fed.protocol.seed, "derivative"))
-    bare = fed.gradient
-    try:
-        update, slope = _slope(fed, fed.chain.mean(bare), batch)
-        return update > 0 and slope == 0 and _slope(fed, fed.chain.local(bare), batch)[1] > 0
-    except RuntimeError:  # a network without a second derivative: each attack then fails with torch's own message
-        return False
-
-
-def _test_batch(fed: Federation, rng: Generator) -> Batch:
-    """Two examples by which an update can be differentiated: random pixels, or the embeddings of auxiliary sentences."""
-    shards = fed.shards
-    if isinstance(fed.model, LanguageModel):
-        chosen = batch_of(shards.dataset.x, shards.dataset.y, shards.auxiliary[:2])
-        return Batch(fed.model.embed(chosen.x).detach(), chosen.y)
-    labels = torch.randint(shards.dataset.classes, (2,), generator=rng)
-    return Batch(torch.rand(2, *shards.dataset.shape, generator=rng), labels)
-
-
-def _slope(fed: Federation, client: UpdateFn, batch: Batch) -> tuple[float, float]:
-    """The largest entry of an update, and of the derivative of a random projection of it by the images."""
-    x = batch.x.clone().requires_grad_()
-    update = client(fed.initial()[0], Batch(x, batch.y), None)
-    rng = generator(fed.protocol.seed, "projection")
-    projected = torch.stack([(t * torch.randn(t.shape, generator=rng)).sum() for t in update.values()]).sum()
-    largest = max(float(t.detach().abs().max()) for t in update.values())
+    projected = torch.stack([(t * torch.randn(t.shape, generator=rng).to(t)).sum() for t in update.values()]).sum()
     if not projected.requires_grad:
-        return largest, 0.0
-    (slope,) = torch.autograd.grad(projected, x, allow_unused=True)
-    return largest, 0.0 if slope is None else float(slope.abs().max())
+        return True
+    slopes = torch.autograd.grad(projected, list(given.values()), allow_unused=True)
+    return not any(slope is not None and bool(slope.any()) for slope in slopes)

@@ -15,27 +15,8 @@ from fedgauge.attacks.modality.image_metrics import (
     Metric,
     label_accuracy,
 )
+from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord, came_back, wrong_client
 from fedgauge.client.update import Batch
-
-OBJECTIVE = (
-    "objective"  # the metric of a row that holds the attack's own objective, where there is no truth to grade by
-)
-WHOLE_BATCH = -1  # the example number of a row about the whole batch
-WRONG_CLIENT = "wrong_client("
-
-
-@dataclass(frozen=True)
-class ScoreRecord:
-    """One score, as the ledger keeps it."""
-
-    round: int
-    client: int
-    attack: str
-    example: int
-    metric: str
-    value: float | None
-    status: str
-    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +70,7 @@ class Grader:
         rows = []
         if result.y is not None and truth.labelled:
             rows.append(row(WHOLE_BATCH, "label_accuracy", label_accuracy(truth.y, result.y)))
-        if result.x is None or not has_images(result.x):
+        if result.x is None or not came_back(result.x):
             rows += [row(i, metric.name, None) for metric in self.metrics for i in range(len(truth.y))]
             return result, rows, torch.empty(0, dtype=torch.int64)
         if len(result.x) < len(truth.x):
@@ -128,23 +109,8 @@ def ungraded_rows(
 
     objective = result.objective if math.isfinite(result.objective) else None
     rows = [row(client, attack, WHOLE_BATCH, OBJECTIVE, objective)]
-    if not has_images(result.x):
+    if not came_back(result.x):
         rows += [row(client, attack, i, metric, None) for i in range(examples)]
         if other is not None:
             rows += [row(other, wrong_client(attack), i, metric, None) for i in range(examples)]
     return rows
-
-
-def wrong_client(attack: str) -> str:
-    """The name of the baseline that grades an attack's reconstruction against another client's truth."""
-    return f"{WRONG_CLIENT}{attack})"
-
-
-def attack_of(name: str) -> str:
-    """The attack whose reconstruction is graded under a name: itself, or that of a wrong_client."""
-    return name.removeprefix(WRONG_CLIENT).removesuffix(")") if name.startswith(WRONG_CLIENT) else name
-
-
-def has_images(x: Tensor | None) -> bool:
-    """Whether a reconstruction has anything to grade."""
-    return x is not None and bool(torch.isfinite(x).all())

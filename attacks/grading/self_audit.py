@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedgauge.attacks.base import Observation, Wave
+from fedgauge.attacks.base import Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.deployment.deployed_client import SelfAudit, UpdatePolicy
 from fedgauge.client.deployment.owner import GuardPolicy
 from fedgauge.client.federation import Federation
@@ -47,8 +48,9 @@ class invert_own(SelfAudit):
     ) -> float:
         if own.chain.local.remembers:
             raise ValueError("the attack would need the rounds before, from which scaffold's control variates follow")
-        wave = Wave.stack([Observation(1, 0, params, update, buffers, returned=returned)])
-        auditor = Auditor(own, blind=True)  # the main metric is all that is graded, below
+        source = FederationSource(own, blind=True)  # the main metric is all that is graded, below
+        wave = Wave.stack([source.seen(0, 1, (params, buffers), update, returned)])
+        auditor = Auditor(source)
         (audited,) = auditor.audit(self._planned, wave)
         result = audited.reconstruction
         # the server chooses the weights, so weights that make the attack diverge must not pass for safe

@@ -50,7 +50,7 @@ class class_fishing(ServerAttack):
 
     def _next(self, known: Knowledge, seen: Sequence[Observation]) -> int:
         """The class to try: the first not tried yet, else the tried one with the fewest examples."""
-        counts = {_fished_class(o.params, known): round(count_isolated(o, known)) for o in seen}
+        counts = {_fished_class(o.params, known): round(count_isolated(o.params, o.update, known)) for o in seen}
         present = {row: count for row, count in counts.items() if count > 0}
         if 1 not in present.values() and len(counts) < known.classes:
             return next(row for row in range(known.classes) if row not in counts)
@@ -83,7 +83,7 @@ class feature_fishing(ServerAttack):
         """The next threshold and the logit's steepness there: below the right threshold no example is left, above it several."""
         threshold, steepness, narrow = (low + high) / 2, 2 * CERTAIN / (high - low), NARROWEST * (high - low)
         for o in seen:
-            count = count_isolated(o, known)
+            count = count_isolated(o.params, o.update, known)
             if abs(count - 1) <= ALONE or high - low < narrow:  # equal images can never be separated
                 break
             low, high = (threshold, high) if count < 1 else (low, threshold)
@@ -91,10 +91,10 @@ class feature_fishing(ServerAttack):
         return threshold, steepness
 
 
-def count_isolated(seen: Observation, known: Knowledge) -> float:
+def count_isolated(params: Params, update: Update, known: Knowledge) -> float:
     """How many examples had a gradient, by the bias of the fished class: each adds 1 - p, and less behind clipping."""
-    gradient = -seen.update[f"{classifier(known.model, known.shape)}.bias"] / known.scale
-    return -float(gradient[_fished_class(seen.params, known)]) * known.batch_size
+    gradient = -update[f"{classifier(known.model, known.shape)}.bias"] / known.scale
+    return -float(gradient[_fished_class(params, known)]) * known.batch_size
 
 
 def _checked(target: int, known: Knowledge) -> int:
@@ -176,10 +176,7 @@ class lone_example(DelegatingAttack):
             row = _fished_class(wave.params, known)
         except ValueError as error:
             return not_applicable(wave, str(error))
-        counts = [
-            count_isolated(Observation(wave.round, c, wave.params, wave.alone(k)), known)
-            for k, c in enumerate(wave.clients)
-        ]
+        counts = [count_isolated(wave.params, wave.alone(k), known) for k in range(len(wave))]
         caught = [k for k, count in enumerate(counts) if math.isfinite(count) and count > ALONE]
         results = dict(enumerate(not_applicable(wave, f"no example of class {row} was fished")))
         if caught:

@@ -107,8 +107,6 @@ def check_decoders(plan: Sequence[TargetedServerAttack], attacks: Sequence[Plann
     """SpecError where a decoder's server attack is not in the plan, or its secure sum is missing."""
     sent = {str(targeted.table["use"]) for targeted in plan}
     for planned in attacks:
-        if planned.is_limit:
-            continue
         made = planned.build()
         if made.decodes and not sent & set(made.decodes):
             raise SpecError(f"[[attack]] {planned.name}: it decodes {' or '.join(made.decodes)}: add one")

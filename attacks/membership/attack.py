@@ -1,23 +1,26 @@
 """Membership as a planned attack: it scores candidates against the updates instead of reconstructing examples."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.measure import Case, Measure, Memories, Rows
+from fedgauge.attacks.membership.candidates import MembershipTest
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch
+from fedgauge.attacks.membership.limit import detectability, pair_area, power
 from fedgauge.attacks.membership.scores import SCORES, Scoring, against_null, calibrated, classes_of
-from fedgauge.attacks.modality.membership import LABELS_ALONE
+from fedgauge.attacks.modality.membership import HELD, LABELS_ALONE, MEMBER, RATES
 from fedgauge.client.components import check_at_least
+from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch, concatenate
 
 
 @dataclass(frozen=True)
-class membership(Attack):
+class membership(Measure):
     """Tell by a score who was in the batch behind an update.
 
     Public examples of the candidate's label show how high a stranger scores.
@@ -44,19 +47,26 @@ class membership(Attack):
     strangers: int = 1000
     held: int = 40
 
-    is_random: ClassVar[bool] = False
-    scores_candidates: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         check_at_least(self, 1, "strangers")
         check_at_least(self, 0, "held")
 
-    on_cpu = True
+    @property
+    def metric(self) -> str:
+        return HELD if self.is_stateful else MEMBER
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
-        return not_applicable(wave, "it scores candidates and reconstructs nothing")
+    def measure(self, case: Case) -> tuple[Rows, Memories]:
+        """The rows of a wave's updates; a client has none if its update makes its scores infinite or no number."""
+        summed, wave = case.fed.protocol.secure_sum, case.wave
+        if self.is_stateful and summed is not None and summed.drawn:
+            raise ValueError("groups are drawn anew in each round, so that no sum is of the same clients again")
+        test = MembershipTest(case, self.strangers, self.held, (*wave.clients, *case.others.values()))
+        scores = self.scores(wave, case.known, test.candidates)
+        scored = [k for k, own in enumerate(scores) if bool(own.isfinite().all())]
+        if not scored:
+            return {}, {}
+        told = scores[scored], [wave.clients[k] for k in scored]
+        return test.over_rounds(*told) if self.is_stateful else (test.of_updates(*told), {})
 
     def scores(self, wave: Wave, known: Knowledge, candidates: Batch) -> Tensor:
         """How much each candidate (N) seems to have been in the batch of each update (K): (K, N) float64.
@@ -91,3 +101,28 @@ class membership_over_rounds(membership):
     """Tell by the highest score over the rounds whom a client's data holds; the arguments are those of membership."""
 
     is_stateful: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class MembershipLimit(Measure):
+    """What the noise of one update allows any test of membership, where it is normal."""
+
+    metric = MEMBER
+
+    def assumes(self, fed: Federation, batch: str) -> list[str]:
+        return [batch, "the rest of the batch known, and the candidates"]
+
+    def measure(self, case: Case) -> tuple[Rows, Memories]:
+        found, usual = Rows(), membership()
+        public = MembershipTest(case, usual.strangers, usual.held, case.wave.clients).strangers
+        labels = classes_of(public)
+        for client in case.wave.clients:
+            batch = case.fed.batch_at(client, case.wave.round)
+            same = torch.isin(labels, classes_of(batch))
+            strangers = Batch(public.x[same], public.y[same])
+            members = CandidateGradients(case.known, case.wave.params, batch)
+            values = {MEMBER: pair_area(members, CandidateGradients(case.known, case.wave.params, strangers)).tolist()}
+            mus = detectability(members).tolist()
+            values |= {MEMBER + ending: [power(rate, mu) for mu in mus] for ending, rate in RATES.items()}
+            found[client] = case.rows(client, values, range(len(mus)))
+        return found, {}

@@ -143,6 +143,10 @@ class Modality(ABC):
         """Examples that somebody hands in, in the dataset's layout; ValueError if they cannot be brought into it."""
         return x
 
+    def possible(self, x: Tensor) -> Tensor:
+        """A reconstruction as examples that can be: a client that grades at home takes no others."""
+        return x
+
     def blank(self, truth: Tensor) -> Tensor:
         """The guess of the truth's shape as which a paper's table grades an attack that failed."""
         return torch.zeros_like(truth)

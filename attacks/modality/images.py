@@ -71,6 +71,9 @@ class ImageModality(Modality):
             )
         return x
 
+    def possible(self, x: Tensor) -> Tensor:
+        return x.clamp(0, 1)
+
     def blank(self, truth: Tensor) -> Tensor:
         return torch.full_like(truth, 0.5)
 

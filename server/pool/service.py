@@ -16,14 +16,15 @@ from fedgauge.attacks.grading.replay import ReplayCheck, replay
 from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.server.pool.executors import Executor, LocalExecutor, Result, WorkerDied, last_line
 from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices
-from fedgauge.server.pool.training_check import TrainingCheck
+from fedgauge.server.pool.tape_source import TapeSource
+from fedgauge.server.pool.update_checks import TrainingCheck
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import ATTACKED_FROM, DeviceUse, Lease
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import AuditOptions, Scenario
 from fedgauge.server.store.tape import TapeError
-from fedgauge.server.store.uploads import UploadMismatch, read_observation
+from fedgauge.server.store.uploads import UploadMismatch
 
 NO_REPLAY = "not possible in a deployment: only a client's own data, which stays there, can recompute its update"
 ATTEMPTS = 3  # for a wave whose worker dies; the last one is on the CPU
@@ -73,6 +74,7 @@ def serve(
     scenario = scenario or run.scenario()
     with run.lock("audit"), run.ledger() as ledger:
         ledger.release()
+        source = TapeSource(scenario.federation, run=run, ledger=ledger)
         flying: dict[int, Lease] = {}
         use = _DeviceUse(ledger, executor)
         check: TrainingCheck | None = None  # of a user's own app
@@ -86,8 +88,8 @@ def serve(
             if training and not coming:  # the pace so far was that of the rounds
                 ledger.set_meta(**{ATTACKED_FROM: str(ledger.finished())})
             if not replayed:
-                check = TrainingCheck(run, ledger, scenario) if ledger.foreign else None
-                replayed = check.begin(coming) if check else _check_replay(run, ledger, scenario, coming)
+                check = TrainingCheck(source) if ledger.foreign else None
+                replayed = check.begin(coming) if check else _check_replay(source, scenario, coming)
                 if ledger.meta().get("replay") == "mismatch" and not force:
                     tick()
                     return
@@ -96,7 +98,7 @@ def serve(
             while len(flying) < executor.slots and not stop() and (lease := ledger.lease()) is not None:
                 if check is not None and lease.attack.name not in BASELINES:
                     check.compare(lease.round, lease.clients)
-                loaded = _load(run, ledger, lease, scenario)
+                loaded = _load(source, lease)
                 if loaded is not None:
                     flying[tickets := tickets + 1], task = loaded
                     executor.submit(tickets, task)
@@ -146,14 +148,15 @@ class _DeviceUse:
         )
 
 
-def _check_replay(run: Run, ledger: Ledger, scenario: Scenario, coming: bool) -> bool:
+def _check_replay(source: TapeSource, scenario: Scenario, coming: bool) -> bool:
     """Recompute the first update on the tape that can be, and compare, before anything is attacked; True when that is decided."""
+    ledger = source.ledger
     if ledger.deployed:
         ledger.set_meta(replay="unknown", replay_detail=NO_REPLAY)
         return True
     first = _replayable(ledger, scenario)
     if first is None:
-        if not any(o["status"] == "accepted" and o["digest"] for o in ledger.observations()):
+        if not source.taped():
             return False
         detail = "the chain is stateful, so only a client's first update can be recomputed, and none is on the tape"
         if not scenario.federation.chain.remembers:
@@ -163,7 +166,7 @@ def _check_replay(run: Run, ledger: Ledger, scenario: Scenario, coming: bool) ->
         ledger.set_meta(replay="unknown", replay_detail=detail)
         return True
     try:
-        check: ReplayCheck = replay(scenario.federation, read_observation(run, ledger, scenario.federation, *first))
+        check: ReplayCheck = replay(scenario.federation, source.observation(*first))
         detail = f"cosine {check.cosine:.7f}, relative error {check.relative_error:.1e}: {check.verdict}"
         ledger.set_meta(replay="ok" if check.ok else "mismatch", replay_detail=detail)
     except TapeError as error:
@@ -197,16 +200,17 @@ def _mixed(scenario: Scenario, round: int, client: int) -> bool:
     return False
 
 
-def _load(run: Run, ledger: Ledger, lease: Lease, scenario: Scenario) -> tuple[Lease, Task] | None:
+def _load(source: TapeSource, lease: Lease) -> tuple[Lease, Task] | None:
     """A lease and its task, read from the run's files.
 
     Jobs with a damaged file, or with an upload that is not the model's, fail at once, say so, and leave the lease.
     """
+    run, ledger = source.run, source.ledger
     seen: list[Observation] = []
     memories: dict[int, ClientState] = {}
     for client, digest in zip(lease.clients, lease.digests, strict=True):
         try:
-            observation = read_observation(run, ledger, scenario.federation, lease.round, client, digest)
+            observation = source.observation(lease.round, client, digest)
             if client in lease.memories:
                 left, written = lease.memories[client]
                 memories[client] = run.read_memory(left, client, lease.attack.name, written)
@@ -222,21 +226,25 @@ def _load(run: Run, ledger: Ledger, lease: Lease, scenario: Scenario) -> tuple[L
         _give_up(ledger, lease, error)
         return None
     planned, others = lease.attack.to_json(), dict(lease.others)
-    return lease, Task(scenario.protocol.to_json(), planned, lease.seed, wave, others, memories, ledger.deployed, last)
+    return lease, Task(
+        source.federation.protocol.to_json(), planned, lease.seed, wave, others, memories, ledger.deployed, last
+    )
 
 
 def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
     if isinstance(result, Exception):
         _give_up(ledger, lease, result)
         return
-    for client, images in result.images.items():
-        if images:
-            run.write_reconstruction(lease.round, client, lease.attack.name, images)
-    memories = {  # written before the jobs are marked done, so that a finished job always has its memory
-        client: run.write_memory(lease.round, client, lease.attack.name, memory)
-        for client, memory in result.memories.items()
-    }
-    ledger.finish(lease, result.rows, result.reasons, memories, result.numerics)
+    rows, reasons, memories, name = {}, {}, {}, lease.attack.name
+    for one in result.audited:
+        if tensors := one.reconstruction.tensors():
+            run.write_reconstruction(lease.round, one.client, name, tensors)
+        if (
+            one.memory is not None
+        ):  # written before its job is marked done, so that a finished job always has its memory
+            memories[one.client] = run.write_memory(lease.round, one.client, name, one.memory)
+        rows[one.client], reasons[one.client] = one.rows, one.reconstruction.reason or None
+    ledger.finish(lease, rows, reasons, memories, result.numerics)
 
 
 def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:

@@ -4,14 +4,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from fedgauge.attacks.base import ClientState, Wave
 from fedgauge.attacks.engine.batch_limiter import exhausted, keep_freed_memory
 from fedgauge.attacks.engine.devices import CPU, Numerics, Precision, compute_on, numerics
-from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.grading.scores import ScoreRecord
+from fedgauge.attacks.grading.audit import Auditor, AuditResult
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import federation
 
 NONDETERMINISTIC = "does not have a deterministic implementation"  # as torch refuses an operator
@@ -42,19 +41,9 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """A wave's result, by attacked client.
+    """A wave's results, and how the attack was computed."""
 
-    Args:
-        images: as `Reconstruction.tensors` names them.
-        reasons: only where the attack, or the choice of the device, gives one.
-        memories: what a stateful attack remembers afterwards.
-        numerics: how the attack was computed.
-    """
-
-    rows: dict[int, list[ScoreRecord]]
-    images: dict[int, dict[str, Tensor]]
-    reasons: dict[int, str]
-    memories: dict[int, ClientState]
+    audited: list[AuditResult]
     numerics: Numerics
 
 
@@ -73,7 +62,7 @@ class Worker:
 
     def attack(self, task: Task) -> TaskResult:
         """Attack one wave; raises what the attack raises on the CPU."""
-        if self.device == CPU or _stays_on_cpu(PlannedAttack.from_json(task.planned)):
+        if self.device == CPU or _planned(task.planned).build().on_cpu:
             return self._on_cpu(task)
         why = self._lost or ("earlier attempts ended their workers" if task.last else "")
         deterministic = True
@@ -87,9 +76,11 @@ class Worker:
                 else:
                     why = self._why(error)
         result = self._on_cpu(task)
-        why = f"attacked on the CPU: {why}"
-        reasons = {client: "; ".join(filter(None, (why, result.reasons.get(client)))) for client in task.wave.clients}
-        return replace(result, reasons=reasons)
+        told = []
+        for one in result.audited:
+            reason = "; ".join(filter(None, (f"attacked on the CPU: {why}", one.reconstruction.reason)))
+            told.append(replace(one, reconstruction=replace(one.reconstruction, reason=reason)))
+        return replace(result, audited=told)
 
     def _on_cpu(self, task: Task) -> TaskResult:
         if self.device.type == "cuda":  # what is set for a GPU must not refuse operators of the CPU
@@ -109,10 +100,6 @@ class Worker:
         return self._lost or words
 
 
-def _stays_on_cpu(planned: PlannedAttack) -> bool:
-    return planned.is_limit or planned.build().on_cpu
-
-
 def attack_wave(
     task: Task, device: torch.device = CPU, precision: Precision = "ieee", deterministic: bool = True
 ) -> TaskResult:
@@ -124,21 +111,20 @@ def attack_wave(
     torch.set_num_threads(1)
     keep_freed_memory()
     compute_on(device, precision, deterministic)
-    planned = PlannedAttack.from_json(task.planned)
+    planned = _planned(task.planned)
     auditor = _auditor(task.protocol, task.seed, task.blind, device)
     try:
-        audited = auditor.audit(planned, task.wave, task.others, memories=task.memories)
+        audited = auditor.audit(planned, task.wave, task.others, task.memories)
     except SystemExit as error:
         raise RuntimeError(f"the attack called sys.exit({error.code!r}) instead of returning") from error
-    return TaskResult(
-        rows={a.client: list(a.rows) for a in audited},
-        images={a.client: a.reconstruction.tensors() for a in audited},
-        reasons={a.client: a.reconstruction.reason for a in audited if a.reconstruction.reason},
-        memories={a.client: a.memory for a in audited if a.memory is not None},
-        numerics=numerics(device, precision, deterministic),
-    )
+    return TaskResult(audited, numerics(device, precision, deterministic))
+
+
+@lru_cache
+def _planned(text: str) -> PlannedAttack:
+    return PlannedAttack.from_json(text)
 
 
 @lru_cache(maxsize=4)
 def _auditor(protocol: str, seed: int, blind: bool, device: torch.device) -> Auditor:
-    return Auditor(federation(protocol), seed, blind, device)
+    return Auditor(FederationSource(federation(protocol), blind), seed, device)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from fedgauge.attacks.grading.knowledge_card import SEPARATOR
-from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, wrong_client
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.registry import BASELINES, modality_compared_by, modality_measured
 from fedgauge.attacks.plan import LIMITS, PlannedAttack
+from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, wrong_client
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
 from fedgauge.server.store.ledger_types import ATTACKED_FROM, DEPLOYMENT, MAIN_METRIC, UNGRADED, ScoreRow, planned_of

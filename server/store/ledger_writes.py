@@ -8,11 +8,8 @@ from dataclasses import fields
 from typing import Literal
 
 from fedgauge.attacks.engine.devices import Numerics
-from fedgauge.attacks.grading.canary import CANARY
-from fedgauge.attacks.grading.scores import OBJECTIVE, WHOLE_BATCH, ScoreRecord
-from fedgauge.attacks.modality.image_metrics import mse
-from fedgauge.attacks.modality.membership import MEMBER
-from fedgauge.attacks.plan import CANARIES, ERROR_LIMITS, MEMBERSHIP_LIMIT, MOST_ATTACKS, AttackPlan
+from fedgauge.attacks.plan import MOST_ATTACKS, AttackPlan
+from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_reads import LedgerReads
 from fedgauge.server.store.ledger_types import (
@@ -167,7 +164,7 @@ class JobQueue(LedgerReads):
         self,
         lease: Lease,
         rows: Mapping[int, Iterable[ScoreRecord]],
-        reasons: Mapping[int, str] | None = None,
+        reasons: Mapping[int, str | None] | None = None,
         memories: Mapping[int, str] | None = None,
         numerics: Numerics | None = None,
     ) -> None:
@@ -210,8 +207,7 @@ class JobQueue(LedgerReads):
 
     def fail(self, lease: Lease, error: str) -> None:
         """Mark a wave's jobs failed, each with a score row that says so."""
-        others = {name: mse.name for name in ERROR_LIMITS} | {MEMBERSHIP_LIMIT: MEMBER, CANARIES: CANARY}
-        metric = others.get(lease.attack.name, MEMBER if lease.attack.tells_members else self.modality.main.metric)
+        metric = lease.attack.metric or self.modality.main.metric
         with self._transaction() as db:
             for job, client in zip(lease.jobs, lease.clients, strict=True):
                 db.execute(f"UPDATE jobs SET state = 'failed', error = ?, {_END} WHERE id = ?", (error, job))

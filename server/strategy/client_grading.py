@@ -15,8 +15,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord, has_images, wrong_client
 from fedgauge.attacks.modality.registry import BASELINES
+from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord, came_back, wrong_client
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import STARTED, UNGRADED, Ungraded, comparable, sanitised
@@ -110,7 +110,7 @@ class ClientGrader:
             x = self.run.read_reconstruction(job.round, job.client, job.attack).get("x")
         except TapeError:
             return None
-        return x if has_images(x) else None
+        return x if came_back(x) else None
 
     def _replies(
         self, round: int, questions: Mapping[int, Mapping[str, Tensor]], patience: float

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.attacks.modality.base import Mark, Modality
 from fedgauge.attacks.modality.registry import modality_of
+from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.client.data.images import Dataset, Shards
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.pictures import SMALL, png, reconstruction

@@ -195,7 +195,7 @@ def members_sentences(told: Sequence[ToldMembers], ledger: Ledger) -> list[str]:
 
 def tests_of(ledger: Ledger, question: str) -> list[str]:
     """A question's planned tests."""
-    return [name for name, planned in ledger.planned().items() if planned.question == question and is_attack(name)]
+    return [name for name, planned in ledger.planned().items() if planned.metric == question and is_attack(name)]
 
 
 def why_not_tested(ledger: Ledger, question: str) -> str:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.grading.canary import CANARY, gaussian_epsilon
-from fedgauge.attacks.grading.one_run import EVIDENCE, guess_bound
+from fedgauge.attacks.membership.canary_epsilon import CANARY, gaussian_epsilon
+from fedgauge.attacks.membership.one_run import EVIDENCE, guess_bound
 from fedgauge.client.components import SpecError
 from fedgauge.defenses.accounting import Accountant, NoGuarantee, PrivacyStatement, privacy_statement, records_of
 from fedgauge.server.store.ledger import Ledger

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 from xxhash import xxh3_64_hexdigest
 
 from fedgauge.attacks.grading.knowledge_card import SEPARATOR
-from fedgauge.attacks.grading.scores import OBJECTIVE
+from fedgauge.attacks.score_rows import OBJECTIVE
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.local_data import may_download

@@ -3,9 +3,9 @@
 from collections.abc import Collection
 from typing import Literal
 
-from fedgauge.attacks.grading.scores import attack_of, wrong_client
 from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.attacks.plan import LIMITS
+from fedgauge.attacks.score_rows import attack_of, wrong_client
 from fedgauge.server.store.ledger import Ledger
 
 Role = Literal["attack", "limit", "baseline"]

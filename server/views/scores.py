@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.attacks.modality.base import MainMetric, Modality
 from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import ERROR_LIMITS
+from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.roles import is_attack, is_limit

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from fedgauge.attacks.grading.scores import wrong_client
 from fedgauge.attacks.modality.registry import BASELINES, MEASURED
 from fedgauge.attacks.plan import ERROR_LIMITS
+from fedgauge.attacks.score_rows import wrong_client
 from fedgauge.client.pairing import in_db
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.intervals import LUCK, Floats, Ints, Rate, clustered_interval

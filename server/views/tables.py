@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fedgauge.attacks.grading.scores import OBJECTIVE
 from fedgauge.attacks.modality.membership import QUESTIONS, RATES
+from fedgauge.attacks.score_rows import OBJECTIVE
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.formatting import NONE, between, decibel, in_metric, number, percent, status_words
 from fedgauge.server.views.leakage import as_rate, leakage_of_all

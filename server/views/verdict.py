@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
-from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.modality.membership import MEMBER
+from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.views.formatting import in_unit, many, percent, status_words
@@ -337,7 +337,7 @@ def _none_moved(scores: Scores, ledger: Ledger) -> bool:
     flat = {row["name"] for row in ledger.attacks() if row["flat"]}
     graded, planned = scores.where(scores.by_attacks & ~np.isnan(scores.value)), ledger.planned()
     names = (graded.attacks[attack] for attack in np.unique(graded.attack))
-    tried = [e.attack for e in excesses(scores)] or [n for n in names if n in planned and not planned[n].tells_members]
+    tried = [e.attack for e in excesses(scores)] or [n for n in names if n in planned and planned[n].reconstructs]
     return bool(tried) and flat.issuperset(tried)
 
 
@@ -372,7 +372,7 @@ def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
     real = real.where(real.by_attacks)
     if not ledger.attacks():
         return "no attack was planned"
-    if not any(is_attack(name) and not planned.tells_members for name, planned in ledger.planned().items()):
+    if not any(is_attack(name) and planned.reconstructs for name, planned in ledger.planned().items()):
         return "the plan has no attack that reconstructs"
     if not len(real):
         mismatch = ledger.meta().get("replay") == "mismatch"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Stream, Wave
+from fedgauge.attacks.base import Budget, Knowledge, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.engine.scheduler import Variables
@@ -92,10 +92,9 @@ def untrained(make: Callable[[], Network], seed: int = 0) -> Network:
 def observed(known: Knowledge, examples: Batch) -> Wave:
     """Return the updates of clients that hold one example each."""
     params = detached_params(known.model)
-    updates = (known.forward(params, Batch(x[None], y[None]), None) for x, y in zip(*examples, strict=True))
-    return Wave.stack(
-        [Observation(1, k, params, {name: t.detach() for name, t in u.items()}) for k, u in enumerate(updates)]
-    )
+    updates = [known.forward(params, Batch(x[None], y[None]), None) for x, y in zip(*examples, strict=True)]
+    stacked = {name: torch.stack([update[name].detach() for update in updates]) for name in params}
+    return Wave(1, tuple(range(len(updates))), params, stacked)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,11 +15,10 @@ from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.images import DECODERS
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
 from fedgauge.attacks.problem import Problem
-from fedgauge.client.update import Batch
+from fedgauge.attacks.source import PublicSource
 from fedgauge.server.store.expected_jobs import expected_updates
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.check_result import CheckResult, Found, attempt, problem_of
-from fedgauge.simulations.checks.stand_ins import StandIns
 
 ITERATIONS = 10  # that are timed
 FEW = 64  # auxiliary examples from which an attack learns in a trial
@@ -65,18 +64,11 @@ def _searches(scenario: Scenario) -> list[PlannedAttack]:
 
 def _untried(attack: PlannedAttack) -> str:
     """Why an attack cannot be tried in seconds; empty if it can."""
-    if attack.tells_members:
-        return "it scores candidates, of which a stand-in has none"
+    if attack.metric:
+        return "it is graded by the clients' own batches"
     if str(attack.table["use"]) in {entry.name for entry in ATTACK.entries() if entry.group == DECODERS}:
         return "it reads the answer to a malicious server's weights, which none has sent yet"
     return "it trains or loads a network first" if attack.build().trains_first else ""
-
-
-class _TrialAuditor(Auditor):
-    """Attacks learn from a few examples."""
-
-    def auxiliary_of(self, planned: PlannedAttack) -> Batch:
-        return Batch(*(t[:FEW] for t in super().auxiliary_of(planned)))
 
 
 class _Trial:
@@ -87,17 +79,14 @@ class _Trial:
     """
 
     def __init__(self, scenario: Scenario) -> None:
-        self.auditor = _TrialAuditor(scenario.federation, scenario.plan.seed)
-        self.stand_ins = StandIns(scenario.federation, 1)
+        self.source = PublicSource(scenario.federation)
+        self.auditor = Auditor(self.source, scenario.plan.seed, few=FEW)
         self.seconds: dict[str, float] = {}
 
     def run(self, planned: PlannedAttack, iterations: int) -> Reconstruction:
         """Attack the stand-in's update for this many iterations, from one start."""
-        stand_ins = self.stand_ins
         short = replace(planned, budget=replace(planned.budget, iterations=iterations, restarts=1, seconds=SECONDS))
-        ((found, _),) = self.auditor.attack(
-            short, stand_ins.wave, stand_ins.members, lambda client, round: stand_ins.batches[client]
-        )
+        ((found, _),) = self.auditor.attack(short, self.source.all, self.source.members)
         return found
 
     def once(self, planned: PlannedAttack) -> Found:

@@ -12,6 +12,7 @@ from torch import Generator, Tensor
 from torch.func import grad, vmap
 
 from fedgauge.attacks.problem import Problem
+from fedgauge.attacks.source import PublicSource
 from fedgauge.client.components import Table, is_own
 from fedgauge.client.federation import TRANSFORM, Federation
 from fedgauge.client.rng import generator
@@ -27,7 +28,6 @@ from fedgauge.simulations.checks.check_result import (
     remedy,
     sentence,
 )
-from fedgauge.simulations.checks.stand_ins import StandIns
 
 STEPS = (1e-4, 1e-6, 1e-8)  # of the finite difference, in double: within the longer a link that drops entries may jump
 APART = 0.01  # relative difference from which a derivative is not that of the values
@@ -42,7 +42,7 @@ def try_links(fed: Federation) -> Iterator[CheckResult]:
 
 def check_links(scenario: Scenario) -> Iterator[CheckResult]:
     """Try every link but local training, as a client runs it and as an attacker differentiates it."""
-    descends = any(planned.build().needs_derivative for planned in scenario.plan.attacks if not planned.is_limit)
+    descends = any(planned.build().needs_derivative for planned in scenario.plan.attacks)
     for name, table, trial in _trials(scenario.federation):
         checks = [
             (trial.trains, True, True),
@@ -61,7 +61,7 @@ def check_links(scenario: Scenario) -> Iterator[CheckResult]:
 
 def _trials(fed: Federation) -> Iterator[tuple[str, Table, "_LinkTrial"]]:
     """A trial of every link but local training: the link's name for messages, its table and the trial."""
-    batch = StandIns(fed, 1).batches[0]
+    batch = PublicSource(fed).batches[0]
     batch = Batch(batch.x[: fed.shards.batch_size], batch.y[: fed.shards.batch_size])  # one of a secure sum's
     params, _ = fed.initial()
     base = fed.gradient(params, batch, None)

@@ -2,13 +2,13 @@
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.compatibility import (
     differentiation_of,
     forward_problem,
@@ -17,6 +17,7 @@ from fedgauge.attacks.engine.compatibility import (
 )
 from fedgauge.attacks.modality.registry import examples_of
 from fedgauge.attacks.problem import Problem
+from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import is_cross_entropy
@@ -87,9 +88,7 @@ def try_softmax(fed: Federation) -> Found:
 
 def try_derivatives(fed: Federation) -> Found:
     """Compare the network's second derivative, which every matching attack follows, with the change of the first."""
-    data = fed.shards.dataset
-    size = min(PAIR, fed.shards.batch_size)
-    known = Knowledge(fed.model, fed.chain, data.shape, data.classes, size, data.mean, data.std, loss=fed.loss)
+    known = replace(public_knowledge(fed, members=1), batch_size=min(PAIR, fed.shards.batch_size), auxiliary=None)
     found = differentiation_of(known, fed.initial()[0], one_pass=False)
     remedy = "let forward compute with tensors throughout, or take another layer"
     return Problem("derivative", "", found.note, remedy) if found.note else "as the gradient changes"

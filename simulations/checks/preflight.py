@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from fedgauge.attacks.gaussian_prior import class_means
+from fedgauge.attacks.gaussian_prior import class_means, public_priors
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit, noise_is_known
 from fedgauge.attacks.membership.gradients import CandidateGradients
@@ -25,6 +25,7 @@ from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy
 from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.plan import PlannedAttack, modalities_of
 from fedgauge.attacks.problem import Problem
+from fedgauge.attacks.source import PublicSource
 from fedgauge.client.chain import trained_on
 from fedgauge.client.collusion import tolerance
 from fedgauge.client.models.language import LanguageModel
@@ -37,7 +38,6 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.assurance.gate import EPSILON, Measurement
 from fedgauge.server.views.formatting import decibel, finite, in_unit, percent
 from fedgauge.simulations.checks.network_check import try_softmax
-from fedgauge.simulations.checks.stand_ins import StandIns
 
 STAND_INS = 8  # clients, with batches of auxiliary images
 STRONG = 8.0  # epsilon of a record, up to which the guarantee means something
@@ -82,9 +82,13 @@ class _Probe:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.fed = scenario, scenario.federation
-        self.auditor, self.stand_ins = Auditor(self.fed, scenario.plan.seed), (own := StandIns(self.fed, STAND_INS))
-        self.params, self.members, self.size, self.batches = own.params, own.members, own.size, own.batches
-        self.wave = own.wave
+        self.source = PublicSource(self.fed, count=STAND_INS)
+        self.auditor, self.members, self.size = (
+            Auditor(self.source, scenario.plan.seed),
+            self.source.members,
+            self.source.size,
+        )
+        self.batches, self.wave, self.params = self.source.batches, self.source.all, self.source.all.params
         self.measured: dict[str, Measurement] = {}
 
     def findings(self) -> Iterator[Finding]:
@@ -155,7 +159,7 @@ class _Probe:
         """The stand-ins' examples as a link has changed them; members of a secure sum train separately."""
         if self.members > 1:
             return self.batches
-        fed, seed = self.fed, self.stand_ins.seed
+        fed, seed = self.fed, self.fed.protocol.seed
         draws = [generator(seed, "stand-in draws", k) for k in range(STAND_INS)]
         each = zip(self.batches, draws, strict=True)
         return [trained_on(fed.chain, fed.gradient, self.params, batch, draw) or batch for batch, draw in each]
@@ -209,15 +213,17 @@ class _Probe:
 
     def _limit(self) -> Finding:
         # the PSNR of the mean squared error of each class's mean auxiliary image
-        some = Batch(*(t[:TESTED] for t in self.auditor.auxiliary))
-        floor = in_db(float((class_means(self.auditor.auxiliary, some.y) - some.x).square().mean()))
+        some = Batch(*(t[:TESTED] for t in self.source.auxiliary))
+        floor = in_db(float((class_means(self.source.auxiliary, some.y) - some.x).square().mean()))
         guessing = f"guessing the mean image of each class gets {decibel(floor)} dB"
         if not noise_is_known(self.fed):
             words = f"no limit: the chain declares no noise of a known density, so only a search's cost stops it; {guessing}"
             return Finding("weak", words, "noise whose density is known (gaussian, dp_sgd)")
         known = self.auditor.knowledge(PlannedAttack("limit", {"use": "idlg"}))
         try:
-            mse = bayes_limit(known, self.params, self.auditor.priors, generator(self.auditor.seed, "preflight"))
+            mse = bayes_limit(
+                known, self.params, public_priors(self.fed.shards), generator(self.auditor.seed, "preflight")
+            )
         except ValueError as error:
             return Finding("note", f"no limit: {error}")
         limit = in_db(mse)
@@ -241,7 +247,7 @@ class _Probe:
             self.measured[MEMBER] = Measurement(1.0, words)
             words = "who was in a batch: no noise hides it, as an update moves with each example's gradient"
             return Finding("weak", words, 'noise; measure it with [[attack]] use = "membership"')
-        some = Batch(*(t[:STAND_INS] for t in self.auditor.auxiliary))
+        some = Batch(*(t[:STAND_INS] for t in self.source.auxiliary))
         try:
             mu = float(detectability(CandidateGradients(known, self.params, some)).median())
         except ValueError as error:

@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from fedgauge.attacks.base import Observation
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.problem import Problem
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import Federation
@@ -209,8 +209,6 @@ def _check_step(scenario: Scenario) -> Iterator[CheckResult]:
 def _one_step(fed: Federation) -> Found:
     """Let a client, or a group of a secure sum, compute an update, and run the replay check on it in another federation."""
     own, client = Federation(fed.protocol), fed.protocol.groups(1)[0][0]
-    params, buffers = own.initial()
-    update = own.client_update(params, buffers, client, 1)
-    result = replay(Federation(fed.protocol), Observation(1, client, params, update, buffers))
+    result = replay(Federation(fed.protocol), FederationSource(own).seen(client))
     message = f"replay check: cosine {result.cosine:.7f}, relative error {result.relative_error:.1e}: {result.verdict}"
     return message if result.ok else Problem("replay", "", message)

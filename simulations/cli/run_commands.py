@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
 def audit(options: argparse.Namespace) -> int:
     """fedgauge audit RUN: attack the updates on the tape, by the run's plan or another attack; continues where it stopped."""
     from fedgauge.server.pool.service import attack_devices
-    from fedgauge.server.pool.tester_grading import grade, regrade
+    from fedgauge.server.pool.tester import grade, regrade
     from fedgauge.simulations.checks.scenario_check import refuse_misfit
     from fedgauge.simulations.run.create import enter_attacks, prepare_app
 

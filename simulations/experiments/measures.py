@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.server.views.intervals import Floats, Ints, Rate, clustered_interval
 from fedgauge.server.views.leakage import leakage_of_all
 from fedgauge.server.views.scores import Mask, Scores, capped

@@ -76,8 +76,7 @@ def _attack_spec(table: Mapping[str, Any], where: str) -> AttackSpec:
         "auxiliary": auxiliary,
     }
     spec: AttackSpec = call(AttackSpec, check_arguments(AttackSpec, arguments, where, made) | made, where)
-    if not spec.is_limit:
-        spec.build()
+    spec.build()
     spec.images(f"attack {spec.name}")
     return spec
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.attacks.modality.registry import modality_measured
-from fedgauge.attacks.plan import ATTACK, ERROR_LIMITS
+from fedgauge.attacks.plan import ATTACK
 from fedgauge.client.components import SpecError, is_own, own_line
 from fedgauge.client.federation import TRANSFORM
 from fedgauge.simulations.checks.check_result import remedy, sentence
@@ -30,13 +31,13 @@ def compared_figures(
     failed = ""
     if outcome.failed:
         failed = f"{outcome.failed} of {len(outcome.iterations)} attacks failed"
-        if not spec.is_limit and not spec.tells_members:
+        if not spec.metric:
             failed += f", graded as {modality_measured(outcome.scores.metrics).blank_name}"
         failed += "".join(f": {reason}" for reason in outcome.reasons[:1])
     rows = []
     for metric in spec.metrics:
         here, low, high = measured(metric, outcome, others.get(spec.against))
-        n = cell.auxiliary if spec.name in ERROR_LIMITS else outcome.examples
+        n = cell.auxiliary if spec.metric == mse.name else outcome.examples
         row = ComparedFigure(cell.name, spec.name, metric, spec.paper.get(metric), here, low, high, n)
         rows.append(
             replace(
@@ -54,7 +55,7 @@ def compared_figures(
 def _budget(spec: AttackSpec, cell: Setting) -> str:
     """Our budget as text, with the paper's where it differs."""
     if spec.is_limit:
-        return "public examples" if spec.name in ERROR_LIMITS else ""
+        return "public examples" if spec.metric == mse.name else ""
     ours = {
         "n": cell.n * (1 if cell.alone else cell.members * cell.images.batch_size),
         **{k: getattr(spec.budget, k) for k in ("iterations", "restarts")},

@@ -8,10 +8,10 @@ import numpy as np
 
 from fedgauge.attacks.base import Budget, ClientState, Wave
 from fedgauge.attacks.grading.audit import AuditResult
-from fedgauge.attacks.grading.scores import WHOLE_BATCH, has_images
 from fedgauge.attacks.modality.image_metrics import AUGMENTED, mse
 from fedgauge.attacks.modality.membership import LABELS_ALONE
-from fedgauge.attacks.plan import ERROR_LIMITS, MEMBERSHIP_LIMIT, PlannedAttack
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.score_rows import WHOLE_BATCH, came_back
 from fedgauge.client.components import SpecError
 from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.experiments.measures import AttackOutcome, all_measures, mean_of, measures_of
@@ -52,9 +52,9 @@ def run_attack(
 
 def _failed(spec: AttackSpec, result: AuditResult) -> bool:
     """Whether an attack reconstructed nothing, or a test or limit has no value."""
-    if spec.is_limit or spec.tells_members:
+    if spec.metric:
         return all(row.value is None for row in result.rows)
-    return not has_images(result.reconstruction.x)
+    return not came_back(result.reconstruction.x)
 
 
 def _published(spec: AttackSpec, setup: Setup, result: AuditResult) -> AuditResult:
@@ -62,7 +62,7 @@ def _published(spec: AttackSpec, setup: Setup, result: AuditResult) -> AuditResu
 
     A run, which compares an attack with its baselines on the examples that both have, leaves a failure out of its mean.
     """
-    if spec.is_limit or spec.tells_members or not _failed(spec, result):
+    if spec.metric or not _failed(spec, result):
         return result
     auditor, seen = setup.auditor, next(o for o in setup.observations if o.client == result.client)
     blank = auditor.modality.blank(auditor.federation.batch_at(seen.client, seen.round).x)
@@ -76,7 +76,7 @@ def _waves(spec: AttackSpec, setup: Setup, most: int) -> Iterator[slice]:
     An attack with a memory gets one update of each client at a time.
     """
     most = setup.clients if spec.is_stateful else most
-    first, seen = 0, setup.observations[:1] if spec.name in ERROR_LIMITS else setup.observations
+    first, seen = 0, setup.observations[:1] if spec.metric == mse.name else setup.observations
     for i in range(1, len(seen) + 1):
         if i == len(seen) or i - first == most or seen[i].params is not seen[first].params:
             yield slice(first, i)
@@ -133,12 +133,10 @@ def check_attacks(cell: Setting, setup: Setup) -> None:
     """SpecError if an attack asks for knowledge or a metric that the setting's data do not have."""
     modality = setup.auditor.modality
     for spec in cell.attacks:
-        where, members = f"cell {cell.name}, attack {spec.name}", not spec.is_limit and spec.tells_members
-        if members and cell.images.part == "test":
+        where = f"cell {cell.name}, attack {spec.name}"
+        if spec.tells_members and cell.images.part == "test":
             raise SpecError(f'{where}: strangers are of the test part, so members must not be: set data part = "train"')
-        there_are = measures_of(modality, members or spec.name == MEMBERSHIP_LIMIT)
-        if spec.name in ERROR_LIMITS:
-            there_are = [mse.name]
+        there_are = [mse.name] if spec.metric == mse.name else measures_of(modality, bool(spec.metric))
         if wrong := [m for m in spec.metrics if m not in there_are]:
             raise SpecError(f"{where}: {wrong[0]} is no metric of it; there are {', '.join(there_are)}")
         if spec.lengths == "given" and not modality.gives_lengths:

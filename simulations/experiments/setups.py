@@ -3,19 +3,18 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Observation, Stream
+from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.grading.scores import Grader
 from fedgauge.attacks.malicious.server_attack import craft_weights
 from fedgauge.attacks.modality.image_metrics import AUGMENTED
 from fedgauge.attacks.modality.registry import examples_of, modality_of
-from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import SpecError, build
@@ -50,33 +49,6 @@ class ChosenShards(Shards):
 
 
 @dataclass(frozen=True, eq=False)
-class TableAuditor(Auditor):
-    """Attacks as papers do, and grades as a run does.
-
-    Attacks of one setting share their starts, so that luck of the draw does not separate them; given labels come in the
-    client's order.
-
-    Args:
-        metrics: those to grade by.
-        purpose: of the attacks' randomness.
-    """
-
-    metrics: frozenset[str] = frozenset()
-    purpose: tuple[str | int, ...] = ("attack",)
-
-    labels_in_order = True
-
-    @cached_property
-    def grader(self) -> Grader:
-        return Grader(self.modality, self.auxiliary.x, self.metrics)
-
-    def stream(self, planned: PlannedAttack, round: int, client: int) -> Stream:
-        return partial(
-            generator, self.seed, *self.purpose, client // len(self.federation.protocol.members(client, round))
-        )
-
-
-@dataclass(frozen=True, eq=False)
 class Setup:
     """What the server observes in one setting, and who attacks and grades it.
 
@@ -85,7 +57,7 @@ class Setup:
         isolated: for each batch, the example with the largest update at the weights that were sent.
     """
 
-    auditor: TableAuditor
+    auditor: Auditor
     observations: tuple[Observation, ...]
     note: str = ""
     clients: int = 1
@@ -94,7 +66,7 @@ class Setup:
     @property
     def truth(self) -> tuple[Batch, ...]:
         """The private examples behind each observation."""
-        return tuple(self.auditor.federation.batch_at(seen.client, seen.round) for seen in self.observations)
+        return tuple(self.auditor.source.truth(seen.client, seen.round) for seen in self.observations)
 
 
 def build_setup(cell: Setting, seed: int) -> Setup:
@@ -119,7 +91,9 @@ def build_setup(cell: Setting, seed: int) -> Setup:
         isolated, fed = (0,) * cell.n, _with(fed, firsts, rounds=1, secure_sum=None)
         clients = _Clients(replace(cell, server_attack=None, rounds=1, members=1), fed)
     reported = {metric_of(measure).removesuffix(AUGMENTED) for spec in cell.attacks for measure in spec.metrics}
-    auditor = TableAuditor(fed, seed, metrics=frozenset({*reported, modality_of(dataset).main.metric}))
+    metrics = frozenset({*reported, modality_of(dataset).main.metric})
+    # attacks of one setting share their starts, so that luck of the draw does not separate them
+    auditor = Auditor(FederationSource(fed), seed, metrics=metrics, purpose=("attack",), labels_in_order=True)
     # every client has equally many images
     turns = max(c for c in range(1, max(cell.clients, 1) + 1) if cell.n % c == 0)
     observations = clients.observed()
@@ -209,7 +183,7 @@ class _Clients:
                 for i, params in enumerate(sent)
             ]
             update = updates[0] if cell.members == 1 else average(updates, [1] * cell.members)
-            observations.append(Observation(round, first, sent[0], update, buffers))
+            observations.append(FederationSource(fed).seen(first, round, (sent[0], buffers), update))
         return observations[-1]
 
 

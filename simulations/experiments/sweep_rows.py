@@ -94,7 +94,7 @@ def rows(found: Sweep, folder: Path, failures: Mapping[str, str] | None = None) 
 
 def _row(cell: SweepCell, planned: PlannedAttack, reading: Reading) -> SweepRow:
     attack = planned.name
-    metric = planned.question or reading.scores.measure.metric
+    metric = planned.metric or reading.scores.measure.metric
     pooled, errors = reading.pooled(metric), reading.pooled("mse")
     told = reading.pooled(metric + ONE_PERCENT).get(attack) if planned.tells_members else None
     changed = reading.pooled(metric + AUGMENTED).get(attack) if metric + AUGMENTED in MEASURED else None

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from math import inf
 
-from fedgauge.attacks.grading.scores import attack_of
 from fedgauge.attacks.modality.registry import modality_of
+from fedgauge.attacks.score_rows import attack_of
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import Leak

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run as FlowerRun
 
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.rehearsal.observer import Observer, Training
-from fedgauge.simulations.run.in_memory import MemoryGrid
 
 Settings = Mapping[str, bool | int | float | str]
 ROUNDS = ("num-server-rounds", "num_server_rounds", "num-rounds", "num_rounds", "rounds")
@@ -79,7 +80,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-class AppGrid(MemoryGrid):
+class AppGrid(Grid):
     """A grid that answers with the app's own ClientApp, each client with its own context, and observes its training.
 
     Args:
@@ -107,6 +108,16 @@ class AppGrid(MemoryGrid):
                 f"the app waits for more than {len(self._contexts)} clients: set --clients, or its config by --set"
             )
         return list(self._contexts)[: self._here]
+
+    @property
+    def run(self) -> FlowerRun:
+        return FlowerRun.create_empty(1)
+
+    def set_run(self, run: FlowerRun) -> None:
+        """Ignore the run: there is one only."""
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return [self._answer(message) for message in messages]
 
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None

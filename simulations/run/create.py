@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 
 from fedgauge.attacks.engine.devices import CPU
-from fedgauge.attacks.grading.audit import NO_TRUTH
 from fedgauge.attacks.grading.knowledge_card import SEPARATOR, cannot_move, knowledge_card
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import AttackPlan
+from fedgauge.attacks.source import NO_TRUTH
 from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
@@ -188,7 +188,7 @@ def cards(scenario: Scenario, plan: AttackPlan, mode: str = "simulation") -> dic
     }
     if scenario.audit.precision != "ieee":
         for planned in plan.attacks:
-            if not (planned.is_limit or planned.build().on_cpu):
+            if not planned.build().on_cpu:
                 texts[planned.name] += f"{SEPARATOR}precision {scenario.audit.precision} on a GPU"
     if mode != DEPLOYMENT:
         return texts

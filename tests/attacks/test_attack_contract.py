@@ -25,6 +25,7 @@ from fedgauge.attacks.base import (
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.images import IMAGE_ATTACKS
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import build
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
@@ -63,9 +64,8 @@ SEARCHES = (
 def seen(make_federation: Make) -> tuple[Federation, Wave, Knowledge]:
     """Three clients of an MLP federation, B = 1, which every attack can work on."""
     fed = make_federation(clients=3, model={"use": "mlp", "hidden": [16]}, data=FEW)
-    params, buffers = fed.initial()
-    wave = Wave.stack([Observation(1, c, params, fed.client_update(params, buffers, c, 1), buffers) for c in range(3)])
-    return fed, wave, Auditor(fed).knowledge(PlannedAttack("x", {"use": "analytic"}))
+    wave = FederationSource(fed).wave(range(3))
+    return fed, wave, Auditor(FederationSource(fed)).knowledge(PlannedAttack("x", {"use": "analytic"}))
 
 
 def streams(n: int) -> list[Stream]:
@@ -217,7 +217,7 @@ def test_an_attack_meets_every_kind_of_client(
 ) -> None:
     fed = make_federation(**{**changes, "data": {**FEW, **changes.get("data", {})}})
     wave = observe(fed, clients=(0, 1))
-    known = Auditor(fed).knowledge(PlannedAttack("x", {"use": "analytic"}))
+    known = Auditor(FederationSource(fed)).knowledge(PlannedAttack("x", {"use": "analytic"}))
     results = run(name, wave, known, Budget(2))
     well_formed(results, wave, known)
     if name in (*SEARCHES, "mean_image", "random_image"):

@@ -21,6 +21,7 @@ from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.matching.priors import batch_statistics
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import as_known, public_knowledge, waves_known_alike
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch
@@ -92,7 +93,7 @@ def test_several_gradients_or_eval_mode_tell_none(
 def test_an_attack_is_graded_with_them_and_its_card_says_so(scenario: Scenario, seen: list[Observation]) -> None:
     fed, (planned, *_) = scenario.federation, scenario.plan.attacks
     wave = Wave.stack([o for o in seen if o.round == 1])
-    audited = Auditor(fed).audit(planned, wave)
+    audited = Auditor(FederationSource(fed)).audit(planned, wave)
     assert [a.client for a in audited] == [0, 1, 2]
     assert all(a.reconstruction.status == "converged" for a in audited)
     assert "statistics known from the returned buffers" in knowledge_card(fed, planned)

@@ -14,11 +14,12 @@ from torch.func import vmap
 from fedgauge.attacks import candidate_bound as bounds
 from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.candidate_bound import bayes_error, candidate_bound
-from fedgauge.attacks.gaussian_prior import ClassPrior, GaussianPrior, class_means, class_priors
+from fedgauge.attacks.gaussian_prior import ClassPrior, GaussianPrior, class_means, class_priors, public_priors
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.baselines import class_mean_image, mean_image, random_image
 from fedgauge.attacks.limits import bayes_limit, observed
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
@@ -182,14 +183,14 @@ def test_the_mean_image_of_the_right_class_does_not_pass_the_lines_in_noise() ->
     noisy = [{"use": "gaussian", "sigma": 30.0}, {"use": "local_sgd", "rate": 0.1}]
     data, model = {"use": "mnist5k", "batch_size": 4, "auxiliary": 500}, {"use": "mlp", "hidden": [8]}
     fed = scenario(chain=noisy, data=data, model=model).federation
-    auditor, params = Auditor(fed), fed.initial()[0]
+    auditor, params = Auditor(FederationSource(fed)), fed.initial()[0]
     known = auditor.knowledge(PlannedAttack("limit", {"use": "dlg"}))
     private = [fed.batch_at(client, round) for client in range(fed.protocol.clients) for round in range(1, 30)]
     x, y = (torch.cat(parts) for parts in zip(*private, strict=True))
-    error = float((class_means(auditor.auxiliary, y) - x).square().mean())
-    estimate = bayes_limit(known, params, auditor.priors, generator("line"))
+    error = float((class_means(auditor.source.auxiliary, y) - x).square().mean())
+    estimate = bayes_limit(known, params, public_priors(fed.shards), generator("line"))
     bound = candidate_bound(known, params, generator("bound"))
-    of_all = ClassPrior(torch.arange(10), 1.0, GaussianPrior.fit(auditor.auxiliary.x))
+    of_all = ClassPrior(torch.arange(10), 1.0, GaussianPrior.fit(auditor.source.auxiliary.x))
     assert 0.8 * error < estimate < error
     assert 0.9 * error < bound < error
     assert bayes_limit(known, params, [of_all], generator("line")) > 1.05 * error

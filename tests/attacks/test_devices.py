@@ -12,6 +12,7 @@ from fedgauge.attacks.grading.audit import Auditor, AuditResult
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.modality.sentences import TEXT_ATTACKS
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import build
 from fedgauge.client.models.vision import lenet
@@ -65,12 +66,11 @@ def planned(name: str, **more: Any) -> PlannedAttack:
 def audited(make: Make, tables: Mapping[str, Any], plan: PlannedAttack, there: bool) -> list[AuditResult]:
     """What an auditor finds in the updates of two clients, on the CPU or beside it."""
     fed = make(clients=2, **tables)
-    params, buffers = fed.initial()
-    wave = Wave.stack([Observation(1, c, params, fed.client_update(params, buffers, c, 1), buffers) for c in range(2)])
+    wave = FederationSource(fed).wave(range(2))
     if not there:
-        return Auditor(fed).audit(plan, wave)
+        return Auditor(FederationSource(fed)).audit(plan, wave)
     with separate_device() as device:
-        return Auditor(fed, device=device).audit(plan, wave)
+        return Auditor(FederationSource(fed), device=device).audit(plan, wave)
 
 
 def same(expected: list[AuditResult], found: list[AuditResult]) -> None:
@@ -138,9 +138,9 @@ def test_what_a_malicious_server_isolated_is_inverted_on_a_device_too(name: str,
     crafted = params if name == "lone_target" else sent  # which the target got, as honest weights
     wave = Wave.stack([Observation(1, 0, crafted, fed.client_update(crafted, buffers, 0, 1), buffers)])
     plan = planned(name, attack={"use": "inverting_gradients"})
-    expected = Auditor(fed).audit(plan, wave)
+    expected = Auditor(FederationSource(fed)).audit(plan, wave)
     with separate_device() as device:
-        same(expected, Auditor(fed, device=device).audit(plan, wave))
+        same(expected, Auditor(FederationSource(fed), device=device).audit(plan, wave))
     assert expected[0].reconstruction.x is not None
 
 

@@ -11,10 +11,9 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fedgauge.attacks import limits
-from fedgauge.attacks.gaussian_prior import ClassPrior
+from fedgauge.attacks.gaussian_prior import ClassPrior, public_priors
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
-from fedgauge.attacks.grading.scores import WHOLE_BATCH
 from fedgauge.attacks.limits import (
     bayes_limit,
     fisher,
@@ -22,6 +21,8 @@ from fedgauge.attacks.limits import (
     precision,
 )
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.score_rows import WHOLE_BATCH
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.vision import detached_params, mlp
@@ -111,8 +112,8 @@ NOISY: list[dict[str, Any]] = [
 
 
 def limit_of(fed: Federation, priors: Sequence[ClassPrior] = ()) -> float:
-    auditor = Auditor(fed)
-    return bayes_limit(auditor.knowledge(LIMIT), fed.initial()[0], priors or auditor.priors, seeded("run"))
+    auditor = Auditor(FederationSource(fed))
+    return bayes_limit(auditor.knowledge(LIMIT), fed.initial()[0], priors or public_priors(fed.shards), seeded("run"))
 
 
 def within_classes(priors: Sequence[ClassPrior]) -> float:
@@ -126,7 +127,7 @@ def noisy(sigma: float) -> list[dict[str, Any]]:
 
 def test_more_noise_raises_the_limit_up_to_the_priors_variance(make_federation: Make) -> None:
     model = {"use": "mlp", "hidden": [16], "activation": "tanh"}
-    priors = Auditor(make_federation()).priors
+    priors = public_priors(make_federation().shards)
     found = [limit_of(make_federation(model=model, chain=noisy(s)), priors) for s in (1e-4, 1e-2, 1.0, 1e6)]
     assert found == sorted(found)
     assert found[0] < 1e-6
@@ -155,7 +156,7 @@ def test_every_kind_of_network_has_one(model: dict[str, Any], make_federation: M
     fed = make_federation(model=model, data={"batch_size": 2, "auxiliary": 50}, chain=NOISY)
     before = [t.clone() for t in fed.model.state_dict().values()]
     found = limit_of(fed)
-    assert 0 < found < within_classes(Auditor(fed).priors)
+    assert 0 < found < within_classes(public_priors(fed.shards))
     assert all(torch.equal(a, b) for a, b in zip(before, fed.model.state_dict().values(), strict=True))
 
 
@@ -163,7 +164,7 @@ def test_every_kind_of_network_has_one(model: dict[str, Any], make_federation: M
 def test_draws_that_follow_the_errors_average_as_uniform_ones_do(batch_size: int, make_federation: Make) -> None:
     model = {"use": "mlp", "hidden": [8]}
     fed = make_federation(model=model, data={"batch_size": batch_size, "auxiliary": 60}, chain=NOISY)
-    known = Auditor(fed).knowledge(LIMIT)
+    known = Auditor(FederationSource(fed)).knowledge(LIMIT)
     params = {k: 30 * t for k, t in fed.initial()[0].items()}  # sure of itself: its errors are nearly all or nothing
     errors = limits._errors(known, params, torch.arange(60))
     assert known.auxiliary is not None
@@ -189,13 +190,13 @@ def test_where_there_is_no_limit_it_says_why(make_federation: Make) -> None:
     with pytest.raises(ValueError, match="density"):
         limit_of(fed)
     fed = make_federation(model={"use": "mlp", "hidden": [4]}, chain=NOISY)
-    auditor = Auditor(fed)
+    auditor = Auditor(FederationSource(fed))
     known, params = auditor.knowledge(LIMIT), fed.initial()[0]
     with pytest.raises(ValueError, match="auxiliary"):
-        bayes_limit(replace(known, auxiliary=None), params, auditor.priors, seeded("run"))
+        bayes_limit(replace(known, auxiliary=None), params, public_priors(fed.shards), seeded("run"))
     forgetful = replace(known, model=nn.Sequential(nn.Dropout(0.5), fed.model))
     with pytest.raises(ValueError, match="'0' is dropout"):
-        bayes_limit(forgetful, params, auditor.priors, seeded("run"))
+        bayes_limit(forgetful, params, public_priors(fed.shards), seeded("run"))
 
 
 @pytest.mark.parametrize("planned", [LIMIT, BOUND])
@@ -207,8 +208,8 @@ def test_an_audit_gives_one_row_a_client_and_asks_for_no_truth(
     def forbidden(client: int, round: int) -> Batch:
         raise AssertionError("a limit needs no truth")
 
-    both = Auditor(fed).audit(planned, observe(fed, (0, 1)), others={0: 1, 1: 0}, truth=forbidden)
-    (alone,) = Auditor(fed).audit(planned, observe(fed, (1,)), truth=forbidden)
+    both = Auditor(FederationSource(fed, given=forbidden)).audit(planned, observe(fed, (0, 1)), {0: 1, 1: 0})
+    (alone,) = Auditor(FederationSource(fed, given=forbidden)).audit(planned, observe(fed, (1,)))
     assert [a.client for a in both] == [0, 1]
     values = []
     for outcome in (*both, alone):
@@ -223,7 +224,7 @@ def test_an_audit_gives_one_row_a_client_and_asks_for_no_truth(
 
 def test_an_audit_counts_a_limit_that_does_not_apply(make_federation: Make, observe: Make) -> None:
     fed = make_federation()
-    (outcome,) = Auditor(fed).audit(LIMIT, observe(fed, (0,)))
+    (outcome,) = Auditor(FederationSource(fed)).audit(LIMIT, observe(fed, (0,)))
     assert [(r.metric, r.value, r.status) for r in outcome.rows] == [("mse", None, "not_applicable")]
     assert outcome.reconstruction.reason == "the chain has no noise of a known density"
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.chain import chain
 from fedgauge.client.components import build
 from fedgauge.client.federation import TRANSFORM, Federation
@@ -265,12 +266,14 @@ def test_an_early_attack_finds_what_was_trained_on_and_through_the_right_draw_th
     table = {**ATS, "policy": "7"}
     fed = make_federation(chain=[table, SGD])
     wave, planned = observe(fed), PlannedAttack("dlg", {"use": "dlg"}, Budget(200))
-    (plain,) = Auditor(fed).audit(planned, wave)
+    (plain,) = Auditor(FederationSource(fed)).audit(planned, wave)
     assert psnr(plain.rows, "psnr_augmented") > 30
     assert psnr(plain.rows, "psnr") < 20
     truth, right = fed.batch_at(0, 1).x, []
     for i in range(2):
-        (audited,) = Auditor(make_federation(chain=[{**table, "invert_through": i}, SGD])).audit(planned, wave)
+        (audited,) = Auditor(FederationSource(make_federation(chain=[{**table, "invert_through": i}, SGD]))).audit(
+            planned, wave
+        )
         found = audited.reconstruction
         assert found.objective < 1e-5, "what can be undone does not show which draw it was"
         assert found.x is not None

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch
@@ -85,7 +86,7 @@ def test_an_attack_is_graded_against_the_originals_and_the_blends(
 ) -> None:
     fed = make_federation(chain=[MIXUP, SGD], data={"batch_size": 2})
     planned = PlannedAttack("dlg", {"use": "dlg"}, Budget(600))
-    (result,) = Auditor(fed).audit(planned, observe(fed))
+    (result,) = Auditor(FederationSource(fed)).audit(planned, observe(fed))
     values = {m: [r.value for r in result.rows if r.metric == m] for m in ("psnr", "psnr_augmented")}
     assert len(values["psnr"]) == len(values["psnr_augmented"]) == 2
     assert min(v for v in values["psnr_augmented"] if v is not None) > 25, "soft labels do not stop DLG"

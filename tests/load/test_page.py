@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedgauge.attacks.grading.scores import ScoreRecord
+from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario

@@ -17,7 +17,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fedgauge.attacks.grading.scores import WHOLE_BATCH
+from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.client.components import SpecError
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve

@@ -8,8 +8,9 @@ import pytest
 
 from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.grading.canary import CANARY, gaussian_epsilon
+from fedgauge.attacks.membership.canary_epsilon import CANARY, gaussian_epsilon
 from fedgauge.attacks.plan import CANARIES
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import SpecError, Table
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import CanaryOptions, Protocol, SecureSumOptions
@@ -62,7 +63,7 @@ def estimate(chain: list[Table], seed: int, together: int = 1, model: Table | No
     rows = []
     for round in range(1, ROUNDS + 1):
         seen = [Observation(round, c, params, fed.client_update(params, buffers, c, round), buffers) for c in first]
-        for result in Auditor(fed).audit(planned, Wave.stack(seen)):
+        for result in Auditor(FederationSource(fed)).audit(planned, Wave.stack(seen)):
             rows += [(r.round, r.example, r.value or math.nan) for r in result.rows]
     accountant = Accountant.of(fed)
     return canary_estimates(scored(rows), DELTA, lambda n: accountant.spent(n, 4).client)[-1]
@@ -124,7 +125,9 @@ def test_an_update_that_is_its_direction_alone_shows_that_there_is_no_noise() ->
         update = {name: t.double() for name, t in fed.direction(client).items()}
         ((result,),) = (
             one.rows
-            for one in Auditor(fed).audit(planned, Wave.stack([Observation(1, client, params, update, buffers)]))
+            for one in Auditor(FederationSource(fed)).audit(
+                planned, Wave.stack([Observation(1, client, params, update, buffers)])
+            )
         )
         assert result.value is not None and math.isfinite(result.value) and result.value > 1e4
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.grading.audit import NOT_FINITE, Auditor, AuditResult
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
-from fedgauge.attacks.grading.one_run import EVIDENCE, guess_bound, least_epsilon
+from fedgauge.attacks.membership.one_run import EVIDENCE, guess_bound, least_epsilon
 from fedgauge.attacks.plan import CANARIES
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import Table
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import CanaryOptions, Protocol, SecureSumOptions, Stragglers
@@ -59,7 +60,7 @@ def audited(fed: Federation, seen: Federation, clients: list[int]) -> list[Audit
     params, buffers = fed.initial()
     wave = [Observation(1, c, params, seen.client_update(params, buffers, c, 1), buffers) for c in clients]
     (looked_at,) = [p for p in planned().plan.attacks if p.name == CANARIES]
-    return Auditor(fed).audit(looked_at, Wave.stack(wave))
+    return Auditor(FederationSource(fed)).audit(looked_at, Wave.stack(wave))
 
 
 def evidence(results: list[AuditResult]) -> Tensor:
@@ -112,10 +113,10 @@ def test_a_secure_sum_shows_the_canaries_of_its_members() -> None:
     (looked_at,) = [p for p in planned().plan.attacks if p.name == CANARIES]
     for round, numbers in ((everybody, range(80)), (one, range(40, 80))):
         seen = Observation(round, 33, params, fed.client_update(params, buffers, 33, round), buffers)
-        (result,) = Auditor(fed).audit(looked_at, Wave.stack([seen]))
+        (result,) = Auditor(FederationSource(fed)).audit(looked_at, Wave.stack([seen]))
         assert [row.example for row in result.rows] == list(numbers) and {row.client for row in result.rows} == {33}
     none = Observation(one, 0, params, fed.client_update(params, buffers, 0, one), buffers)
-    (result,) = Auditor(fed).audit(looked_at, Wave.stack([none]))
+    (result,) = Auditor(FederationSource(fed)).audit(looked_at, Wave.stack([none]))
     assert result.rows == () and result.reconstruction.status == "converged"
 
 
@@ -124,7 +125,7 @@ def test_an_update_that_is_no_number_shows_nothing() -> None:
     params, buffers = fed.initial()
     (looked_at,) = [p for p in planned().plan.attacks if p.name == CANARIES]
     broken = Observation(1, 35, params, {k: t * math.nan for k, t in params.items()}, buffers)
-    (result,) = Auditor(fed).audit(looked_at, Wave.stack([broken]))
+    (result,) = Auditor(FederationSource(fed)).audit(looked_at, Wave.stack([broken]))
     assert [(row.metric, row.value, row.status) for row in result.rows] == [(EVIDENCE, None, "not_applicable")]
     assert result.reconstruction.reason == NOT_FINITE
 

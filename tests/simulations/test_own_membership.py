@@ -75,7 +75,7 @@ def run(folder: Path, make_scenario: Callable[..., Scenario], make_taped: Callab
 
 def test_a_run_and_a_table_agree_on_what_tells_members(folder: Path) -> None:
     with allowing(["own_tests"], [folder]):
-        asked = {name: AttackSpec(name, {"use": f"own_tests:{name}"}).question for name in PLANNED}
+        asked = {name: AttackSpec(name, {"use": f"own_tests:{name}"}).metric for name in PLANNED}
     assert asked == {"aligned": MEMBER, "remembers": HELD}
 
 

@@ -15,6 +15,7 @@ from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.quasi_newton import LBFGSSearch
 from fedgauge.attacks.matching.recipes import bayes, dlg, grad_inversion, idlg, inverting_gradients, surrogate
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from tests.attacks.matching import tiny_problems
 from tests.attacks.matching.tiny_problems import SHAPE, streams
 
@@ -150,7 +151,7 @@ def test_every_snapshot_is_in_the_truths_order(make_federation: Make, observe: M
     fed = make_federation(data={"batch_size": 2}, clients=6)
     table = {"use": "inverting_gradients", "iterations": 25, "trace": 4}
     plan = PlannedAttack.from_table(table, "here")
-    auditor, wave = Auditor(fed), observe(fed, tuple(range(6)))
+    auditor, wave = Auditor(FederationSource(fed)), observe(fed, tuple(range(6)))
     known = auditor.knowledge(plan)
     unpaired = plan.build().reconstruct(wave, known, plan.budget, [auditor.stream(plan, 1, c) for c in range(6)])
     moved = 0

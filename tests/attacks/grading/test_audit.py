@@ -13,7 +13,6 @@ from torch import Tensor
 import fedgauge.client.data.images
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, StatefulAttack, Wave
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.malicious.carried_input import carried_input
 from fedgauge.attacks.malicious.fishing import class_fishing
 from fedgauge.attacks.malicious.imprint import imprint
@@ -26,6 +25,8 @@ from fedgauge.attacks.malicious.trap_weights import trap_weights
 from fedgauge.attacks.modality import image_metrics
 from fedgauge.attacks.modality.images import DECODERS, IMAGE_ATTACKS, ImageModality
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
+from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
+from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.data.images import Shards
 from fedgauge.client.federation import Federation
@@ -146,7 +147,7 @@ def test_no_attack_touches_private_data(
         wave = observe(fed, (0, 1))
     plan = planned(use, **SMALL.get(use, {}))
     with guarded(monkeypatch, type(plan.build())) as events:
-        audited = Auditor(fed).audit(plan, wave, others=others)
+        audited = Auditor(FederationSource(fed)).audit(plan, wave, others=others)
     begin, end = events.index("attack begins"), events.index("attack ends")
     assert "asked" not in events[:begin], "the truth was fetched before the attack"
     assert events[begin + 1] == "attack ends"
@@ -160,7 +161,7 @@ def test_no_attack_touches_private_data(
     def invented(client: int, round: int) -> Batch:
         return Batch(torch.full((members, 1, 28, 28), 0.5), torch.zeros(members, dtype=torch.int64))
 
-    for one, other in zip(audited, Auditor(fed).audit(plan, wave, truth=invented), strict=True):
+    for one, other in zip(audited, Auditor(FederationSource(fed, given=invented)).audit(plan, wave), strict=True):
         values = rows_of(one.rows, plan.name, "mse")
         assert all(isinstance(value, float) for value in values) and values != rows_of(other.rows, plan.name, "mse")
         assert one.reconstruction.x is not None and other.reconstruction.x is not None
@@ -180,7 +181,7 @@ def test_the_guard_of_that_test_bites(make_federation: Make, observe: Make, monk
     monkeypatch.setattr(mean_image, "reconstruct", cheat)
     wave = observe(fed, (0,))
     with guarded(monkeypatch, mean_image), pytest.raises(TruthTouched):
-        Auditor(fed).audit(planned("mean_image"), wave)
+        Auditor(FederationSource(fed)).audit(planned("mean_image"), wave)
 
 
 def test_what_an_attack_remembers_comes_before_the_truth(make_federation: Make, observe: Make) -> None:
@@ -192,7 +193,10 @@ def test_what_an_attack_remembers_comes_before_the_truth(make_federation: Make, 
         private = fed.batch_at(client, round)
         return Batch(private.x.flip(0), private.y.flip(0))
 
-    honest, other = Auditor(fed).audit(plan, wave), Auditor(fed).audit(plan, wave, truth=turned)
+    honest, other = (
+        Auditor(FederationSource(fed)).audit(plan, wave),
+        Auditor(FederationSource(fed, given=turned)).audit(plan, wave),
+    )
     for a, b in zip(honest, other, strict=True):
         assert a.memory is not None
         assert b.memory is not None
@@ -201,7 +205,7 @@ def test_what_an_attack_remembers_comes_before_the_truth(make_federation: Make, 
         assert b.reconstruction.x is not None
         assert torch.equal(a.reconstruction.x, b.reconstruction.x.flip(0))
         assert int(a.memory["images"]) == 1
-    assert {a.memory for a in Auditor(fed).audit(planned("idlg"), wave)} == {None}
+    assert {a.memory for a in Auditor(FederationSource(fed)).audit(planned("idlg"), wave)} == {None}
 
 
 def test_a_stateful_attack_starts_from_its_memory_of_the_client_and_from_nothing_without_one(
@@ -210,8 +214,10 @@ def test_a_stateful_attack_starts_from_its_memory_of_the_client_and_from_nothing
     fed = make_federation(model=MLP)
     wave, plan = observe(fed, (0, 1)), planned("feedback_blending", iterations=1, fit=0)
     blend = torch.full((1, 1, 28, 28), 0.25)
-    alone = Auditor(fed).audit(plan, wave)
-    remembered = Auditor(fed).audit(plan, wave, memories={1: {"images": torch.tensor(2), "blend": blend}})
+    alone = Auditor(FederationSource(fed)).audit(plan, wave)
+    remembered = Auditor(FederationSource(fed)).audit(
+        plan, wave, memories={1: {"images": torch.tensor(2), "blend": blend}}
+    )
     never, x = alone[0].reconstruction.x, remembered[1].reconstruction.x
     assert never is not None
     assert x is not None
@@ -236,7 +242,7 @@ def test_given_labels_hand_over_labels_and_never_images(
         return original(self, wave, known, *others)
 
     monkeypatch.setattr(kind, "reconstruct", reconstruct)
-    audited = Auditor(fed).audit(plan, wave)
+    audited = Auditor(FederationSource(fed)).audit(plan, wave)
     (known,) = received
     assert known.labels is not None
     assert known.auxiliary is not None
@@ -253,7 +259,7 @@ def test_given_labels_hand_over_labels_and_never_images(
 def test_rows_are_the_metrics_of_the_paired_reconstruction(make_federation: Make, observe: Make) -> None:
     fed = make_federation(data={"batch_size": 3})
     plan = planned("inverting_gradients", iterations=5)
-    for k, outcome in enumerate(Auditor(fed).audit(plan, observe(fed, (0, 1)))):
+    for k, outcome in enumerate(Auditor(FederationSource(fed)).audit(plan, observe(fed, (0, 1)))):
         truth, x = fed.batch_at(k, 1).x, outcome.reconstruction.x
         assert x is not None
         assert image_metrics.match(truth, x).tolist() == [0, 1, 2], "the reconstruction stands in the truth's order"
@@ -279,7 +285,7 @@ def test_pairing_moves_the_labels_with_the_images(
         return [Reconstruction(private.x[shuffle], private.y[shuffle], 0.0, 1, 0.0, "converged")]
 
     monkeypatch.setattr(mean_image, "reconstruct", perfect)
-    (outcome,) = Auditor(fed).audit(planned("mean_image"), observe(fed, (0,)))
+    (outcome,) = Auditor(FederationSource(fed)).audit(planned("mean_image"), observe(fed, (0,)))
     assert outcome.reconstruction.x is not None
     assert outcome.reconstruction.y is not None
     assert torch.equal(outcome.reconstruction.x, private.x)
@@ -301,7 +307,7 @@ def test_pixels_outside_their_range_are_graded_as_a_client_would(
     def graded(x: Tensor) -> tuple[Tensor | None, list[float | None]]:
         found = [Reconstruction(x, None, 0.0, 1, 0.0, "converged")]
         monkeypatch.setattr(mean_image, "reconstruct", lambda *_: found)
-        (outcome,) = Auditor(fed).audit(planned("mean_image"), observe(fed, (0,)))
+        (outcome,) = Auditor(FederationSource(fed)).audit(planned("mean_image"), observe(fed, (0,)))
         return outcome.reconstruction.x, rows_of(outcome.rows, "mean_image", "psnr")
 
     kept, values = graded(x)
@@ -312,7 +318,7 @@ def test_pixels_outside_their_range_are_graded_as_a_client_would(
 
 def test_a_failed_attack_is_counted(make_federation: Make, observe: Make) -> None:
     fed = make_federation(data={"batch_size": 2})
-    (outcome,) = Auditor(fed).audit(planned("analytic"), observe(fed, (0,)), others={0: 1})
+    (outcome,) = Auditor(FederationSource(fed)).audit(planned("analytic"), observe(fed, (0,)), others={0: 1})
     assert outcome.reconstruction.status == "not_applicable"
     assert {row.status for row in outcome.rows} == {"not_applicable"}
     for name in ("analytic", "wrong_client(analytic)"):
@@ -327,7 +333,7 @@ def test_the_wrong_client_is_graded_against_the_others_truth(make_federation: Ma
     fed = make_federation(clients=3, model=MLP)
     plan = planned("analytic", name="exact")
     others = {0: 2, 1: 0}
-    audited = Auditor(fed).audit(plan, observe(fed, (0, 1, 2)), others=others)
+    audited = Auditor(FederationSource(fed)).audit(plan, observe(fed, (0, 1, 2)), others=others)
     for k, outcome in enumerate(audited):
         wrong = [row for row in outcome.rows if row.attack == "wrong_client(exact)"]
         if k not in others:
@@ -347,7 +353,7 @@ def test_baselines_are_what_they_say(make_federation: Make, observe: Make) -> No
     fed = make_federation(data={"batch_size": 2, "auxiliary": 50})
     public = fed.shards.auxiliary_batch().x
     assert len(public) == 50
-    auditor, wave = Auditor(fed), observe(fed, (0, 1))
+    auditor, wave = Auditor(FederationSource(fed)), observe(fed, (0, 1))
     for outcome in auditor.audit(planned("mean_image"), wave):
         assert outcome.reconstruction.x is not None
         assert torch.equal(outcome.reconstruction.x, public.mean(0).expand(2, 1, 28, 28))
@@ -369,7 +375,9 @@ def test_where_nobody_knows_the_labels_the_mean_image_of_a_class_is_of_restored_
 ) -> None:
     fed = make_federation(data={"batch_size": 1, "auxiliary": 50})
     told = PlannedAttack("class_mean_image", {"use": "class_mean_image"}, labels="given")
-    given, blind = (Auditor(fed, blind=b).audit(told, observe(fed, (0,)))[0].reconstruction for b in (False, True))
+    given, blind = (
+        Auditor(FederationSource(fed, blind=b)).audit(told, observe(fed, (0,)))[0].reconstruction for b in (False, True)
+    )
     assert given.x is not None and blind.x is not None
     assert torch.equal(given.x, blind.x), "one label is always restored"
 
@@ -384,13 +392,15 @@ def test_starts_depend_on_seed_attack_round_and_client(make_federation: Make, ob
     fed = make_federation()
     start = planned("inverting_gradients", seconds=1e-9)
     other = planned("inverting_gradients", seconds=1e-9, name="again")
-    first = result(Auditor(fed, 1), start, observe(fed, (0,)))
-    assert torch.equal(first, result(Auditor(fed, 1), start, observe(fed, (0, 1)))), "packing changes no start"
+    first = result(Auditor(FederationSource(fed), 1), start, observe(fed, (0,)))
+    assert torch.equal(first, result(Auditor(FederationSource(fed), 1), start, observe(fed, (0, 1)))), (
+        "packing changes no start"
+    )
     for changed in (
-        result(Auditor(fed, 2), start, observe(fed, (0,))),
-        result(Auditor(fed, 1), other, observe(fed, (0,))),
-        result(Auditor(fed, 1), start, observe(fed, (1,))),
-        result(Auditor(fed, 1), start, observe(fed, (0,), 2)),
+        result(Auditor(FederationSource(fed), 2), start, observe(fed, (0,))),
+        result(Auditor(FederationSource(fed), 1), other, observe(fed, (0,))),
+        result(Auditor(FederationSource(fed), 1), start, observe(fed, (1,))),
+        result(Auditor(FederationSource(fed), 1), start, observe(fed, (0,), 2)),
     ):
         assert not torch.equal(first, changed)
 
@@ -403,7 +413,7 @@ def test_the_defense_is_known_or_not(make_federation: Make, observe: Make) -> No
     fed = make_federation(chain=[SGD, prune])
     wave, batch = observe(fed, (0,)), fed.batch_at(0, 1)
     forms = {
-        d: Auditor(fed).knowledge(planned("idlg", defense=d)).forward(wave.params, batch, None)
+        d: Auditor(FederationSource(fed)).knowledge(planned("idlg", defense=d)).forward(wave.params, batch, None)
         for d in ("known", "unknown")
     }
     assert all(torch.equal(forms["known"][k], wave.update[k][0]) for k in wave.update)
@@ -414,7 +424,7 @@ def test_the_defense_is_known_or_not(make_federation: Make, observe: Make) -> No
 def test_the_attackers_form_holds_no_noise_of_the_client(make_federation: Make) -> None:
     fed, bare = (make_federation(chain=[SGD, *more]) for more in ([{"use": "gaussian", "sigma": 1.0}], []))
     params, buffers = fed.initial()
-    found = Auditor(fed).knowledge(planned("idlg")).forward(params, fed.batch_at(0, 1), None)
+    found = Auditor(FederationSource(fed)).knowledge(planned("idlg")).forward(params, fed.batch_at(0, 1), None)
     assert all(torch.equal(found[k], t) for k, t in bare.client_update(params, buffers, 0, 1).items())
 
 

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from fedgauge.attacks.base import Budget, Observation
+from fedgauge.attacks.base import Budget
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.grading.replay import replay
-from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.modality.text_metrics import text_metrics
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.score_rows import ScoreRecord
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
@@ -77,12 +78,7 @@ def test_defenses_of_updates_work_on_text_as_they_are(make: Make, link: dict[str
     assert all(torch.equal(update[k], again[k]) for k in params)
     if link["use"] == "clip":
         assert float(norm(update)) <= 0.1 * LOCAL["rate"] * (1 + 1e-5)  # type: ignore[operator]
-    assert replay(fed, seen_of(fed)).ok
-
-
-def seen_of(fed: Federation) -> Observation:
-    params, buffers = fed.initial()
-    return Observation(1, 0, params, fed.client_update(params, buffers, 0, 1), buffers)
+    assert replay(fed, FederationSource(fed).seen(0)).ok
 
 
 @pytest.mark.parametrize(
@@ -114,7 +110,7 @@ def test_a_model_of_words_refuses_images(make_federation: Make) -> None:
 
 
 def rows_of(fed: Federation, observe: Any, planned: PlannedAttack, **more: Any) -> list[ScoreRecord]:
-    (audited,) = Auditor(fed, **more).audit(planned, observe(fed))
+    (audited,) = Auditor(FederationSource(fed), **more).audit(planned, observe(fed))
     return list(audited.rows)
 
 
@@ -131,7 +127,7 @@ def test_random_words_are_graded_by_every_metric(made: Callable[[Make], Federati
 
 def test_random_words_are_as_frequent_as_in_auxiliary_text(make: Make, observe: Any) -> None:
     fed = make(data={"batch_size": 600})
-    auditor = Auditor(fed)
+    auditor = Auditor(FederationSource(fed))
     known = auditor.knowledge(PlannedAttack("random_words", {"use": "random_words"}))
     wave = observe(make())
     (found,) = random_words().reconstruct(wave, known, Budget(1), [partial(generator, "t")])
@@ -185,7 +181,7 @@ def test_lengths_and_labels_are_handed_over_where_the_threat_model_says_so(make:
         table = {"use": "mytext:echo", "labels": "given", "lengths": lengths}
         planned = PlannedAttack.from_table(table, "[[attack]]")
         assert planned == PlannedAttack.from_json(planned.to_json())
-        (audited,) = Auditor(fed).audit(planned, observe(fed))
+        (audited,) = Auditor(FederationSource(fed)).audit(planned, observe(fed))
         x, y = audited.reconstruction.x, audited.reconstruction.y
         assert x is not None and y is not None
         assert torch.equal(y.sort().values, batch.y.sort().values)
@@ -198,14 +194,14 @@ def test_lengths_and_labels_are_handed_over_where_the_threat_model_says_so(make:
 def test_the_labels_of_next_token_are_never_handed_over(make: Make, observe: Any) -> None:
     planned = PlannedAttack.from_table({"use": "mytext:echo", "labels": "given"}, "[[attack]]")
     with pytest.raises(ValueError, match="given"):
-        Auditor(lm(make)).audit(planned, observe(lm(make)))
+        Auditor(FederationSource(lm(make))).audit(planned, observe(lm(make)))
 
 
 @pytest.mark.usefixtures("own")
 def test_a_defense_is_not_inferred_from_zeros_that_words_bring_by_nature(make: Make, observe: Any) -> None:
     planned = PlannedAttack.from_table({"use": "mytext:echo", "defense": "inferred"}, "[[attack]]")
     with pytest.raises(ValueError, match="zeros"):
-        Auditor(make()).audit(planned, observe(make()))
+        Auditor(FederationSource(make())).audit(planned, observe(make()))
 
 
 def scenario(**changes: Any) -> dict[str, Any]:
@@ -232,6 +228,6 @@ def test_lengths_are_refused_for_images(tables: Callable[..., dict[str, Any]]) -
 def test_frozen_words_travel_as_buffers_and_the_replay_is_exact(make: Make) -> None:
     fed = make(model={**SMALL, "freeze": ["words", "biases"]})
     assert isinstance(fed.model, LanguageModel)
-    seen = seen_of(fed)
+    seen = FederationSource(fed).seen(0)
     assert fed.model.parts.word in seen.buffers and fed.model.parts.word not in seen.update
     assert replay(fed, seen).ok

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.grading.rate_and_steps import RateTimesSteps
 from fedgauge.attacks.grading.training_evidence import (
     TrainingEvidence,
     from_json,
@@ -26,7 +24,6 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import local_training
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
-from fedgauge.server.store.uploads import as_the_model_has_it
 
 BATCH = 8
 HEAD = ("linear.weight", "linear.bias")
@@ -70,8 +67,8 @@ def evidence(
         ({}, "sum of gradients"),
         ({"momentum": 0.9, **LOOP}, "sum of gradients"),
         ({"max_norm": 0.5, **LOOP}, "sum of gradients"),
-        ({"weight_decay": 0.01}, "weight decay"),
-        ({"weight_decay": 5e-4, "momentum": 0.9, **LOOP}, "weight decay"),
+        ({"weight_decay": 0.01}, "sum of gradients"),
+        ({"weight_decay": 5e-4, "momentum": 0.9, **LOOP}, "sum of gradients"),
         ({"optimizer": "adam", "rate": 1e-3}, "Adam"),
         ({"optimizer": "adam", "rate": 1e-3, **LOOP}, "Adam"),
         ({"optimizer": "adamw", "rate": 1e-3, "weight_decay": 0.01}, "Adam"),
@@ -95,12 +92,7 @@ def test_the_training_is_told_from_the_update(model: str, own: dict[str, Any], k
     [
         ({"optimizer": "adam", "rate": 1e-3}, SGD, "lenet", "Adam", 'use = "local_training" with optimizer = "adam"'),
         ({}, ADAM, "lenet", "sum of gradients", 'optimizer = "sgd"'),
-        ({"epochs": 5}, SGD, "mlp", "sum of gradients", "than the 8 that the chain assumes"),
         ({"optimizer": "adam", "rate": 1e-3, "epochs": 20, "batch_size": 3}, SGD, "lenet", "unexplained", "[loss]"),
-        ({}, {**TRAINING, "weight_decay": 0.1}, "lenet", "sum of gradients", "-0.005 times the weights"),
-        ({"weight_decay": 0.01}, {**TRAINING, "weight_decay": 0.5}, "lenet", "weight decay", "-0.025 times"),
-        ({"optimizer": "adam", "rate": 1e-3}, {**ADAM, "rate": 0.1}, "lenet", "Adam", "check the rate"),
-        ({"optimizer": "adam", "rate": 1e-3, **LOOP}, ADAM, "lenet", "Adam", "steps and epochs"),
     ],
 )
 def test_another_training_than_is_assumed_is_a_warning_that_says_what_to_write(
@@ -111,11 +103,10 @@ def test_another_training_than_is_assumed_is_a_warning_that_says_what_to_write(
     assert found.words.startswith("WARNING: ") and named in found.words
 
 
-def test_more_steps_are_assumed_where_they_were_made() -> None:
-    assert evidence({"epochs": 5}, {**SGD, "steps": 5}, "mlp").fits is True
+def test_many_steps_of_adam_leave_nothing_to_tell_them_by() -> None:
     adam = {"optimizer": "adam", "rate": 1e-3, "epochs": 20, "batch_size": 3}
     found = evidence(adam, {"use": "local_training", **adam})
-    assert (found.kind, found.fits) == ("undecided", None), "many steps of Adam leave nothing to tell them by"
+    assert (found.kind, found.fits) == ("undecided", None)
 
 
 @pytest.mark.parametrize("own", [{**ADAM, **LOOP}, {**ADAM, **LOOP, "epochs": 10}, {}], ids=["3", "10", "SGD"])
@@ -145,40 +136,6 @@ def test_an_update_lost_in_the_rounding_of_half_precision_is_undecided() -> None
     assert (found.kind, found.fits) == ("undecided", None)
     coarse = evidence({"momentum": 0.9, "epochs": 10, "rate": 0.1}, {**SGD, "steps": 10}, dtype=torch.float16)
     assert coarse.kind == "sum of gradients" and coarse.fits is not False, coarse.words
-
-
-@pytest.mark.parametrize("model", ["lenet", "mlp"])
-@pytest.mark.parametrize("own", [{}, {"optimizer": "adam", "rate": 1e-3}], ids=["SGD", "Adam"])
-def test_normal_noise_is_named_with_its_size_before_adam_is(model: str, own: dict[str, Any]) -> None:
-    fed = federation(SGD, model)
-    params, buffers = fed.initial()
-    client = local_training(examples=BATCH, **{"rate": 0.05, **own})(fed.gradient)
-    update = client(params, fed.shards.batch_at(0, 1), generator("client"))
-    entries = torch.cat([t.flatten() for t in update.values()])
-    sigma = 5 * float(entries.square().mean().sqrt())
-    noisy = {k: t + sigma * torch.randn(t.shape, generator=generator(k)) for k, t in update.items()}
-    found = training_evidence(fed, Observation(1, 0, params, noisy, buffers))
-    assert (found.kind, found.fits) == ("noise", False), found.words
-    named = float(found.words.partition("standard deviation of ")[2].partition(";")[0])
-    assert 0.85 * sigma < named < 1.15 * sigma
-
-
-def test_uploaded_differences_are_not_called_weight_decay() -> None:
-    fed = federation(SGD)
-    params, buffers = fed.initial()
-    difference = fed.own_update(params, buffers, 0, 1)
-    taken_for_weights = {k: t - params[k] for k, t in difference.items()}
-    found = training_evidence(fed, Observation(1, 0, params, taken_for_weights, buffers))
-    assert (found.kind, found.fits) == ("differences", False)
-
-
-def test_a_network_of_other_outputs_than_classes_is_undecided() -> None:
-    found = brought(
-        lambda network, x, y: steps(loss=lambda out, y: (out - x.flatten(1)).square().mean())(network, x, y),
-        [SGD],
-        nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 784)),
-    )
-    assert (found.kind, found.fits) == ("undecided", None)
 
 
 FROZEN = {"use": "freeze", "layers": ["conv1", "conv2", "conv3"]}
@@ -235,10 +192,7 @@ def of_each_class(logits: Tensor, y: Tensor) -> Tensor:
     ("train", "chain", "fits", "named"),
     [
         (steps(head_alone=True), [FROZEN, SGD], True, ""),
-        (steps(head_alone=True), [SGD], False, "layers = ['conv1', 'conv2', 'conv3']"),
         (steps(head_alone=True), [FROZEN, ADAM], False, 'optimizer = "sgd"'),
-        (steps(), [FROZEN, SGD], False, "conv1, conv2, conv3 moved"),
-        (steps(5), [FROZEN, {**SGD, "steps": 5}], False, "conv1, conv2, conv3 moved"),
         (steps(5), [{**SGD, "steps": 5}], True, ""),
         (steps(make=decay_of_weights_alone), [{**TRAINING, "weight_decay": 0.01}], True, "-0.0005 times the weights"),
         (steps(make=lambda n: torch.optim.Adam(n.parameters())), [ADAM], True, ""),
@@ -247,7 +201,7 @@ def of_each_class(logits: Tensor, y: Tensor) -> Tensor:
         (steps(loss=partial(functional.cross_entropy, reduction="sum")), [SGD], True, ""),
         (steps(loss=of_each_class), [SGD], False, "[loss]"),
     ],
-    ids=["frozen", "frozen unsaid", "frozen, not Adam", "thawed", "thawed, steps", "steps", "decay of weights", "Adam",
+    ids=["frozen", "frozen, not Adam", "steps", "decay of weights", "Adam",
          "autocast", "smoothing", "sums", "another loss"],
 )  # fmt: skip
 def test_what_apps_do_is_neither_explained_nor_accused_wrongly(
@@ -269,28 +223,6 @@ def test_dropout_is_no_reason_for_an_accusation(count: int) -> None:
     assert found.fits is True, found.words
 
 
-@pytest.mark.parametrize(("trains", "moved"), [(True, False), (False, True)])
-def test_running_statistics_tell_the_mode_that_the_app_trains_in(trains: bool, moved: bool) -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.BatchNorm1d(32), nn.Linear(32, 10)).train(trains)
-    fed = federation(SGD)
-    fed.__dict__["model"] = network
-    params, buffers = fed.initial()
-    seen = Observation(1, 0, params, fed.client_update(params, buffers, 0, 1), buffers)
-
-    def told(moved: bool) -> TrainingEvidence:
-        mean = torch.full((32,), 0.1 * moved)
-        sent = {**seen.update, "2.running_mean": mean, "2.num_batches_tracked": torch.tensor(1)}
-        app = replace(seen, params={**network.state_dict(), **params, **buffers}, update=sent, buffers={})
-        return training_evidence(fed, as_the_model_has_it(app, fed, "updates"))
-
-    found = told(moved)
-    assert found.fits is False
-    assert f'set [model] mode = "{"eval" if trains else "train"}"' in found.words
-    assert told(trains).fits is True
-    assert training_evidence(fed, seen).fits is True
-
-
 def test_a_network_of_made_weights_and_mixed_modes_is_read_and_left_as_it_was() -> None:
     """Weight norm has no tensor called weight; a frozen BatchNorm stays in eval mode inside a network that trains."""
     fed = federation(SGD)
@@ -310,7 +242,7 @@ def test_a_network_of_made_weights_and_mixed_modes_is_read_and_left_as_it_was() 
 # ------------------------------------------------------------------------------------------------------- all rounds
 
 FITS = TrainingEvidence("sum of gradients", True, "fits")
-WRONG = TrainingEvidence("noise", False, "WARNING: noise")
+WRONG = TrainingEvidence("unexplained", False, "WARNING: noise")
 OPEN = TrainingEvidence("undecided", None, "not told")
 
 
@@ -319,22 +251,10 @@ def test_the_worst_of_the_rounds_is_the_result() -> None:
     assert over_rounds({(1, 0): FITS, (2, 0): FITS}).fits is True
     assert over_rounds({(1, 0): FITS, (2, 0): OPEN}).fits is None
     found = over_rounds({(1, 0): FITS, (2, 0): OPEN, (3, 1): WRONG})
-    assert (found.kind, found.fits) == ("noise", False)
+    assert (found.kind, found.fits) == ("unexplained", False)
     assert "client 1, round 3" in found.words and "1 updates of 3" in found.words
 
 
-def test_a_rate_that_changed_beyond_both_intervals_fits_no_longer() -> None:
-    def of(value: float) -> TrainingEvidence:
-        rates = RateTimesSteps(value, value / 1.3, value * 1.3)
-        return TrainingEvidence("sum of gradients", True, "fits", rates)
-
-    assert over_rounds({(1, 0): of(0.1), (2, 0): of(0.08)}).fits is True
-    assert over_rounds({(1, 0): of(0.1), (2, 1): of(0.05)}).fits is True, "of another client"
-    found = over_rounds({(1, 0): of(0.1), (2, 0): of(0.05)})
-    assert found.fits is False
-    assert "0.1 (0.077 to 0.13) in round 1 and is 0.05 (0.038 to 0.065)" in found.words
-
-
 def test_results_are_kept_as_json() -> None:
-    found = {(1, 0): TrainingEvidence("Adam", True, "a", RateTimesSteps(1.0, 0.5, 2.0)), (2, 3): OPEN}
+    found = {(1, 0): TrainingEvidence("Adam", True, "a"), (2, 3): OPEN}
     assert from_json(to_json(found)) == found

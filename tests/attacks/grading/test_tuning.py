@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
 from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.engine.distances import (
     rounding_likelihood,
@@ -23,6 +23,7 @@ from fedgauge.attacks.matching.priors import fitted_total_variation, gaussian, t
 from fedgauge.attacks.matching.recipes import bayes, inverting_gradients
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.chain import chain
 from fedgauge.client.federation import Federation
@@ -45,9 +46,7 @@ def federation(batch_size: int = 2, auxiliary: int = 200) -> Federation:
 
 @lru_cache
 def wave() -> Wave:
-    fed = federation()
-    params, buffers = fed.initial()
-    return Wave.stack([Observation(1, c, params, fed.client_update(params, buffers, c, 1), buffers) for c in range(4)])
+    return FederationSource(federation()).wave(range(4))
 
 
 def tuned(folder: Path, seen: Wave, attack: Attack, iterations: int = 30) -> Tuned:
@@ -258,9 +257,8 @@ def test_a_generator_is_trained_once_for_the_trials_of_all_rounds(
 def test_too_few_auxiliary_images_are_said_and_the_attack_goes_on() -> None:
     planned = PlannedAttack.from_table({"use": "bayes", "iterations": 3, "tune": "shadow"}, "here")
     few = federation(batch_size=2, auxiliary=2)
-    params, buffers = few.initial()
-    seen = Wave.stack([Observation(1, 0, params, few.client_update(params, buffers, 0, 1), buffers)])
-    (result,) = Auditor(few).audit(planned, seen)
+    seen = FederationSource(few).wave()
+    (result,) = Auditor(FederationSource(few)).audit(planned, seen)
     assert result.reconstruction.reason.startswith("not tuned")
     assert result.reconstruction.x is not None
 

@@ -10,6 +10,7 @@ from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.learned.auxiliary import Auxiliary, cosine_matrix, pseudo_images
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import SpecError
 from fedgauge.client.rng import generator
 from tests.attacks.learned.small_threats import images
@@ -44,7 +45,7 @@ def test_the_knowledge_card_and_the_knowledge_have_the_chosen_images(make_federa
     fed = make_federation()
     table = {"use": "ridge_inversion", "auxiliary": {"size": 40, "classes": [0, 1], "pseudo": 10}}
     planned = PlannedAttack.from_table(table, "[[attack]] #1")
-    known = Auditor(fed).knowledge(planned)
+    known = Auditor(FederationSource(fed)).knowledge(planned)
     assert known.auxiliary is not None
     assert len(known.auxiliary.x) == 50
     assert set(known.auxiliary.y[:40].tolist()) == {0, 1}

@@ -49,7 +49,7 @@ def test_a_fished_class_alone_has_a_gradient_and_its_bias_counts_the_examples(ti
     threat = known()
     batch = examples([2] * times + [0, 1, 3, 4, 5, 0, 1, 3][: SIZE - times])
     (seen,) = meet(class_fishing(target=2), threat, batch, 1)
-    assert count_isolated(seen, threat) == pytest.approx(times, abs=1e-4)
+    assert count_isolated(seen.params, seen.update, threat) == pytest.approx(times, abs=1e-4)
     mine = batch.y == 2
     names = [k for k in seen.update if not k.startswith(last_linear(threat.model))]
     if not times:
@@ -63,14 +63,14 @@ def test_a_fished_class_alone_has_a_gradient_and_its_bias_counts_the_examples(ti
 def test_classes_are_tried_in_turn_until_one_occurs_once() -> None:
     threat, batch = known(), examples([0, 0, 0, 3, 3, 3, 3, 1])
     seen = meet(class_fishing(), threat, batch, 5)
-    assert [round(count_isolated(o, threat)) for o in seen] == [3, 1, 1, 1, 1]
+    assert [round(count_isolated(o.params, o.update, threat)) for o in seen] == [3, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_a_threshold_halved_round_by_round_leaves_one_example_of_a_class(seed: int) -> None:
     threat, batch = known(), examples([4] * SIZE, seed)
     seen = meet(feature_fishing(target=4), threat, batch, 25)
-    counts = [count_isolated(o, threat) for o in seen]
+    counts = [count_isolated(o.params, o.update, threat) for o in seen]
     assert counts[-1] == pytest.approx(1, abs=2e-3)
     first = next(i for i, count in enumerate(counts) if abs(count - 1) < 1e-3)
     assert all(torch.equal(seen[first + 1].params[k], t) for k, t in seen[-1].params.items())  # kept, once found

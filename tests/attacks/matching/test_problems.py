@@ -18,6 +18,7 @@ from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import bayes, inverting_gradients
 from fedgauge.attacks.matching.search import AdamSearch
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.vision import detached_params, mlp
@@ -230,7 +231,7 @@ def test_what_pruning_dropped_is_not_compared(
     """A guess is not held against entries that were dropped: who knows of the pruning comes nearer, on every client."""
     dropping = [{"use": "local_sgd", "rate": 0.1}, {"use": "prune", "keep": 0.02}]
     fed = make_federation(clients=4, chain=dropping)
-    wave, auditor = observe(fed, (0, 1, 2, 3)), Auditor(fed)
+    wave, auditor = observe(fed, (0, 1, 2, 3)), Auditor(FederationSource(fed))
     found = {}
     for defense in ("known", "unknown"):
         table = {"use": "inverting_gradients", "iterations": 80, "defense": defense, "labels": "given"}

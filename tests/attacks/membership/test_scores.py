@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from torch.distributions import MultivariateNormal
 
 from fedgauge.attacks.base import Knowledge, Wave
-from fedgauge.attacks.grading.membership import above
+from fedgauge.attacks.membership.candidates import above
 from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
 from fedgauge.attacks.membership.likelihood import RestOfBatch, _Expected, _slopes, gain
 from fedgauge.attacks.membership.scores import SCORES, Scoring, against_null

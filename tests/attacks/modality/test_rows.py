@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fedgauge.attacks.base import Reconstruction
-from fedgauge.attacks.grading.scores import WHOLE_BATCH, Grader
+from fedgauge.attacks.grading.scores import Grader
 from fedgauge.attacks.modality.rows import RowModality
+from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.client.data.tables import census
 from fedgauge.client.update import Batch
 

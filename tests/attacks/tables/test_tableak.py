@@ -15,6 +15,7 @@ from fedgauge.attacks.exact.unmixing import spear
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.rows import RowModality
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.tables.tableak import aligned, confidence, relaxed_rows, tableak
 from fedgauge.client.chain import chain
 from fedgauge.client.data.tables import Tabular
@@ -75,7 +76,7 @@ def test_confidence_is_entropy_and_spread() -> None:
 
 
 def audited(fed: Federation, wave: Wave, attack: Any, budget: Budget, **known: Any) -> list[Reconstruction]:
-    knowledge = replace(Auditor(fed).knowledge(PlannedAttack("x", {"use": "analytic"})), **known)
+    knowledge = replace(Auditor(FederationSource(fed)).knowledge(PlannedAttack("x", {"use": "analytic"})), **known)
     streams = [partial(generator, "rows", k) for k in range(len(wave))]
     found: list[Reconstruction] = attack.reconstruct(wave, knowledge, budget, streams)
     return found

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.sentences import TEXT_ATTACKS
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator
@@ -55,9 +56,8 @@ def seen(request: pytest.FixtureRequest, make_federation: Make) -> Seen:
 def observed(make_federation: Make, task: str, batch_size: int = 1) -> Seen:
     data = {"use": "phrases", "length": 12, "task": task, "auxiliary": 40, "batch_size": batch_size}
     fed = make_federation(data=data, **TASKS[task])
-    params, buffers = fed.initial()
-    wave = Wave.stack([Observation(1, c, params, fed.client_update(params, buffers, c, 1), buffers) for c in range(2)])
-    return Seen(fed, wave, Auditor(fed).knowledge(PlannedAttack("x", {"use": NAMES[0]})))
+    wave = FederationSource(fed).wave(range(2))
+    return Seen(fed, wave, Auditor(FederationSource(fed)).knowledge(PlannedAttack("x", {"use": NAMES[0]})))
 
 
 def built(name: str) -> Attack:
@@ -105,7 +105,10 @@ def test_another_truth_changes_the_scores_and_not_the_reconstruction(name: str, 
         own = fed.batch_at(client, round)
         return Batch(own.x.flip(1), own.y.flip(1) if own.y.dim() > 1 else own.y)
 
-    honest, other = Auditor(fed).audit(plan, wave)[0], Auditor(fed).audit(plan, wave, truth=invented)[0]
+    honest, other = (
+        Auditor(FederationSource(fed)).audit(plan, wave)[0],
+        Auditor(FederationSource(fed, given=invented)).audit(plan, wave)[0],
+    )
     if declines(name, seen.known):
         return
     assert honest.reconstruction.x is not None and other.reconstruction.x is not None

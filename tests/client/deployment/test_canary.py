@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fedgauge.attacks.grading.canary import cosines
+from fedgauge.attacks.membership.canary_epsilon import cosines
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.deployed_client import NO_CANARY, UNWILLING, DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig

@@ -16,6 +16,7 @@ from fedgauge.attacks.base import Budget, Observation, Wave
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient
 from fedgauge.attacks.engine.gradients.per_problem import gradients, local_training_changes
 from fedgauge.attacks.exact.analytic import analytic
+from fedgauge.attacks.gaussian_prior import public_priors
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.grading.replay import replay
@@ -24,6 +25,7 @@ from fedgauge.attacks.matching.recipes import dlg, inverting_gradients
 from fedgauge.attacks.matching.search import AdamSearch
 from fedgauge.attacks.modality.image_metrics import psnr_of
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.chain import chain
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.federation import Federation
@@ -251,7 +253,7 @@ def test_the_attacker_matches_the_loss_that_it_knows(own: None, make_federation:
     """By one pass, by vmap for a sum; from the truth the objective is zero, under another loss it is not."""
     fed = make_federation(loss=loss, data={"batch_size": 2})
     wave, batch = wave_of(fed), fed.shards.batch_at(0, 1)
-    known = replace(Auditor(fed).knowledge(planned("inverting_gradients")), labels=batch.y[None])
+    known = replace(Auditor(FederationSource(fed)).knowledge(planned("inverting_gradients")), labels=batch.y[None])
     attack, streams = inverting_gradients(tv=0.0), [lambda *_: torch.Generator()]
     attack = replace(attack, search=AdamSearch(1e-9, box=False))
     (right,) = attack.continued(wave, known, Budget(1), streams, batch.x[None])
@@ -263,7 +265,7 @@ def test_the_attacker_matches_the_loss_that_it_knows(own: None, make_federation:
 
 def test_labels_are_not_read_off_another_loss(make_federation: MakeFederation) -> None:
     fed = make_federation(loss=SQUARED)
-    auditor, wave = Auditor(fed), wave_of(fed)
+    auditor, wave = Auditor(FederationSource(fed)), wave_of(fed)
     known = auditor.knowledge(planned("idlg"))
     with pytest.raises(ValueError, match="the plain cross-entropy, and \\[loss\\] names another"):
         labelling.restore(wave, known)
@@ -276,7 +278,7 @@ def test_labels_are_not_read_off_another_loss(make_federation: MakeFederation) -
 
 
 def test_optimised_labels_need_a_loss_of_probabilities(own: None, make_federation: MakeFederation) -> None:
-    known = Auditor(make_federation(loss={"use": "mylosses:focal"})).knowledge(planned("dlg"))
+    known = Auditor(FederationSource(make_federation(loss={"use": "mylosses:focal"}))).knowledge(planned("dlg"))
     wave = wave_of(make_federation(loss={"use": "mylosses:focal"}))
     (told,) = dlg().reconstruct(wave, known, Budget(2), [lambda *_: torch.Generator()])
     assert told.status == "not_applicable"
@@ -285,7 +287,7 @@ def test_optimised_labels_need_a_loss_of_probabilities(own: None, make_federatio
 
 def test_analytic_inversion_owes_nothing_to_the_loss(make_federation: MakeFederation) -> None:
     fed = make_federation(loss=SQUARED, model={"use": "mlp"})
-    known = Auditor(fed).knowledge(planned("analytic"))
+    known = Auditor(FederationSource(fed)).knowledge(planned("analytic"))
     (found,) = analytic().reconstruct(wave_of(fed), known, Budget(1), [lambda *_: torch.Generator()])
     assert found.y is None and found.x is not None
     assert float(psnr_of(fed.shards.batch_at(0, 1).x, found.x)) > 100
@@ -294,7 +296,7 @@ def test_analytic_inversion_owes_nothing_to_the_loss(make_federation: MakeFedera
 def test_a_defense_is_not_inferred_from_another_losss_zeros(make_federation: MakeFederation) -> None:
     fed = make_federation(loss=SQUARED)
     with pytest.raises(ValueError, match="inferred"):
-        Auditor(fed).infer_defense(wave_of(fed))
+        Auditor(FederationSource(fed)).infer_defense(wave_of(fed))
 
 
 def test_the_replay_check_notices_a_client_that_minimises_the_cross_entropy(make_federation: MakeFederation) -> None:
@@ -311,12 +313,12 @@ def test_the_limit_is_that_of_the_loss(make_federation: MakeFederation) -> None:
     for scale in (1e-4, 1.0):
         fed = make_federation(loss=SQUARED, model={"use": "mlp", "hidden": [6]},
                               data={"auxiliary": 200})  # fmt: skip
-        auditor = Auditor(fed)
+        auditor = Auditor(FederationSource(fed))
         known = auditor.knowledge(planned("idlg"))
         known = replace(known, chain=chain(gaussian(1.0), local_sgd(0.1)),
                         loss=lambda logits, y, s=scale: 100 * s * mean_squared_error()(logits, y))  # fmt: skip
-        limits[scale] = bayes_limit(known, fed.initial()[0], auditor.priors, generator("limit"))
-    parts = [(own.share, own.prior.blocks(BLOCKS)) for own in auditor.priors]
+        limits[scale] = bayes_limit(known, fed.initial()[0], public_priors(fed.shards), generator("limit"))
+    parts = [(own.share, own.prior.blocks(BLOCKS)) for own in public_priors(fed.shards)]
     nothing = sum(share * trace_bound(torch.zeros(len(b), dtype=torch.float64), b) for share, b in parts)
     assert limits[1.0] < 0.99 * limits[1e-4]
     assert 0.99 * nothing < limits[1e-4] <= nothing * (1 + 1e-6)

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 from starlette.applications import Starlette
 
-from fedgauge.attacks.grading.scores import ScoreRecord
+from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.server.dashboard.web import PageServer
 from fedgauge.server.store.run import Run
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.server.dashboard.events import EventStream
 from fedgauge.server.dashboard.runs import RunCatalog
 from fedgauge.server.store.ledger import Ledger

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Reconstruction, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import Federation
 from fedgauge.server.pool.executors import LocalExecutor, Result
 from fedgauge.server.pool.service import serve
@@ -96,7 +97,10 @@ def waves_of(run: Run, clients: Sequence[int], rounds: Sequence[int]) -> list[Wa
 
 def expected(scenario: Scenario, run: Run, clients: Sequence[int], rounds: Sequence[int]) -> list[list[Reconstruction]]:
     """The same observations as one sequence in memory, as `fedgauge reproduce` meets them."""
-    planned, auditor = scenario.plan.attacks[0], Auditor(Federation(scenario.protocol), scenario.plan.seed)
+    planned, auditor = (
+        scenario.plan.attacks[0],
+        Auditor(FederationSource(Federation(scenario.protocol)), scenario.plan.seed),
+    )
     attack, known = planned.build(), auditor.knowledge(planned)
     memories, sequence = [attack.initial() for _ in clients], []
     for round, wave in zip(rounds, waves_of(run, clients, rounds), strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
-from fedgauge.attacks.grading.scores import WHOLE_BATCH
+from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.client.components import allowing
 from fedgauge.client.federation import Federation
 from fedgauge.server.pool.executors import LocalExecutor, Result, WorkerDied

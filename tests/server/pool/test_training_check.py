@@ -10,23 +10,21 @@ import torch
 
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.client.federation import Federation
-from fedgauge.client.update import Params
-from fedgauge.server.pool import training_check
+from fedgauge.server.pool import update_checks
 from fedgauge.server.pool.service import make_executor, serve
-from fedgauge.server.pool.training_check import MOST_CLIENTS, RECORDED, TrainingCheck
+from fedgauge.server.pool.tape_source import TapeSource
+from fedgauge.server.pool.update_checks import MOST_CLIENTS, RECORDED, TrainingCheck
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from tests.small_runs import scenario
 
 
-def foreign_run(folder: Path, kept: bool, clients: int = 2, **changes: Any) -> Run:
-    """A user's app of two rounds, whose clients keep their head from one round to the next, or do not."""
+def foreign_run(folder: Path, wrong: bool, clients: int = 2, **changes: Any) -> Run:
+    """A user's app of two rounds, whose clients upload differences in place of weights in the second, or do not."""
     attack = [{"use": "inverting_gradients", "iterations": 1}]
     chosen = scenario(clients=clients, attack=attack, **changes)
     run, federation = Run.create(folder, chosen), Federation(chosen.protocol)
     sent, buffers = federation.initial()
-    head = [name for name in sent][-2:]
-    last: list[Params] = []
     with run.ledger() as ledger:
         ledger.add_attacks(chosen.plan, {p.name: knowledge_card(federation, p) for p in chosen.plan.attacks})
         ledger.set_meta(mode="deployment", rounds="2", state="trained")
@@ -34,15 +32,14 @@ def foreign_run(folder: Path, kept: bool, clients: int = 2, **changes: Any) -> R
             run.tape().write_round(round, sent, buffers)
             replies, seen = [], []
             for client in range(clients):
-                start = {**sent, **({k: last[client][k] for k in head} if kept and last else {})}
-                update = federation.client_update(start, buffers, client, round)
-                replies.append({k: start[k] + update[k] for k in sent})
+                update = federation.client_update(sent, buffers, client, round)
+                replies.append(update if wrong and round == 2 else {k: sent[k] + update[k] for k in sent})
                 difference = {k: replies[-1][k] - sent[k] for k in sent}
                 digest = run.tape().write_update(round, client, difference)
                 seen.append(Participation(client, "accepted", "", 2, digest))
             ledger.record_intake(round, seen, chosen.plan)
             ledger.record_round(round, 0.1, 2.0, 1.0, 0.01)
-            last, sent = replies, {k: torch.stack([reply[k] for reply in replies]).mean(0) for k in sent}
+            sent = {k: torch.stack([reply[k] for reply in replies]).mean(0) for k in sent}
     return run
 
 
@@ -53,48 +50,47 @@ def attacked(run: Run) -> tuple[dict[str, str], dict[str, str]]:
         return ledger.meta(), {row["name"]: row["training"] for row in ledger.attacks()}
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["honest", "own head"])
-def test_a_head_that_stays_at_the_client_is_a_warning_from_the_second_round_on(kept: bool, tmp_path: Path) -> None:
-    meta, cards = attacked(foreign_run(tmp_path / "run", kept))
+@pytest.mark.parametrize("wrong", [False, True], ids=["weights", "differences"])
+def test_what_does_not_fit_is_a_warning_from_its_round_on(wrong: bool, tmp_path: Path) -> None:
+    meta, cards = attacked(foreign_run(tmp_path / "run", wrong))
     found = {(round, client): fields["fits"] for round, client, fields in json.loads(meta["training_by_round"])}
-    assert found == {(1, 0): True, (1, 1): True, (2, 0): not kept, (2, 1): not kept}
-    assert meta["training_fits"] == str(not kept)
-    assert ("client 0, round 2" in meta["training"]) is kept
+    assert found == {(1, 0): True, (1, 1): True, (2, 0): not wrong, (2, 1): not wrong}
+    assert meta["training_fits"] == str(not wrong)
+    assert ("client 0, round 2" in meta["training"]) is wrong
     assert cards["inverting_gradients"] == f"{meta['training']}; {RECORDED}"
     assert cards["mean_image"] is None
     assert RECORDED in meta["replay_detail"]
 
 
 def test_of_many_clients_the_first_are_compared_and_none_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = foreign_run(tmp_path / "run", kept=False, clients=MOST_CLIENTS + 2)
+    run = foreign_run(tmp_path / "run", wrong=False, clients=MOST_CLIENTS + 2)
     compared: list[tuple[int, int]] = []
-    real = training_check.training_evidence
+    real = update_checks.training_evidence
 
-    def counted(fed: Any, seen: Any, before: Any) -> Any:
+    def counted(fed: Any, seen: Any) -> Any:
         compared.append((seen.round, seen.client))
-        assert (before is None) == (seen.round == 1)
-        return real(fed, seen, before)
+        return real(fed, seen)
 
-    monkeypatch.setattr(training_check, "training_evidence", counted)
+    monkeypatch.setattr(update_checks, "training_evidence", counted)
     attacked(run)
     assert compared == [(round, client) for round in (1, 2) for client in range(MOST_CLIENTS)]
     with run.ledger() as ledger:  # a service that starts again
-        check = TrainingCheck(run, ledger, run.scenario())
+        check = TrainingCheck(TapeSource(run.scenario().federation, run=run, ledger=ledger))
         assert check.begin(coming=False)
         check.compare(2, [0, 1, 2, 3])
         assert len(compared) == 2 * MOST_CLIENTS
 
 
 def test_updates_that_the_tape_no_longer_has_are_compared_by_themselves(tmp_path: Path) -> None:
-    meta, _ = attacked(foreign_run(tmp_path / "run", kept=True, tape={"keep": "none"}))
+    meta, _ = attacked(foreign_run(tmp_path / "run", wrong=True, tape={"keep": "none"}))
     assert {(round, client) for round, client, _ in json.loads(meta["training_by_round"])} >= {(1, 0), (2, 0)}
 
 
 @pytest.mark.parametrize("damage", ["{", "5", "[[1, 0, {}]]"])
 def test_a_damaged_comparison_is_made_again(damage: str, tmp_path: Path) -> None:
-    run = foreign_run(tmp_path / "run", kept=False, clients=1)
+    run = foreign_run(tmp_path / "run", wrong=False, clients=1)
     assumed = sha256(run.scenario().protocol.to_json().encode()).hexdigest()
     with run.ledger() as ledger:
         ledger.set_meta(training_assumed=assumed, training_by_round=damage)
-        assert TrainingCheck(run, ledger, run.scenario()).begin(coming=False)
+        assert TrainingCheck(TapeSource(run.scenario().federation, run=run, ledger=ledger)).begin(coming=False)
         assert json.loads(ledger.meta()["training_by_round"])[0][:2] == [1, 0]

@@ -1,5 +1,6 @@
 """A worker gives what the auditor gives, and keeps traces beside reconstructions."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 
 from fedgauge.attacks.base import Wave
 from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import Federation
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
@@ -24,14 +26,12 @@ def test_a_worker_gives_what_the_auditor_gives(kit: Any, tmp_path: Path) -> None
     planned = scenario.plan.attacks[0]
     task = Task(scenario.protocol.to_json(), planned.to_json(), 3, wave, {0: 3})
     outcome = attack_wave(task)
-    expected = Auditor(Federation(scenario.protocol), 3).audit(planned, wave, {0: 3})
-    for audited in expected:
-        assert torch.equal(outcome.images[audited.client]["x"], audited.reconstruction.x)
-        assert [(r.client, r.attack, r.metric, r.example, r.value) for r in outcome.rows[audited.client]] == [
-            (r.client, r.attack, r.metric, r.example, r.value) for r in audited.rows
-        ]
-    assert {r.attack for r in outcome.rows[0]} == {"inverting_gradients", "wrong_client(inverting_gradients)"}
-    assert {r.attack for r in outcome.rows[3]} == {"inverting_gradients"}
+    expected = Auditor(FederationSource(Federation(scenario.protocol)), 3).audit(planned, wave, {0: 3})
+    for one, other in zip(outcome.audited, expected, strict=True):
+        assert torch.equal(one.reconstruction.x, other.reconstruction.x)
+        assert [replace(r, seconds=0.0) for r in one.rows] == [replace(r, seconds=0.0) for r in other.rows]
+    told = {one.client: {row.attack for row in one.rows} for one in outcome.audited}
+    assert told == {0: {IG["use"], f"wrong_client({IG['use']})"}, 3: {IG["use"]}}
 
 
 def test_a_trace_is_kept_in_the_reconstructions_file_and_changes_no_score(kit: Any, tmp_path: Path) -> None:

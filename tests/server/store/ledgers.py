@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Lease, Participation
 

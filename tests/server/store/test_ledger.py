@@ -122,7 +122,7 @@ def test_two_connections_never_lease_the_same_job(path: Path) -> None:
 WORKER = """
 import random, sys, time
 from pathlib import Path
-from fedgauge.attacks.grading.scores import ScoreRecord
+from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.server.store.ledger import Ledger
 ledger = Ledger(Path(sys.argv[1]))
 print("ready", flush=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
 from fedgauge.client.federation import Federation
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError

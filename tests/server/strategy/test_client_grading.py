@@ -10,7 +10,8 @@ import pytest
 import tomli_w
 from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 
-from fedgauge.attacks.grading.audit import NO_TRUTH, Auditor
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.source import NO_TRUTH, FederationSource
 from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
 from fedgauge.defenses.accounting import Accountant
@@ -372,10 +373,12 @@ def test_an_auditor_of_a_deployment_never_asks_for_the_truth(
 
     monkeypatch.setattr(Federation, "batch_at", secret)
     monkeypatch.setattr(Federation, "trained_on", secret)
-    audited = Auditor(scenario.federation, blind=True).audit(scenario.plan.attacks[0], wave, {0: 1, 1: 0})
+    audited = Auditor(FederationSource(scenario.federation, blind=True)).audit(
+        scenario.plan.attacks[0], wave, {0: 1, 1: 0}
+    )
     assert [[r.metric for r in a.rows] for a in audited] == [["objective"]] * 2
     with pytest.raises(AssertionError, match="the truth was fetched"):
-        Auditor(scenario.federation).audit(scenario.plan.attacks[0], wave)
+        Auditor(FederationSource(scenario.federation)).audit(scenario.plan.attacks[0], wave)
 
 
 def test_labels_cannot_be_given_where_nobody_has_them(tmp_path: Path, observe: Callable[..., Any]) -> None:
@@ -384,7 +387,9 @@ def test_labels_cannot_be_given_where_nobody_has_them(tmp_path: Path, observe: C
         create_run(scenario, tmp_path / "run", mode="deployment")
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="labels") as told:
-        Auditor(scenario.federation, blind=True).audit(scenario.plan.attacks[0], observe(scenario.federation, (0,)))
+        Auditor(FederationSource(scenario.federation, blind=True)).audit(
+            scenario.plan.attacks[0], observe(scenario.federation, (0,))
+        )
     assert str(told.value) == NO_TRUTH
 
 

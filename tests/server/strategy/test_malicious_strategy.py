@@ -94,7 +94,7 @@ def test_the_client_answered_to_what_it_was_sent(fishing: Run) -> None:
     own = scenario.federation.client_update(seen.params, seen.buffers, 1, 2)
     torch.testing.assert_close(dict(seen.update), {k: t.detach() for k, t in own.items()}, rtol=1e-5, atol=1e-7)
     labels = scenario.federation.batch_at(1, 2).y
-    assert count_isolated(seen, public_knowledge(scenario.federation)) == pytest.approx(
+    assert count_isolated(seen.params, seen.update, public_knowledge(scenario.federation)) == pytest.approx(
         int((labels == 3).sum()), abs=1e-3
     )
 

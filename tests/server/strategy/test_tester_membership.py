@@ -11,7 +11,7 @@ import torch
 
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.pool.tester_membership import with_examples
+from fedgauge.server.pool.tester import with_examples
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.verdict import verdict_of

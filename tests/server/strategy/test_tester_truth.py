@@ -11,10 +11,11 @@ from torch import nn
 
 from fedgauge.attacks.base import Observation, Reconstruction
 from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
-from fedgauge.server.pool.truth_check import doubt
+from fedgauge.server.pool.update_checks import doubt
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 from tests.server.strategy.test_three_apps import ADAM, ForeignApp, app, train, write_truth
@@ -109,7 +110,7 @@ def test_labels_are_no_leak_because_the_truth_has_more_of_them_or_fewer(
     run, _ = train(kit, app, tmp_path, **{"num-server-rounds": 1})
     fed = run.scenario().federation
     x, y = fed.shards.dataset.x[:3].float() / 255, torch.tensor([4, 5, 6])
-    grader = Auditor(fed).grader
+    grader = Auditor(FederationSource(fed)).grader
 
     def accuracy(guess: list[int], truth: Batch) -> float | None:
         found = Reconstruction(x[: len(guess)].flip(0), torch.tensor(guess), 0.0, 1, 0.0, "converged")

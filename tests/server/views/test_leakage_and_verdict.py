@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import BAYES_LIMIT, AttackPlan, PlannedAttack
+from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, Participation
 from fedgauge.server.views.intervals import Rate

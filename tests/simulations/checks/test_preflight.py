@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import tomli_w
 
+from fedgauge.attacks.gaussian_prior import public_priors
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit
 from fedgauge.attacks.membership.limit import power
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import allowing
 from fedgauge.client.data.images import Shards
 from fedgauge.client.rng import generator
@@ -101,9 +103,14 @@ def test_the_limit_is_the_auditors_and_strong_noise_holds() -> None:
 
     weak = noisy(1e-3)
     told = finding(preflight(weak), "limit of one round")
-    auditor = Auditor(weak.federation, weak.plan.seed)
+    auditor = Auditor(FederationSource(weak.federation), weak.plan.seed)
     known = auditor.knowledge(PlannedAttack("limit", {"use": "idlg"}))
-    mse = bayes_limit(known, weak.federation.initial()[0], auditor.priors, generator(weak.plan.seed, "preflight"))
+    mse = bayes_limit(
+        known,
+        weak.federation.initial()[0],
+        public_priors(weak.federation.shards),
+        generator(weak.plan.seed, "preflight"),
+    )
     assert f"{min(60.0, -10 * math.log10(mse)):.1f} dB as the PSNR" in told.words
     assert told.severity == "weak" and told.change
     assert finding(preflight(noisy(100.0)), "limit of one round").severity == "holds"

@@ -10,6 +10,7 @@ import torch
 from fedgauge.attacks.base import Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.data.corpora import Text
 from fedgauge.simulations.experiments import run_attack as attacking
 from fedgauge.simulations.experiments.reproduce import compared_figures
@@ -43,7 +44,7 @@ def test_an_unknown_defense_is_not_in_the_attackers_chain() -> None:
 def test_a_failed_attack_has_no_number_in_a_table_as_in_a_run_and_counts_as_blank_in_a_figure() -> None:
     cell = only(paper_table(cell={"model": {"use": "lenet"}}))  # its first layer is a convolution: not applicable
     setup, (spec,) = build_setup(cell, 0), cell.attacks
-    for auditor in (setup.auditor, Auditor(setup.auditor.federation)):
+    for auditor in (setup.auditor, Auditor(FederationSource(setup.auditor.federation))):
         results = auditor.audit(spec, Wave.stack(setup.observations))
         assert {row.value for result in results for row in result.rows} == {None}
     found = run_attack(spec, setup, cell.wave)
@@ -62,7 +63,7 @@ def test_blending_remembers_each_clients_own_images_in_turns() -> None:
     fed = setup.auditor.federation
     own = fed.having(replace(fed.shards, indices=tuple(fed.shards.indices[k % 2] for k in range(6))))
     observations = tuple(replace(setup.observations[k % 2], client=k) for k in range(6))
-    same = replace(setup, auditor=replace(setup.auditor, federation=own), observations=observations)
+    same = replace(setup, auditor=replace(setup.auditor, source=FederationSource(own)), observations=observations)
     noise, blended = (run_attack(t, same, 100) for t in cell.attacks)
     # two images are needed before anything is blended; till then other packing into waves rounds otherwise
     torch.testing.assert_close(noise.iterations[:4], blended.iterations[:4], rtol=0.25, atol=0)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from fedgauge.attacks.grading.scores import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger

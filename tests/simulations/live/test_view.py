@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fedgauge.attacks.grading.scores import ScoreRecord
+from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import DeviceUse
 from fedgauge.server.store.run import Run

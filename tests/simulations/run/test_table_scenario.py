@@ -8,9 +8,10 @@ import pytest
 from fedgauge.attacks.effort import attacks_by_effort
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.membership import MEMBER
+from fedgauge.attacks.source import FederationSource
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.pool.tester_grading import _grade
+from fedgauge.server.pool.tester import _grade
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Ungraded, comparable
 from fedgauge.server.store.run import Run
@@ -91,7 +92,7 @@ def test_page_and_report_show_rows_side_by_side_and_both_kinds_of_leak(
             if run.reconstruction(1, job.client, job.attack).exists()
         ]
         truth = {(1, client): fed.batch_at(client, 1) for client in range(2)}
-        assert {_grade(run, ledger_, Auditor(fed).grader, job, truth, 2) for job in jobs} == {""}
+        assert {_grade(run, ledger_, Auditor(FederationSource(fed)).grader, job, truth, 2) for job in jobs} == {""}
         assert as_graded(ledger_) == before
     assert found.word == "leaks" and "cells right" in found.sentence and "membership" in found.sentence
     report = write_report(run).read_text()

@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from fedgauge.attacks.grading.scores import ScoreRecord
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
+from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.client.federation import Federation
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run

@@ -10,16 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgauge.attacks.grading.canary import (
-    combine_iterates,
-    cosines,
-    empirical_epsilon,
-    gaussian_epsilon,
-    normal_epsilon,
-)
+from fedgauge.attacks.membership.canary_epsilon import cosines, gaussian_epsilon
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Update, canary, norm
 from fedgauge.defenses.noise import gaussian
+from tests.theory.canary_world import combine_iterates, empirical_epsilon, normal_epsilon
 
 LIKE: Update = {"w": torch.zeros(64, 100), "b": torch.zeros(100)}
 
@@ -48,7 +43,12 @@ def test_unequal_variances_against_the_integral(mean: float, deviation: float, e
 
 
 def test_the_same_distribution_gives_nothing_away() -> None:
-    assert normal_epsilon(0.0, 1.0, 1e-5) == 0
+    assert normal_epsilon(0.0, 1.0, 1e-5) == gaussian_epsilon(0.0, 1e-5) == 0
+
+
+@given(ratio=st.floats(0.01, 100), delta=st.floats(1e-12, 0.5))
+def test_equal_variances_are_the_special_case(ratio: float, delta: float) -> None:
+    assert gaussian_epsilon(ratio, delta) == pytest.approx(normal_epsilon(ratio, 1.0, delta), rel=1e-9, abs=1e-9)
 
 
 def test_canaries_are_unit_updates_in_all_directions() -> None:

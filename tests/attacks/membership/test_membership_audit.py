@@ -1,7 +1,7 @@
 """Membership through the audit: who is a candidate, what a member's value is, and what is said where nobody can tell."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Wave
 from fedgauge.attacks.grading.audit import Auditor, AuditResult
-from fedgauge.attacks.grading.membership import MembershipTest, above, exceeded_by
+from fedgauge.attacks.measure import Case
 from fedgauge.attacks.membership.attack import membership
+from fedgauge.attacks.membership.candidates import MembershipTest, above, exceeded_by
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
@@ -68,7 +70,7 @@ def fed(make_federation: Make) -> Federation:
 def test_members_are_told_from_an_undefended_update_and_not_from_anothers(make_federation: Make, observe: Make) -> None:
     fed = make_federation(data={"auxiliary": 400})  # a convolutional network
     wave = observe(fed, (0, 1))
-    found = Auditor(fed).audit(planned(strangers=200, held=5), wave, {0: 1, 1: 0})
+    found = Auditor(FederationSource(fed)).audit(planned(strangers=200, held=5), wave, {0: 1, 1: 0})
     assert mean(values(found, "membership", "membership")) > 0.9
     assert abs(mean(values(found, "wrong_client(membership)", "membership")) - 0.5) < 0.35
     size = fed.shards.batch_size
@@ -83,7 +85,7 @@ def test_members_among_sentences_are_told(make_federation: Make, observe: Make, 
         model={"use": "tiny_bert"} if task == "classification" else {"use": "tiny_gpt2", "width": 16, "heads": 2},
         **({"loss": {"use": "next_token"}} if task == "next_token" else {}),
     )
-    found = Auditor(fed).audit(planned(strangers=60, held=2), observe(fed, (0, 1)), {0: 1, 1: 0})
+    found = Auditor(FederationSource(fed)).audit(planned(strangers=60, held=2), observe(fed, (0, 1)), {0: 1, 1: 0})
     assert mean(values(found, "membership", "membership")) > 0.9, found[0].reconstruction.reason
 
 
@@ -96,30 +98,38 @@ def test_members_are_told_where_labels_are_blended_or_units_dropped(make_federat
     torch.manual_seed(0)  # of the weights, and of which units are dropped
     dropping = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 10)).train()
     for fed in (blended, bare.having(model=dropping)):
-        found = Auditor(fed).audit(planned(strangers=200, held=0, score="matched_filter"), observe(fed, (0, 1)))
+        found = Auditor(FederationSource(fed)).audit(
+            planned(strangers=200, held=0, score="matched_filter"), observe(fed, (0, 1))
+        )
         assert mean(values(found, "membership", "membership")) > 0.7, found[0].reconstruction.reason
+
+
+def case(fed: Federation, wave: Wave, others: Mapping[int, int] = {}) -> Case:
+    """A wave of a test of membership."""
+    known = Auditor(FederationSource(fed)).knowledge(planned())
+    return Case(fed, "membership", known, wave, wave, others, {}, 0)
 
 
 def test_in_anybodys_batch_the_highest_score_over_all_updates_counts(fed: Federation, observe: Make) -> None:
     wave = observe(fed, (0, 1))
-    test = MembershipTest(fed, membership(strangers=100, held=0), 1, wave.clients)
+    test = MembershipTest(case(fed, wave, {0: 1, 1: 0}), 100, 0, wave.clients)
     scores = torch.rand(2, len(test.candidates.y), generator=generator("scores")).double()
     highest = scores.max(0).values
-    found = test.of_updates(scores, "membership", (0, 1), {0: 1, 1: 0})
+    found = test.of_updates(scores, (0, 1))
     own = torch.isin(test.strangers.y, fed.batch_at(0, 1).y)
     members = highest[torch.searchsorted(test.rows, fed.rows_at(0, 1))]
     expected = above(members, highest[len(test.rows) :][own]).tolist()
     assert [r.value for r in found[0] if r.metric == "anybody_membership"] == expected
     assert {r.attack for rows in found.values() for r in rows if r.metric.startswith("anybody")} == {"membership"}
-    alone = test.of_updates(scores[:1], "membership", (0,), {})
+    alone = test.of_updates(scores[:1], (0,))
     assert not [r for r in alone[0] if r.metric.startswith("anybody")], "of one update it is the same question"
 
 
 def test_nothing_tells_the_attack_which_candidates_are_members(fed: Federation, observe: Make) -> None:
     """The members are spread over the candidates, and a change of the order changes no score."""
     wave = observe(fed, (0, 1))
-    attack, auditor = membership(strangers=100, held=10), Auditor(fed)
-    test = MembershipTest(fed, attack, 1, wave.clients)
+    attack, auditor = membership(strangers=100, held=10), Auditor(FederationSource(fed))
+    test = MembershipTest(case(fed, wave), 100, 10, wave.clients)
     known = auditor.knowledge(planned())
     whole = attack.scores(wave, known, test.candidates)
     order = torch.randperm(len(test.candidates.y), generator=generator("order"))
@@ -128,7 +138,7 @@ def test_nothing_tells_the_attack_which_candidates_are_members(fed: Federation, 
 
 
 def test_over_rounds_each_candidate_keeps_its_highest_score(fed: Federation, observe: Make) -> None:
-    attack, auditor = planned("membership_over_rounds", strangers=200, held=10), Auditor(fed)
+    attack, auditor = planned("membership_over_rounds", strangers=200, held=10), Auditor(FederationSource(fed))
     first = auditor.audit(attack, observe(fed, (0, 1)))
     memories = {one.client: one.memory for one in first if one.memory is not None}
     assert set(memories) == {0, 1}
@@ -152,8 +162,8 @@ def test_the_limit_is_the_distance_of_two_gradients(make_federation: Make, obser
     sigma = 0.05  # before local_sgd, whose rate then changes gradient and noise alike
     fed = make_federation(chain=[{"use": "gaussian", "sigma": sigma}, SGD], model={"use": "mlp", "hidden": [8]})
     wave = observe(fed, (0,))
-    found = Auditor(fed).audit(PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}), wave)
-    strangers = MembershipTest(fed, membership(), 1, (0,)).strangers
+    found = Auditor(FederationSource(fed)).audit(PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}), wave)
+    strangers = MembershipTest(case(fed, wave), 1000, 40, (0,)).strangers
 
     def flat(x: Tensor, y: Tensor) -> Tensor:
         own = fed.gradient(wave.params, Batch(x[None], y[None]), None)
@@ -180,7 +190,9 @@ def test_no_curve_is_stated_that_is_not_the_chains(
     make_federation: Make, observe: Make, chain: list[dict[str, Any]], words: str
 ) -> None:
     fed = make_federation(chain=chain, model={"use": "mlp", "hidden": [8]}, data={"batch_size": 2})
-    found = Auditor(fed).audit(PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}), observe(fed, (0,)))
+    found = Auditor(FederationSource(fed)).audit(
+        PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}), observe(fed, (0,))
+    )
     assert found[0].reconstruction.status == "not_applicable" and words in found[0].reconstruction.reason
 
 
@@ -188,7 +200,7 @@ def test_what_is_not_finite_tells_nobody(fed: Federation, observe: Make) -> None
     wave = observe(fed, (0, 1))
     for factor in (math.inf, 1e38):
         spoilt = replace(wave, update={k: t * factor for k, t in wave.update.items()})
-        found = Auditor(fed).audit(planned(score="loss_change", strangers=100), spoilt)
+        found = Auditor(FederationSource(fed)).audit(planned(score="loss_change", strangers=100), spoilt)
         assert {one.reconstruction.status for one in found} == {"not_applicable"}
         assert "not finite" in found[0].reconstruction.reason
 
@@ -197,7 +209,9 @@ def test_over_rounds_sums_of_changing_groups_and_missing_clients(make_federation
     changes = {"clients": 4, "model": {"use": "mlp", "hidden": [8]}}
     drawn = make_federation(secure_sum={"group": 2, "drawn": True}, **changes)
     first = drawn.protocol.groups(1)[0][0]
-    found = Auditor(drawn).audit(planned("membership_over_rounds", strangers=200), observe(drawn, (first,)))
+    found = Auditor(FederationSource(drawn)).audit(
+        planned("membership_over_rounds", strangers=200), observe(drawn, (first,))
+    )
     assert "drawn anew in each round" in found[0].reconstruction.reason
     fewer = {"group": 4, "threshold": 3}
     uneven = make_federation(secure_sum=fewer, stragglers={"probability": 0.4}, **changes)
@@ -205,7 +219,7 @@ def test_over_rounds_sums_of_changing_groups_and_missing_clients(make_federation
     memories: dict[int, Any] = {}
     for round in sorted(rounds.values()):
         client = uneven.protocol.groups(round)[0][0]
-        found = Auditor(uneven).audit(
+        found = Auditor(FederationSource(uneven)).audit(
             planned("membership_over_rounds", strangers=200, held=5),
             observe(uneven, (client,), round),
             memories=memories,
@@ -225,14 +239,14 @@ def test_its_baseline_and_limit_come_with_it_alone() -> None:
 def test_where_nobody_can_tell_the_reason_is_said(make_federation: Make, observe: Make) -> None:
     fed = make_federation()
     wave: Wave = observe(fed, (0,))
-    blind = Auditor(fed, blind=True).audit(planned(), wave)
+    blind = Auditor(FederationSource(fed, blind=True)).audit(planned(), wave)
     assert "--truth" in blind[0].reconstruction.reason
     few = make_federation(data={**fed.protocol.data, "auxiliary": 40})
-    found = Auditor(few).audit(planned(), observe(few, (0,)))
+    found = Auditor(FederationSource(few)).audit(planned(), observe(few, (0,)))
     assert found[0].reconstruction.status == "not_applicable"
     assert "public examples" in found[0].reconstruction.reason
     data = replace(fed.shards.dataset, x_test=fed.shards.dataset.x_test[:0], y_test=fed.shards.dataset.y_test[:0])
     bare = Federation(fed.protocol)
     vars(bare)["shards"] = replace(fed.shards, dataset=data)
     with pytest.raises(ValueError, match="test part"):
-        MembershipTest(bare, membership(), 1, (0,))
+        MembershipTest(case(bare, wave), 1000, 40, (0,))

@@ -7,7 +7,7 @@ import torch
 from scipy.stats import binom
 from torch import Generator
 
-from fedgauge.attacks.grading.one_run import ERROR, PARTS, chance, guess_bound, least_epsilon
+from fedgauge.attacks.membership.one_run import ERROR, PARTS, chance, guess_bound, least_epsilon
 from fedgauge.client.rng import generator
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.grading.canary import smallest
+from fedgauge.attacks.membership.canary_epsilon import smallest
 
 EVIDENCE = "canary_evidence"  # the metric: log p(update | the canary is among the data) - log p(update | it is not)
 PARTS = (1, 2, 4, 8)  # the guesses are all canaries, or the surest half, quarter or eighth of them

@@ -1,0 +1,69 @@
+"""Attacks that reconstruct nothing: tests of membership, limits on every attack, what canaries show, and leaks of a user's own."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedgauge.attacks.base import Attack, Budget, ClientState, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.score_rows import ScoreRecord
+from fedgauge.client.federation import Federation
+
+Rows = dict[int, list[ScoreRecord]]  # by client
+Memories = dict[int, ClientState]  # by client
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One wave that is measured, and what a measure may read beside it.
+
+    Args:
+        name: of the planned attack.
+        wave: as the attacker takes it, beside what it knows; seen: as it came.
+        others: by client, another one of the round, whose truth a baseline is graded against.
+        memories: by client, what a stateful measure remembers of it.
+        seed: of the attacker's randomness.
+    """
+
+    fed: Federation
+    name: str
+    known: Knowledge
+    wave: Wave
+    seen: Wave
+    others: Mapping[int, int]
+    memories: Mapping[int, ClientState]
+    seed: int
+
+    def rows(self, client: int, values: Mapping[str, Sequence[float]], examples: Sequence[int]) -> list[ScoreRecord]:
+        """The rows of a client: of each metric, one value for each of these examples."""
+        return [
+            ScoreRecord(self.wave.round, client, self.name, example, metric, value, "converged", 0.0)
+            for metric, column in values.items()
+            for example, value in zip(examples, column, strict=True)
+        ]
+
+
+class Measure(Attack):
+    """An attack whose result is rows of a metric; `metric` names the one that it headlines."""
+
+    is_random: ClassVar[bool] = False
+    needs_truth: ClassVar[bool] = True  # whether it is graded by the private batches
+
+    on_cpu = True
+
+    def reconstruct(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+    ) -> list[Reconstruction]:
+        return not_applicable(wave, "it reconstructs nothing")
+
+    def assumes(self, fed: Federation, batch: str) -> list[str]:
+        """What it takes to be known beside the clients' chain, for the knowledge card; batch: their examples, in words."""
+        return [batch]
+
+    @abstractmethod
+    def measure(self, case: Case) -> tuple[Rows, Memories]:
+        """By client, the rows of its update, and what a stateful measure remembers of it; a client without rows has no value.
+
+        Raises:
+            ValueError: nothing can be measured, for the reason that the message says.
+        """

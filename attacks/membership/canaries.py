@@ -1,0 +1,110 @@
+"""What canaries show: how far each one's direction stands out, or the evidence that each canary example is among the data."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.learned.auxiliary import Auxiliary
+from fedgauge.attacks.measure import Case, Measure, Memories, Rows
+from fedgauge.attacks.membership.canary_epsilon import CANARY, cosines
+from fedgauge.attacks.membership.gradients import CandidateGradients
+from fedgauge.attacks.membership.joint import marginal_ratios
+from fedgauge.attacks.membership.likelihood import AT_ONCE, RestOfBatch, joint_ratios
+from fedgauge.attacks.membership.one_run import EVIDENCE
+from fedgauge.attacks.modality.registry import modality_of
+from fedgauge.client.data.images import batch_of
+from fedgauge.client.federation import Federation
+from fedgauge.client.rng import seed_of
+
+
+@dataclass(frozen=True)
+class Canaries(Measure):
+    """What the canaries of a federation show of its noise. A canary's number is its row's example.
+
+    Args:
+        clients: the updates, by their clients, that canaries are in.
+        examples: canary examples of each of these; 0: a canary is a client that sends its direction.
+    """
+
+    clients: tuple[int, ...] = ()
+    examples: int = 0
+
+    @property
+    def metric(self) -> str:
+        return EVIDENCE if self.examples else CANARY
+
+    @property
+    def needs_truth(self) -> bool:  # type: ignore[override]
+        return self.examples > 0
+
+    @property
+    def takes_gradients(self) -> bool:
+        return self.examples > 0
+
+    def assumes(self, fed: Federation, batch: str) -> list[str]:
+        count, data = len(fed.protocol.canary_clients), fed.shards
+        if not self.examples:
+            return [f"the directions of {count} canaries"]
+        told = f"{count * self.examples} canary examples, and not which of them are among the data"
+        return [batch, told, modality_of(data.dataset).auxiliary(Auxiliary(), len(data.auxiliary))]
+
+    def measure(self, case: Case) -> tuple[Rows, Memories]:
+        holders = case.fed.protocol.canary_clients
+        rest = _rest_of_batch(case) if self.examples else None
+        found, failure = Rows(), None
+        for k, client in enumerate(case.wave.clients):
+            members = [m for m in case.fed.protocol.members(client, case.wave.round) if m in holders]
+            if not members:
+                found[client] = []
+            elif all(bool(t[k].isfinite().all()) for t in case.wave.update.values()):
+                try:
+                    told = _directions(case, k, members) if rest is None else _evidence(case, k, rest, members)
+                except ValueError as error:  # of this client's update
+                    failure = error
+                    continue
+                if bool(told.isfinite().all()):
+                    each = case.fed.protocol.canary_examples
+                    numbers = [holders.index(m) * each + i for m in members for i in range(each)] or members
+                    found[client] = case.rows(client, {self.metric: told.tolist()}, numbers)
+        if failure is not None and not any(found.values()):
+            raise failure
+        return found, {}
+
+
+def _directions(case: Case, k: int, members: Sequence[int]) -> Tensor:
+    """How far each canary's direction stands out of an update, in standard deviations of chance, (N,)."""
+    update = {name: t.double() for name, t in case.seen.alone(k).items()}
+    found = cosines(update, map(case.fed.direction, members))
+    # the tangent divides by what is not the canary's: by the noise, and not by the canary's own part beside it
+    rest = (1 - found.square()).clamp_min(torch.finfo(found.dtype).eps)  # 0 where an update is nothing else
+    return found / rest.sqrt() * math.sqrt(sum(t.numel() for t in update.values()) - 1)
+
+
+def _rest_of_batch(case: Case) -> RestOfBatch:
+    if case.known.auxiliary is None:
+        raise ValueError("the rest of a batch is learned from public examples: set [data] auxiliary above 0")
+    return RestOfBatch.of_population(CandidateGradients(case.known, case.wave.params, case.known.auxiliary))
+
+
+def _evidence(case: Case, k: int, rest: RestOfBatch, members: Sequence[int]) -> Tensor:
+    """The evidence (N,) that each canary example of these clients is among their data, from one update.
+
+    The canaries of an update are judged together. A round's batch holds an example of the data with the chance q of its drawing:
+    log(1 - q + q e^ratio), of the likelihood ratio of the batch. Rounds add up.
+    """
+    shards, seed, update = case.fed.shards, case.fed.protocol.seed, case.wave.of([k])
+    rows = torch.cat([shards.canaries[m] for m in members])
+    drawn = torch.cat(
+        [torch.full((len(shards.canaries[m]),), shards.batch_size / len(shards.indices[m])) for m in members]
+    )
+    q, parts = drawn.double(), max(1, AT_ONCE // len(rest.mean))  # gradients that are held at once
+    ratios = []
+    for block, (some, share) in enumerate(zip(rows.split(parts), (q / 2).split(parts), strict=True)):
+        candidates = CandidateGradients(case.known, update.params, batch_of(shards.dataset.x, shards.dataset.y, some))
+        unknown = max(0.0, case.known.batch_size - float(share.sum()))
+        rng = seed_of(seed, "canaries together", update.round, update.clients[0], block)
+        ratios.append(marginal_ratios(*joint_ratios(candidates, update, rest, unknown), share, rng))
+    return torch.logaddexp((-q).log1p(), q.log() + torch.cat(ratios))

@@ -1,0 +1,126 @@
+"""Where an audit's waves and truth come from: a federation in memory, or public examples in place of private ones.
+
+A third source, of a recorded run, is fedgauge.server.pool.tape_source.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import Observation, Wave
+from fedgauge.attacks.modality.base import Modality
+from fedgauge.attacks.modality.registry import modality_of
+from fedgauge.client.federation import Federation
+from fedgauge.client.rng import generator
+from fedgauge.client.transforms import GroupMean
+from fedgauge.client.update import Batch, Params, Update
+
+NO_TRUTH = 'labels = "given" needs the true labels, which the server of a deployment does not have: use "restored"'
+Truth = Callable[[int, int], Batch]  # (client, round) -> the private batch
+
+
+@dataclass(frozen=True, eq=False)
+class FederationSource:
+    """A federation in memory: its clients' updates, and their batches as the truth.
+
+    Args:
+        blind: there is no truth, as in a deployment.
+        given: a truth in place of the federation's own.
+    """
+
+    federation: Federation
+    blind: bool = False
+    given: Truth | None = None
+
+    @cached_property
+    def auxiliary(self) -> Batch:
+        """The public examples: the attacker's knowledge of the distribution, and the gallery of identification."""
+        return self.federation.shards.auxiliary_batch()
+
+    @cached_property
+    def modality(self) -> Modality:
+        """The kind of this federation's data."""
+        return modality_of(self.federation.shards.dataset)
+
+    def truth(self, client: int, round: int) -> Batch:
+        """The private examples behind what the server sees of a client; ValueError if there is no truth."""
+        if self.blind:
+            raise ValueError(NO_TRUTH)
+        return (self.given or self.federation.batch_at)(client, round)
+
+    def trained_on(self, wave: Wave, client: int) -> Batch | None:
+        """The same as the chain changed them before training; None if it changes none."""
+        if self.given is not None:
+            return None
+        return self.federation.trained_on(wave.params, wave.buffers, client, wave.round)
+
+    def seen(
+        self,
+        client: int,
+        round: int = 1,
+        sent: tuple[Params, Mapping[str, Tensor]] | None = None,
+        update: Update | None = None,
+        returned: Mapping[str, Tensor] = {},
+    ) -> Observation:
+        """What the server sees of a client in a round.
+
+        Args:
+            sent: weights and buffers; default: the initial ones.
+            update: if it is there already; default: it is computed.
+            returned: buffers that the client sent back.
+        """
+        params, buffers = self.federation.initial() if sent is None else sent
+        if update is None:
+            update = self.federation.client_update(params, buffers, client, round)
+        return Observation(round, client, params, update, buffers, returned=returned)
+
+    def wave(self, clients: Sequence[int] = (0,), round: int = 1) -> Wave:
+        """What the server sees of these clients in a round at the initial weights."""
+        sent = self.federation.initial()
+        return Wave.stack([self.seen(client, round, sent) for client in clients])
+
+
+@dataclass(frozen=True, eq=False)
+class PublicSource(FederationSource):
+    """Stand-in clients that hold public examples, numbered from 0: no client's data is touched. Of a secure sum each is a group.
+
+    Args:
+        count: of the stand-ins.
+    """
+
+    count: int = 1
+
+    @property
+    def members(self) -> int:
+        """Clients whose updates are seen as one."""
+        return len(self.federation.protocol.groups(1)[0])
+
+    @property
+    def size(self) -> int:
+        """Examples behind what the server sees of one."""
+        return self.members * self.federation.shards.batch_size
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """The examples of each."""
+        public, seed = self.auxiliary, self.federation.protocol.seed
+        drawn = [generator(seed, "stand-in", k) for k in range(self.count)]
+        chosen = [torch.randint(len(public.x), (self.size,), generator=rng) for rng in drawn]
+        return [Batch(public.x[rows], public.y[rows]) for rows in chosen]
+
+    def truth(self, client: int, round: int) -> Batch:
+        return self.batches[client]
+
+    @cached_property
+    def all(self) -> Wave:
+        """What the server would see of all of them in the first round, through the whole chain."""
+        fed, (params, buffers) = self.federation, self.federation.initial()
+        client = GroupMean(self.members)(fed.chain(fed.gradient))
+        draws = [generator(fed.protocol.seed, "stand-in draws", k) for k in range(self.count)]
+        updates = [client(params, batch, rng) for batch, rng in zip(self.batches, draws, strict=True)]
+        wave = Wave.stack([self.seen(k, sent=(params, buffers), update=u) for k, u in enumerate(updates)])
+        fed.load_buffers(buffers)
+        return wave

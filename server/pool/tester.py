@@ -1,0 +1,275 @@
+"""A tester who owns the data: finished attacks are graded by the truth that he hands in, and tests of membership done again."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import groupby
+from typing import cast, get_args
+
+import torch
+from torch import Tensor
+
+from fedgauge.attacks.base import ClientState, Reconstruction, Status, Wave
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.grading.scores import Grader, ungraded_rows
+from fedgauge.attacks.modality.membership import HELD, MEMBER
+from fedgauge.attacks.plan import LIMITS
+from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord, wrong_client
+from fedgauge.attacks.source import FederationSource
+from fedgauge.client.components import SpecError
+from fedgauge.client.data.images import Dataset, Shards, batch_of
+from fedgauge.client.federation import Federation
+from fedgauge.client.update import Batch
+from fedgauge.server.pool.tape_source import TapeSource
+from fedgauge.server.pool.update_checks import Found, chosen, doubt
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_types import FinishedJob, FinishedTest, Ungraded, comparable
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.tape import TapeError, by_weights
+from fedgauge.server.store.tester_truth import TesterTruth, TruthError
+from fedgauge.server.store.uploads import UploadMismatch
+
+Progress = Callable[[int, int], None]  # (updates done, updates in all)
+CHECKING = 60.0  # seconds after which no further update is checked against its truth
+MOST_DOUBTS = 3  # in one sentence
+EXAMPLE = "example"  # (B,) in a reconstruction's file: the example of the truth that each was paired with; -1: none
+GRADED = "graded against the examples handed in with --truth"
+EMPTY_HANDED = ("not_applicable", "diverged")
+
+
+def grade(
+    run: Run,
+    ledger: Ledger,
+    scenario: Scenario,
+    truth: TesterTruth,
+    progress: Progress = lambda done, total: None,
+    untested: bool = False,
+) -> str:
+    """Grade every finished reconstruction of which the truth is there, once more if it was graded; returns what was graded.
+
+    Tests of membership are done again, with the truth as the batches.
+
+    Args:
+        progress: of the tests of membership.
+        untested: only tests of membership that lack a truth.
+
+    Raises:
+        TruthError: the truth cannot be read, or is of other examples; nothing is written then.
+        RunBusy: an attack service works on this run.
+    """
+    source, nodes = TapeSource(scenario.federation, run=run, ledger=ledger), ledger.nodes()
+    grader = Auditor(source).grader
+    with run.lock("audit"):
+        jobs, tests = comparable(ledger.ungraded(again=True), scenario.protocol), finished_tests(ledger, untested)
+        found = {
+            key: truth.batch(*key, scenario.federation.shards.dataset, nodes)
+            for key in dict.fromkeys(_asked(scenario, [*jobs, *tests]))
+        }
+        if (jobs or tests) and not any(batch is not None and len(batch.y) for batch in found.values()):
+            raise TruthError(f"{truth} has no examples of any attacked update")
+        size = scenario.federation.shards.batch_size
+        assumed = {job.id: size * len(scenario.protocol.members(job.client, job.round)) for job in jobs}
+        notes = Counter(_grade(run, ledger, grader, job, found, assumed[job.id]) for job in jobs)
+        graded = notes.pop("", 0)
+        every = len(jobs) - notes.pop(None, 0)
+        words = f"graded {graded} of {every} reconstructions and baselines against the examples handed in with --truth ({truth})"
+        if tests:
+            told = retest(source, scenario, tests, found, progress)
+            words += f"; {told} of {len(tests)} tests of membership done"
+        why = ", ".join(sorted(filter(None, notes))[:3])
+        if notes:
+            words += f"; not graded ({sum(notes.values())} of {every}): {why}"
+        ledger.describe("grading", {row["name"]: GRADED for row in ledger.attacks() if row["name"] not in LIMITS})
+        doubts = _doubts(source, found)
+        ledger.set_meta(grading=words, ungraded=why, truth=truth.to_json(), truth_doubts=doubts)
+    return words
+
+
+def regrade(run: Run, ledger: Ledger, scenario: Scenario, progress: Progress = lambda done, total: None) -> None:
+    """Grade what has ended since a tester handed in his truth, by that truth; where it cannot be read any more, say so."""
+    meta = ledger.meta()
+    if "truth" not in meta or not (ledger.ungraded() or finished_tests(ledger, untested=True)):
+        return
+    truth = TesterTruth.from_json(meta["truth"])
+    try:
+        grade(run, ledger, scenario, truth.check(), progress, untested=True)
+    except (SpecError, OSError) as error:
+        why = f"the truth cannot be read any more ({error}): hand it in again with --truth"
+        ledger.set_meta(grading=f"what ended since is not graded: {why}", ungraded=why)
+
+
+def _doubts(source: TapeSource, found: Found) -> str:
+    """What speaks against this truth, by the updates that it should give; empty if nothing does."""
+    fits, began = source.ledger.training_fits is not False, time.monotonic()
+    digests = {(round, client): digest for round, client, digest in source.taped()}
+    doubts: list[str] = []
+    try:
+        for key in (key for key in chosen(found) if key in digests):
+            if time.monotonic() - began > CHECKING:
+                break
+            doubts.append(doubt(source.federation, source.observation(*key, digests[key]), found, fits))
+    except Exception as error:  # a user's network may raise anything; the grades stand without this check
+        doubts.append(f"whether the truth gives the updates was not checked: {type(error).__name__}: {error}")
+    return "; ".join([words for words in doubts if words][:MOST_DOUBTS])
+
+
+def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[int, int]]:
+    """The rounds and clients whose examples these jobs need."""
+    for job in jobs:
+        for client in (job.client, job.other):
+            if client is not None:
+                yield job.round, client
+                yield from ((job.round, member) for member in scenario.protocol.members(client, job.round))
+
+
+def _grade(
+    run: Run, ledger: Ledger, grader: Grader, job: Ungraded, found: Mapping[tuple[int, int], Batch | None], assumed: int
+) -> str | None:
+    """Write one job's scores, or take those of an earlier truth back; returns why not, None if nothing came back.
+
+    Args:
+        assumed: how many examples the attack took the client to have.
+    """
+    why: str | None = ""
+    try:
+        tensors = run.read_reconstruction(job.round, job.client, job.attack)
+    except TapeError:
+        tensors, why = {}, None if job.status in EMPTY_HANDED else "the attack left no file"
+    own = found[job.round, job.client]
+    status: Status = cast(Status, job.status) if job.status in get_args(Status) else "converged"
+    result = Reconstruction.from_tensors(tensors, status, job.seconds)
+    if why != "" or own is None or not len(own.y):
+        rows = ungraded_rows(job.attack, job.round, job.client, result, assumed, job.other, grader.modality.main.metric)
+        ledger.grade(job.id, [row for row in rows if row.metric != OBJECTIVE], None, afresh=True)
+        return f"no truth of client {job.client} in round {job.round}" if why == "" else why
+    _, rows, example = grader.grade(job.attack, job.round, job.client, result, own)
+    other = None if job.other is None else found[job.round, job.other]
+    if other is not None and job.other is not None and len(other.y):
+        name = wrong_client(job.attack)
+        rows += grader.grade(name, job.round, job.other, replace(result, y=None), other)[1]
+    if len(example):
+        run.write_reconstruction(job.round, job.client, job.attack, {**tensors, EXAMPLE: example})
+    ledger.grade(job.id, rows, afresh=True)
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------- who was in a batch
+
+
+@dataclass(frozen=True, eq=False)
+class _HandedIn(Shards):
+    """Shards whose batches are those of a tester.
+
+    Args:
+        drawn: rows of the training examples, by (round, client).
+    """
+
+    drawn: Mapping[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def rows_at(self, client: int, round: int) -> Tensor:
+        return self.drawn[round, client]
+
+
+def finished_tests(ledger: Ledger, untested: bool = False) -> list[FinishedTest]:
+    """The finished tests of membership, and those of their limit.
+
+    Args:
+        untested: only of tests of which some have never had examples to tell members by.
+    """
+    names = [name for name, planned in ledger.planned().items() if planned.metric in (MEMBER, HELD)]
+    tests = ledger.finished_tests(names)
+    without = {test.attack for test in tests if test.blind}
+    return [test for test in tests if test.attack in without] if untested else tests
+
+
+def with_examples(fed: Federation, found: Found) -> Federation:
+    """A federation whose clients hold these examples, each once; none of them is a public example or a stranger any more."""
+    data, public = fed.shards.dataset, fed.shards.auxiliary_batch()
+    there = {key: batch for key, batch in sorted(found.items()) if batch is not None and len(batch.y)}
+    names, firsts, drawn = dict[bytes, int](), list[tuple[Tensor, Tensor]](), dict[tuple[int, int], Tensor]()
+    for key, (x, y) in there.items():
+        for name, *example in zip(_names(x), x, y, strict=True):
+            if name not in names:
+                names[name] = len(names)
+                firsts.append((example[0], example[1]))
+        drawn[key] = torch.tensor([names[name] for name in _names(x)], dtype=torch.int64).unique()
+    kept = _others(public.x, names)
+    tested = _others(batch_of(data.x_test, data.y_test, torch.arange(len(data.y_test))).x, names)
+    joined: Dataset = replace(
+        data,
+        x=torch.cat([torch.stack([x for x, _ in firsts]), public.x[kept]]),
+        y=torch.cat([torch.stack([y for _, y in firsts]), public.y[kept]]),
+        x_test=data.x_test[tested],
+        y_test=data.y_test[tested],
+    )
+    own: dict[int, list[Tensor]] = {}
+    for (_, client), rows in drawn.items():
+        own.setdefault(client, []).append(rows)
+    # most are nobody's: a ledger from elsewhere may number its clients up to 2^21
+    held = [torch.zeros(0, dtype=torch.int64)] * max(fed.protocol.clients, *(client + 1 for client in own))
+    for client, parts in own.items():
+        held[client] = torch.cat(parts).unique()
+    auxiliary = torch.arange(len(firsts), len(firsts) + len(kept))
+    shards = _HandedIn(joined, tuple(held), auxiliary, fed.shards.batch_size, fed.shards.seed, drawn=drawn)
+    return fed.having(shards=shards)
+
+
+def _names(x: Tensor) -> list[bytes]:
+    """A name of each example; pixels count as bytes, since files may round them otherwise."""
+    rows = (x * 255).round().to(torch.uint8) if x.is_floating_point() else x
+    return [blake2b(row.contiguous().numpy().tobytes(), digest_size=16).digest() for row in rows]
+
+
+def _others(x: Tensor, names: Collection[bytes]) -> Tensor:
+    """Which of these examples have none of the names."""
+    return torch.tensor([i for i, name in enumerate(_names(x)) if name not in names], dtype=torch.int64)
+
+
+def retest(
+    source: TapeSource, scenario: Scenario, tests: Sequence[FinishedTest], found: Found, progress: Progress
+) -> int:
+    """Do finished tests of membership again, with these examples as the batches; returns how many gave numbers.
+
+    Args:
+        tests: whole tests, ordered by test, round and client, as tests over rounds build on the rounds before.
+    """
+    ledger, fed = source.ledger, with_examples(source.federation, found)
+    planned, memories = ledger.planned(), dict[str, dict[int, ClientState]]()
+    auditor = Auditor(FederationSource(fed), scenario.plan.seed)
+    told = done = 0
+
+    def missing(client: int, round: int) -> list[int]:
+        return [
+            m
+            for m in fed.protocol.members(client, round)
+            if (batch := found.get((round, m))) is None or not len(batch.y)
+        ]
+
+    for (name, round), group in groupby(tests, key=lambda test: (test.attack, test.round)):
+        here = []
+        for test in group:
+            done += 1
+            try:
+                if without := missing(test.client, round):
+                    raise TapeError(f"no truth of client {without[0]} in round {round}")
+                if test.digest is None:
+                    raise TapeError("its update is no longer on the tape")
+                here.append((test, source.observation(round, test.client, test.digest)))
+            except (TapeError, UploadMismatch) as error:
+                none = ScoreRecord(round, test.client, name, WHOLE_BATCH, MEMBER, None, "not_applicable", 0.0)
+                ledger.retest(test.id, [none], str(error))
+        alike, most = by_weights(here, lambda pair: pair[0].digest), scenario.plan.wave
+        remembered = memories.setdefault(name, {})
+        for part in (same[i : i + most] for same in alike for i in range(0, len(same), most)):
+            others = {t.client: t.other for t, _ in part if t.other is not None and not missing(t.other, round)}
+            wave = Wave.stack([observation for _, observation in part])
+            for (test, _), result in zip(part, auditor.audit(planned[name], wave, others, remembered), strict=True):
+                ledger.retest(test.id, result.rows, result.reconstruction.reason)
+                told += result.reconstruction.status == "converged"
+                if result.memory is not None:
+                    remembered[test.client] = result.memory
+        progress(done, len(tests))
+    return told

@@ -1,0 +1,178 @@
+"""Whether updates fit what their audit assumes: the local training of an app, and the truth that a tester hands in.
+
+Neither check grades or chooses anything.
+"""
+
+from collections.abc import Collection, Mapping
+from hashlib import sha256
+from itertools import groupby, zip_longest
+
+import torch
+from torch import nn
+
+from fedgauge.attacks.base import Observation
+from fedgauge.attacks.grading.training_evidence import (
+    TrainingEvidence,
+    from_json,
+    over_rounds,
+    to_json,
+    training_evidence,
+)
+from fedgauge.attacks.modality.registry import BASELINES
+from fedgauge.client.federation import Federation
+from fedgauge.client.local_training import LocalTraining
+from fedgauge.client.rng import generator
+from fedgauge.client.training import StochasticLayer
+from fedgauge.client.transforms import BatchTransform, StatefulTransform, noise_free
+from fedgauge.client.update import Batch
+from fedgauge.server.pool.tape_source import TapeSource
+from fedgauge.server.store.tape import TapeError
+from fedgauge.server.store.uploads import UploadMismatch
+
+MOST_CLIENTS = 3  # of a round
+RECORDED = (
+    "the updates were recorded before the server aggregated them, so noise that the server adds to their average does not protect "
+    "them from this server"
+)
+NO_REPLAY = "not possible: the app's clients keep their data; they are taken to train as the chain says"
+
+
+class TrainingCheck:
+    """Compares updates before they are attacked, and writes the results into the ledger and on the attacks' cards.
+
+    Of each round the first clients whose updates are attacked are compared, MOST_CLIENTS at most.
+    """
+
+    def __init__(self, source: TapeSource) -> None:
+        self._source, self._ledger = source, source.ledger
+        protocol, meta = source.federation.protocol, source.ledger.meta()
+        self._assumed = sha256(protocol.to_json().encode()).hexdigest()
+        same = meta.get("training_assumed") == self._assumed
+        try:
+            self._found = from_json(meta.get("training_by_round", "[]")) if same else {}
+        except (ValueError, TypeError):  # damaged: compare again
+            self._found = {}
+
+    def compare(self, round: int, clients: Collection[int]) -> None:
+        """Compare the updates of a round's clients that were not compared yet."""
+        known = sum(key[0] == round for key in self._found)
+        for client in [c for c in sorted(clients) if (round, c) not in self._found][: max(0, MOST_CLIENTS - known)]:
+            self._found[round, client] = self._evidence(round, client)
+            self._write()
+
+    def begin(self, coming: bool) -> bool:
+        """Compare the first update on the tape, before anything is attacked; False: there is none yet.
+
+        Args:
+            coming: whether updates may still arrive.
+        """
+        taped = self._source.taped()
+        if not taped and coming:
+            return False
+        if taped:
+            round, client, _ = taped[0]
+            self.compare(round, [client])
+        self._write()  # also on the cards of attacks that were added since
+        return True
+
+    def _evidence(self, round: int, client: int) -> TrainingEvidence:
+        digests = {(taped, sender): digest for taped, sender, digest in self._source.taped()}
+        try:
+            seen = self._source.observation(round, client, digests[round, client])
+            return training_evidence(self._source.federation, seen)
+        except (TapeError, UploadMismatch) as error:
+            return TrainingEvidence("undecided", None, f"whether the update fits this is not known: {error}")
+
+    def _write(self) -> None:
+        whole = over_rounds(self._found) if self._found else TrainingEvidence("undecided", None, "")
+        words = "; ".join(filter(None, (whole.words, RECORDED)))
+        names = [a["name"] for a in self._ledger.attacks() if a["name"] not in BASELINES]
+        self._ledger.describe("training", dict.fromkeys(names, words))
+        self._ledger.set_meta(
+            replay="unknown",
+            replay_detail="; ".join(filter(None, (NO_REPLAY, RECORDED, whole.words))),
+            training=whole.words,
+            training_fits=str(whole.fits),
+            training_by_round=to_json(self._found),
+            training_assumed=self._assumed,
+        )
+
+
+# ------------------------------------------------------------------------------------------------ a tester's truth
+
+Found = Mapping[tuple[int, int], Batch | None]  # the truth by (round, client)
+
+MOST_UPDATES = 12  # checked, the first of each round before the second of any
+MOST_OTHERS = 4  # other clients, and other rounds, that each is compared with
+# where the order of the examples is the client's own: so many are tried, fewer if each has many steps
+ORDERS, STEPS = 16, 64
+SAME = 0.999  # cosine from which nothing can explain an update better
+IN_ORDER, ANY_ORDER = 0.8, 0.5  # the least cosine of a truth that is right
+
+
+def chosen(found: Found) -> list[tuple[int, int]]:
+    """Which updates to check: some of every round."""
+    there = sorted(key for key, batch in found.items() if batch is not None and len(batch.y))
+    by_round = [list(keys) for _, keys in groupby(there, key=lambda key: key[0])]
+    return [key for keys in zip_longest(*by_round) for key in keys if key is not None][:MOST_UPDATES]
+
+
+def doubt(fed: Federation, seen: Observation, found: Found, fits: bool) -> str:
+    """Why the truth of an observation's client seems to be another one; empty if it gives the update, or if that cannot be told.
+
+    Args:
+        found: the truth of all clients and rounds.
+        fits: whether the update may come from the local training that the chain assumes.
+    """
+    own = found[seen.round, seen.client]
+    if own is None or fed.protocol.secure_sum is not None or (cosine := _cosine(fed, seen, own)) >= SAME:
+        return ""
+    said = f"the truth of client {seen.client} does not give its update of round {seen.round} (cosine {cosine:.2f})"
+    others = [(_cosine(fed, seen, batch), words) for words, batch in _others(seen, own, found)]
+    better, words = max(others, default=(-1.0, ""))
+    if 1 - better < (1 - cosine) / 2:
+        return f"{said}: {words} do (cosine {better:.2f})"
+    if fits and not _is_noisy(fed) and cosine < (ANY_ORDER if _draws_order(fed) else IN_ORDER):
+        return f"{said}: is it another client's, another scale, another round, or is the local training not as [[chain]] says?"
+    return ""
+
+
+def _others(seen: Observation, own: Batch, found: Found) -> list[tuple[str, Batch]]:
+    """The examples of other clients in the round, and of the client in other rounds."""
+    there = [(key, found[key]) for key in sorted(found)]
+    other = {k: b for k, b in there if b is not None and not all(map(torch.equal, b, own))}
+    clients = [(f"those of client {c}", batch) for (r, c), batch in other.items() if r == seen.round]
+    rounds = [(f"those of its round {r}", batch) for (r, c), batch in other.items() if c == seen.client]
+    return clients[:MOST_OTHERS] + rounds[:MOST_OTHERS]
+
+
+def _cosine(fed: Federation, seen: Observation, batch: Batch) -> float:
+    """The best cosine over the orders in which the client may have taken its examples."""
+    best, orders = -1.0, max(2, min(ORDERS, STEPS // fed.chain.local.steps)) if _draws_order(fed) else 1
+    for draw in range(orders):
+        fed.load_buffers(seen.buffers)
+        with torch.random.fork_rng(devices=[]):  # dropout draws from torch's own generator
+            torch.manual_seed(draw)
+            guess = fed.update_fn()(seen.params, batch, generator("truth check", draw))
+        fed.load_buffers(seen.buffers)
+        a, b = (torch.cat([part[k].flatten().double() for k in seen.update]) for part in (guess, seen.update))
+        sizes = float(a.norm() * b.norm())
+        best = max(best, float(a @ b) / sizes if sizes else 0.0)
+        if best >= SAME:
+            break
+    return best
+
+
+def _draws_order(fed: Federation) -> bool:
+    return isinstance(fed.chain.local, LocalTraining) and fed.chain.local.shuffle
+
+
+def _is_noisy(fed: Federation) -> bool:
+    """Whether chance, or what a client keeps of earlier rounds, is in the update: then a truth that is right may be far off."""
+    chance = (nn.modules.dropout._DropoutNd, StochasticLayer)
+    if any(isinstance(m, chance) and m.training and getattr(m, "p", 1) for m in fed.model.modules()):
+        return True
+    if fed.chain.local.remembers:
+        return True
+    rest = [link for link in fed.chain.links if link is not fed.chain.local]
+    return any(isinstance(link, StatefulTransform | BatchTransform) or noise_free(link) != link for link in rest)
