@@ -16,7 +16,6 @@ from fedgauge.server.views.leakage import counted, counted_of_all
 from fedgauge.server.views.reading import Reading, viewed
 from fedgauge.server.views.roles import is_attack, is_baseline
 from fedgauge.server.views.scores import Scores, capped
-from fedgauge.server.views.success import count_ungraded
 from fedgauge.server.views.verdict import class_shares, restored_labels
 
 MOST_CELLS, MOST_ROUNDS = 50_000, 500  # of a heat map
@@ -30,7 +29,7 @@ def clients(reading: Reading, metric: str, attack: str | None) -> dict[str, Any]
     """
     return {
         "metric": formatting.metric_facts(metric),
-        "ungraded": count_ungraded(reading.scores),
+        "ungraded": reading.scores.left_ungraded,
         "attack": attack or "",
         "attacks": [a for a in reading.order if is_attack(a)],
         "metrics": [formatting.metric_facts(m) for m in reading.metrics],

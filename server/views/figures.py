@@ -14,7 +14,7 @@ from fedgauge.server.views.privacy import CanaryBound, CanaryEstimate, canaries
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import Role, attack_order, is_attack, role_of
 from fedgauge.server.views.strength import newest
-from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
+from fedgauge.server.views.success import THRESHOLDS, certified_success, success_curve
 
 LIMIT_NAMES = {
     BAYES_LIMIT: "Bayes error if the images of a class were Gaussian (an estimate)",
@@ -181,7 +181,7 @@ def rounds_figures(reading: Reading) -> list[Figure]:
     drawn = list(filter(None, (_leakage(reading, metric, accuracy) for metric in reading.metrics)))
     if drawn or not tested:
         return drawn
-    state = "Nothing is graded" if count_ungraded(reading.scores) else "No attack has given a score yet"
+    state = "Nothing is graded" if reading.scores.left_ungraded else "No attack has given a score yet"
     axes = round_axis([*tested]), Axis("test accuracy", "fraction", *WHOLE)
     return [Figure("accuracy", TITLE, f"{state}: only the test accuracy is drawn.", *axes, [curve])]
 
@@ -273,12 +273,8 @@ def _newest_words(reading: Reading, metric: str) -> str:
 # ------------------------------------------------------------------------------------- thresholds, membership, canaries
 
 
-def success_figure(reading: Reading, certified: Sequence[float] | None = None) -> Figure | None:
-    """The fraction of the examples that is reconstructed to each PSNR or better; None without a curve.
-
-    Args:
-        certified: upper bounds at THRESHOLDS.
-    """
+def success_figure(reading: Reading) -> Figure | None:
+    """The fraction of the examples that is reconstructed to each PSNR or better; None without a curve."""
     curve, looks = success_curve(reading.scores, reading.ledger), looks_of(reading)
     if not curve:
         return None
@@ -289,7 +285,7 @@ def success_figure(reading: Reading, certified: Sequence[float] | None = None) -
         parts, banded = [rate.fraction for rate in rates], is_attack(attack)
         own = Series(attack, role_of(attack), looks[attack], THRESHOLDS, parts, note=notes)
         series.append(replace(own, low=low, high=high) if banded else own)
-    if certified:
+    if certified := certified_success(reading, curve):
         notes = [f"at most {percent(v)} of the examples, by any attack on one round" for v in certified]
         series.append(Series("certified (ReRo), one round", "limit", LIMIT, THRESHOLDS, certified, note=notes))
     x, y = (
@@ -300,7 +296,7 @@ def success_figure(reading: Reading, certified: Sequence[float] | None = None) -
 
 
 def _success_words(reading: Reading, series: Sequence[Series]) -> str:
-    place, ungraded = THRESHOLDS.index(AT), count_ungraded(reading.scores)
+    place, ungraded = THRESHOLDS.index(AT), reading.scores.left_ungraded
     best, floor = (
         max((s for s in series if s.role == role), key=lambda s: s.mean[place] or 0.0, default=None)
         for role in ("attack", "baseline")

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -30,7 +29,6 @@ from fedgauge.server.views.reading import Reading, jobs_of_run
 from fedgauge.server.views.roles import is_attack, is_baseline, role_of
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.strength import Limits, error_in_db, final_accuracy, mean_of
-from fedgauge.server.views.success import count_ungraded
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 
 REASONS = 40  # the most rows in a table of reasons
@@ -42,12 +40,8 @@ LIMIT_STATES = {
 }
 
 
-def overview(reading: Reading, certified: Sequence[float] | None = None) -> dict[str, Any]:
-    """Everything that page and report show of a run beside its pictures and clients, ready for JSON.
-
-    Args:
-        certified: upper bounds on success at THRESHOLDS.
-    """
+def overview(reading: Reading) -> dict[str, Any]:
+    """Everything that page and report show of a run beside its pictures and clients, ready for JSON."""
     found, judged = canaries(reading), verdict_of(reading)
     effects = {}
     if (scenario := reading.built) is not None:
@@ -71,12 +65,12 @@ def overview(reading: Reading, certified: Sequence[float] | None = None) -> dict
         "attacked_on": attacked_on(reading.ledger),
         "figures": {
             "rounds": in_json(rounds_figures(reading)),
-            "success": in_json(success_figure(reading, certified)),
+            "success": in_json(success_figure(reading)),
             "membership": in_json(membership_figure(reading)),
             "canaries": in_json(canaries_figure(reading)),
         },
         "ungraded": {
-            "count": count_ungraded(reading.scores),
+            "count": reading.scores.left_ungraded,
             "reason": ungraded_reason(reading.ledger),
             "table": in_json(tables.without_truth(reading.scores, reading.ledger)),
         },

@@ -29,7 +29,6 @@ from fedgauge.server.views.reading import Jobs, Reading, State, jobs_of_run, kep
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import PairedDifference, best_of, paired, rivals_of, values_of
-from fedgauge.server.views.success import count_ungraded
 
 UNKNOWN = (0.5, 0.5)  # shares of the classes, where they are not known
 Kind = Literal["examples", "members"]
@@ -319,7 +318,7 @@ def _doubts(scores: Scores, ledger: Ledger, state: State, kind: Kind) -> str:
         )
     if wrong := meta.get("truth_doubts"):
         return f"the grades may be against wrong examples: {wrong}"
-    if kind == "examples" and (count := count_ungraded(scores)):
+    if kind == "examples" and (count := scores.left_ungraded):
         return f"{many(count, 'reconstruction')} {'was' if count == 1 else 'were'} not graded{_because(ledger)}"
     if kind == "examples" and _none_moved(scores, ledger):
         return NO_DERIVATIVE

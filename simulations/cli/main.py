@@ -20,9 +20,8 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "result_commands": {
         "watch": "show runs in the browser, while they work and afterwards; Ctrl-C ends it.",
-        "report": "write the HTML report of each run, and compare several; figures and a PDF if asked for.",
+        "report": "write the HTML report of each run, and compare several; figures if asked for.",
         "gate": "compare what a run's attacks reached with thresholds; the exit status says whether they hold.",
-        "verify": "check a run's audit record: its chain of digests, and what the run's folder holds.",
         "export": "every score as CSV or parquet.",
         "client-report": "what a client of a deployment sent, answered and leaked, from its own log.",
     },

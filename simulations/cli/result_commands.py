@@ -1,4 +1,4 @@
-"""`fedgauge watch`, `report`, `gate`, `verify`, `export` and `client-report`: show what runs have found."""
+"""`fedgauge watch`, `report`, `gate`, `export` and `client-report`: show what runs have found."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ from fedgauge.simulations.cli.finding_runs import find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, flag, path, port, tell
 from fedgauge.simulations.cli.run_summary import wide_console
 from fedgauge.simulations.reports.gate_output import gate_lines, gate_status, write_junit
-from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE, MISTAKE
+from fedgauge.simulations.run.exit_status import MISTAKE
 
 
 def add_to(commands: Commands) -> None:
@@ -32,10 +32,7 @@ def add_to(commands: Commands) -> None:
     path(written, "--figures", "FOLDER", "each plot as PNG and SVG, one column wide")
     text = "where the comparison of several runs goes (default: comparison.html beside the first)"
     path(written, "--output -o", "FILE", text)
-    flag(written, "--pdf", "report.pdf beside report.html, by an installed Chromium")
     add_gate(commands.add(gate))
-    text = "of the last entry, as kept elsewhere"
-    commands.add(verify).add_argument("--last", default="", metavar="DIGEST", help=text)
     table = commands.add(export)
     table.add_argument("--to", choices=("csv", "parquet"), default="csv")
     path(table, "--output -o", "PATH", "default: standard output (csv), or scores.parquet in the run")
@@ -73,12 +70,9 @@ def leading_to(address: str) -> str:
 
 
 def report(options: argparse.Namespace) -> int:
-    """fedgauge report RUN ...: write the HTML report of each run, and compare several; figures and a PDF if asked for."""
-    from fedgauge.simulations.reports.pdf import find_browser, write_pdf
+    """fedgauge report RUN ...: write the HTML report of each run, and compare several; figures if asked for."""
     from fedgauge.simulations.reports.report import write_comparison, write_report
 
-    if options.pdf:
-        find_browser()  # before the work, which may be long
     chosen = [run for named in options.run for run in find_runs(named, options.runs)]
     if options.output is not None and len(chosen) == 1:
         raise SpecError("--output is for the comparison of several runs; a run's own report is written into its folder")
@@ -87,8 +81,6 @@ def report(options: argparse.Namespace) -> int:
         try:
             run.check()
             print(write_report(run))
-            if options.pdf:
-                print(write_pdf(run))
             shown.append(run)
         except LedgerError as error:
             if len(chosen) == 1:
@@ -142,24 +134,6 @@ def conclude_gate(options: argparse.Namespace, results: Sequence[GateResult], of
     if not quiet:
         print(*gate_lines(results), sep="\n", end="\n" if results else "")
     return gate_status(results)
-
-
-def verify(options: argparse.Namespace) -> int:
-    """fedgauge verify RUN: check a run's audit record: its chain of digests, and what the run's folder holds."""
-    from fedgauge.simulations.reports.audit_record import NAME, disagreements, read_record, words_unchecked
-
-    run = find_run(options.run, options.runs)
-    found = disagreements(run, options.last.strip().lower())
-    entries = read_record(run.folder / NAME)
-    for why in found:
-        tell(f"{run.folder / NAME}: {why}")
-    if found:
-        return FAILED
-    print(f"{len(entries)} entries hold; the last digest is {entries[-1].digest}")
-    if options.last or not (why := words_unchecked(entries)):
-        return 0
-    tell(f"its verdict was not compared: {why}; give the digest that was kept: --last DIGEST")
-    return INAPPLICABLE
 
 
 def export(options: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ ROUND = "round-00001-client-00000"
 FILES = (
     "scenario.toml", "environment.json", "ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "checkpoint.json",
     "checkpoint-00001.safetensors", "model.safetensors", "weights.safetensors", "training.lock", "server.lock", "audit.lock",
-    "report.html", "report.pdf", "audit-record.json", "scores.parquet", f"tape/{ROUND}.safetensors", "tape/round-00001.safetensors",
+    "report.html", "scores.parquet", f"tape/{ROUND}.safetensors", "tape/round-00001.safetensors",
     f"reconstructions/{ROUND}-inverting_gradients.safetensors", f"memories/{ROUND}-a.safetensors", "logs/flower.log",
 )  # fmt: skip
 FOLDERS = ("tape", "reconstructions", "memories", "logs")
@@ -36,7 +36,6 @@ COMMANDS: dict[str, list[str]] = {
     "report": ["report"],
     "export": ["export", "--to", "parquet"],
     "stop": ["stop"],
-    "verify": ["verify"],
     "gate": ["gate", "--fail-above", "psnr=20"],
     "compare": ["report"],  # with another run
 }

@@ -29,7 +29,7 @@ def written(tmp_path: Path) -> Path:
     folder = tmp_path / "curious-app"
     assert main(["init", "--app", str(folder), "--publisher", "somebody"]) == 0
     (folder / "runs" / "curious").mkdir(parents=True)
-    (folder / "runs" / "curious" / "audit-record.json").write_text("{}")
+    (folder / "runs" / "curious" / "environment.json").write_text("{}")
     return folder
 
 

@@ -19,7 +19,7 @@ from fedgauge.server.views.leakage import Leak, leakage, leakage_of_all
 from fedgauge.server.views.roles import attack_order, role_of
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import RoundLeak, best_of, paired, round_table
-from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
+from fedgauge.server.views.success import THRESHOLDS, success_curve
 from fedgauge.server.views.verdict import Verdict, excesses
 from tests.small_runs import scores_of, verdict_on
 
@@ -258,7 +258,7 @@ def test_what_nobody_graded_counts_neither_way(ledger: Ledger) -> None:
     assert (curve[20], curve[40], curve[41]) == (Rate(1, 1), Rate(1, 1), Rate(0, 1))
     leak = one(leaks(ledger, "psnr"), "matching", 1)
     assert (leak.n, leak.failed, leak.ungraded, leak.mean) == (1, {}, 2, 40.0)
-    assert count_ungraded(scores_of(ledger)) == 2
+    assert scores_of(ledger).left_ungraded == 2
 
 
 def test_where_nobody_grades_there_is_no_curve_and_no_word_of_a_missing_image(ledger: Ledger) -> None:

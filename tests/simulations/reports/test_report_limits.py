@@ -96,7 +96,6 @@ def test_noise_over_clipping_is_certified(hidden: Run) -> None:
     assert found["mean"][-1] == pytest.approx(certified, rel=1e-3)
     assert found["mean"] == sorted(found["mean"], reverse=True)
     assert all(c >= a for c, a in zip(found["mean"], curves["inverting_gradients"]["mean"], strict=True))
-    assert "normal noise of 0.400 times the largest effect" in page.words
 
 
 def test_epsilon_is_told_with_the_figures(hidden: Run) -> None:
@@ -152,7 +151,6 @@ def test_without_a_limit_it_says_why(chain: list[dict[str, Any]], words: str, tm
     page = page_of(taped(tmp_path / "run", scenario(chain=chain, attack=[]), rounds=1))
     assert words in page.words
     assert not [s for f in page.rounds for s in f["series"] if s["role"] == "limit"]
-    assert "Certified" not in page.words
 
 
 @pytest.mark.parametrize(("chain", "planned"), [
