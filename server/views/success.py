@@ -9,28 +9,29 @@ from fedgauge.attacks.limits import reconstruction_robustness
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.client.chain import Chain
 from fedgauge.defenses.accounting import Mechanism, NoGuarantee, mechanism
-from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.intervals import Rate
-from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.roles import attack_order, is_baseline, is_limit
+from fedgauge.server.views.reading import Reading, Snapshot, viewed
+from fedgauge.server.views.roles import is_baseline, is_limit
 from fedgauge.server.views.scores import Scores
 
 THRESHOLDS = tuple(range(10, 61))  # dB
 
 
-def success_curve(scores: Scores, ledger: Ledger) -> dict[str, list[Rate]]:
+@viewed
+def success_curve(reading: Snapshot) -> dict[str, list[Rate]]:
     """For each attack and baseline, how many of all attacked examples reach each PSNR of THRESHOLDS; failures do not.
 
     What clients did not grade counts neither way: an attack of which they graded nothing has no curve, and if they graded
     nothing at all there are no curves. There are none for text, whose thresholds would differ.
     """
+    scores = reading.scores
     if scores.measure != ImageModality.main:
         return {}
     psnr = scores.of_metric(scores.measure.metric)
     if _unknown(psnr):
         return {}
     curve = {}
-    for attack in [a for a in attack_order(ledger, psnr.attacks) if not is_limit(a)]:
+    for attack in [a for a in reading.order if not is_limit(a)]:
         rows = psnr.of_attack(attack)
         if not len(rows) or _unknown(rows) or (is_baseline(attack) and np.isnan(rows.value).all()):
             continue

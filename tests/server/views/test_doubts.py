@@ -10,7 +10,7 @@ from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.assurance.coverage import coverage
+from fedgauge.server.views.assurance.coverage import coverage_table
 from fedgauge.server.views.assurance.gate import Threshold, gate_of_run
 from fedgauge.server.views.reading import read_once
 from fedgauge.server.views.verdict import Verdict, verdict_of
@@ -40,7 +40,7 @@ def said(run: Run) -> tuple[Verdict, Mapping[str, str], Mapping[str, str], str]:
     """The verdict; by metric the gate's outcome and its line; and all sentences on what was tested."""
     with read_once(run) as reading:
         results = gate_of_run(reading, [Threshold("psnr", 14.0), Threshold("membership", 0.7)])
-        tested = " ".join(row.found for row in coverage(reading))
+        tested = " ".join(str(row["found"]) for row in coverage_table(reading).records)
         outcomes, lines = ({r.threshold.metric: text(r) for r in results} for text in (lambda r: r.outcome, str))
         return verdict_of(reading), outcomes, lines, tested
 
@@ -64,11 +64,11 @@ def leave_one_ungraded(ledger: Ledger) -> None:
     [
         (meta(), {}, "", False),
         (meta(), {"flat": True}, NO_DERIVATIVE, False),
-        (leave_one_ungraded, {}, "1 reconstruction was not graded", False),
-        (queue_one, {}, "1 attack has not ended", True),
+        (leave_one_ungraded, {}, "1 reconstruction not graded", False),
+        (queue_one, {}, "1 attack not ended", True),
         (meta(), {"lost": True}, "1 of 52 attacks failed: random_image (1 x): WorkerCrashed: gone", True),
         (meta(replay="mismatch"), {}, "the replay check failed", True),
-        (meta(training_fits="False"), {}, "the local training", True),
+        (meta(training_fits="False"), {}, "the assumed local training", True),
         (meta(truth_doubts="that of client 0"), {}, "against wrong examples: that of client 0", True),
         (meta(state="failed"), {}, "the training failed", True),
         (meta(state=""), {}, "the training was interrupted", True),
