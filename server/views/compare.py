@@ -30,7 +30,11 @@ from fedgauge.server.views.tables import Cell, Column, Table
 
 RUN = Column("run", "run")
 ACCURACY = Column("accuracy", "test accuracy", "number", 1, fraction=True)
-EPSILON = Column("epsilon", "epsilon", "number", less=True)
+LIMITS = [
+    Column("estimate", "Gaussian estimate (dB of the mean error)", "number", 1),
+    Column("bound", "bound (dB of the mean error)", "number", 1),
+    Column("gap", "gap (dB)", "number", 1),
+]
 # a run's share of the data, not the data: runs that differ in these alone are compared
 OF_THE_SPLIT = ("partition", "alpha", "shards_per_client", "batch_size", "auxiliary")
 
@@ -41,7 +45,7 @@ class Comparison:
 
     Args:
         metric: by which they are compared; metrics: name and label of each that there is.
-        points: a row for each run and attack; prices: for each run; differences: for each setting.
+        points: a row for each run and attack; differences: for each setting.
         privacy: what is said of the runs' privacy, each sentence once.
     """
 
@@ -49,7 +53,6 @@ class Comparison:
     metrics: Sequence[tuple[str, str]]
     runs: Sequence[str]
     points: Table
-    prices: Table
     differences: Table
     privacy: Sequence[str]
     utility: Figure | None
@@ -74,7 +77,6 @@ def compare(readings: Sequence[Reading], metric: str | None = None, colours: Seq
         metrics=[(m, MEASURED[m].label) for m in metrics],
         runs=list(named),
         points=points(named, metric),
-        prices=prices(named, metric),
         differences=differences({name: r.tables for name, r in named.items()}),
         privacy=[f"{', '.join(names)}: {words}" if len(spent) > 1 else words for words, names in spent.items()],
         utility=utility_figure(named, metric, places),
@@ -98,37 +100,19 @@ def tradeoff(reading: Reading, metric: str) -> Tradeoff:
 
 
 def points(named: Mapping[str, Reading], metric: str) -> Table:
-    """What every attack reached on every run."""
+    """What every attack reached on every run, beside the best baseline, the limits of the run's noise, accuracy and epsilon."""
     by = MEASURED[metric]
-    columns = [RUN, ATTACK, ACCURACY, *leak_columns(by), IDENTIFIED, LABELS, Column("n", "examples", "count"), EPSILON]
+    columns = [RUN, ATTACK, ACCURACY, *leak_columns(by), Column.of(by, "floor", "best baseline"), IDENTIFIED, LABELS]
+    columns += [Column("n", "examples", "count"), *LIMITS, Column("epsilon", "epsilon", "number", less=True)]
     rows: list[tuple[Cell, ...]] = []
     for name, reading in named.items():
-        accuracy, spent = final_accuracy(reading.rounds), spent_in(reading).record
-        hits, labels = (reading.pooled(m) for m in ("identified", "label_accuracy"))
+        pooled, hits, labels = (reading.pooled(m) for m in (metric, "identified", "label_accuracy"))
+        floor, limits = mean_of(best_of(pooled.values(), "baseline")), Limits.of(reading.pooled("mse"))
+        of_run = limits.estimate, limits.bound, limits.gap, spent_in(reading).record
         for leak in _attacked(reading, metric):
-            told = rate_of(hits.get(leak.attack)), mean_of(labels.get(leak.attack))
-            rows.append((name, leak.attack, accuracy, *leak_cells(leak), *told, leak.n, spent))
-    return Table(f"Every attack on every run, {by.label}", columns, rows)
-
-
-def prices(named: Mapping[str, Reading], metric: str) -> Table:
-    """What each run reached, and the limits of its noise."""
-    columns = [
-        RUN,
-        Column.of(MEASURED[metric], "floor", "best baseline"),
-        Column("estimate", "Gaussian estimate (dB of the mean error)", "number", 1),
-        Column("bound", "bound (dB of the mean error)", "number", 1),
-        Column("gap", "gap (dB)", "number", 1),
-        ACCURACY,
-        EPSILON,
-    ]
-    rows: list[tuple[Cell, ...]] = []
-    for name, reading in named.items():
-        floor = mean_of(best_of(reading.pooled(metric).values(), "baseline"))
-        limits = Limits.of(reading.pooled("mse"))
-        accuracy, spent = final_accuracy(reading.rounds), spent_in(reading).record
-        rows.append((name, floor, limits.estimate, limits.bound, limits.gap, accuracy, spent))
-    return Table("Each run's baseline, limits, accuracy and epsilon", columns, rows)
+            told = floor, rate_of(hits.get(leak.attack)), mean_of(labels.get(leak.attack)), leak.n
+            rows.append((name, leak.attack, final_accuracy(reading.rounds), *leak_cells(leak), *told, *of_run))
+    return Table.of(f"Every attack on every run, {by.label}", columns, rows)
 
 
 def differences(scenarios: Mapping[str, Mapping[str, Any]]) -> Table:

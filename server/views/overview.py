@@ -13,7 +13,6 @@ from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import ERROR_LIMITS, describe
 from fedgauge.defenses.accounting import PrivacyStatement
 from fedgauge.server.store import run_files
-from fedgauge.server.views.assurance.coverage import coverage_table
 from fedgauge.server.views.figures import (
     LIMIT_NAMES,
     Figure,
@@ -22,7 +21,7 @@ from fedgauge.server.views.figures import (
     rounds_figures,
     success_figure,
 )
-from fedgauge.server.views.formatting import decibel, finite, listed, scenario_line
+from fedgauge.server.views.formatting import decibel, finite, listed, many, scenario_line
 from fedgauge.server.views.gallery import Card, Gallery, Kind, worst_cases
 from fedgauge.server.views.leak_tables import membership_table, rounds_table, summary_table, without_truth
 from fedgauge.server.views.membership import members_sentences
@@ -43,23 +42,19 @@ WORST = 3  # examples under the verdict
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far training and attacks are, and how long the rest will take; times are None unless the run is at work."""
+    """How far training and attacks are.
+
+    Args:
+        words: how many attacks are done and run, and while the run is at work how fast they are and how long the rest will take.
+    """
 
     round: int
     rounds: int
     accuracy: float | None
     done: int
     failed: int
-    queued: int
-    leased: int
     expected: int
     words: str
-    per_minute: float | None
-    seconds_left: float | None
-    workers: int
-    devices: str
-    updates: int
-    attacked: int
 
 
 @dataclass(frozen=True)
@@ -124,7 +119,6 @@ class Overview:
     participation: str
     absences: Table
     clients: Table
-    coverage: Table
     replay: str
     replay_words: str
     scenario: str
@@ -168,7 +162,6 @@ def overview(reading: Reading) -> Overview:
         participation=_participation(reading),
         absences=_absences(reading),
         clients=_app_clients(reading),
-        coverage=coverage_table(reading),
         replay=reading.meta.get("replay", ""),
         replay_words=reading.meta.get("replay_detail", ""),
         scenario=reading.run.scenario_text(),
@@ -194,26 +187,17 @@ def _is_number(value: object) -> bool:
 
 
 def progress(reading: Reading) -> RunProgress:
-    """How many jobs are in each state, how fast they go, and how long the rest will take."""
-    jobs, devices, plan = reading.jobs, reading.devices, reading.plan_coverage
-    live = reading.state in ("training", "attacking")
-    return RunProgress(
-        round=max(reading.rounds, default=0),
-        rounds=reading.tables["rounds"],
-        accuracy=final_accuracy(reading.rounds),
-        done=jobs.progress.done,
-        failed=jobs.progress.failed,
-        queued=jobs.progress.queued,
-        leased=jobs.progress.leased,
-        expected=jobs.expected,
-        words=jobs.words,
-        per_minute=60 * jobs.pace if live and jobs.pace else None,
-        seconds_left=jobs.seconds_left if live else None,
-        workers=sum(of.workers for of in devices) or reading.tables.get("audit", {}).get("workers", 1),
-        devices=device_use(devices),
-        updates=plan.updates,
-        attacked=plan.attacked,
-    )
+    """How many jobs have ended, how fast they go, and how long the rest will take."""
+    jobs, plan, of = reading.jobs, reading.plan_coverage, reading.jobs.progress
+    words = [jobs.words, f"{plan.attacked} of {plan.updates} planned updates attacked"]
+    words += [f"{n} {what}" for n, what in ((of.leased, "running"), (of.queued, "waiting")) if n]
+    if reading.state in ("training", "attacking"):
+        workers = sum(use.workers for use in reading.devices) or reading.tables.get("audit", {}).get("workers", 1)
+        words += filter(None, (many(workers, "worker"), device_use(reading.devices)))
+        words += [f"{60 * jobs.pace:.0f} attacks a minute"] if jobs.pace else []
+        words += [] if jobs.seconds_left is None else [f"about {jobs.seconds_left / 60:.1f} min left"]
+    tested = max(reading.rounds, default=0), reading.tables["rounds"], final_accuracy(reading.rounds)
+    return RunProgress(*tested, of.done, of.failed, jobs.expected, " · ".join(words))
 
 
 def limit(reading: Reading) -> str:

@@ -3,7 +3,6 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -240,32 +239,25 @@ def canaries(reading: Reading) -> Canaries:
         return Canaries()
     delta = scenario.privacy.delta
     if scenario.protocol.canary_examples:
-        bounds = canary_bounds(reading.scores, scenario.protocol.coins, delta, partial(_accounted_record, reading))
+        bounds = canary_bounds(reading.scores, scenario.protocol.coins, delta, partial(_accounted, reading))
         return Canaries(bound_words(bounds[-1], delta) if bounds else "", bounds)
     estimates = canary_estimates(reading.scores, delta, partial(_accounted, reading))
     return Canaries(canary_words(estimates[-1], delta) if estimates else "", estimates)
 
 
 @kept
-def _accountant(reading: Reading) -> Accountant | None:
-    secret = not reading.ledger.deployed
-    with suppress(NoGuarantee):
-        return Accountant.of(reading.scenario.federation, reading.scenario.privacy.delta, secret)
-    return None
-
-
-@kept
 def _accounted(reading: Reading, releases: int) -> float | None:
-    accountant = _accountant(reading)
-    return None if accountant is None else accountant.spent_of_client(releases)
-
-
-@kept
-def _accounted_record(reading: Reading, releases: int) -> float | None:
-    """Of the client with canaries that has the fewest examples, whose draws hide each the least."""
-    accountant, federation = _accountant(reading), reading.scenario.federation
+    """The accounted epsilon of a client; of canary examples that of a record."""
+    federation = reading.scenario.federation
+    try:
+        accountant = Accountant.of(federation, reading.scenario.privacy.delta, not reading.ledger.deployed)
+    except NoGuarantee:
+        return None
+    if not federation.protocol.canary_examples:
+        return accountant.spent_of_client(releases)
+    # of the client with canaries that has the fewest examples, whose draws hide each the least
     fewest = min(len(federation.shards.indices[client]) for client in federation.protocol.canary_clients)
-    return None if accountant is None else accountant.spent(releases, fewest).record
+    return accountant.spent(releases, fewest).record
 
 
 def canary_words(last: CanaryEstimate, delta: float) -> str:

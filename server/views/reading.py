@@ -88,21 +88,23 @@ def tables_of(run: Run) -> dict[str, Any]:
         for table in (tables["data"], tables["model"], *tables["chain"]):
             coerce(table.get("use"), str, "use")
         coerce(tables.get("server_attack", ()), tuple[Mapping[str, Any], ...], "[[server_attack]]")
-        for name, kinds in READ.items():
+        for name, key, kind in READ:
             table = coerce(tables.get(name, {}), dict, f"[{name}]")
-            for key in kinds.keys() & table.keys():
-                coerce(table[key], kinds[key], key)
+            if key in table:
+                coerce(table[key], kind, key)
         selection(tables)
     except ValueError as error:
         raise LedgerError(f"{path} is not a scenario: {error}") from error
     return tables
 
 
-READ: Mapping[str, Mapping[str, type]] = {  # keys that views read of a scenario that is not built
-    "data": {"batch_size": int},
-    "audit": {"curious": bool, "workers": int},
-    "tape": {"retention_days": float},
-}
+# what views read of a scenario that is not built
+READ = (
+    ("data", "batch_size", int),
+    ("audit", "curious", bool),
+    ("audit", "workers", int),
+    ("tape", "retention_days", float),
+)
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,6 @@ function inMetric({ digits, unit, fraction }, value) {
   return unit ? `${number} ${unit}` : number;
 }
 
-function duration(seconds) {
-  if (seconds < 90) return `${Math.round(seconds)} s`;
-  return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
-}
-
 /** The item of the highest value; undefined if there is none. */
 function highest(items, value) {
   return items.filter(i => !isMissing(value(i))).sort((a, b) => value(b) - value(a))[0];

@@ -83,7 +83,6 @@ function overviewView(overview, { state }) {
     overview.canaries_figure && section("What canaries show", el("p", overview.canaries), specified(overview.canaries_figure), table(overview.canaries_table)),
     section("What each attacker knew", knowledge(overview)),
     section("Participation", el("p", overview.participation || "No client has answered yet."), shown(overview.clients), shown(overview.absences)),
-    section("What was tested, what not", table(overview.coverage)),
     section("Replay check", el("p", replay || "Not done yet: it runs before the first attack.")),
     section("Scenario and environment",
       overview.attacked_on !== "" && el("p.small", overview.attacked_on),
@@ -117,15 +116,9 @@ function progressBar({ done, failed }, all) {
 
 /** Progress of training and attacks, in a strip of constant height. */
 function progressStrip(progress, state) {
-  const waiting = [progress.leased && `${progress.leased} running`, progress.queued && `${progress.queued} waiting`];
-  const rate = progress.per_minute && `${progress.per_minute.toFixed(0)} attacks a minute`;
-  const left = progress.seconds_left !== null && `about ${duration(progress.seconds_left)} left`;
-  const pace = LIVE.has(state) ? [many(progress.workers, "worker"), progress.devices, rate, left] : [];
-  const updates = progress.updates && `${progress.attacked} of ${progress.updates} planned updates attacked`;
-  const jobs = [progress.words, updates, ...waiting, ...pace].filter(Boolean).join(" · ");
   const model = ` · round ${progress.round} of ${progress.rounds}` + (progress.accuracy === null ? "" : ` · accuracy ${percent(progress.accuracy)}`);
   return el("div.strip", { role: "group", "aria-label": "Progress" },
-    el("p", el("b", state), model), progressBar(progress, progress.expected), el("p.small", jobs));
+    el("p", el("b", state), model), progressBar(progress, progress.expected), el("p.small", progress.words));
 }
 
 function knowledge({ shared, cards: all }) {

@@ -56,11 +56,11 @@ def test_the_overview_is_what_the_ledger_says(get: Get, attacked_run: Run) -> No
 def test_the_overview_says_which_devices_attacked_and_which_do(get: Get, folder: Path) -> None:
     page = get("/api/runs/complete/overview")
     assert page["attacked_on"].startswith("attacked on cpu ") and page["attacked_on"].endswith(", float32 (IEEE)")
-    assert (page["progress"]["workers"], page["progress"]["devices"]) == (1, "")
     with Run(folder / "complete").ledger() as ledger:
         ledger.set_devices([DeviceUse("cuda:0", 1, 1, 12, 0.93), DeviceUse("cuda:1", 1, 0, 9, 0.9)])
-    told = get("/api/runs/complete/overview")["progress"]
-    assert (told["workers"], told["devices"]) == (2, "cuda:0 at work (93%), 12 waves; cuda:1 idle (90%), 9 waves")
+        with Run(folder / "complete").lock("audit"):
+            told = get("/api/runs/complete/overview")["progress"]["words"]
+    assert "2 workers · cuda:0 at work (93%), 12 waves; cuda:1 idle (90%), 9 waves" in told
 
 
 def test_the_list_has_each_runs_verdict_and_waits_for_none(
@@ -188,7 +188,8 @@ def test_runs_are_compared_with_the_front_that_none_beats(
         "Pareto front (strongest attacks), mnist5k": [(0.2, 10.5), (0.3, 20.5)],
         "Pareto front (strongest attacks), other": [(0.3, 25.5)],
     }, "no run on other data beats it"
-    assert [row[:2] for row in page["prices"]["rows"]] == [["a", 20.5], ["b", 25.5], ["c", 10.5]]
+    assert [row[:2] for row in page["points"]["rows"]] == [[name, "inverting_gradients"] for name in "abc"]
+    assert [row["floor"] for row in records(page["points"])] == [20.5, 25.5, 10.5]
 
 
 def test_epsilon_stands_beside_every_point(

@@ -105,7 +105,7 @@ def test_a_refused_update_counts_everywhere(refused: Run, capsys: pytest.Capture
             "missed_rounds": len(found.missed_rounds),
             "words": found.words,
         }
-    assert f"Planned updates: {4 - lost} of 4 attacked" in write_report(refused).read_text()
+    assert f"{4 - lost} of 4 planned updates attacked" in write_report(refused).read_text()
 
     print_summary(refused, "auto")
     assert found.words in capsys.readouterr().out

@@ -107,7 +107,6 @@ def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None
         "Who was in a batch",
         "What each attacker knew",
         "Participation",
-        "What was tested, what not",
         "Replay check",
         "Scenario",
         "Environment",
