@@ -139,7 +139,10 @@ def membership_table(reading: Snapshot) -> Table:
         Column("n", "members", "count"),
         Column("mean", "pairs in which the member scores higher", "number", 0, fraction=True),
         Column("interval", "95 % interval", "interval", 0, fraction=True),
-        *(Column(f"told{ending}", f"told at {rate:.1%} false positives", "rate") for ending, rate in RATES.items()),
+        *(
+            Column(f"told{ending}", f"told at {100 * rate:g} % false positives", "rate")
+            for ending, rate in RATES.items()
+        ),
         Column("power", "power at 1 % false positives", "number", 0, fraction=True),
     ]
     rows: list[tuple[Cell, ...]] = []

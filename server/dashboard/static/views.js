@@ -63,7 +63,7 @@ const opening = (title, text) => el("details", el("summary", title), el("pre", {
 function overviewView(overview, { state }) {
   const notice = ({ words, command }) => el("li", words, command && [" ", el("code", command)]);
   const replay = overview.replay && [el("strong", overview.replay), `: ${overview.replay_words}`];
-  const nothing = empty(overview.ungraded ? "Unknown, as nothing is graded." : "No attack has given a score yet; they appear here by themselves.");
+  const nothing = words => empty(overview.ungraded ? "Unknown, as nothing is graded." : words);
   const effects = Object.entries(overview.server_attacks).map(([name, words]) => [el("dt", name), el("dd", words)]);
   const shown = (spec, ...before) => spec.rows.length > 0 && [before, table(spec)];
   const numbers = table(overview.summary, { sorts: "summary", state, change });
@@ -77,8 +77,8 @@ function overviewView(overview, { state }) {
     section("Leakage and accuracy over rounds", overRounds(overview, state, change), el("p.small", lines(overview)), el("p.small", overview.privacy.words)),
     overview.without_truth.rows.length > 0 && section("Reconstructions without a truth", withoutTruth(overview)),
     overview.app_rounds.rows.length > 0 && section("What the app returned", table(overview.app_rounds)),
-    section("Numbers", overview.summary.rows.length > 0 ? numbers : nothing, shown(overview.reasons)),
-    section("Success over thresholds", overview.success ? specified(overview.success) : nothing),
+    section("Numbers", overview.summary.rows.length > 0 ? numbers : nothing("No attack has given a score yet; they appear here by themselves."), shown(overview.reasons)),
+    section("Success over thresholds", overview.success ? specified(overview.success) : nothing("No attack has given a score yet.")),
     section("Who was in a batch", el("p", overview.membership), overview.membership_figure && specified(overview.membership_figure), shown(overview.membership_table)),
     overview.canaries_figure && section("What canaries show", el("p", overview.canaries), specified(overview.canaries_figure), table(overview.canaries_table)),
     section("What each attacker knew", knowledge(overview)),

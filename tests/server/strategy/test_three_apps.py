@@ -173,7 +173,7 @@ def test_an_app_is_trained_audited_shown_and_graded(
 
     assert main(["audit", str(run.folder)]) == 0
     told = capsys.readouterr().out
-    assert re.search(r"2 +[\d.\u00a0%–]* *inverting_gradients +3 +[\d.e+-]+ +[\d.e+-]+ +3 finished", told), told
+    assert re.search(r"2 +[\d.\u00a0%–]* *inverting_gradients +3 +[\d.e+-]+ +[\d.e+-]+ +3 x finished", told), told
     assert "--truth" in told and "not applicable" not in told
     (node,) = [node for node, client in grid_clients(run).items() if client == 0]
     assert f"client 0 = node {node}, {app.config['examples']} examples" in told and node in node_table(run)

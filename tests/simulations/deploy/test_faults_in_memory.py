@@ -146,7 +146,7 @@ def train_until(run: Run, owners: list[Path], dies: int | None, number: int = 1)
 def epsilons(owners: list[Path], updates: int) -> list[float]:
     """Of the clients' own reports, of so many updates each."""
     own = [read(owner) for owner in owners]
-    assert {len(report.rounds) for report in own} == {updates}
+    assert {len(report.rounds.rows) for report in own} == {updates}
     spent = [report.privacy.record for report in own if report.privacy is not None]
     assert len(spent) == len(owners)
     return [epsilon for epsilon in spent if epsilon is not None]
