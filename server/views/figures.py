@@ -290,7 +290,7 @@ def success_figure(reading: Reading) -> Figure | None:
         own = Series(attack, role_of(attack), looks[attack], THRESHOLDS, parts, note=notes)
         series.append(replace(own, low=low, high=high) if banded else own)
     at = THRESHOLDS.index(AT)
-    shown = [f"{percent(s.mean[at])} with {s.name}" for s in series]
+    shown = [f"{percent(s.mean[at])} with {s.name}" for s in series if s.role == "attack"]
     if certified := certified_success(reading, curve):
         notes = [f"at most {percent(v)} of the examples, by any attack on one round" for v in certified]
         series.append(Series("certified (ReRo), one round", "limit", LIMIT, THRESHOLDS, certified, note=notes))

@@ -188,8 +188,8 @@ def test_runs_are_compared_with_the_front_that_none_beats(
         "Pareto front (strongest attacks), mnist5k": [(0.2, 10.5), (0.3, 20.5)],
         "Pareto front (strongest attacks), other": [(0.3, 25.5)],
     }, "no run on other data beats it"
-    assert [row[:2] for row in page["points"]["rows"]] == [[name, "inverting_gradients"] for name in "abc"]
-    assert [row["floor"] for row in records(page["points"])] == [20.5, 25.5, 10.5]
+    floors = {row["run"]: row["floor"] for row in records(page["points"]) if row["attack"] == "inverting_gradients"}
+    assert floors == {"a": 20.5, "b": 25.5, "c": 10.5}
 
 
 def test_epsilon_stands_beside_every_point(

@@ -86,7 +86,7 @@ def test_where_every_client_refuses_the_run_has_failed_and_says_why(foreign: Dep
             in_memory.train(run, owners(foreign))
             lacking.report()
             lacking.report()
-            assert [words.partition(": ")[2].partition(" 0 ")[0] for words in view.said] == [
+            assert [words.partition(": ")[2].partition(" 0 missing")[0] for words in view.said] == [
                 f"round {r}: 0 of 3 updates came in; client" for r in (1, 2, 3)
             ]
             assert all("this client does not build it" in words and "client 2 " in words for words in view.said)
