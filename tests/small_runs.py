@@ -11,10 +11,10 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.leakage import Snapshot
-from fedgauge.server.views.reading import Jobs
+from fedgauge.server.views.plan_coverage import PlanCoverage
+from fedgauge.server.views.reading import TWO_CLASSES, Reading, Snapshot
 from fedgauge.server.views.scores import Scores
-from fedgauge.server.views.verdict import UNKNOWN, Verdict, verdict
+from fedgauge.server.views.verdict import Verdict, verdict_of
 
 SMALLEST: dict[str, Any] = {
     "rounds": 1,
@@ -60,16 +60,29 @@ def scenario(**changes: Any) -> Scenario:
     return Scenario.from_tables(tables | changes)
 
 
+class LedgerAlone(Reading):
+    """What a ledger without a run's folder holds by now; no more jobs come to it."""
+
+    plan_coverage, built, state = PlanCoverage(), None, "complete"  # type: ignore[assignment]
+
+    def __init__(self, ledger: Ledger, shares: Sequence[float] = TWO_CLASSES) -> None:
+        Snapshot.__init__(self, ledger, {"data": {"batch_size": 4096}})
+        self.shares, self.observations, self.attacks = shares, ledger.observations(), ledger.attacks()
+        Snapshot.read(self)
+
+    @property
+    def class_shares(self) -> tuple[float, ...]:
+        return tuple(self.shares)
+
+
 def scores_of(ledger: Ledger) -> Scores:
     """The scores that are in a ledger by now, as every view reads them."""
-    snapshot = Snapshot(ledger.size_of)
-    snapshot.read(ledger)
-    return snapshot.scores
+    return LedgerAlone(ledger).scores
 
 
-def verdict_on(ledger: Ledger, shares: Sequence[float] = UNKNOWN) -> Verdict:
+def verdict_on(ledger: Ledger, shares: Sequence[float] = TWO_CLASSES) -> Verdict:
     """The verdict on a ledger to which no more jobs come."""
-    return verdict(scores_of(ledger), ledger, shares, Jobs(ledger.progress()))
+    return verdict_of(LedgerAlone(ledger, shares))
 
 
 def trained(folder: Path, chosen: Scenario) -> list[Observation]:

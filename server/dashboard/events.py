@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -11,7 +10,6 @@ from xxhash import xxh3_64_hexdigest
 
 from fedgauge.server.dashboard.runs import RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.store.run import Run
 
 POLL_SECONDS = 0.5  # between checks of the files
 HEARTBEAT = 15.0  # seconds of silence after which a comment is sent, so that proxies keep the connection
@@ -39,7 +37,7 @@ class EventStream:
         known, touched, spoke = last, None, monotonic()
         while not self._stopping:
             now = await asyncio.to_thread(self._touched, name)
-            if now is None:
+            if name is not None and now is None:
                 yield "event: gone\ndata: {}\n\n"
                 return
             version = known if now == touched else await asyncio.to_thread(self._version, name)
@@ -52,19 +50,16 @@ class EventStream:
 
     def _touched(self, name: str | None) -> Any:
         """A value that differs whenever a ledger may have changed, made without a query. None: the run is gone."""
-        if name is not None:
-            try:
-                return _marks(self.catalog.run(name))
-            except UnknownRun:
-                return None
-            except OSError as error:  # of a run that is being replaced: it may be there again
-                return str(error)
-        return [(n, self._mark(n)) for n in self.catalog.names()]
-
-    def _mark(self, name: str) -> Any:
+        if name is None:
+            return [(each, self._touched(each)) for each in self.catalog.names()]
         try:
-            return _marks(self.catalog.run(name))
-        except (UnknownRun, OSError) as error:  # deleted since it was listed, or not ours to open: it hides no other
+            run = self.catalog.run(name)
+            paths = [run.folder / f"ledger.sqlite{tail}" for tail in ("", "-wal")]
+            stamps = [(stat.st_mtime_ns, stat.st_size) for path in paths if path.exists() for stat in [path.lstat()]]
+            return stamps, [run.at_work(purpose) for purpose in ("training", "audit")]
+        except UnknownRun:
+            return None
+        except (LedgerError, OSError) as error:  # whoever reads the run says what is wrong with it
             return str(error)
 
     def _version(self, name: str | None) -> str:
@@ -78,19 +73,3 @@ class EventStream:
 
 def _digest(text: str) -> str:
     return xxh3_64_hexdigest(text.encode(errors="replace"))
-
-
-def _marks(run: Run) -> tuple[Any, ...]:
-    try:
-        at_work = tuple(run.at_work(purpose) for purpose in ("training", "audit"))
-    except LedgerError:  # whoever reads the run says what is wrong with it
-        at_work = ()
-    return (*at_work, *(_stamp(run.folder / f"ledger.sqlite{tail}") for tail in ("", "-wal")))
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = path.lstat()
-    except FileNotFoundError:
-        return None
-    return stat.st_mtime_ns, stat.st_size

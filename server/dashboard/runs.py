@@ -2,27 +2,36 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
+from time import monotonic
 from typing import TypeVar
 
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.reading import Reading, jobs_of_run
+from fedgauge.server.views.reading import Reading, RunLine, run_line
 from fedgauge.server.views.verdict import verdict_of
 
 OPEN = 24  # the most runs kept open, because a reading holds all scores of its run
 
 View = TypeVar("View")
-Facts = Mapping[str, str | int | None]
-UNKNOWN: Facts = {"verdict": None, "expected": None}
+Facts = tuple[str | None, int | None]  # a run's verdict in a word, and how many attacks are expected
 
 
 class UnknownRun(Exception):
     """There is no such run, or no such part of one; the message names it."""
+
+
+@dataclass(frozen=True)
+class BrokenRun:
+    """A run that cannot be read, and why."""
+
+    id: str
+    error: str
 
 
 def _plain(name: str) -> bool:
@@ -33,8 +42,7 @@ class RunCatalog:
     """A folder of runs, or one run; safe to use from many threads."""
 
     def __init__(self, path: Path) -> None:
-        self.single = (path / "ledger.sqlite").exists()
-        self._only = Run(path) if self.single else None
+        self._only = Run(path) if (path / "ledger.sqlite").exists() else None
         self.root = path if self._only is None else self._only.folder.parent
         self._readings: OrderedDict[str, Reading] = OrderedDict()
         self._lock = Lock()
@@ -51,13 +59,16 @@ class RunCatalog:
 
     def run(self, name: str) -> Run:
         """A run by its name; UnknownRun if there is none, even if the name is a path to something else."""
-        folder = self.root / name
+        if not self.has(name):
+            raise UnknownRun(f"there is no run {name!r} here")
+        return self._only or Run(self.root / name)
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a run; a link is none, as it may point anywhere."""
         if self._only is not None:
-            if name == self._only.name:
-                return self._only
-        elif _plain(name) and not os.path.islink(folder) and os.path.lexists(folder / "ledger.sqlite"):
-            return Run(folder)  # never a link, which may point anywhere
-        raise UnknownRun(f"there is no run {name!r} here")
+            return name == self._only.name
+        folder = self.root / name
+        return _plain(name) and not os.path.islink(folder) and os.path.lexists(folder / "ledger.sqlite")
 
     def use(self, name: str, ask: Callable[[Reading], View]) -> View:
         """The result of `ask` on a run's current state.
@@ -66,36 +77,7 @@ class RunCatalog:
             UnknownRun: there is no such run.
             LedgerError: its ledger cannot be read.
         """
-        reading = self._reading(name)
-        try:
-            with reading.now():
-                return ask(reading)
-        except LedgerError:
-            self._drop(name)  # it may be repaired by the time it is opened again
-            raise
-
-    def facts(self, name: str, version: str, patience: float) -> Facts:
-        """What takes a run's scores and data: the verdict in a word, and how many attacks are expected.
-
-        UNKNOWN if that is not known within so many seconds; it is read on.
-
-        Raises:
-            UnknownRun: there is no such run.
-            LedgerError: its ledger cannot be read.
-        """
-        with self._lock:
-            known, asked = self._facts.get(name, ("", None))
-            if asked is None or (asked.done() and (known != version or asked.exception())):
-                asked = self._judge.submit(self.use, name, _facts_of)
-                self._facts[name] = version, asked
-        try:
-            return asked.result(max(patience, 0))
-        except TimeoutError:
-            return UNKNOWN
-
-    def close(self) -> None:
-        """Read no further facts."""
-        self._judge.shutdown(wait=False, cancel_futures=True)
+        return self.compare([name], lambda readings: ask(readings[0]))
 
     def compare(self, names: Sequence[str], ask: Callable[[list[Reading]], View]) -> View:
         """The result of `ask` on several runs together."""
@@ -105,27 +87,51 @@ class RunCatalog:
             for reading in sorted(readings, key=lambda r: r.run.name):
                 try:
                     stack.enter_context(reading.now())
-                except LedgerError:
-                    self._drop(reading.run.name)
+                except LedgerError:  # it may be repaired by the time it is opened again
+                    with self._lock:
+                        self._readings.pop(reading.run.name, None)
                     raise
             return ask(readings)
+
+    def lines(self, patience: float) -> list[RunLine | BrokenRun]:
+        """A line for each run; what takes scores and data and is not known in so many seconds comes with a later question."""
+        lines, until = [self._line(name) for name in self.names()], monotonic() + patience
+        return [line if isinstance(line, BrokenRun) else self._judged(line, until) for line in lines]
+
+    def _line(self, name: str) -> RunLine | BrokenRun:
+        try:
+            return run_line(self.run(name))
+        except (LedgerError, UnknownRun, KeyError, OSError) as error:
+            return BrokenRun(name, str(error))
+
+    def _judged(self, line: RunLine, until: float) -> RunLine | BrokenRun:
+        with self._lock:
+            known, asked = self._facts.get(line.id, ("", None))
+            if asked is None or (asked.done() and (known != line.version or asked.exception())):
+                asked = self._judge.submit(self.use, line.id, _facts_of)
+                self._facts[line.id] = line.version, asked
+        try:
+            verdict, expected = asked.result(max(until - monotonic(), 0))
+        except TimeoutError:
+            return line
+        except (LedgerError, UnknownRun, OSError) as error:
+            return BrokenRun(line.id, str(error))
+        return replace(line, verdict=verdict, expected=expected)
+
+    def close(self) -> None:
+        """Read no further facts."""
+        self._judge.shutdown(wait=False, cancel_futures=True)
 
     def _reading(self, name: str) -> Reading:
         run = self.run(name)
         with self._lock:
             known = self._readings.pop(name, None)
-            if known is not None and known.gone:
-                known = None
-            self._readings[name] = known or Reading(run)
+            self._readings[name] = Reading(run) if known is None or known.gone else known
             # dropped but not closed: another thread may be about to read it
             while len(self._readings) > OPEN:
                 self._readings.popitem(last=False)
             return self._readings[name]
 
-    def _drop(self, name: str) -> None:
-        with self._lock:
-            self._readings.pop(name, None)
-
 
 def _facts_of(reading: Reading) -> Facts:
-    return {"verdict": verdict_of(reading).word, "expected": jobs_of_run(reading).expected}
+    return verdict_of(reading).word, reading.jobs.expected

@@ -6,7 +6,6 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from time import monotonic
 from typing import Any, cast
 from urllib.parse import quote
 
@@ -29,11 +28,12 @@ from fedgauge.server.dashboard.events import EventStream
 from fedgauge.server.dashboard.guards import Guard, Json, refusal
 from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.views.clients import client, clients
+from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
-from fedgauge.server.views.gallery import Gallery, Query, Sort, through_rounds, trace, worst_cases
+from fedgauge.server.views.gallery import Gallery, NotShown, Page, Query, Sort, through_rounds, trace
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import Reading, run_summary
+from fedgauge.server.views.reading import Reading, viewed
+from fedgauge.server.views.tables import in_json
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NAMES = (
@@ -42,7 +42,6 @@ NAMES = (
     "[",
 )  # of this machine in a Host header; the middleware cuts [::1] at its first colon
 PATIENCE = 1.0  # seconds that the list of runs waits for verdicts that it does not know yet
-WORST = 3  # cases under the verdict
 THREADS = 4  # that make views; more would not be faster on one core, and each keeps memory of its own
 
 
@@ -69,16 +68,18 @@ def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starl
             Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
             Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1),  # Plotly's script in .1 s
         ],
-        exception_handlers={
-            UnknownRun: _answer(404),
-            LedgerError: _answer(503),
-            OSError: _answer(503),  # a run's folder is replaced, or its disk fails, while it is read
-            HTTPException: _http,
-        },
+        # OSError: a run's folder is replaced, or its disk fails, while it is read
+        exception_handlers=dict.fromkeys((UnknownRun, NotShown, LedgerError, OSError, HTTPException), _refused),
         lifespan=lifespan,
     )
     app.state.catalog, app.state.event_stream, app.state.token = catalog, EventStream(catalog), token
     return app
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        return refusal(request, str(error.detail), error.status_code, error.headers)
+    return refusal(request, str(error), 404 if isinstance(error, UnknownRun | NotShown) else 503)
 
 
 def serve(path: Path, host: str, port: int | None, token: str, ready: Callable[[str], None]) -> None:
@@ -118,18 +119,11 @@ PORT = 8765
 def _listen(host: str, port: int | None) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for tried in [port] if port is not None else [PORT, 0]:
-        opened = socket.socket(family, socket.SOCK_STREAM)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            opened.bind((host, tried))
-            opened.listen(128)
-            return opened
+            return socket.create_server((host, tried), family=family, backlog=128)
         except OSError as error:
-            opened.close()
-            if port is not None or tried == 0:
-                advice = "choose another --port" if tried else "choose another --host"
-                raise OSError(f"cannot listen on {host}:{tried} ({error.strerror}): {advice}") from error
-    raise AssertionError("one of them was tried last")
+            refused, advice = error, "choose another --port" if tried else "choose another --host"
+    raise OSError(f"cannot listen on {host}:{tried} ({refused.strerror}): {advice}") from refused
 
 
 def _routes() -> list[Route | Mount]:
@@ -138,29 +132,16 @@ def _routes() -> list[Route | Mount]:
     return [
         *(Route(path, _page) for path in pages),
         Route("/api/runs", _runs),
-        Route(f"{run}/overview", _view(_overview)),
+        Route(f"{run}/overview", _view(lambda reading, asked: _overview(reading))),
         Route(f"{run}/gallery", _view(_gallery, "round", "client", "attack", "label", "sort", "offset")),
         Route(f"{run}/image/{{image:int}}", _view(_image, "client")),
         Route(f"{run}/trace", _view(_trace, "round", "client", "example", "attack")),
-        Route(f"{run}/clients", _view(_clients, "metric", "attack", "client")),
-        Route(f"{run}/clients/{{client:int}}", _view(_client)),
+        Route(f"{run}/clients", _view(_clients, "metric", "attack")),
         Route("/api/compare", _compare),
         Route("/api/events", _events),
         Mount("/static", StaticFiles(directory=STATIC)),
         Mount("/plotly", StaticFiles(packages=[("plotly", "package_data")])),
     ]
-
-
-# ------------------------------------------------------------------------------------------------------------- refusals
-
-
-def _answer(status: int) -> Callable[[Request, Exception], Response]:
-    return lambda request, error: refusal(request, str(error), status)
-
-
-def _http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return refusal(request, str(error.detail), error.status_code, error.headers)
 
 
 # --------------------------------------------------------------------------------------------------------------- views
@@ -169,7 +150,7 @@ def _http(request: Request, error: Exception) -> Response:
 Asked = Mapping[str, Any]  # the query's parameters as text, and those in the address
 
 
-def _view(make: Callable[[Reading, Asked], Mapping[str, Any]], *allowed: str) -> Callable[[Request], Any]:
+def _view(make: Callable[[Reading, Asked], Any], *allowed: str) -> Callable[[Request], Any]:
     """A view of the run that the address names, with the run's state and version."""
 
     async def answer(request: Request) -> Response:
@@ -177,26 +158,22 @@ def _view(make: Callable[[Reading, Asked], Mapping[str, Any]], *allowed: str) ->
         found = await run_in_threadpool(
             request.app.state.catalog.use,
             asked["id"],
-            lambda reading: {**make(reading, asked), "state": reading.state, "version": reading.version},
+            lambda reading: {**in_json(make(reading, asked)), "state": reading.state, "version": reading.version},
         )
         return Json(found)
 
     return answer
 
 
-def _overview(reading: Reading, asked: Asked) -> Mapping[str, Any]:
-    def whole() -> Mapping[str, Any]:
-        gallery = _gallery_of(reading)
-        return {**overview(reading), "worst": worst_cases(gallery, WORST), "kind": gallery.kind}
-
-    return reading.view("overview", whole)
+@viewed
+def _overview(reading: Reading) -> Any:
+    return in_json(overview(reading))
 
 
-def _gallery_of(reading: Reading) -> Gallery:
-    return reading.view("gallery", lambda: Gallery(reading))
+_gallery_of = viewed(Gallery)
 
 
-def _gallery(reading: Reading, asked: Asked) -> Mapping[str, Any]:
+def _gallery(reading: Reading, asked: Asked) -> Page:
     gallery = _gallery_of(reading)
     sort = cast(Sort, _one_of(asked, "sort", ("leak", "hidden", "client"), "leak"))
     who, label, offset = (_number(asked, key) if key in asked else None for key in ("client", "label", "offset"))
@@ -204,62 +181,33 @@ def _gallery(reading: Reading, asked: Asked) -> Mapping[str, Any]:
     round = gallery.rounds[-1] if gallery.rounds else None
     if "round" in asked:
         round = None if asked["round"] == "all" else _number(asked, "round")
-    _there("round", round, gallery.rounds)
-    _there("client", who, sorted({client for client, _ in reading.participation}))
+    for what, value, known in (
+        ("round", round, gallery.rounds),
+        ("client", who, {one for one, _ in reading.participation}),
+    ):
+        if value is not None and known and value not in known:
+            raise HTTPException(400, f"there is no {what} {value} in this gallery")
     return gallery.page(Query(round, who, attack, label, sort, offset or 0))
 
 
-def _image(reading: Reading, asked: Asked) -> Mapping[str, Any]:
-    who, image = _number(asked, "client"), asked["image"]
-    found = through_rounds(_gallery_of(reading), who, image)
-    if found is None:
-        raise UnknownRun(f"client {who} was never attacked on image {image}")
-    return found
+def _image(reading: Reading, asked: Asked) -> Any:
+    return through_rounds(_gallery_of(reading), _number(asked, "client"), asked["image"])
 
 
-def _trace(reading: Reading, asked: Asked) -> Mapping[str, Any]:
-    round, who, example = (_number(asked, key) for key in ("round", "client", "example"))
-    gallery = _gallery_of(reading)
-    found = trace(gallery, round, who, example, _one_of(asked, "attack", gallery.attacks))
-    if isinstance(found, str):
-        raise UnknownRun(found)
-    return found
+def _trace(reading: Reading, asked: Asked) -> Any:
+    gallery, (round, who, example) = _gallery_of(reading), (_number(asked, k) for k in ("round", "client", "example"))
+    return trace(gallery, round, who, example, _one_of(asked, "attack", gallery.attacks))
 
 
-def _clients(reading: Reading, asked: Asked) -> Mapping[str, Any]:
+def _clients(reading: Reading, asked: Asked) -> Any:
     metric = _known(asked, "metric", tuple(MEASURED)) or reading.scores.measure.metric
-    attack = _known(asked, "attack", _gallery_of(reading).attacks)
-    return reading.view(("clients", metric, attack), lambda: clients(reading, metric, attack))
-
-
-def _client(reading: Reading, asked: Asked) -> Mapping[str, Any]:
-    who = asked["client"]
-    if not any(c == who for c, _ in reading.participation):
-        raise UnknownRun(f"there is no client {who} in this run")
-    return client(_gallery_of(reading), who)
+    return clients(reading, metric, _known(asked, "attack", _gallery_of(reading).attacks))
 
 
 async def _runs(request: Request) -> Response:
     catalog: RunCatalog = request.app.state.catalog
-    lines = await run_in_threadpool(_lines, catalog)
-    return Json({"folder": catalog.root.name, "single": catalog.single, "runs": lines})
-
-
-def _lines(catalog: RunCatalog) -> list[dict[str, Any]]:
-    """A line for each run; what was not known in time is None, and comes with a later question."""
-    lines = [_or_error(name, lambda name: run_summary(catalog.run(name))) for name in catalog.names()]
-    versions = {line["id"]: line["version"] for line in lines if "error" not in line}
-    until = monotonic() + PATIENCE
-    for line in [line for line in lines if line["id"] in versions]:
-        line |= _or_error(line["id"], lambda name: {**catalog.facts(name, versions[name], until - monotonic())})
-    return lines
-
-
-def _or_error(name: str, ask: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return ask(name)
-    except (LedgerError, UnknownRun, KeyError, OSError) as error:
-        return {"id": name, "error": str(error)}
+    lines = await run_in_threadpool(catalog.lines, PATIENCE)
+    return Json({"folder": catalog.root.name, "runs": in_json(lines)})
 
 
 async def _compare(request: Request) -> Response:
@@ -272,7 +220,10 @@ async def _compare(request: Request) -> Response:
     known = {name: place for place, name in enumerate(catalog.names())}
     # each keeps its colour whichever others are chosen
     colours = [known.get(name, 0) for name in dict.fromkeys(names)]
-    return Json(await run_in_threadpool(catalog.compare, names, lambda readings: compare(readings, metric, colours)))
+    found = await run_in_threadpool(
+        catalog.compare, names, lambda readings: in_json(compare(readings, metric, colours))
+    )
+    return Json(found)
 
 
 async def _events(request: Request) -> Response:
@@ -284,13 +235,8 @@ async def _events(request: Request) -> Response:
 
 
 async def _page(request: Request) -> Response:
-    status = 200
-    if "id" in request.path_params:
-        try:
-            request.app.state.catalog.run(request.path_params["id"])
-        except UnknownRun:  # the page says so and links to the other runs
-            status = 404
-    return FileResponse(STATIC / "page.html", status)
+    known = "id" not in request.path_params or request.app.state.catalog.has(request.path_params["id"])
+    return FileResponse(STATIC / "page.html", 200 if known else 404)  # the page says so and links to the other runs
 
 
 # ------------------------------------------------------------------------------------------------------------- queries
@@ -314,11 +260,6 @@ def _one_of(asked: Asked, key: str, allowed: Sequence[str], default: str = "") -
     if value not in allowed:
         raise HTTPException(400, f"{key} must be one of {', '.join(allowed)}, got {value!r}")
     return value
-
-
-def _there(what: str, value: int | None, known: Sequence[int]) -> None:
-    if value is not None and known and value not in known:
-        raise HTTPException(400, f"there is no {what} {value} in this gallery")
 
 
 def _known(asked: Asked, key: str, names: Sequence[str]) -> str | None:

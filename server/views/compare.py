@@ -1,15 +1,13 @@
 """Several runs side by side: what each leaks, which accuracy it reaches, and how the scenarios differ."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, cycle
 from typing import Any
 
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import MEASURED
-from fedgauge.server.views import formatting, tables
 from fedgauge.server.views.figures import (
-    COLOURS,
     SYMBOLS,
     WHOLE,
     Axis,
@@ -17,24 +15,51 @@ from fedgauge.server.views.figures import (
     Look,
     Series,
     colour,
-    in_json,
     interval_name,
-    leak_series,
-    round_axis,
+    point_label,
     value_axis,
 )
+from fedgauge.server.views.formatting import component, number, percent
+from fedgauge.server.views.leak_tables import ATTACK, IDENTIFIED, LABELS, leak_cells, leak_columns, rate_of
 from fedgauge.server.views.leakage import Leak
-from fedgauge.server.views.overview import numbers_of, rate_in_numbers
-from fedgauge.server.views.privacy import privacy
+from fedgauge.server.views.privacy import spent_in
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack
-from fedgauge.server.views.strength import Tradeoff, best_of, final_accuracy, fronts, mean_of
+from fedgauge.server.views.strength import Limits, Tradeoff, best_of, final_accuracy, fronts, mean_of
+from fedgauge.server.views.tables import Cell, Column, Table
+
+RUN = Column("run", "run")
+ACCURACY = Column("accuracy", "test accuracy", "number", 1, fraction=True)
+LIMITS = [
+    Column("estimate", "Gaussian estimate (dB of the mean error)", "number", 1),
+    Column("bound", "bound (dB of the mean error)", "number", 1),
+    Column("gap", "gap (dB)", "number", 1),
+]
+# a run's share of the data, not the data: runs that differ in these alone are compared
+OF_THE_SPLIT = ("partition", "alpha", "shards_per_client", "batch_size", "auxiliary")
 
 
-def compare(
-    readings: Sequence[Reading], metric: str | None = None, colours: Sequence[int] | None = None
-) -> dict[str, Any]:
+@dataclass(frozen=True, eq=False)
+class Comparison:
     """The runs' leakage under every attack, over all rounds, with the accuracy that each reached.
+
+    Args:
+        metric: by which they are compared; metrics: name and label of each that there is.
+        points: a row for each run and attack; differences: for each setting.
+        privacy: what is said of the runs' privacy, each sentence once.
+    """
+
+    metric: str
+    metrics: Sequence[tuple[str, str]]
+    runs: Sequence[str]
+    points: Table
+    differences: Table
+    privacy: Sequence[str]
+    utility: Figure | None
+
+
+def compare(readings: Sequence[Reading], metric: str | None = None, colours: Sequence[int] | None = None) -> Comparison:
+    """Compare runs.
 
     Args:
         metric: default: the first run's main one.
@@ -44,16 +69,18 @@ def compare(
     named = named_readings(readings)
     metrics = [m for m in MEASURED if any(m in reading.metrics for reading in readings)]
     places = dict(zip(named, colours or count(), strict=False))
-    return {
-        "metric": formatting.metric_facts(metric),
-        "metrics": [formatting.metric_facts(m) for m in metrics],
-        "runs": [{"id": name, "facts": formatting.scenario_line(r.tables)} for name, r in named.items()],
-        "points": [point for name, r in named.items() for point in _points(name, r, metric)],
-        "prices": in_json(tables.prices(named, metric)),
-        "differences": in_json(tables.differences({name: r.tables for name, r in named.items()})),
-        "utility": in_json(utility_figure(named, metric, places)),
-        "rounds": in_json(_over_rounds(named, metric, places)),
-    }
+    spent: dict[str, list[str]] = {}
+    for name, reading in named.items():
+        spent.setdefault(spent_in(reading).words, []).append(name)
+    return Comparison(
+        metric=metric,
+        metrics=[(m, MEASURED[m].label) for m in metrics],
+        runs=list(named),
+        points=points(named, metric),
+        differences=differences({name: r.tables for name, r in named.items()}),
+        privacy=[f"{', '.join(names)}: {words}" if len(spent) > 1 else words for words, names in spent.items()],
+        utility=utility_figure(named, metric, places),
+    )
 
 
 def named_readings(readings: Sequence[Reading]) -> dict[str, Reading]:
@@ -66,34 +93,48 @@ def named_readings(readings: Sequence[Reading]) -> dict[str, Reading]:
 
 
 def tradeoff(reading: Reading, metric: str) -> Tradeoff:
-    """What a run reached and what it leaked."""
+    """What a run reached and what it leaked; its data set without how it is split among clients."""
     strongest = best_of(reading.pooled(metric).values(), "attack")
-    return Tradeoff(_data(reading.tables["data"]), final_accuracy(reading.rounds), strongest)
+    data = component({key: value for key, value in reading.tables["data"].items() if key not in OF_THE_SPLIT})
+    return Tradeoff(data, final_accuracy(reading.rounds), strongest)
 
 
-def _points(name: str, reading: Reading, metric: str) -> Iterator[dict[str, Any]]:
-    accuracy, spent = formatting.rounded(final_accuracy(reading.rounds)), privacy(reading)
-    chain = formatting.chain(reading.tables)
-    shared = {"run": name, "chain": chain, "accuracy": accuracy, "epsilon": spent["epsilon"], "privacy": spent["words"]}
-    hits, labels = (reading.pooled(m) for m in ("identified", "label_accuracy"))
-    for leak in _attacked(reading, metric):
-        yield {
-            **shared,
-            "attack": leak.attack,
-            **numbers_of(leak),
-            "identified": rate_in_numbers(hits.get(leak.attack)),
-            "labels": formatting.rounded(mean_of(labels.get(leak.attack))),
-            "n": leak.n,
-        }
+def points(named: Mapping[str, Reading], metric: str) -> Table:
+    """What every attack reached on every run, beside the best baseline, the limits of the run's noise, accuracy and epsilon."""
+    by = MEASURED[metric]
+    columns = [RUN, ATTACK, ACCURACY, *leak_columns(by), Column.of(by, "floor", "best baseline"), IDENTIFIED, LABELS]
+    columns += [Column("n", "examples", "count"), *LIMITS, Column("epsilon", "epsilon", "number", less=True)]
+    rows: list[tuple[Cell, ...]] = []
+    for name, reading in named.items():
+        pooled, hits, labels = (reading.pooled(m) for m in (metric, "identified", "label_accuracy"))
+        floor, limits = mean_of(best_of(pooled.values(), "baseline")), Limits.of(reading.pooled("mse"))
+        of_run = limits.estimate, limits.bound, limits.gap, spent_in(reading).record
+        for leak in _attacked(reading, metric):
+            told = floor, rate_of(hits.get(leak.attack)), mean_of(labels.get(leak.attack)), leak.n
+            rows.append((name, leak.attack, final_accuracy(reading.rounds), *leak_cells(leak), *told, *of_run))
+    return Table.of(f"Every attack on every run, {by.label}", columns, rows)
 
 
-# a run's share of the data, not the data: runs that differ in these alone are compared
-OF_THE_SPLIT = ("partition", "alpha", "shards_per_client", "batch_size", "auxiliary")
+def differences(scenarios: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The settings that differ between scenarios, with each one's value; none: not set."""
+    flat = [dict(_flat(tables)) for tables in scenarios.values()]
+    rows: list[list[Cell]] = [
+        [key, *(str(of[key]) if key in of else None for of in flat)]
+        for key in dict.fromkeys(k for of in flat for k in of)
+    ]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    columns = [Column("setting", "setting"), *(Column(name, name) for name in scenarios)]
+    return Table(f"Settings that differ; {len(rows) - len(differing)} others agree", columns, differing)
 
 
-def _data(table: Mapping[str, Any]) -> str:
-    """The data set of a run, without how it is split among clients."""
-    return formatting.component({key: value for key, value in table.items() if key not in OF_THE_SPLIT})
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, list) and value and all(isinstance(inner, Mapping) for inner in value):
+        value = {str(i): inner for i, inner in enumerate(value)}
+    if not isinstance(value, Mapping):
+        yield prefix, value
+        return
+    for key, inner in value.items():
+        yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
 def utility_figure(
@@ -109,11 +150,9 @@ def utility_figure(
     points: list[Series] = []
     numbers = {name: str(i) for i, name in enumerate(named, 1)}
     for name, leak in leaks:
-        (low, high), accuracy, spent = formatting.interval_label(leak), tested[name], privacy(named[name])["epsilon"]
-        note = (
-            f"{name}, {leak.attack}\n{formatting.point_label(leak)}\ntest accuracy {formatting.percent(accuracy)}\n"
-            f"{'no epsilon' if spent is None else f'epsilon {formatting.number(spent, None)} for one record'}"
-        )
+        (low, high), accuracy, spent = leak.interval or (None, None), tested[name], spent_in(named[name]).record
+        told = f"test accuracy {percent(accuracy)}\nepsilon {number(spent, None)} for one record"
+        note = f"{name}, {leak.attack}\n{point_label(leak)}\n{told}"
         label = numbers[name] if leak is tradeoffs[name].strongest else ""
         look = Look(colour(colours[name]), symbol=symbols[leak.attack])
         points.append(Series("", "run", look, [accuracy], [leak.mean], [low], [high], note=[note], label=label))
@@ -152,24 +191,6 @@ def utility_figure(
 
 
 FLOOR, FRONT = Look("muted", symbol="line-ew"), Look("muted", (5, 3), width=1.5)
-
-
-def _over_rounds(named: Mapping[str, Reading], metric: str, colours: Mapping[str, int]) -> Figure | None:
-    """Leakage over rounds, run by run; of more runs than there are colours only each one's strongest attack."""
-    symbols, alone, series = _symbols(named), len(named) > COLOURS, []
-    for name, reading in named.items():
-        strongest = tradeoff(reading, metric).strongest
-        for attack in [a for a in reading.order if is_attack(a)]:
-            leaks = [k for k in reading.leaks(metric) if k.attack == attack and k.round and k.mean is not None]
-            if leaks and not (alone and (strongest is None or strongest.attack != attack)):
-                drawn = leak_series(attack, leaks, Look(colour(colours[name]), symbol=symbols[attack]))
-                series.append(replace(drawn, name=f"{name}, {attack}", role="run", low=(), high=(), worst=()))
-    if not series:
-        return None
-    words = "Means over the examples of a round. Colours are runs, symbols attacks, as above."
-    words += " Only each run's strongest attack is drawn." if alone else ""
-    x, y = round_axis([x for s in series for x in s.x]), value_axis(metric, series)
-    return Figure("rounds", "Leakage over rounds, run by run", words, x, y, series, metric=metric)
 
 
 def _symbols(named: Mapping[str, Reading]) -> dict[str, str]:

@@ -1,20 +1,21 @@
 """Figures as data: one specification of each plot, which the page's scripts and Matplotlib draw."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Literal
+from typing import Literal
 
+from fedgauge.attacks.modality.base import Measured
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND
-from fedgauge.server.views.formatting import finite, in_metric, interval_label, many, percent, point_label, rounded
+from fedgauge.server.views.formatting import finite, in_metric, number, percent
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import RATES_SHOWN, roc_curves
 from fedgauge.server.views.privacy import CanaryBound, CanaryEstimate, canaries
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.roles import Role, attack_order, is_attack, role_of
-from fedgauge.server.views.strength import newest
-from fedgauge.server.views.success import THRESHOLDS, count_ungraded, success_curve
+from fedgauge.server.views.roles import Role, attack_order, is_attack, is_limit, role_of
+from fedgauge.server.views.strength import best_of
+from fedgauge.server.views.success import THRESHOLDS, certified_success, success_curve
 
 LIMIT_NAMES = {
     BAYES_LIMIT: "Bayes error if the images of a class were Gaussian (an estimate)",
@@ -115,6 +116,7 @@ class HeatMap:
     """A table of colours, a row for each client and a column for each round.
 
     Args:
+        by: the metric of the values.
         values: by client and round; None: nothing there.
         darkest, brightest: the ends of the scale; brighter leaks more, which may be a lower value.
     """
@@ -122,23 +124,12 @@ class HeatMap:
     name: str
     title: str
     meaning: str
-    label: str
+    by: Measured
     clients: Sequence[int]
     rounds: Sequence[int]
     values: Sequence[Sequence[float | None]]
     darkest: float
     brightest: float
-
-
-def in_json(value: Any) -> Any:
-    """A specification as JSON holds it: numbers have five significant digits."""
-    if value is None or isinstance(value, str | int):
-        return value
-    if isinstance(value, float):
-        return rounded(value)
-    if isinstance(value, Sequence):
-        return [in_json(each) for each in value]
-    return {f.name: in_json(getattr(value, f.name)) for f in fields(value)}
 
 
 def attack_look(place: int) -> Look:
@@ -181,7 +172,7 @@ def rounds_figures(reading: Reading) -> list[Figure]:
     drawn = list(filter(None, (_leakage(reading, metric, accuracy) for metric in reading.metrics)))
     if drawn or not tested:
         return drawn
-    state = "Nothing is graded" if count_ungraded(reading.scores) else "No attack has given a score yet"
+    state = "Nothing is graded" if reading.scores.left_ungraded else "No attack has given a score yet"
     axes = round_axis([*tested]), Axis("test accuracy", "fraction", *WHOLE)
     return [Figure("accuracy", TITLE, f"{state}: only the test accuracy is drawn.", *axes, [curve])]
 
@@ -190,7 +181,7 @@ TITLE = "Leakage and test accuracy over rounds"
 
 
 def _leakage(reading: Reading, metric: str, accuracy: Sequence[Series]) -> Figure | None:
-    leaks = [leak for leak in reading.leaks(metric) if leak.round is not None and leak.mean is not None]
+    leaks = [leak for leak in reading.leakage(metric) if leak.round is not None and leak.mean is not None]
     looks = looks_of(reading)
     by_attack = {attack: [leak for leak in leaks if leak.attack == attack] for attack in reading.order}
     series = [leak_series(attack, own, looks[attack]) for attack, own in by_attack.items() if own]
@@ -200,7 +191,7 @@ def _leakage(reading: Reading, metric: str, accuracy: Sequence[Series]) -> Figur
     return Figure(
         f"leakage-{metric}",
         TITLE,
-        _newest_words(reading, metric),
+        _newest_words(leaks),
         round_axis([x for s in (*series, *accuracy) for x in s.x]),
         value_axis(metric, series),
         [*series, *accuracy],
@@ -212,7 +203,8 @@ def _leakage(reading: Reading, metric: str, accuracy: Sequence[Series]) -> Figur
 
 def leak_series(name: str, leaks: Sequence[Leak], look: Look) -> Series:
     """The means by round; those of an attack with their 95 % intervals and worst cases."""
-    low, high = zip(*map(interval_label, leaks), strict=True) if is_attack(name) else ((), ())
+    ends = [leak.interval or (None, None) for leak in leaks]
+    low, high = zip(*ends, strict=True) if is_attack(name) else ((), ())
     worst = [leak.worst for leak in leaks]
     return Series(
         LIMIT_NAMES.get(name, name),
@@ -225,6 +217,18 @@ def leak_series(name: str, leaks: Sequence[Leak], look: Look) -> Series:
         worst if any(value is not None for value in worst) else (),
         [point_label(leak) for leak in leaks],
     )
+
+
+def point_label(leak: Leak) -> str:
+    """The label of a point in a figure."""
+    digits = MEASURED[leak.metric].digits
+    mean, shown = number(leak.mean, digits), leak.interval
+    if is_limit(leak.attack):
+        return mean
+    parts = [mean if shown is None else f"{mean} ({number(shown[0], digits)} to {number(shown[1], digits)})"]
+    parts += [] if leak.worst is None else [f"worst case {number(leak.best, digits)}"]
+    lost = [leak.without_value] if leak.failed else []
+    return ", ".join([*parts, f"n = {leak.n}", *lost, *([f"{leak.ungraded} not graded"] if leak.ungraded else [])])
 
 
 def round_axis(rounds: Iterable[float]) -> Axis:
@@ -249,7 +253,7 @@ def value_axis(metric: str, series: Sequence[Series]) -> Axis:
 
 def interval_name(metric: str, leaks: Sequence[Leak]) -> str:
     """The name of these leaks' intervals, with the number of clients if it is small; empty if there are none."""
-    clusters = [leak.clusters for leak in leaks if None not in interval_label(leak)]
+    clusters = [leak.clusters for leak in leaks if leak.interval is not None]
     if not clusters or MEASURED[metric].rate:
         return "95 % interval (Wilson)" if clusters else ""
     least, most = min(clusters), max(clusters)
@@ -257,29 +261,25 @@ def interval_name(metric: str, leaks: Sequence[Leak]) -> str:
     return f"95 % interval{few if least < 10 else ''}"
 
 
-def _newest_words(reading: Reading, metric: str) -> str:
-    """The newest attacked round in a sentence."""
-    if (found := newest(reading.leaks(metric))) is None:
+def _newest_words(leaks: Sequence[Leak]) -> str:
+    """The newest round in which an attack has a value, in a sentence."""
+    last = max((leak.round or 0 for leak in leaks if is_attack(leak.attack)), default=None)
+    own = [leak for leak in leaks if leak.round == last]
+    reached = [
+        f"{k.attack} {in_metric(k.metric, k.mean)}" for k in (best_of(own, "attack"), best_of(own, "baseline")) if k
+    ]
+    if last is None:
         return "No attack has given a score yet."
-    best, floor = found
-    words = (
-        f"In round {best.round}, the strongest attack ({best.attack}) reaches {in_metric(metric, best.mean)} on average"
-    )
-    if floor is not None:
-        words += f", the best guess that does not read the update ({floor.attack}) {in_metric(metric, floor.mean)}"
-    return f"{words}. What an attack has beyond the grey lines is leakage."
+    beside = f"On average in round {last}: {', and the best guess that does not read the update, '.join(reached)}."
+    return f"{beside} What an attack has beyond the grey lines is leakage."
 
 
 # ------------------------------------------------------------------------------------- thresholds, membership, canaries
 
 
-def success_figure(reading: Reading, certified: Sequence[float] | None = None) -> Figure | None:
-    """The fraction of the examples that is reconstructed to each PSNR or better; None without a curve.
-
-    Args:
-        certified: upper bounds at THRESHOLDS.
-    """
-    curve, looks = success_curve(reading.scores, reading.ledger), looks_of(reading)
+def success_figure(reading: Reading) -> Figure | None:
+    """The fraction of the examples that is reconstructed to each PSNR or better; None without a curve."""
+    curve, looks = success_curve(reading), looks_of(reading)
     if not curve:
         return None
     series = []
@@ -289,28 +289,14 @@ def success_figure(reading: Reading, certified: Sequence[float] | None = None) -
         parts, banded = [rate.fraction for rate in rates], is_attack(attack)
         own = Series(attack, role_of(attack), looks[attack], THRESHOLDS, parts, note=notes)
         series.append(replace(own, low=low, high=high) if banded else own)
-    if certified:
+    at = THRESHOLDS.index(AT)
+    shown = [f"{percent(s.mean[at])} with {s.name}" for s in series if s.role == "attack"]
+    if certified := certified_success(reading, curve):
         notes = [f"at most {percent(v)} of the examples, by any attack on one round" for v in certified]
         series.append(Series("certified (ReRo), one round", "limit", LIMIT, THRESHOLDS, certified, note=notes))
-    x, y = (
-        Axis("PSNR of at least (dB)", low=THRESHOLDS[0], high=THRESHOLDS[-1]),
-        Axis("part of the examples", "fraction", *WHOLE),
-    )
-    return Figure("success", "Success over thresholds", _success_words(reading, series), x, y, series)
-
-
-def _success_words(reading: Reading, series: Sequence[Series]) -> str:
-    place, ungraded = THRESHOLDS.index(AT), count_ungraded(reading.scores)
-    best, floor = (
-        max((s for s in series if s.role == role), key=lambda s: s.mean[place] or 0.0, default=None)
-        for role in ("attack", "baseline")
-    )
-    if best is None:
-        return "No attack has given a score yet."
-    words = f"{percent(best.mean[place])} of the attacked examples come back at {AT} dB or better with {best.name}"
-    words += f", {percent(floor.mean[place])} with {floor.name}, which needs no update" if floor else ""
-    words += ". Attempts without an image count as failed."
-    return words + (f" Not counted: {many(ungraded, 'reconstruction')} that nobody graded." if ungraded else "")
+    x, y = Axis("PSNR of at least (dB)", low=10, high=60), Axis("part of the examples", "fraction", *WHOLE)
+    words = f"At {AT} dB or better come back {', '.join(shown)}. Attempts without an image count as failed."
+    return Figure("success", "Success over thresholds", words, x, y, series)
 
 
 def membership_figure(reading: Reading) -> Figure | None:
@@ -349,8 +335,7 @@ def canaries_figure(reading: Reading) -> Figure | None:
     if not found.rows:
         return None
     x, look, label = [row.round for row in found.rows], attack_look(0), "epsilon, all of a client's data"
-    if found.kind == "examples":
-        least = [row.epsilon for row in found.rows if isinstance(row, CanaryBound)]
+    if least := [finite(row.epsilon) for row in found.rows if isinstance(row, CanaryBound)]:
         shown, label = Series("at least, by canaries", "attack", look, x, least), "epsilon, one record"
         words = "The line is a lower bound with a confidence of 95 %, from guesses of which canaries are among the data"
     else:

@@ -2,14 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from fedgauge.attacks.modality.base import Measured
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import describe
-from fedgauge.server.views.leakage import Leak, as_rate
-from fedgauge.server.views.roles import is_limit
 
 NONE = "–"
 MOST_WORDS = 240  # letters of a client's message that are shown
@@ -26,11 +23,6 @@ def number(value: float | None, digits: int | None = 3) -> str:
     if math.isinf(value):
         return "−∞" if value < 0 else "∞"
     return f"{value:z.3g}" if digits is None else f"{value:z.{digits}f}"
-
-
-def between(low: float | None, high: float | None, digits: int | None = 3) -> str:
-    """An interval."""
-    return f"{number(low, digits)} to {number(high, digits)}"
 
 
 def decibel(value: float | None) -> str:
@@ -60,6 +52,11 @@ def status_words(status: str) -> str:
     return ENDED.get(status, status.replace("_", " "))
 
 
+def counted_words(counts: Mapping[str, int]) -> str:
+    """How many ended in each way: 2 x diverged, 1 x failed; empty if none did."""
+    return ", ".join(f"{n} x {status_words(status)}" for status, n in sorted(counts.items()))
+
+
 def rounded(value: float | None) -> float | None:
     """Ten significant digits, None if not finite: valid JSON that is written as the value itself."""
     return None if (value := finite(value)) is None else float(f"{value:.9e}")
@@ -70,21 +67,9 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def plotted_value(metric: str, value: float | None) -> float | None:
-    """The value to draw: the infinite PSNR of an exact hit is drawn at the cap, as it would flatten all others."""
-    cap = MEASURED[metric].cap
-    return value if value is None or cap is None else min(value, cap)
-
-
 def is_exact(value: float | None) -> bool:
     """Whether a PSNR belongs to an exact hit."""
     return value is not None and math.isinf(value)
-
-
-def metric_facts(metric: str) -> dict[str, Any]:
-    """What a metric is, for the page's scripts."""
-    measured = MEASURED[metric]
-    return {"name": metric, **{f.name: getattr(measured, f.name) for f in fields(Measured)}}
 
 
 def component(table: Mapping[str, Any]) -> str:
@@ -119,32 +104,3 @@ def shortened(reason: str) -> str:
     """A client's message, shortened, on one line."""
     words = " ".join(reason.split())
     return words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} ..."
-
-
-def interval_label(leak: Leak) -> tuple[float | None, float | None]:
-    """A mean's 95 % interval: Wilson's for a rate, clustered by client for other metrics."""
-    return as_rate(leak).interval if MEASURED[leak.metric].rate else (leak.low, leak.high)
-
-
-def interval_words(leak: Leak) -> str:
-    """A mean's interval as text, with the number of clusters if it is below ten."""
-    if leak.low is None:
-        return f"no interval from {leak.clusters} {leak.cluster}" if leak.clusters == 1 else ""
-    few = f", {leak.clusters} {leak.cluster}s" if leak.clusters < 10 else ""
-    return f"{between(leak.low, leak.high, MEASURED[leak.metric].digits)}{few}"
-
-
-def point_label(leak: Leak) -> str:
-    """The label of a point in a figure."""
-    if is_limit(leak.attack):
-        return number(leak.mean, MEASURED[leak.metric].digits)
-    low, high = interval_label(leak)
-    measured = MEASURED[leak.metric]
-    digits = measured.digits
-    parts = [
-        number(leak.mean, digits) if low is None else f"{number(leak.mean, digits)} ({between(low, high, digits)})"
-    ]
-    parts += [] if measured.rate else [f"worst case {number(leak.best, digits)}"]
-    parts += [f"n = {leak.n}"]
-    parts += [f"{sum(leak.failed.values())} failed"] if leak.failed else []
-    return ", ".join([*parts, *([f"{leak.ungraded} not graded"] if leak.ungraded else [])])

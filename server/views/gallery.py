@@ -1,8 +1,8 @@
 """The gallery: private examples beside the attacks' reconstructions, one page at a time."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -15,9 +15,9 @@ from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.client.data.images import Dataset, Shards
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.pictures import SMALL, png, reconstruction
-from fedgauge.server.views import formatting
+from fedgauge.server.views.formatting import in_unit, status_words
 from fedgauge.server.views.intervals import Floats, Ints
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import Reading, kept
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 
@@ -27,6 +27,12 @@ PAGE = (6, 60)  # cards in one answer, at least and at most
 NO_TRUTH, NOT_HERE, NOT_GRADED = "the truth stays with the client", "no truth here", "not graded"
 
 Sort = Literal["leak", "hidden", "client"]
+Kind = Literal["image", "text"]
+Place = tuple[int, int, int]  # round, client, example
+
+
+class NotShown(Exception):
+    """There is no such picture; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +64,16 @@ class AttackedExamples:
         """The chosen examples."""
         return AttackedExamples(self.round[chosen], self.client[chosen], self.example[chosen], self.strength[chosen])
 
+    def sorted(self, by: Sort) -> "AttackedExamples":
+        """The examples in this order; those without a value go last by either leakage."""
+        if by == "client":
+            return self.where(np.lexsort((self.example, self.round, self.client)))
+        return self.where(np.argsort(self.strength if by == "hidden" else -self.strength, kind="stable"))
+
     def __len__(self) -> int:
         return len(self.strength)
 
-    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+    def __iter__(self) -> Iterator[Place]:
         return zip(self.round.tolist(), self.client.tolist(), self.example.tolist(), strict=True)
 
 
@@ -71,7 +83,7 @@ class Tile:
 
     Args:
         image: a data URI, or None with the reason in note.
-        value: the main metric; None if there is no value, or if it is infinite, which `exact` says.
+        value: the main metric; None if there is no value.
         label: the label that the attack claims, as text; empty if it claims none.
         trace: whether its iterations were kept.
         words: of text, each token and whether it is right, misplaced or wrong.
@@ -80,7 +92,6 @@ class Tile:
     attack: str
     image: str | None
     value: float | None
-    exact: bool
     note: str
     label: str = ""
     trace: bool = False
@@ -107,11 +118,29 @@ class Card:
     why: str
     truth: str | None
     label: int | None
+    label_name: str
     tiles: tuple[Tile, ...]
-    truth_words: tuple[str, ...] | None = None
-    absent: str = ""
-    label_name: str = ""
-    headings: tuple[str, ...] = ()
+    truth_words: tuple[str, ...] | None
+    absent: str
+    headings: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Page:
+    """The cards that a query asks for, and the values that its filters may have."""
+
+    kind: Kind
+    noun: str
+    rounds: Sequence[int]
+    clients: Sequence[int]
+    attacks: Sequence[str]
+    labels: Sequence[int]
+    class_names: Sequence[str]
+    cards: Sequence[Card]
+    round: int | None = None
+    total: int = 0
+    offset: int = 0
+    page: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +176,7 @@ class Gallery:
         return self.class_names[label] if label < len(self.class_names) else f"label {label}"
 
     @property
-    def kind(self) -> Literal["image", "text"]:
+    def kind(self) -> Kind:
         """How what was attacked is shown."""
         return (self.modality or self.reading.scores.modality).shown_as
 
@@ -167,25 +196,22 @@ class Gallery:
         return scores.where(scores.by_attacks)
 
     @cached_property
+    def outcomes(self) -> Mapping[tuple[str, int, int, int], tuple[float, str]]:
+        """Main metric (NaN: none) and status by (attack, round, client, example); WHOLE_BATCH stands for a whole batch."""
+        s = self.scores
+        columns = (s.attack, s.round, s.client, s.example, s.value, s.status)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return {(s.attacks[a], r, c, e): (value, s.statuses[status]) for a, r, c, e, value, status in rows}
+
+    @cached_property
     def cells(self) -> set[tuple[int, str]]:
         """Every (round, attack) that has scores."""
-        pairs = np.unique(np.stack([self.scores.round, self.scores.attack]), axis=1).T.tolist()
-        return {(round, self.scores.attacks[attack]) for round, attack in pairs}
+        return {(round, attack) for attack, round, _, _ in self.outcomes}
 
     @cached_property
     def rounds(self) -> list[int]:
         """The attacked rounds."""
         return sorted({round for round, _ in self.cells})
-
-    def outcomes(self, round: int, attack: str) -> Mapping[tuple[int, int], tuple[float, str]]:
-        """Main metric (NaN: none) and status by (client, example); WHOLE_BATCH stands for a whole batch."""
-        return self.reading.view(("outcomes", round, attack), lambda: self._outcomes(round, attack))
-
-    def _outcomes(self, round: int, attack: str) -> dict[tuple[int, int], tuple[float, str]]:
-        rows = self.scores.of_attack(attack)
-        rows = rows.where(rows.round == round)
-        columns = (rows.client, rows.example, rows.value, rows.status)
-        return {(c, e): (v, rows.statuses[s]) for c, e, v, s in zip(*(k.tolist() for k in columns), strict=True)}
 
     def attacked(self, attack: str | None = None) -> AttackedExamples:
         """Every attacked example, by one attack or by any, in order."""
@@ -201,26 +227,25 @@ class Gallery:
         np.fmax.at(strength, own, rows.measure.sign * rows.value.repeat(sizes))
         return AttackedExamples(keys[0], keys[1], keys[2], strength)
 
-    def page(self, query: Query) -> dict[str, Any]:
-        """The cards that a query asks for, and the values that its filters may have."""
-        everything = self.reading.view(("attacked", query.attack), lambda: self.attacked(query.attack))
-        chosen = self._sorted(self._filtered(everything, query), query.sort)
-        size = self.page_size
-        shown = chosen.where(slice(query.offset, query.offset + size))
-        return {
-            "kind": self.kind,
-            "noun": self.reading.scores.measure.private,
-            "rounds": self.rounds,
-            "clients": np.unique(everything.client).tolist(),
-            "attacks": self.attacks,
-            "labels": list(range(self.shards.dataset.classes)) if self.shards and self._labelled else [],
-            "class_names": self.class_names,
-            "round": "all" if query.round is None else query.round,
-            "total": len(chosen),
-            "offset": query.offset,
-            "page": size,
-            "cards": [asdict(self.card(*key, attack=query.attack)) for key in shown],
-        }
+    def page(self, query: Query) -> Page:
+        """The cards that a query asks for."""
+        everything = self.attacked(query.attack)
+        chosen = self._filtered(everything, query).sorted(query.sort)
+        shown = chosen.where(slice(query.offset, query.offset + self.page_size))
+        return Page(
+            kind=self.kind,
+            noun=self.reading.scores.measure.private,
+            rounds=self.rounds,
+            clients=np.unique(everything.client).tolist(),
+            attacks=self.attacks,
+            labels=list(range(self.shards.dataset.classes)) if self.shards and self._labelled else [],
+            class_names=self.class_names,
+            cards=[self.card(*key, attack=query.attack) for key in shown],
+            round=query.round,
+            total=len(chosen),
+            offset=query.offset,
+            page=self.page_size,
+        )
 
     def _filtered(self, examples: AttackedExamples, query: Query) -> AttackedExamples:
         for wanted, column in ((query.round, "round"), (query.client, "client")):
@@ -236,13 +261,6 @@ class Gallery:
     def _labelled(self) -> bool:
         """Whether the truth is on this machine and each example has one label."""
         return self.shards is not None and self.shards.dataset.labelled
-
-    @staticmethod
-    def _sorted(examples: AttackedExamples, sort: Sort) -> AttackedExamples:
-        if sort == "client":
-            return examples.where(np.lexsort((examples.example, examples.round, examples.client)))
-        sign = -1 if sort == "leak" else 1
-        return examples.where(np.argsort(sign * examples.strength, kind="stable"))  # NaN goes last either way
 
     @property
     def example_bytes(self) -> int:
@@ -262,32 +280,30 @@ class Gallery:
         """The training images that a client trained on in a round; empty if the data, or such a client, is not here."""
         if self.shards is None or client >= len(self.shards.indices):
             return []
-        federation = self.reading.scenario.federation
-        rows: list[int] = self.reading.keep(("rows", round, client), lambda: federation.rows_at(client, round).tolist())
-        return rows
+        return _rows_at(self.reading, round, client)
 
     def card(self, round: int, client: int, example: int, why: str = "", attack: str | None = None) -> Card:
         """One private example beside the reconstructions of all attacks, or of one."""
         attacks = self.attacks if attack is None else [attack]
         truth, row = self._truth(round, client, example)
+        (x, label), text = truth or (None, None), self.kind == "text"
         return Card(
             round=round,
             client=client,
             example=example,
             image=row,
             why=why,
-            truth=None if truth is None or self.kind == "text" else png(truth[0], SMALL),
-            label=None if truth is None else truth[1],
-            label_name=self.label_name(truth[1]) if truth and truth[1] is not None else "",
+            truth=None if x is None or text else png(x, SMALL),
+            label=label,
+            label_name="" if label is None else self.label_name(label),
             tiles=tuple(self._tile(a, round, client, example) for a in attacks if (round, a) in self.cells),
-            truth_words=tuple(self.modality.words(truth[0]))
-            if truth and self.modality and self.kind == "text"
-            else None,
-            headings=self.modality.headings() if self.modality else (),
+            truth_words=tuple(self.modality.words(x)) if x is not None and self.modality and text else None,
             absent="" if truth is not None else NO_TRUTH if self.reading.ledger.deployed else NOT_HERE,
+            headings=self.modality.headings() if self.modality else (),
         )
 
     def _truth(self, round: int, client: int, example: int) -> tuple[tuple[Tensor, int | None] | None, int | None]:
+        """The example with its label, and its number among the training examples."""
         if self.shards is None:
             batch = self.reading.tester_truth(round, client)
             if batch is None or example >= len(batch.y):
@@ -300,95 +316,107 @@ class Gallery:
         return (dataset.x[row], int(dataset.y[row]) if self._labelled else None), row
 
     def _tile(self, attack: str, round: int, client: int, example: int) -> Tile:
-        outcomes = self.outcomes(round, attack)
-        fallback = (math.nan, "not attacked")
-        value, status = outcomes.get((client, example)) or outcomes.get((client, WHOLE_BATCH)) or fallback
-        shown, exact, main = formatting.rounded(value), formatting.is_exact(value), self.reading.scores.measure
+        places = ((attack, round, client, e) for e in (example, WHOLE_BATCH))
+        found = [self.outcomes[place] for place in places if place in self.outcomes]
+        value, status = found[0] if found else (math.nan, "not attacked")
         if math.isnan(value) and status != UNGRADED:
-            return Tile(attack, None, shown, exact, formatting.status_words(status))
-        note = self._ungraded(round, client, attack) if math.isnan(value) else formatting.in_unit(value, main)
+            return Tile(attack, None, None, status_words(status))
+        note, shown = in_unit(value, self.reading.scores.measure), None if math.isnan(value) else value
+        if shown is None:
+            objective = self.reading.objectives.get((round, client, attack))
+            note = NOT_GRADED if objective is None else f"{NOT_GRADED}, objective {objective:.3g}"
         tensors = reconstruction(self.reading.run, round, client, attack)
         if isinstance(tensors, str):
-            return Tile(attack, None, shown, exact, f"file {tensors}; {note}")
+            return Tile(attack, None, shown, f"file {tensors}; {note}")
         # the file may hold sentences, which no score row shows here, or fewer images than the client claims to have
         x = tensors.get("x")
         if x is None or not (self.modality or self.reading.scores.modality).holds(x) or example >= len(x):
-            return Tile(attack, None, shown, exact, note if status == UNGRADED else f"file damaged; {note}")
-        label = self._label(tensors.get("y"), round, client, example, attack)
-        traced = "trace_x" in tensors
-        if self.kind == "image":
-            return Tile(attack, png(x[example], SMALL), shown, exact, note, label, traced)
+            return Tile(attack, None, shown, note if status == UNGRADED else f"file damaged; {note}")
         truth, _ = self._truth(round, client, example)
-        written = self.modality.marked(x[example], truth[0] if truth else None) if self.modality else None
-        return Tile(attack, None, shown, exact, note, label, traced, written)
+        label = self._label(tensors.get("y"), truth, example, attack)
+        tile = Tile(attack, None, shown, note, label, "trace_x" in tensors)
+        if self.kind == "image":
+            return replace(tile, image=png(x[example], SMALL))
+        words = self.modality.marked(x[example], truth[0] if truth else None) if self.modality else None
+        return replace(tile, words=words)
 
-    def _ungraded(self, round: int, client: int, attack: str) -> str:
-        objective = self.reading.objectives.get((round, client, attack))
-        return NOT_GRADED if objective is None else f"{NOT_GRADED}, objective {objective:.3g}"
-
-    def _label(self, y: Tensor | None, round: int, client: int, example: int, attack: str) -> str:
-        if y is None or y.dim() != 1 or not (self._labelled or self.reading.ledger.deployed):
-            return ""
-        if example >= len(y):
+    def _label(self, y: Tensor | None, truth: tuple[Tensor, int | None] | None, example: int, attack: str) -> str:
+        if y is None or y.dim() != 1 or example >= len(y) or not (self._labelled or self.reading.ledger.deployed):
             return ""
         guess = int(y[example])
-        if attack in self.given:
-            return f"{self.label_name(guess)}, given"
-        truth, _ = self._truth(round, client, example)
         right = "" if truth is None else " ✓" if truth[1] == guess else " ✗"
-        return f"{self.label_name(guess)}{right}"
+        return f"{self.label_name(guess)}{', given' if attack in self.given else right}"
 
 
-def worst_cases(gallery: Gallery, count: int) -> list[dict[str, Any]]:
+@kept
+def _rows_at(reading: Reading, round: int, client: int) -> list[int]:
+    rows: list[int] = reading.scenario.federation.rows_at(client, round).tolist()
+    return rows
+
+
+def worst_cases(gallery: Gallery, count: int) -> list[Card]:
     """The private examples that came back best, each once and as the attack that brought it back best; none without a value."""
-    everything = gallery.reading.view(("attacked", None), gallery.attacked)
-    main = gallery.reading.scores.measure
-    best = gallery._sorted(everything.where(~np.isnan(everything.strength)), "leak")
-    found: dict[tuple[int, ...], dict[str, Any]] = {}
-    for round, client, example in best:
+    everything, main = gallery.attacked(), gallery.reading.scores.measure
+    found: dict[tuple[int, ...], Card] = {}
+    for round, client, example in everything.where(~np.isnan(everything.strength)).sorted("leak"):
         rows = gallery.rows_at(round, client)
         key = (client, rows[example]) if example < len(rows) else (round, client, example)
         if key not in found:
-            card = asdict(gallery.card(round, client, example))
-            tiles = [tile for tile in card["tiles"] if tile["exact"] or tile["value"] is not None]
-            tile = main.leakiest(tiles, lambda tile: math.inf if tile["exact"] else tile["value"])
-            found[key] = {**card, "tiles": [tile]}
+            card = gallery.card(round, client, example)
+            best = main.leakiest((t for t in card.tiles if t.value is not None), lambda tile: tile.value or 0.0)
+            found[key] = replace(card, tiles=(best,) if best else ())
         if len(found) == count:
             break
     return list(found.values())
 
 
-def through_rounds(gallery: Gallery, client: int, image: int) -> dict[str, Any] | None:
-    """One private image in every round in which it was attacked; None if it never was."""
-    everything = gallery.reading.view(("attacked", None), gallery.attacked)
+@dataclass(frozen=True, eq=False)
+class ImageRounds:
+    """One private image in every round in which it was attacked."""
+
+    image: int
+    client: int
+    truth: str
+    label: int
+    label_name: str
+    rounds: Sequence[Card]
+
+
+def through_rounds(gallery: Gallery, client: int, image: int) -> ImageRounds:
+    """One private image over the rounds; NotShown if it was never attacked."""
+    everything = gallery.attacked()
     own = [key for key in everything.where(everything.client == client) if key[2] < len(gallery.rows_at(*key[:2]))]
     same = [key for key in own if gallery.rows_at(*key[:2])[key[2]] == image]
     if not same or gallery.shards is None or gallery.kind == "text":
-        return None
+        raise NotShown(f"client {client} was never attacked on image {image}")
     dataset = gallery.shards.dataset
-    return {
-        "image": image,
-        "client": client,
-        "truth": png(dataset.x[image]),
-        "label": int(dataset.y[image]),
-        "label_name": gallery.label_name(int(dataset.y[image])),
-        "rounds": [asdict(gallery.card(*key)) for key in same],
-    }
+    label, cards = int(dataset.y[image]), [gallery.card(*key) for key in same]
+    return ImageRounds(image, client, png(dataset.x[image]), label, gallery.label_name(label), cards)
 
 
-def trace(gallery: Gallery, round: int, client: int, example: int, attack: str) -> Mapping[str, Any] | str:
-    """An attack's objective and image over its iterations, or why there are none."""
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """An attack's objective and image over its iterations."""
+
+    iterations: Sequence[int]
+    objective: Sequence[float]
+    images: Sequence[str]
+    truth: str | None
+
+
+def trace(gallery: Gallery, round: int, client: int, example: int, attack: str) -> Trace:
+    """How an attack came to one image; NotShown if that was not kept."""
     tensors = reconstruction(gallery.reading.run, round, client, attack)
     if isinstance(tensors, str):
-        return f"the reconstruction's file is {tensors}"
+        raise NotShown(f"the reconstruction's file is {tensors}")
     if "trace_x" not in tensors:
-        return "the attack's iterations were not kept: set trace = 12 in the [[attack]] table"
+        raise NotShown("the attack's iterations were not kept: set trace = 12 in the [[attack]] table")
     if example >= tensors["trace_x"].shape[1]:
-        return f"there is no example {example}"
+        raise NotShown(f"there is no example {example}")
     truth, _ = gallery._truth(round, client, example)
-    return {
-        "iterations": tensors["trace_iteration"].tolist(),
-        "objective": [formatting.rounded(v) for v in tensors["trace_objective"].tolist()],
-        "images": [png(x) for x in tensors["trace_x"][:, example]],
-        "truth": None if truth is None else png(truth[0]),
-    }
+    return Trace(
+        iterations=tensors["trace_iteration"].tolist(),
+        objective=tensors["trace_objective"].tolist(),
+        images=[png(x) for x in tensors["trace_x"][:, example]],
+        truth=None if truth is None else png(truth[0]),
+    )

@@ -8,11 +8,11 @@ import numpy as np
 
 from fedgauge.attacks.modality.membership import ANYBODY, HELD, MEMBER, MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
-from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED
+from fedgauge.server.views.formatting import counted_words
 from fedgauge.server.views.intervals import Ints, Rate, clustered_interval
 from fedgauge.server.views.roles import is_attack
-from fedgauge.server.views.scores import Scores, SizeOf, capped
+from fedgauge.server.views.scores import Scores, capped
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Leak:
         n: graded examples (for label_accuracy: batches).
         failed: examples (or batches) without a value, by status, all of a batch that was lost; no mean counts them.
         ungraded: reconstructions that a deployment's clients did not grade, each of a whole batch; not among the failed.
-        mean, low, high: mean and 95 % interval, clustered by client (`clustered_interval`); PSNR capped. None if there is
-            nothing to average, or there are fewer than two clients for an interval.
+        mean, low, high: mean and 95 % interval, clustered by client (`clustered_interval`), Wilson's for a rate; PSNR capped.
+            None if there is nothing to average, or there are fewer than two clients for an interval.
         median: of uncapped values.
         best: the worst case for the client, uncapped: the value that leaks most.
         clusters: how many clients were graded (of anybody's batch: rounds, as all clients of one share each stranger's highest
-            score); below ten, show it beside the interval.
+            score).
     """
 
     attack: str
@@ -53,9 +53,20 @@ class Leak:
         return float(capped(self.metric, np.array(self.best)))
 
     @property
-    def cluster(self) -> str:
-        """What a cluster is."""
-        return "round" if self.metric.startswith(ANYBODY) else "client"
+    def interval(self) -> tuple[float, float] | None:
+        """The ends of the 95 % interval; None if there is none."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+    @property
+    def rate(self) -> Rate:
+        """Of a metric that is 0 or 1: how many of how many."""
+        share = float(np.clip(self.mean or 0.0, 0, 1))  # a ledger from elsewhere may hold any number
+        return Rate(round(share * self.n), self.n)
+
+    @property
+    def without_value(self) -> str:
+        """How many attempts gave no value, by how they ended; empty if none."""
+        return counted_words(self.failed)
 
 
 def leakage(scores: Scores, metric: str) -> list[Leak]:
@@ -120,6 +131,8 @@ def _leak(part: Scores, metric: str, round: int | None) -> Leak:
     values, raw = averaged[graded], part.value[graded]
     low, high = clustered_interval(values, clusters, whole=MEASURED[metric].whole) or (None, None)
     some = len(values) > 0
+    if some and MEASURED[metric].rate:
+        low, high = Rate(int(np.rint(np.clip(values, 0, 1).sum())), len(values)).interval
     return Leak(
         attack=part.attacks[part.attack[0]],
         round=round,
@@ -134,47 +147,3 @@ def _leak(part: Scores, metric: str, round: int | None) -> Leak:
         clusters=len(np.unique(clusters)),
         ungraded=ungraded,
     )
-
-
-def as_rate(leak: Leak) -> Rate:
-    """A Leak of a metric that is 0 or 1 (identified) as a rate."""
-    share = float(np.clip(leak.mean or 0.0, 0, 1))  # a ledger from elsewhere may hold any number
-    return Rate(round(share * leak.n), leak.n)
-
-
-class Snapshot:
-    """The scores of a ledger as read so far, and how much came back by them; only what is new is read and computed."""
-
-    def __init__(self, size_of: SizeOf) -> None:
-        self._size_of = size_of
-        self.scores, self._finished = Scores.empty(), 0
-        self._by_round: dict[str, dict[int, list[Leak]]] = {}
-        self._pooled: dict[str, list[Leak]] = {}
-
-    def read(self, ledger: Ledger) -> set[int]:
-        """Read what is new, all of one moment (`Ledger.snapshot`); returns the rounds that it changes."""
-        if (finished := ledger.finished()) <= self._finished:
-            return set()
-        rows = list(ledger.scores_since(self._finished))
-        given = frozenset(name for name, planned in ledger.planned().items() if planned.labels == "given")
-        of_run = replace(self.scores, modality=ledger.modality, size_of=self._size_of, told_labels=given)
-        self.scores = replace(of_run, unordered=ledger.graded_by_clients).extended(rows)
-        touched = {row[0] for row in rows}
-        for rounds in self._by_round.values():
-            for round in touched:
-                rounds.pop(round, None)
-        self._pooled.clear()
-        self._finished = finished
-        return touched
-
-    def leaks(self, metric: str) -> list[Leak]:
-        """The same as `leakage`."""
-        known, rounds = self._by_round.setdefault(metric, {}), np.unique(self.scores.round).tolist()
-        if missing := [round for round in rounds if round not in known]:
-            known |= {round: [] for round in missing}
-            for leak in leakage_by_round(self.scores.where(np.isin(self.scores.round, missing)), metric):
-                assert leak.round is not None
-                known[leak.round].append(leak)
-        if metric not in self._pooled:
-            self._pooled[metric] = leakage_of_all(self.scores, metric)
-        return [leak for round in rounds for leak in known[round]] + self._pooled[metric]

@@ -70,30 +70,22 @@ class ToldMembers:
         return self.word == "leaks"
 
     def __str__(self) -> str:
-        words = f"by {self.attack}, a member scores above a stranger in {percent(self.area)} of all pairs"
-        if self.interval is not None:
-            words += " ({} to {})".format(*(percent(min(1.0, max(0.0, end))) for end in self.interval))
+        ends = [percent(min(1.0, max(0.0, end))) for end in self.interval or ()]
+        within = f" ({' to '.join(ends)})" if ends else ""
+        words = f"by {self.attack}, a member scores above a stranger in {percent(self.area)} of all pairs{within}"
         words += f", by {self.baseline} in {percent(self.floor)}"
-        if self.hits is not None:
-            words += f"; at 1 % false positives {self.hits.count} of {self.hits.n} members are told"
-        if self.limit is not None:
-            words += (
-                f"; of examples that nobody trained on before, the noise of one update allows {percent(self.limit)}"
-            )
-        return words
+        words += f"; at 1 % false positives {self.hits} members are told" if self.hits is not None else ""
+        return words + (f"; the noise of one update allows {percent(self.limit)}" if self.limit is not None else "")
 
     @property
     def sentence(self) -> str:
         """What was found, and that another test may find more."""
         asked = QUESTIONS[self.metric].asked
+        if self.leaks:
+            return f"{asked} leaks: {self}."
         if self.word == "undetermined":
-            nothing = f": {self.doubt}. So it proves nothing that no test tells members" if self.doubt else ""
-            return f"{asked} is not known{nothing or ', as one client gives no interval'}: {self}."
-        return (
-            f"{asked} leaks: {self}."
-            if self.leaks
-            else f"{asked} is {self.word}: {self}; a stronger test may still tell."
-        )
+            return f"{asked} is not known ({self.doubt or 'one client gives no interval'}): {self}."
+        return f"{asked} is {self.word}: {self}; a stronger test may still tell."
 
 
 def told_members(scores: Scores) -> list[ToldMembers]:

@@ -3,14 +3,15 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.formatting import listed, many, shortened
-from fedgauge.server.views.server_attacks import Row, first_alarm
 
 MOST_CLIENTS = 5  # named in a sentence
 MOST_SIZES = 3  # of one client, in a sentence
+Row = Any  # a row of the ledger, read by column name
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,8 @@ def other_sizes(clients: Sequence[AppClient], assumed: int) -> str:
     others = [f"client {c.client} reports {c.size}" for c in clients if set(c.examples) - {assumed}]
     if not others:
         return ""
-    return (
-        f"the audit takes each client to train on {many(assumed, 'example')} a round (batch_size under [data]), but "
-        f"{listed(others, MOST_CLIENTS)}: what came back of these is of another computation than theirs"
-    )
+    taken = f"the audit takes each client to train on {many(assumed, 'example')} a round (batch_size under [data])"
+    return f"{taken}, but {listed(others, MOST_CLIENTS)}: what came back of these is of another computation"
 
 
 def may_have_sent(observed: Row, deployed: bool) -> bool:
@@ -95,13 +94,12 @@ def participation(observations: Sequence[Row]) -> str:
     return f"{came}; {listed(named, MOST_CLIENTS)}"
 
 
-def absences(round: int, observations: Sequence[Row]) -> str:
-    """How many of a round's clients gave an update, and why each of the others did not; empty if all did."""
-    absent = [f"client {o['client']}: {shortened(o['reason'])}" for o in observations if o["status"] != "accepted"]
-    if not absent:
+def first_alarm(seen: Sequence[Row]) -> str:
+    """The first alarm: its round, the client of the update or sum, and the message; empty if no guard raised one."""
+    first = next((o for o in seen if o["alarm"]), None)
+    if first is None:
         return ""
-    came = f"{len(observations) - len(absent)} of {len(observations)} clients"
-    return f"round {round}: {came}; {listed(absent, MOST_CLIENTS)}"
+    return f"first in round {first['round']}, on client {first['client']}'s update: {shortened(first['reason'])}"
 
 
 def guarded(observations: Sequence[Row]) -> str:

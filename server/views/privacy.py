@@ -3,10 +3,9 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,27 +18,21 @@ from fedgauge.defenses.accounting import Accountant, NoGuarantee, PrivacyStateme
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import repeated
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.formatting import many, rounded
+from fedgauge.server.views.formatting import many
 from fedgauge.server.views.intervals import NORMAL_95, evenly
 from fedgauge.server.views.participation import rounds_seen
 from fedgauge.server.views.reading import Reading, kept, viewed
 from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.tables import Cell, Column, Table
 
 MOST = 1e6  # a canary's score; more would say nothing else
 ESTIMATES = 200  # of as many rounds: a curve needs no more points
 BOUNDS = 40  # the same, where each needs the accounted epsilon of a record, which takes long to compute
 
 
-def privacy(reading: Reading) -> dict[str, Any]:
-    """The largest epsilons that any client has spent so far, as they are shown; None, with the reason, if none holds."""
-    spent = spent_in(reading)
-    shown = {"epsilon": spent.record, "client": spent.client, "delta": spent.delta}
-    return {**{key: rounded(value) for key, value in shown.items()}, "words": spent.words}
-
-
 @viewed
 def spent_in(reading: Reading) -> PrivacyStatement:
-    """The same, exact; of an unknown delta where this machine cannot build the scenario."""
+    """The largest epsilons that any client has spent so far; None, with the reason, if none holds or is known here."""
     try:
         spending = Spending(reading.scenario, reading.ledger, reading.answered)
     except SpecError as error:
@@ -119,6 +112,12 @@ class CanaryEstimate:
     measured: Estimate
     accounted: float | None
 
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Those of its own kind in a table."""
+        each = [(of.epsilon, (of.low, of.high)) for of in (self.seen, self.measured)]
+        return None, None, None, *each[0], *each[1]
+
 
 def canary_estimates(scores: Scores, delta: float, accounted: Callable[[int], float | None]) -> list[CanaryEstimate]:
     """One for each round with canaries, from all rounds up to it; those with fewer than two canaries give none.
@@ -180,6 +179,11 @@ class CanaryBound:
     most: float
     accounted: float | None
 
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Those of its own kind in a table."""
+        return (self.right, self.guesses), self.epsilon, self.most, None, None, None, None
+
 
 def canary_bounds(
     scores: Scores, included: Tensor, delta: float, accounted: Callable[[int], float | None]
@@ -207,9 +211,25 @@ def canary_bounds(
 class Canaries:
     """What canaries show, round by round, and the newest round in words; no rows without canaries."""
 
-    kind: Literal["directions", "examples"] = "directions"
     words: str = ""
-    rows: Sequence[CanaryEstimate] | Sequence[CanaryBound] = ()
+    rows: Sequence[CanaryEstimate | CanaryBound] = ()
+
+    @property
+    def table(self) -> Table:
+        """A row for each round: of examples lower bounds, of directions estimates."""
+        columns = [
+            Column("round", "round", "count"),
+            Column("canaries", "canaries", "count"),
+            Column("right", "surest guesses right", "rate"),
+            Column("epsilon", "epsilon at least", "number"),
+            Column("most", "at least, if all were right", "number"),
+            Column("seen", "epsilon seen", "number"),
+            Column("seen_interval", "95 % interval", "interval"),
+            Column("measured", "with the spread measured", "number"),
+            Column("measured_interval", "its 95 % interval", "interval"),
+            Column("accounted", "accounted", "number"),
+        ]
+        return Table.of("Canaries", columns, [(r.round, r.canaries, *r.cells, r.accounted) for r in self.rows])
 
 
 @viewed
@@ -219,35 +239,25 @@ def canaries(reading: Reading) -> Canaries:
         return Canaries()
     delta = scenario.privacy.delta
     if scenario.protocol.canary_examples:
-        bounds = canary_bounds(reading.scores, scenario.protocol.coins, delta, partial(_accounted_record, reading))
-        return Canaries("examples", bound_words(bounds[-1], delta) if bounds else "", bounds)
+        bounds = canary_bounds(reading.scores, scenario.protocol.coins, delta, partial(_accounted, reading))
+        return Canaries(bound_words(bounds[-1], delta) if bounds else "", bounds)
     estimates = canary_estimates(reading.scores, delta, partial(_accounted, reading))
-    words = canary_words(estimates[-1], delta) if estimates else ""
-    if words and reading.ledger.deployed:
-        words += " That they sent it is their owners' word."
-    return Canaries("directions", words, estimates)
-
-
-@kept
-def _accountant(reading: Reading) -> Accountant | None:
-    secret = not reading.ledger.deployed
-    with suppress(NoGuarantee):
-        return Accountant.of(reading.scenario.federation, reading.scenario.privacy.delta, secret)
-    return None
+    return Canaries(canary_words(estimates[-1], delta) if estimates else "", estimates)
 
 
 @kept
 def _accounted(reading: Reading, releases: int) -> float | None:
-    accountant = _accountant(reading)
-    return None if accountant is None else accountant.spent_of_client(releases)
-
-
-@kept
-def _accounted_record(reading: Reading, releases: int) -> float | None:
-    """Of the client with canaries that has the fewest examples, whose draws hide each the least."""
-    accountant, federation = _accountant(reading), reading.scenario.federation
+    """The accounted epsilon of a client; of canary examples that of a record."""
+    federation = reading.scenario.federation
+    try:
+        accountant = Accountant.of(federation, reading.scenario.privacy.delta, not reading.ledger.deployed)
+    except NoGuarantee:
+        return None
+    if not federation.protocol.canary_examples:
+        return accountant.spent_of_client(releases)
+    # of the client with canaries that has the fewest examples, whose draws hide each the least
     fewest = min(len(federation.shards.indices[client]) for client in federation.protocol.canary_clients)
-    return None if accountant is None else accountant.spent(releases, fewest).record
+    return accountant.spent(releases, fewest).record
 
 
 def canary_words(last: CanaryEstimate, delta: float) -> str:
@@ -255,15 +265,10 @@ def canary_words(last: CanaryEstimate, delta: float) -> str:
     words = (
         f"{last.canaries} canaries sent a fixed random direction in place of an update, at most {many(last.releases, 'time')} "
         f"each. What an observer of cosines sees of them is an epsilon of {last.seen} for all of a client's data at delta "
-        f"{delta:g}; with the spread measured, {last.measured}."
+        f"{delta:g}; with the spread measured, {last.measured}. "
     )
-    if last.accounted is None:
-        return f"{words} {UNACCOUNTED}"
-    if last.seen.low > last.accounted and math.isfinite(last.seen.low):
-        return f"{words} That is above the accounted {last.accounted:.3g}: {TOO_LITTLE}"
-    within = last.seen.high >= last.accounted
-    less = "within the interval" if within else "above it: the accounting counts more, or more than this observer sees"
-    return f"{words} The accounted epsilon is {last.accounted:.3g}, {less}."
+    above = last.accounted is not None and math.isfinite(last.seen.low) and last.seen.low > last.accounted
+    return words + _beside(last.accounted, above)
 
 
 def bound_words(last: CanaryBound, delta: float) -> str:
@@ -271,17 +276,15 @@ def bound_words(last: CanaryBound, delta: float) -> str:
     words = (
         f"{last.canaries} canary examples were each among a client's data or not, as a fair coin said. After at most "
         f"{many(last.releases, 'update')} of each client, {last.right} of the {last.guesses} surest guesses are right: the "
-        f"epsilon of one record is at least {last.epsilon:.3g} at delta {delta:g} (confidence 95 %)."
+        f"epsilon of one record is at least {last.epsilon:.3g} at delta {delta:g} (confidence 95 %), where so many canaries can "
+        f"show {last.most:.3g} at most. "
     )
-    if last.accounted is None:
-        return f"{words} {UNACCOUNTED}"
-    if last.epsilon > last.accounted:
-        return f"{words} That is above the accounted {last.accounted:.3g}: {TOO_LITTLE}"
-    return (
-        f"{words} The accounted epsilon is {last.accounted:.3g}; so many canaries can show {last.most:.3g} at most, and only what "
-        "this test of membership sees."
-    )
+    return words + _beside(last.accounted, last.accounted is not None and last.epsilon > last.accounted)
 
 
-UNACCOUNTED = "No epsilon is accounted for this chain: what is seen is no promise that there is no more."
-TOO_LITTLE = "the noise protects less than the accounting says."
+def _beside(accounted: float | None, above: bool) -> str:
+    """The accounted epsilon beside what was seen."""
+    if accounted is None:
+        return "No epsilon is accounted for this chain."
+    less = ", which is less: the noise protects less than the accounting says" if above else ""
+    return f"The accounted epsilon is {accounted:.3g}{less}."

@@ -1,17 +1,18 @@
-"""A run as read so far: it asks the ledger only for what is new, and recomputes only what that changes."""
+"""A run at one moment: what its ledger holds, read once, from which every view is computed."""
 
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from threading import Lock
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
+import numpy as np
 from xxhash import xxh3_64_hexdigest
 
-from fedgauge.attacks.grading.knowledge_card import SEPARATOR
+from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.score_rows import OBJECTIVE
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, coerce
@@ -26,8 +27,8 @@ from fedgauge.server.store.ledger_types import EMPTY, RETRIED, DeviceUse, Progre
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tester_truth import TesterTruth
-from fedgauge.server.views.formatting import chain, component, is_exact, rounded
-from fedgauge.server.views.leakage import Leak, Snapshot
+from fedgauge.server.views.formatting import chain, component
+from fedgauge.server.views.leakage import Leak, leakage
 from fedgauge.server.views.participation import may_have_sent
 from fedgauge.server.views.plan_coverage import PlanCoverage, plan_coverage, selection
 from fedgauge.server.views.roles import attack_order, is_attack
@@ -36,10 +37,15 @@ from fedgauge.server.views.strength import final_accuracy
 
 IDLE = 0.1  # share of the time that attacks may have waited for rounds; above it their pace does not predict the end
 State = Literal["training", "attacking", "complete", "attacks waiting", "attacks failed", "interrupted", "failed"]
+Seen = TypeVar("Seen", bound="Snapshot")
 View = TypeVar("View")
 Args = ParamSpec("Args")
 MOST_EXAMPLES = 4096  # of one update that came to nothing: so many empty places are shown for it
 SHOWN = ("seed", "rounds", "clients", "data", "model", "chain")  # keys of a scenario that every page shows
+TWO_CLASSES = (0.5, 0.5)  # shares of the classes, where they are not known: of these a guess restores most
+
+
+# --------------------------------------------------------------------------------------------- what the files alone say
 
 
 def state_of(run: Run, ledger: Ledger) -> State:
@@ -70,48 +76,85 @@ def version_of(run: Run, ledger: Ledger) -> str:
 
 
 def tables_of(run: Run) -> dict[str, Any]:
-    """A run's scenario as in its file, unchecked."""
+    """A run's scenario as in its file; of it only what the views read is checked."""
+    path = run.folder / "scenario.toml"
     try:
-        # a scenario may leave its seed out
-        tables = {"seed": 0, **toml_text.parse(run_files.read(run.folder / "scenario.toml"))}
+        tables = {"seed": 0, **toml_text.parse(run_files.read(path))}  # a scenario may leave its seed out
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise LedgerError(f"{run.folder / 'scenario.toml'} cannot be read: {error}") from error
-    if missing := [key for key in SHOWN if key not in tables]:
-        raise LedgerError(f"{run.folder / 'scenario.toml'} is not a scenario: it lacks {', '.join(missing)}")
+        raise LedgerError(f"{path} cannot be read: {error}") from error
     try:
+        if missing := [key for key in SHOWN if key not in tables]:
+            raise SpecError(f"it lacks {', '.join(missing)}")
         Protocol.from_tables(tables)
-        _check_shapes(tables)
+        for table in (tables["data"], tables["model"], *tables["chain"]):
+            coerce(table.get("use"), str, "use")
+        coerce(tables.get("server_attack", ()), tuple[Mapping[str, Any], ...], "[[server_attack]]")
+        for name, key, kind in READ:
+            table = coerce(tables.get(name, {}), dict, f"[{name}]")
+            if key in table:
+                coerce(table[key], kind, key)
         selection(tables)
     except ValueError as error:
-        raise LedgerError(f"{run.folder / 'scenario.toml'} is not a scenario: {error}") from error
+        raise LedgerError(f"{path} is not a scenario: {error}") from error
     return tables
 
 
-def _check_shapes(tables: Mapping[str, Any]) -> None:
-    """Raise SpecError unless what the views read beside the protocol, without building the scenario, is of the right kind."""
-    for table in (tables["data"], tables["model"], *tables["chain"]):
-        coerce(table.get("use"), str, "use")
-    of = {key: coerce(tables.get(key, {}), dict, f"[{key}]") for key in ("data", "audit", "tape")}
-    coerce(tables.get("server_attack", ()), tuple[Mapping[str, Any], ...], "[[server_attack]]")
-    kinds = (
-        ("data", "batch_size", int),
-        ("audit", "curious", bool),
-        ("audit", "workers", int),
-        ("tape", "retention_days", float),
-    )
-    for table, key, kind in kinds:
-        if key in of[table]:
-            coerce(of[table][key], kind, key)
+# what views read of a scenario that is not built
+READ = (
+    ("data", "batch_size", int),
+    ("audit", "curious", bool),
+    ("audit", "workers", int),
+    ("tape", "retention_days", float),
+)
 
 
-@contextmanager
-def offline() -> Iterator[None]:
-    """Forbid downloads of data."""
-    before = may_download.set(False)
-    try:
-        yield
-    finally:
-        may_download.reset(before)
+@dataclass(frozen=True)
+class RunLine:
+    """A run in one line; expected and verdict take its scores and data, and are None until they are known."""
+
+    id: str
+    state: State
+    version: str
+    round: int
+    rounds: int
+    chain: str
+    data: str
+    model: str
+    attacks: tuple[str, ...]
+    accuracy: float | None
+    best: float | None
+    measure: MainMetric
+    done: int
+    failed: int
+    total: int
+    expected: int | None = None
+    verdict: str | None = None
+
+
+def run_line(run: Run) -> RunLine:
+    """A run in one line, without reading all its scores; LedgerError if it cannot be read."""
+    with run.ledger(readonly=True) as ledger:
+        tables, progress = tables_of(run), ledger.progress()
+        return RunLine(
+            id=run.name,
+            state=state_of(run, ledger),
+            version=version_of(run, ledger),
+            round=ledger.last_round(),
+            rounds=int(ledger.meta().get("rounds") or tables["rounds"]),
+            chain=chain(tables),
+            data=component(tables["data"]),
+            model=component(tables["model"]),
+            attacks=tuple(row["name"] for row in ledger.attacks() if is_attack(row["name"])),
+            accuracy=final_accuracy({row["round"]: dict(row) for row in ledger.rounds()}),
+            best=ledger.best_so_far(),
+            measure=ledger.modality.main,
+            done=progress.done,
+            failed=progress.failed,
+            total=progress.total,
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- snapshots
 
 
 @dataclass(frozen=True)
@@ -154,43 +197,119 @@ class Jobs:
         return self.left / self.pace
 
 
-class LedgerReading:
-    """What has been read of a ledger so far: it asks only for what is new."""
+Make = Callable[Concatenate[Seen, Args], View]
+
+
+def _cached(place: Literal["views", "constants"]) -> Callable[[Make[Seen, Args, View]], Make[Seen, Args, View]]:
+    def decorate(make: Make[Seen, Args, View]) -> Make[Seen, Args, View]:
+        @wraps(make)
+        def cached(snapshot: Seen, /, *args: Args.args, **named: Args.kwargs) -> View:
+            known: dict[Any, Any] = getattr(snapshot, place)
+            key = (make, *args, *named.items())
+            if key not in known:
+                known[key] = make(snapshot, *args, **named)
+            return cast(View, known[key])
+
+        return cached
+
+    return decorate
+
+
+viewed = _cached("views")  # what a function makes of a snapshot, until the run changes
+kept = _cached("constants")  # what a function makes of a run for good, as it never changes
+
+
+class Snapshot:
+    """What a ledger holds at one moment; `read` brings it up to date."""
 
     def __init__(self, ledger: Ledger, tables: Mapping[str, Any]) -> None:
         self.ledger = ledger
         self.tables = dict(tables)
-        self.progress = Progress()
+        self.views: dict[Any, Any] = {}
+        self.constants: dict[Any, Any] = {}
         self.meta: Mapping[str, str] = {}
+        self.progress = Progress()
+        self.rounds: dict[int, Mapping[str, Any]] = {}
         self.devices: list[DeviceUse] = []
         self.pace: float | None = None  # jobs a second
         self.newest = 0  # round of which anything is known; its jobs exist before it is finished
-        self.forget()
+        self.scores, self._finished = Scores.empty(), 0
 
-    def forget(self) -> None:
-        """Forget all rows that were read, as some of them are deleted by now."""
-        self.snapshot = Snapshot(lambda round, client: self.size_of(round, client))
-        self.rounds: dict[int, Mapping[str, Any]] = {}
-
-    def read(self) -> set[int]:
-        """Read what is new, all of one moment (`Ledger.snapshot`); returns the rounds whose scores it changes."""
-        retried = self.meta.get(RETRIED)
-        self.meta, self.progress = self.ledger.meta(), self.ledger.progress()
-        if self.meta.get(RETRIED) != retried:
-            self.forget()
-        self.rounds |= {row["round"]: dict(row) for row in self.ledger.rounds(max(self.rounds, default=0))}
-        self.devices, self.pace = self.ledger.devices(), self.ledger.pace()
-        self.newest = max(self.ledger.last_observed(), max(self.rounds, default=0))
-        return self.snapshot.read(self.ledger)
+    def read(self) -> None:
+        """Read the ledger, all of one moment (`Ledger.snapshot`); of the scores only what is new."""
+        ledger, retried = self.ledger, self.meta.get(RETRIED)
+        self.meta, self.progress = ledger.meta(), ledger.progress()
+        if self.meta.get(RETRIED) != retried:  # some of the rows that were read are deleted by now
+            self.scores, self._finished = Scores.empty(), 0
+        self.rounds = {row["round"]: dict(row) for row in ledger.rounds()}
+        self.devices, self.pace = ledger.devices(), ledger.pace()
+        self.newest = max(ledger.last_observed(), max(self.rounds, default=0))
+        self.views.clear()
+        if (finished := ledger.finished()) > self._finished:
+            given = frozenset(name for name, planned in ledger.planned().items() if planned.labels == "given")
+            of_run = replace(self.scores, modality=ledger.modality, size_of=self.size_of, told_labels=given)
+            rows = ledger.scores_since(self._finished)
+            self.scores = replace(of_run, unordered=ledger.graded_by_clients).extended(rows)
+            self._finished = finished
 
     def size_of(self, round: int, client: int) -> int:
         """How many examples a client's update stands for; in a user's own app as many as the attacker takes it for."""
         most = most_examples(self.tables)
         return most if self.ledger.foreign else min(self.ledger.size_of(round, client), most)
 
+    def jobs_of(self, scenario: Scenario | None) -> Jobs:
+        """The jobs as last read.
 
-class Reading(LedgerReading):
-    """One run. Users hold `lock`, because a ledger serves one thread at a time.
+        Args:
+            scenario: if rounds are still to come and it is known.
+        """
+        to_come = 0
+        if scenario is not None and scenario.audit.curious:
+            rounds = int(self.meta.get("rounds") or scenario.protocol.rounds)  # a user's own app decides by itself
+            to_come = expected_jobs(scenario, self.newest, rounds)
+        idle = 1.0 - max((of.share for of in self.devices), default=1.0)
+        return Jobs(self.progress, to_come, self.pace, idle)
+
+    @viewed
+    def leakage(self, metric: str) -> list[Leak]:
+        """One Leak for each (round, attack), by round, then one for each attack over all rounds; baselines included."""
+        return leakage(self.scores, metric)
+
+    @viewed
+    def pooled(self, metric: str) -> dict[str, Leak]:
+        """The Leaks over all rounds, by attack."""
+        return {leak.attack: leak for leak in self.leakage(metric) if leak.round is None}
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics to show; always the main one, so that failures show even if there is nothing else."""
+        measure = self.scores.measure.metric
+        return list(dict.fromkeys([measure, *known_metrics(self.scores)])) if len(self.scores) else []
+
+    @property
+    def order(self) -> list[str]:
+        """The names in the scores: attacks in the plan's order, limits, baselines."""
+        return attack_order(self.ledger, self.scores.attacks)
+
+
+def most_examples(tables: Mapping[str, Any]) -> int:
+    """How many examples an update is taken to be of, by the scenario: a client's own word can be any number."""
+    size, group = tables["data"].get("batch_size", 1), tables.get("secure_sum", {}).get("group", 1)
+    return min(max(1, int(size)) * max(1, int(group)), MOST_EXAMPLES)
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Forbid downloads of data."""
+    before = may_download.set(False)
+    try:
+        yield
+    finally:
+        may_download.reset(before)
+
+
+class Reading(Snapshot):
+    """A snapshot of a run, with what its folder and its scenario say. Users hold `lock`, as a ledger serves one thread.
 
     Raises:
         LedgerError: the ledger cannot be read.
@@ -202,24 +321,24 @@ class Reading(LedgerReading):
         self.lock = Lock()
         self.inode = self.ledger.path.stat().st_ino
         self.version = ""
-        self._views: dict[Any, Any] = {}
-        self._kept: dict[Any, Any] = {}
         self._scenario: Scenario | str | None = None
-
-    def forget(self) -> None:
-        super().forget()
-        self.sizes: dict[tuple[int, int], int] = {}
-        self.participation: Counter[tuple[int, str]] = Counter()  # (client, status)
-        self.missed: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (status, reason): (client, round)
-        self.answered: set[tuple[int, int]] = set()  # round and client of every update that was sent, or may have been
-        self._seen = 0  # the last round whose observations were read
 
     @contextmanager
     def now(self) -> Iterator["Reading"]:
         """The run's current state, for one thread; LedgerError if it cannot be read."""
         with self.lock, self.ledger.snapshot():
-            self.refresh()
+            if (version := version_of(self.run, self.ledger)) != self.version:
+                self.read()
+                self.version = version
             yield self
+
+    def read(self) -> None:
+        super().read()
+        if "rounds" in self.meta:  # a user's own app decides by itself how many it trains
+            self.tables["rounds"] = int(self.meta["rounds"])
+        self.observations = self.ledger.observations()
+        self.attacks = self.ledger.attacks()
+        self.state = state_of(self.run, self.ledger)
 
     def close(self) -> None:
         """Close the ledger, unless somebody is reading: then it closes when the reader lets go of it."""
@@ -233,51 +352,30 @@ class Reading(LedgerReading):
         path = self.ledger.path
         return not path.exists() or path.stat().st_ino != self.inode
 
-    def refresh(self) -> None:
-        """Read what is new."""
-        if (version := version_of(self.run, self.ledger)) != self.version:
-            self.read()
-            self.version = version
+    @property
+    @viewed
+    def sizes(self) -> dict[tuple[int, int], int]:
+        """How many examples each update is of, by round and client."""
+        most = most_examples(self.tables)
+        return {(o["round"], o["client"]): min(o["examples"] or 1, most) for o in self.observations}
 
-    def read(self) -> set[int]:
-        touched = super().read()
-        if "rounds" in self.meta:  # a user's own app decides by itself how many it trains
-            self.tables["rounds"] = int(self.meta["rounds"])
-        self.attacks = list(map(_with_parts, self.ledger.attacks()))
+    @property
+    @viewed
+    def participation(self) -> Counter[tuple[int, str]]:
+        """How many replies each client gave, by client and status."""
+        return Counter((o["client"], o["status"]) for o in self.observations)
+
+    @property
+    def answered(self) -> set[tuple[int, int]]:
+        """Round and client of every update that was sent, or may have been."""
         deployed = self.ledger.deployed
-        for o in self.ledger.observations(self._seen + 1):
-            self._seen = o["round"]
-            self.sizes[o["round"], o["client"]] = min(o["examples"] or 1, most_examples(self.tables))
-            self.participation[o["client"], o["status"]] += 1
-            if may_have_sent(o, deployed):
-                self.answered.add((o["round"], o["client"]))
-            if o["status"] != "accepted":
-                self.missed.setdefault((o["status"], o["reason"]), []).append((o["client"], o["round"]))
-        self._views.clear()
-        return touched
+        return {(o["round"], o["client"]) for o in self.observations if may_have_sent(o, deployed)}
 
     @property
-    def state(self) -> State:
-        """The run's current state."""
-        return state_of(self.run, self.ledger)
-
-    def view(self, key: Any, make: Callable[[], View]) -> View:
-        """The result of `make`, cached until the run changes."""
-        if key not in self._views:
-            self._views[key] = make()
-        return cast(View, self._views[key])
-
-    def keep(self, key: Any, make: Callable[[], View]) -> View:
-        """The result of `make`, cached for good: for what never changes."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return cast(View, self._kept[key])
-
-    @property
+    @viewed
     def objectives(self) -> Mapping[tuple[int, int, str], float | None]:
         """What attacks without truth minimised, at their end, by round, client and attack."""
-        rows = self.view("objectives", lambda: list(self.ledger.scores(OBJECTIVE)))
-        return self.view("by objective", lambda: {(r["round"], r["client"], r["attack"]): r["value"] for r in rows})
+        return {(r["round"], r["client"], r["attack"]): r["value"] for r in self.ledger.scores(OBJECTIVE)}
 
     def size_of(self, round: int, client: int) -> int:
         """The same; in a user's own app by the truth, where a tester has handed it in."""
@@ -286,22 +384,17 @@ class Reading(LedgerReading):
             return most_examples(self.tables) if truth is None else len(truth.y)
         return self.sizes.get((round, client), 1)
 
+    @viewed
     def tester_truth(self, round: int, client: int) -> Batch | None:
         """The truth that a tester has handed in; None if there is none, or this machine no longer has it."""
-        if "truth" not in self.meta:
-            return None
-        nodes = self.ledger.nodes()
-
-        def read() -> Batch | None:
+        if "truth" in self.meta:
             with offline(), suppress(SpecError, OSError):
-                source = TesterTruth.from_json(self.meta["truth"])
-                return source.batch(round, client, self.scenario.federation.shards.dataset, nodes)
-            return None
-
-        return self.view(("truth", round, client), read)
+                source, dataset = TesterTruth.from_json(self.meta["truth"]), self.scenario.federation.shards.dataset
+                return source.batch(round, client, dataset, self.ledger.nodes())
+        return None
 
     @property
-    def returned(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def returned(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """What a user's own app returned in each round: the number, and "who: metric" with its value."""
         for number in sorted(self.rounds):
             told = json_table(self.rounds[number]["metrics"] or "{}", self.ledger.path, "metrics")
@@ -309,33 +402,25 @@ class Reading(LedgerReading):
             yield number, {f"{who}: {name}": value for who, own in tables.items() for name, value in own.items()}
 
     @property
+    @viewed
     def plan_coverage(self) -> PlanCoverage:
         """Planned against attacked updates."""
-        return self.view("plan coverage", lambda: plan_coverage(self.ledger, self.tables, self.state == "training"))
+        return plan_coverage(self.ledger, self.tables, self.state == "training")
 
     @property
-    def metrics(self) -> list[str]:
-        """The metrics to show; always the main one, so that failures show even if there is nothing else."""
-        measure = self.scores.measure.metric
-        return list(dict.fromkeys([measure, *known_metrics(self.scores)])) if len(self.scores) else []
+    @viewed
+    def jobs(self) -> Jobs:
+        """The jobs of the run, with those of rounds to come while it trains."""
+        return self.jobs_of(self.built if self.state == "training" else None)
 
     @property
-    def order(self) -> list[str]:
-        """The names in the scores: attacks in the plan's order, limits, baselines."""
-        return attack_order(self.ledger, self.scores.attacks)
-
-    @property
-    def scores(self) -> Scores:
-        """All scores."""
-        return self.snapshot.scores
-
-    def leaks(self, metric: str) -> list[Leak]:
-        """The same as `leakage`; rounds without new rows are cached."""
-        return self.snapshot.leaks(metric)
-
-    def pooled(self, metric: str) -> dict[str, Leak]:
-        """The Leaks over all rounds, by attack."""
-        return {leak.attack: leak for leak in self.leaks(metric) if leak.round is None}
+    @kept
+    def class_shares(self) -> tuple[float, ...]:
+        """How often each class occurs in the data; TWO_CLASSES if that is unknown."""
+        if (scenario := self.built) is None:
+            return TWO_CLASSES
+        counts = np.bincount(scenario.federation.shards.dataset.labels.numpy())
+        return tuple((counts[counts > 0] / counts.sum()).tolist())
 
     @property
     def scenario(self) -> Scenario:
@@ -353,54 +438,9 @@ class Reading(LedgerReading):
     @property
     def built(self) -> Scenario | None:
         """The scenario, built with its data; None if this machine cannot build it, as a notice says."""
-        try:
+        with suppress(SpecError):
             return self.scenario
-        except SpecError:
-            return None
-
-
-def viewed(make: Callable[Concatenate[Reading, Args], View]) -> Callable[Concatenate[Reading, Args], View]:
-    """Cache what a function makes of a run until the run changes."""
-
-    @wraps(make)
-    def cached(reading: Reading, /, *args: Args.args, **named: Args.kwargs) -> View:
-        return reading.view((make, *args, *named.items()), lambda: make(reading, *args, **named))
-
-    return cached
-
-
-def kept(make: Callable[Concatenate[Reading, Args], View]) -> Callable[Concatenate[Reading, Args], View]:
-    """Cache for good what a function makes of a run: what never changes."""
-
-    @wraps(make)
-    def cached(reading: Reading, /, *args: Args.args, **named: Args.kwargs) -> View:
-        return reading.keep((make, *args, *named.items()), lambda: make(reading, *args, **named))
-
-    return cached
-
-
-def jobs_of(reading: LedgerReading, scenario: Scenario | None) -> Jobs:
-    """The jobs as last read.
-
-    Args:
-        scenario: if rounds are still to come and it is known.
-    """
-    to_come = 0
-    if scenario is not None and scenario.audit.curious:
-        rounds = int(reading.meta.get("rounds") or scenario.protocol.rounds)  # a user's own app decides by itself
-        to_come = expected_jobs(scenario, reading.newest, rounds)
-    idle = 1.0 - max((of.share for of in reading.devices), default=1.0)
-    return Jobs(reading.progress, to_come, reading.pace, idle)
-
-
-def jobs_of_run(reading: Reading) -> Jobs:
-    """The jobs of a run, whether it trains or not."""
-    return jobs_of(reading, reading.built if reading.state == "training" else None)
-
-
-def _with_parts(row: Any) -> dict[str, Any]:
-    """An attack with its card in parts: what was agreed, then what was found, whose sentences may hold any words."""
-    return {**row, "parts": [*row["agreed"].split(SEPARATOR), *filter(None, (row["training"], row["grading"]))]}
+        return None
 
 
 @contextmanager
@@ -408,32 +448,3 @@ def read_once(run: Run) -> Iterator[Reading]:
     """A run's state at one moment, for a command that reads it once."""
     with closing(Reading(run)) as reading, reading.now():
         yield reading
-
-
-def most_examples(tables: Mapping[str, Any]) -> int:
-    """How many examples an update is taken to be of, by the scenario: a client's own word can be any number."""
-    size, group = tables["data"].get("batch_size", 1), tables.get("secure_sum", {}).get("group", 1)
-    return min(max(1, int(size)) * max(1, int(group)), MOST_EXAMPLES)
-
-
-def run_summary(run: Run) -> dict[str, Any]:
-    """A run in one line, without reading all its scores; LedgerError if it cannot be read."""
-    with run.ledger(readonly=True) as ledger:
-        tables = tables_of(run)
-        progress, best = ledger.progress(), ledger.best_so_far()
-        return {
-            "id": run.name,
-            "state": state_of(run, ledger),
-            "version": version_of(run, ledger),
-            "round": ledger.last_round(),
-            "rounds": int(ledger.meta().get("rounds") or tables["rounds"]),
-            "chain": chain(tables),
-            "data": component(tables["data"]),
-            "model": component(tables["model"]),
-            "attacks": [row["name"] for row in ledger.attacks() if is_attack(row["name"])],
-            "accuracy": rounded(final_accuracy({row["round"]: dict(row) for row in ledger.rounds()})),
-            "best": rounded(best),
-            "exact": is_exact(best),
-            "measure": asdict(ledger.modality.main),
-            "progress": {**vars(progress), "total": progress.total},
-        }

@@ -184,6 +184,11 @@ class Scores:
         return np.isin(self.status, _code(self.statuses, UNGRADED))
 
     @property
+    def left_ungraded(self) -> int:
+        """How many reconstructions by attacks a deployment's clients did not grade."""
+        return int((self.ungraded & self.by_attacks).sum())
+
+    @property
     def measure(self) -> MainMetric:
         """The metric by which the run's attacks are compared."""
         return self.modality.main

@@ -10,10 +10,9 @@ from fedgauge.attacks.modality.registry import BASELINES, MEASURED
 from fedgauge.attacks.plan import ERROR_LIMITS
 from fedgauge.attacks.score_rows import wrong_client
 from fedgauge.client.pairing import in_db
-from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.views.intervals import LUCK, Floats, Ints, Rate, clustered_interval
-from fedgauge.server.views.leakage import Leak, as_rate, leakage_by_round
-from fedgauge.server.views.roles import Role, attack_order, is_attack, role_of
+from fedgauge.server.views.intervals import LUCK, Floats, Ints, clustered_interval
+from fedgauge.server.views.leakage import Leak
+from fedgauge.server.views.roles import Role, is_attack, role_of
 from fedgauge.server.views.scores import Scores, capped
 
 
@@ -67,15 +66,6 @@ def final_accuracy(rounds: Mapping[int, Mapping[str, Any]]) -> float | None:
     return tested[-1] if tested else None
 
 
-def newest(leaks: Sequence[Leak]) -> tuple[Leak, Leak | None] | None:
-    """The strongest attack and the best guess of the newest round in which an attack has a value; None before the first."""
-    rounds = (k.round for k in leaks if k.round is not None and k.mean is not None and is_attack(k.attack))
-    last = max(rounds, default=None)
-    own = [leak for leak in leaks if leak.round == last]
-    best = best_of(own, "attack")
-    return None if last is None or best is None else (best, best_of(own, "baseline"))
-
-
 @dataclass(frozen=True)
 class Tradeoff:
     """What one run reached and what it leaked: its data set, its final accuracy, and the Leak of its strongest attack."""
@@ -107,56 +97,6 @@ def fronts(tradeoffs: Sequence[Tradeoff]) -> dict[str, list[tuple[float, float]]
         if own.place is not None and own.is_optimal(tradeoffs):
             best.setdefault(own.data, set()).add(own.place[::-1])
     return {data: sorted(places) for data, places in best.items()}
-
-
-@dataclass(frozen=True)
-class RoundLeak:
-    """One attack in one attacked round, beside what it is compared with.
-
-    Args:
-        accuracy: test accuracy of the model after the round.
-        attacked_accuracy: test accuracy of the model that the clients were sent and trained in this round.
-        leak: the attack's Leak in the main metric; its mean is None if nothing was graded.
-        baseline: the Leak of the best baseline in the round; None if none is graded.
-        labels: mean label accuracy; None if the attack claims no labels.
-        identified: None if it is not graded.
-    """
-
-    round: int
-    accuracy: float | None
-    attacked_accuracy: float | None
-    attack: str
-    leak: Leak
-    baseline: Leak | None
-    labels: float | None
-    identified: Rate | None
-
-
-def round_table(scores: Scores, ledger: Ledger) -> list[RoundLeak]:
-    """Every attacked round that has scores; attacks in the order of the plan."""
-    accuracy = {row["round"]: row["accuracy"] for row in ledger.rounds()}
-    leaks, labels, identified = (
-        {(leak.round, leak.attack): leak for leak in leakage_by_round(scores, metric)}
-        for metric in (scores.measure.metric, "label_accuracy", "identified")
-    )
-    attacks, lines = [a for a in attack_order(ledger, scores.attacks) if is_attack(a)], []
-    for round in sorted({leak.round for leak in leaks.values() if leak.round is not None}):
-        floor = best_of((leak for leak in leaks.values() if leak.round == round), "baseline")
-        for attack in [a for a in attacks if (round, a) in leaks]:
-            restored, known = labels.get((round, attack)), identified.get((round, attack))
-            lines.append(
-                RoundLeak(
-                    round=round,
-                    accuracy=accuracy.get(round),
-                    attacked_accuracy=accuracy.get(round - 1),
-                    attack=attack,
-                    leak=leaks[round, attack],
-                    baseline=floor,
-                    labels=mean_of(restored),
-                    identified=as_rate(known) if known and known.n else None,
-                )
-            )
-    return lines
 
 
 def rivals_of(attack: str) -> tuple[str, ...]:

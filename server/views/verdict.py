@@ -1,38 +1,25 @@
 """The verdict on a run: whether an attack beats every baseline, reads labels or tells members by more than chance."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
-from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.score_rows import WHOLE_BATCH
-from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import UNGRADED
-from fedgauge.server.views.formatting import in_unit, many, percent, status_words
-from fedgauge.server.views.intervals import (
-    LUCK,
-    Ints,
-    Rate,
-    guessed_labels,
-    luck_bound,
-    luck_of_hits,
-)
-from fedgauge.server.views.leakage import leakage_of_all
+from fedgauge.server.views.formatting import counted_words, decibel, in_unit, many, percent
+from fedgauge.server.views.intervals import LUCK, Ints, Rate, guessed_labels, luck_bound, luck_of_hits
 from fedgauge.server.views.membership import ToldMembers, Word, members_sentences, told_members
 from fedgauge.server.views.outcomes import failure
-from fedgauge.server.views.reading import Jobs, Reading, State, jobs_of_run, kept, viewed
+from fedgauge.server.views.reading import Reading, State, viewed
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
-from fedgauge.server.views.strength import PairedDifference, best_of, paired, rivals_of, values_of
-from fedgauge.server.views.success import count_ungraded
+from fedgauge.server.views.strength import Limits, PairedDifference, paired, rivals_of, values_of
 
-UNKNOWN = (0.5, 0.5)  # shares of the classes, where they are not known
-Kind = Literal["examples", "members"]
+Kind = Literal["examples", "members", "epsilon"]
 UNFINISHED: Mapping[State, str] = {  # of a run none of whose attacks waits or has failed
     "training": "the run is still training",
     "attacking": "the audit is still at work",
@@ -115,7 +102,8 @@ class RestoredLabels:
         return self.by_luck <= LUCK
 
     def __str__(self) -> str:
-        return f"{percent(self.share)} of the labels are restored (a guess without the update: {percent(self.guess)})"
+        guess = f"a guess without the update: {percent(self.guess)}"
+        return f"{percent(self.share)} of the labels are restored by {self.attack} ({guess})"
 
 
 @dataclass(frozen=True)
@@ -189,162 +177,112 @@ def _rate_of(rows: Scores) -> Rate | None:
 
 @viewed
 def verdict_of(reading: Reading) -> Verdict:
-    """The verdict on a run as read so far."""
-    shares, jobs = class_shares(reading), jobs_of_run(reading)
-    return verdict(reading.scores, reading.ledger, shares, jobs, reading.state, reading.plan_coverage.words)
-
-
-@kept
-def class_shares(reading: Reading) -> tuple[float, ...]:
-    """How often each class occurs in a run's data; if that is unknown two equal classes, of which a guess restores most."""
-    if (scenario := reading.built) is None:
-        return UNKNOWN
-    counts = np.bincount(scenario.federation.shards.dataset.labels.numpy())
-    return tuple((counts[counts > 0] / counts.sum()).tolist())
-
-
-def verdict(
-    scores: Scores,
-    ledger: Ledger,
-    shares: Sequence[float],
-    jobs: Jobs,
-    state: State = "complete",
-    never_attacked: str = "",
-) -> Verdict:
-    """The run's verdict on both kinds of leak. It never says that a run is private.
-
-    Args:
-        shares: how often each class occurs in the data, for what a guess restores of labels.
-        jobs: what is done and what is still to come.
-        state: the run's.
-        never_attacked: `PlanCoverage.words`.
-    """
-    subject = f"So far ({jobs.words}), the clients'" if jobs.left else "The clients'"
-    labels = restored_labels(scores, ledger, shares)
-    examples = _of_examples(scores, ledger, labels, state, subject, never_attacked)
-    doubt = never_attacked or _doubts(scores, ledger, state, "members")
-    members = [replace(told, doubt=doubt) for told in told_members(scores)]
+    """The run's verdict on both kinds of leak, as read so far. It never says that a run is private."""
+    examples = _of_examples(reading)
+    doubt = doubts(reading, "members")
+    members = [replace(told, doubt=doubt) for told in told_members(reading.scores)]
     words = {examples.word, *(told.word for told in members)}
     word: Word = "undetermined"
     if "leaks" in words:
         word = "leaks"
     elif words == {"not shown to leak"} and any(told.metric == MEMBER for told in members):
         word = "not shown to leak"
-    sentences = (*examples.sentences, *members_sentences(members, ledger))
+    sentences = (*examples.sentences, *members_sentences(members, reading.ledger))
     return Verdict(word, sentences, examples.strongest, tuple(members), examples.word)
 
 
-def _of_examples(
-    scores: Scores, ledger: Ledger, labels: RestoredLabels | None, state: State, subject: str, never_attacked: str
-) -> Verdict:
-    """The verdict on what comes back of the examples; labels that are read off are a leak whatever the examples.
-
-    Args:
-        subject: whose examples, and of how much that is known.
-    """
-    leaks = labels is not None and labels.leaks
-    labels_words = f"{subject} labels leak: {labels}, by {labels.attack}. " if labels and leaks else ""
+def _of_examples(reading: Reading) -> Verdict:
+    """The verdict on what comes back of the examples; labels that are read off are a leak whatever the examples."""
+    scores, jobs, compared = reading.scores, reading.jobs, excesses(reading.scores)
+    by, labels = scores.measure, restored_labels(reading)
+    subject = f"So far ({jobs.words}), the clients'" if jobs.left else "The clients'"
+    read_off = labels is not None and labels.leaks
+    before = f"{subject} labels leak: {labels}. " if read_off else ""
     word: Word = "undetermined"
-    compared, strongest = excesses(scores), None
     if not compared:
-        why = "; ".join(filter(None, (_nothing_to_judge(scores, ledger), never_attacked)))
-        words = f"Nothing can be said about reconstruction: {why}."
-    else:
-        strongest, title = _strongest(scores, compared)
-        private, budget = f"{scores.measure.private}s", ledger.planned()[strongest.attack].budget
-        reached = f"the {title}, {strongest.attack} ({budget}), reaches {_numbers(strongest, compared, scores.measure)}"
-        if labels and not leaks:
-            reached += f"; {labels}"
-        doubt = never_attacked or _doubts(scores, ledger, state, "examples")
-        few = f"{strongest.n} {private} of one client are too few to tell a leak from luck"
-        if strongest.leaks:
-            word, words = "leaks", f"{subject} {private} leak: {reached}."
-        elif doubt or strongest.looks_identified:
-            why = f"{doubt}. So it proves nothing that no attack beats a guess" if doubt else few
-            words = f"Nothing can be said about reconstruction: {why}: {reached}."
-        else:
-            word = "not shown to leak"
-            words = f"{subject} {private} are {word} at this budget: {reached}; a stronger attack may still succeed."
-    return Verdict("leaks" if leaks else word, (labels_words + words,), strongest)
-
-
-def _strongest(scores: Scores, compared: Sequence[ExcessLeakage]) -> tuple[ExcessLeakage, str]:
-    """The attack that decides the verdict, and what it is called: "strongest" alone if no other attack's mean leaks more."""
+        why = "; ".join(filter(None, (_nothing_to_judge(reading), reading.plan_coverage.words)))
+        sentence = f"{before}Nothing can be said about reconstruction: {why}."
+        return Verdict("leaks" if read_off else word, (sentence,))
     beat = [e for e in compared if e.leaks] or [e for e in compared if e.looks_identified]
-    names = {e.attack: e for e in beat or compared}
-    leaks = leakage_of_all(scores, scores.measure.metric)
-    of_all, own = best_of(leaks, "attack"), best_of((leak for leak in leaks if leak.attack in names), "attack")
-    assert own is not None  # each is graded
-    title = "strongest attack" if own is of_all else "strongest attack that beats a guess"
-    return names[own.attack], title if beat or own is of_all else "strongest attack with a baseline"
+    strongest = by.leakiest(beat or compared, lambda e: e.reached)
+    assert strongest is not None
+    numbers = "; ".join(_numbers(reading, strongest)) + (f"; {labels}" if labels and not read_off else "")
+    doubt = doubts(reading, "examples")
+    if strongest.leaks:
+        word, words = "leaks", f"{subject} {by.private}s leak: {numbers}."
+    elif doubt or strongest.looks_identified:
+        why = doubt or f"the {by.private}s of one client are too few to tell a leak from luck"
+        words = f"Nothing can be said about reconstruction: {why}: {numbers}."
+    else:
+        word = "not shown to leak"
+        words = f"{subject} {by.private}s are {word} at this budget: {numbers}; a stronger attack may still succeed."
+    return Verdict("leaks" if read_off else word, (before + words,), strongest)
 
 
-def _numbers(strongest: ExcessLeakage, compared: Sequence[ExcessLeakage], by: MainMetric) -> str:
-    numbers = (
-        f"{in_unit(strongest.reached, by)} {by.name} on average, its hardest baseline ({strongest.baseline}) "
-        f"{in_unit(strongest.floor, by)}"
-    )
-    if strongest.identified is not None:
-        count = strongest.identified.count
-        numbers += f"; {count} of {strongest.identified.n} {by.private}s are identified"
-        if count > 1 and strongest.identified_clients == 1 < strongest.clusters:
-            numbers += ", all of one client"
-        most = max(compared, key=lambda e: e.identified.fraction or 0 if e.identified else 0)
-        if most.identified and (most.identified.fraction or 0) > (strongest.identified.fraction or 0):
-            numbers += f" ({most.identified.count} of {most.identified.n} by {most.attack})"
-    if strongest.exposed:
-        numbers += f", {strongest.exposed} of them {by.beyond}"
-    return f"{numbers}; one client gives no interval" if strongest.clusters == 1 else numbers
+def _numbers(reading: Reading, e: ExcessLeakage) -> Iterator[str]:
+    """What the strongest attack reached, beside its baseline and the limit."""
+    by, limit = reading.scores.measure, Limits.of(reading.pooled("mse")).bound
+    apart = "one client gives no interval"
+    if e.low is not None and e.high is not None:
+        ends = f"{in_unit(e.low, by)} to {in_unit(e.high, by)}"
+        apart = f"95 % interval of the difference {ends} from {many(e.clusters, 'client')}"
+    budget, all_of = reading.ledger.planned()[e.attack].budget, f"over {e.n} {by.private}s"
+    yield f"{e.attack} ({budget}) reaches {in_unit(e.reached, by)} {by.name} on average {all_of}"
+    yield f"its hardest baseline ({e.baseline}) {in_unit(e.floor, by)} ({apart})"
+    if e.identified is not None:
+        of = f", of {many(e.identified_clients, 'client')}" if e.identified.count else ""
+        beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
+        yield f"{e.identified} {by.private}s are identified{of}{beyond}"
+    elif e.exposed:
+        yield f"{e.exposed} of them come back {by.beyond}"
+    if limit is not None:
+        yield f"no attack's mean error is below that of {decibel(limit)} dB"
 
 
 def doubts(reading: Reading, kind: Kind) -> str:
-    """Reasons why "no leak found" is inconclusive, for verdict and gate; empty if it is conclusive.
-
-    Updates that were never attacked are another reason: `Reading.plan_coverage`.
-    """
-    return _doubts(reading.scores, reading.ledger, reading.state, kind)
-
-
-def _doubts(scores: Scores, ledger: Ledger, state: State, kind: Kind) -> str:
-    meta, waiting = ledger.meta(), ledger.progress().waiting
-    if waiting:
-        return f"{waiting} attack{' has' if waiting == 1 else 's have'} not ended"
+    """Reasons why "no leak found" is inconclusive, for verdict and gate; empty if it is conclusive."""
+    scores, ledger, meta = reading.scores, reading.ledger, reading.meta
+    if kind != "epsilon" and reading.plan_coverage.words:  # no attack measures epsilon
+        return reading.plan_coverage.words
+    if waiting := reading.progress.waiting:
+        return f"{many(waiting, 'attack')} not ended yet"
     if why := failure(ledger):
         return why
     if meta.get("replay") == "mismatch":
         return "the replay check failed, so the attacks inverted a different computation from the clients'"
     if ledger.training_fits is False:
-        return (
-            "the local training that the audit assumes does not explain the update, so the attacks inverted another one"
-        )
+        return "the assumed local training does not explain the update, so the attacks inverted another one"
     if wrong := meta.get("truth_doubts"):
         return f"the grades may be against wrong examples: {wrong}"
-    if kind == "examples" and (count := count_ungraded(scores)):
-        return f"{many(count, 'reconstruction')} {'was' if count == 1 else 'were'} not graded{_because(ledger)}"
-    if kind == "examples" and _none_moved(scores, ledger):
+    if kind == "examples" and (count := scores.left_ungraded):
+        return f"{many(count, 'reconstruction')} not graded{_because(reading)}"
+    if kind == "examples" and _none_moved(reading):
         return NO_DERIVATIVE
-    return UNFINISHED.get(state, "")
+    return UNFINISHED.get(reading.state, "")
 
 
-def _because(ledger: Ledger) -> str:
+def _because(reading: Reading) -> str:
     """Why nobody graded, in brackets."""
-    reason = ungraded_reason(ledger)
+    reason = ungraded_reason(reading)
     return f" ({reason})" if reason else ""
 
 
-def _none_moved(scores: Scores, ledger: Ledger) -> bool:
+def _none_moved(reading: Reading) -> bool:
     """Whether no attack on the examples could move, of those that are compared with a guess."""
-    flat = {row["name"] for row in ledger.attacks() if row["flat"]}
-    graded, planned = scores.where(scores.by_attacks & ~np.isnan(scores.value)), ledger.planned()
+    scores, planned = reading.scores, reading.ledger.planned()
+    flat = {row["name"] for row in reading.attacks if row["flat"]}
+    graded = scores.where(scores.by_attacks & ~np.isnan(scores.value))
     names = (graded.attacks[attack] for attack in np.unique(graded.attack))
     tried = [e.attack for e in excesses(scores)] or [n for n in names if n in planned and planned[n].reconstructs]
     return bool(tried) and flat.issuperset(tried)
 
 
-def restored_labels(scores: Scores, ledger: Ledger, shares: Sequence[float]) -> RestoredLabels | None:
+@viewed
+def restored_labels(reading: Reading) -> RestoredLabels | None:
     """The labels of the attack that restored most, of those that were not given them; None if none restored any."""
-    known, found = scores.where(~np.isnan(scores.value)).of_metric("label_accuracy"), []
-    for attack in ledger.planned():
+    scores, shares, found = reading.scores, reading.class_shares, []
+    known = scores.where(~np.isnan(scores.value)).of_metric("label_accuracy")
+    for attack in reading.ledger.planned():
         rows = known.of_attack(attack)
         if not len(rows):
             continue
@@ -367,35 +305,23 @@ def _batch_sizes(scores: Scores, rows: Scores) -> Ints:
     return np.array([sizes.get(key, 1) for key in rows.batch_keys().tolist()])
 
 
-def _nothing_to_judge(scores: Scores, ledger: Ledger) -> str:
+def _nothing_to_judge(reading: Reading) -> str:
+    scores, planned = reading.scores, reading.ledger.planned()
     real = scores.of_metric(scores.measure.metric)
     real = real.where(real.by_attacks)
-    if not ledger.attacks():
-        return "no attack was planned"
-    if not any(is_attack(name) and planned.reconstructs for name, planned in ledger.planned().items()):
-        return "the plan has no attack that reconstructs"
+    if not any(is_attack(name) and not attack.tells_members for name, attack in planned.items()):
+        return "no attack that reconstructs was planned"
     if not len(real):
-        mismatch = ledger.meta().get("replay") == "mismatch"
+        mismatch = reading.meta.get("replay") == "mismatch"
         return "the replay check failed, so no attack was run" if mismatch else "no attack has been done yet"
     if not np.isnan(real.value).all():
         return "no baseline has been graded yet"
     counts = Counter(real.statuses[s] for s in real.status)
-    hidden = counts.pop(UNGRADED, 0)
-    outcomes = ", ".join(f"{n} x {status_words(status)}" for status, n in sorted(counts.items()))
-    if not hidden:
-        return f"no attack gave {a_or_an(scores.measure.private)} to grade ({outcomes})"
-    words = f"{many(hidden, 'reconstruction')} came back, and nobody graded any{_because(ledger)}"
-    return f"{words}; nothing else came back: {outcomes}" if outcomes else words
+    return f"no {scores.measure.private} came back that anybody graded{_because(reading)}: {counted_words(counts)}"
 
 
-def ungraded_reason(ledger: Ledger) -> str:
+def ungraded_reason(reading: Reading) -> str:
     """Why a deployment's clients graded nothing or not everything, in their words; empty if they graded everything."""
-    meta = ledger.meta()
-    if "grading" not in meta and ledger.foreign:
+    if "grading" not in reading.meta and reading.ledger.foreign:
         return "the app's clients keep their data; who owns it grades with: fedgauge audit RUN --truth FOLDER"
-    return meta.get("ungraded", "")
-
-
-def a_or_an(noun: str) -> str:
-    """A noun with its article."""
-    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+    return reading.meta.get("ungraded", "")

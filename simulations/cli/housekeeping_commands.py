@@ -1,17 +1,15 @@
 """`fedgauge runs`, `stop` and `prune`: list runs, end one, delete what is old."""
 
 import argparse
-import math
 import time
 
 from rich.table import Table
 
-from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import in_unit
-from fedgauge.server.views.reading import run_summary, tables_of
+from fedgauge.server.views.reading import run_line, tables_of
 from fedgauge.simulations.cli.finding_runs import all_runs, find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, days, path, tell
 from fedgauge.simulations.cli.run_summary import next_step, wide_console
@@ -48,13 +46,11 @@ def runs(options: argparse.Namespace) -> int:
 
 def _columns(run: Run) -> list[str]:
     """State, rounds, chain, attacks by name, how many are done, and the best value that an attack reached."""
-    told = run_summary(run)
-    jobs, main, best = told["progress"], MainMetric(**told["measure"]), math.inf if told["exact"] else told["best"]
-    done = f"{jobs['done']}/{jobs['total']}" + (" so far" if told["state"] == "training" else "")
-    done += f", {jobs['failed']} failed" if jobs["failed"] else ""
-    reached = "" if best is None else f"{main.name} {in_unit(best, main)}"
-    trained, attacks = f"{told['round']}/{told['rounds']}", ", ".join(told["attacks"])
-    return [told["state"], trained, told["chain"], attacks, done, reached]
+    told = run_line(run)
+    done = f"{told.done}/{told.total}" + (" so far" if told.state == "training" else "")
+    done += f", {told.failed} failed" if told.failed else ""
+    reached = "" if told.best is None else f"{told.measure.name} {in_unit(told.best, told.measure)}"
+    return [told.state, f"{told.round}/{told.rounds}", told.chain, ", ".join(told.attacks), done, reached]
 
 
 def stop(options: argparse.Namespace) -> int:

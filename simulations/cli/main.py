@@ -25,7 +25,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "watch": "show runs in the browser, while they work and afterwards; Ctrl-C ends it.",
         "report": "write the HTML report of each run, and compare several; figures if asked for.",
         "gate": "compare what a run's attacks reached with thresholds; the exit status says whether they hold.",
-        "verify": "check a run's audit record: its chain of digests, and what the run's folder holds.",
         "export": "every score as CSV or parquet.",
         "client-report": "what a client of a deployment sent, answered and leaked, from its own log.",
     },

@@ -1,4 +1,4 @@
-"""`fedgauge watch`, `report`, `gate`, `verify`, `export` and `client-report`: show what runs have found."""
+"""`fedgauge watch`, `report`, `gate`, `export` and `client-report`: show what runs have found."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ from fedgauge.simulations.cli.finding_runs import find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, flag, path, port, tell
 from fedgauge.simulations.cli.run_summary import wide_console
 from fedgauge.simulations.reports.gate_output import gate_lines, gate_status, write_junit
-from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE, MISTAKE
+from fedgauge.simulations.run.exit_status import MISTAKE
 
 
 def add_to(commands: Commands) -> None:
@@ -33,8 +33,6 @@ def add_to(commands: Commands) -> None:
     text = "where the comparison of several runs goes (default: comparison.html beside the first)"
     path(written, "--output -o", "FILE", text)
     add_gate(commands.add(gate))
-    text = "of the last entry, as kept elsewhere"
-    commands.add(verify).add_argument("--last", default="", metavar="DIGEST", help=text)
     table = commands.add(export)
     table.add_argument("--to", choices=("csv", "parquet"), default="csv")
     path(table, "--output -o", "PATH", "default: standard output (csv), or scores.parquet in the run")
@@ -135,24 +133,6 @@ def conclude_gate(options: argparse.Namespace, results: Sequence[GateResult], of
     if not quiet:
         print(*gate_lines(results), sep="\n", end="\n" if results else "")
     return gate_status(results)
-
-
-def verify(options: argparse.Namespace) -> int:
-    """fedgauge verify RUN: check a run's audit record: its chain of digests, and what the run's folder holds."""
-    from fedgauge.simulations.reports.audit_record import NAME, disagreements, read_record, words_unchecked
-
-    run = find_run(options.run, options.runs)
-    found = disagreements(run, options.last.strip().lower())
-    entries = read_record(run.folder / NAME)
-    for why in found:
-        tell(f"{run.folder / NAME}: {why}")
-    if found:
-        return FAILED
-    print(f"{len(entries)} entries hold; the last digest is {entries[-1].digest}")
-    if options.last or not (why := words_unchecked(entries)):
-        return 0
-    tell(f"its verdict was not compared: {why}; give the digest that was kept: --last DIGEST")
-    return INAPPLICABLE
 
 
 def export(options: argparse.Namespace) -> int:

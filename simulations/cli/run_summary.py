@@ -3,28 +3,25 @@
 import sys
 
 from rich.console import Console
-from rich.table import Table
 
-from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.deployment.self_grading import NOT_ALLOWED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import printable
-from fedgauge.server.views.formatting import number, percent, status_words
-from fedgauge.server.views.leakage import Leak
+from fedgauge.server.views.leak_tables import rounds_table, without_truth
 from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on, failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import app_clients, guarded, numbering, other_sizes, participation
 from fedgauge.server.views.privacy import canaries
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
-from fedgauge.server.views.strength import RoundLeak, round_table
-from fedgauge.server.views.tables import Table as ShownTable
-from fedgauge.server.views.tables import without_truth
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 from fedgauge.simulations.cli.options import tell
 from fedgauge.simulations.live import json_log
 from fedgauge.simulations.live.log import Log
+from fedgauge.simulations.reports.terminal import rich_table
+
+SHOWN = ("round", "accuracy", "attack", "mean", "worst", "baseline", "labels", "lost")  # columns of the results
 
 
 def print_summary(run: Run, log: Log) -> None:
@@ -90,22 +87,18 @@ def _problems(reading: Reading) -> list[str]:
 def _print_results(reading: Reading) -> None:
     """Print the table of scores, failures, and what to do next."""
     console = wide_console()
-    ledger, scores, meta = reading.ledger, reading.scores, reading.meta
-    of = f"{scores.measure.name} ({scores.measure.unit})"
-    values = [f"{which} {of}" for which in ("mean", "best", "baseline")]
-    table = Table("round", "accuracy", "attack", *values, "label accuracy", box=None)
-    lines, ungraded = round_table(scores, ledger), without_truth(scores, ledger)
-    if any(line.leak.n for line in lines) or not ungraded.rows:
-        for line in lines:
-            if line.leak.n or line.leak.failed:
-                table.add_row(*_cells(line))
-    if table.row_count:
-        console.print(table)
+    ledger, meta = reading.ledger, reading.meta
+    table, ungraded = rounds_table(reading).only(*SHOWN), without_truth(reading)
+    graded = any(row.get("mean") is not None for row in table.records) or (table.rows and not ungraded.rows)
+    if graded:
+        console.print(rich_table(table))
     elif not ungraded.rows:
         _print_line(console, f"no table: {verdict_of(reading).sentence}")
     if ungraded.rows:
-        _print_ungraded(console, ledger, ungraded)
-    if ledger.attacks() and (table.row_count or ungraded.rows):
+        console.print(rich_table(ungraded))
+        if reason := ungraded_reason(reading):
+            _print_line(console, f"nobody graded these reconstructions, which the report shows: {reason}")
+    if ledger.attacks() and (graded or ungraded.rows):
         for text in members_sentences(verdict_of(reading).members, ledger):
             _print_line(console, text)
     if words := canaries(reading).words:
@@ -113,8 +106,7 @@ def _print_results(reading: Reading) -> None:
     if "replay_detail" in meta:
         style = "yellow" if meta.get("replay") != "ok" else None
         _print_line(console, f"replay check: {meta['replay_detail']}", style)
-    effects = server_attack_effects(reading.scenario, scores, ledger) if reading.tables.get("server_attack") else {}
-    for name, effect in effects.items():
+    for name, effect in server_attack_effects(reading).items():
         _print_line(console, f"malicious server, {name}: {effect}")
     for text in filter(None, (attacked_on(ledger), numbering(app_clients(ledger)), _clients(ledger), _grading(ledger))):
         _print_line(console, text)
@@ -125,16 +117,6 @@ def _print_results(reading: Reading) -> None:
         _print_line(console, f"and {len(reasons) - MOST_REASONS} more reasons of attacks")
     for text in _problems(reading):
         _print_line(console, text, "yellow")
-
-
-def _print_ungraded(console: Console, ledger: Ledger, found: ShownTable) -> None:
-    """Print what came back without a truth, and why nobody graded it."""
-    table = Table(*found.heads, box=None)
-    for row in found.rows:
-        table.add_row(*map(printable, row))
-    console.print(table)
-    if reason := ungraded_reason(ledger):
-        _print_line(console, f"nobody graded these reconstructions, which the report shows: {reason}")
 
 
 def _print_line(console: Console, text: str, style: str | None = None) -> None:
@@ -159,22 +141,3 @@ def _grading(ledger: Ledger) -> str:
     allow = '; an owner may allow it: mode = "scores" under [grading] in client.toml (all: fedgauge deploy init --grading scores)'
     refused = any(row["reason"] == NOT_ALLOWED for row in ledger.graded())
     return f"grading: {grading}{allow if refused else ''}; labels are graded by no client"
-
-
-def _without_value(leak: Leak) -> str:
-    """What gave no value, by status: "4 x failed"; in brackets beside a value."""
-    words = ", ".join(f"{n} x {status_words(status)}" for status, n in leak.failed.items())
-    return f"({words})" if words and leak.n else words
-
-
-def _cells(line: RoundLeak) -> list[str]:
-    leak, digits = line.leak, MEASURED[line.leak.metric].digits
-    return [
-        str(line.round),
-        percent(line.accuracy, 1),
-        printable(line.attack),
-        " ".join(filter(None, [number(leak.mean, digits) if leak.n else "", _without_value(leak)])),
-        number(leak.best, digits),
-        number(line.baseline.mean if line.baseline else None, digits),
-        percent(line.labels),
-    ]

@@ -11,8 +11,7 @@ from rich.console import Console
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
-from fedgauge.server.views.participation import absences
-from fedgauge.server.views.server_attacks import Row
+from fedgauge.server.views.participation import Row, participation
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.deploy.supervisor import FACTS, LocalDeployment
 from fedgauge.simulations.deploy.train import not_attacked
@@ -134,8 +133,8 @@ class AbsenceReporter:
         for observation in self.ledger.observations(self.round + 1):
             by_round.setdefault(observation["round"], []).append(observation)
         for round, observations in sorted(by_round.items()):
-            if text := absences(round, observations):
-                self.view.say(f"fedgauge: {text}")
+            if text := participation(observations):
+                self.view.say(f"fedgauge: round {round}: {text}")
             self.round = round
 
 

@@ -17,9 +17,9 @@ from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
-from fedgauge.server.views.formatting import finite, is_exact, number, percent
+from fedgauge.server.views.formatting import finite, is_exact, number, percent, rounded
 from fedgauge.server.views.membership import ONE_PERCENT
-from fedgauge.server.views.privacy import privacy
+from fedgauge.server.views.privacy import spent_in
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.strength import Limits, best_of, error_in_db, final_accuracy, mean_of
@@ -115,7 +115,7 @@ def _row(cell: SweepCell, planned: PlannedAttack, reading: Reading) -> SweepRow:
         augmented=mean_of(changed),
         baseline=mean_of(best_of(pooled.values(), "baseline")),
         limit=limits.estimate,
-        epsilon=privacy(reading)["epsilon"],
+        epsilon=rounded(spent_in(reading).record),
         n=leak.n if leak else 0,
         failed=sum(leak.failed.values()) if leak else 0,
         reason="; ".join(reasons),

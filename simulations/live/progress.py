@@ -10,14 +10,14 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.plan_coverage import PlanCoverage, plan_coverage
-from fedgauge.server.views.reading import Jobs, LedgerReading, jobs_of
+from fedgauge.server.views.reading import Jobs, Snapshot
 from fedgauge.server.views.roles import is_attack
 
 EVERY = 1.0  # seconds between two readings of the ledger
 Clock = Callable[[], float]  # seconds since any moment
 
 
-class RunProgress(LedgerReading):
+class RunProgress(Snapshot):
     """The state of a run, as of the last reading.
 
     Args:
@@ -61,18 +61,17 @@ class RunProgress(LedgerReading):
             self.read()
         return True
 
-    def read(self) -> set[int]:
-        touched = super().read()
+    def read(self) -> None:
+        super().read()
         self._waiting = {(row["attack"], row["round"]) for row in self.ledger.unfinished()}
         if not self.coming or self._covered != self.newest:
             self.plan_coverage = plan_coverage(self.ledger, self.tables, self.coming)
             self._covered = self.newest
-        return touched
 
     @property
     def leaks(self) -> list[Leak]:
         """The results of each attack, limit and baseline in each round so far; the attacks of a round come first."""
-        found = [leak for leak in self.snapshot.leaks(self.measure.metric) if leak.round is not None]
+        found = [leak for leak in self.leakage(self.measure.metric) if leak.round is not None]
         return sorted(found, key=lambda leak: (leak.round or 0, not is_attack(leak.attack), leak.attack))
 
     def is_complete(self, leak: Leak) -> bool:
@@ -92,4 +91,4 @@ class RunProgress(LedgerReading):
     @property
     def jobs(self) -> Jobs:
         """The jobs, with those of rounds not yet trained."""
-        return jobs_of(self, self.scenario if self.coming else None)
+        return self.jobs_of(self.scenario if self.coming else None)

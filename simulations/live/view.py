@@ -84,7 +84,7 @@ def progress_line(s: RunProgress) -> str:
     if s.plan_coverage.words and not jobs.left:
         parts.append(s.plan_coverage.words)
     by = s.measure
-    leaks = [k for k in s.snapshot.leaks(by.metric) if k.round is None and is_attack(k.attack)]
+    leaks = [k for k in s.leakage(by.metric) if k.round is None and is_attack(k.attack)]
     best = by.leakiest((k.best for k in leaks if k.best is not None), float)
     if best is not None and (strongest := best_of(leaks, "attack")):
         parts.append(f"{by.name} best {in_unit(best, by)}, mean {in_unit(strongest.mean, by)} by {strongest.attack}")

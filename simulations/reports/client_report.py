@@ -1,15 +1,13 @@
 """A client's own report, which needs no server: its rounds, answers, withheld updates, and its worst leak."""
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.plan import describe
@@ -22,28 +20,13 @@ from fedgauge.client.files import read_file
 from fedgauge.defenses.accounting import DELTA, PrivacyStatement, privacy_statement
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.tables import Cell, Column, Table
+from fedgauge.simulations.reports.terminal import rich_table
 
 GRADED = ImageModality.main  # a client grades images alone
 SHOWN_REASONS = 10
 MOST_BYTES = 1 << 30  # of a log
-
-
-@dataclass
-class ClientRound:
-    """One round of one of the server's runs, from the client's log.
-
-    Args:
-        outcome: sent, or withheld.
-        reported: by attack, the best value that was reported to the server; exact: the same before rounding.
-        refused: grading requests that were not answered.
-    """
-
-    run: int
-    round: int
-    outcome: str = ""
-    reported: dict[str, float] = field(default_factory=dict)
-    exact: dict[str, float] = field(default_factory=dict)
-    refused: int = 0
+Graded = tuple[str, float, float | None, int]  # attack, best value, that reported to the server, round
 
 
 @dataclass(frozen=True)
@@ -51,52 +34,63 @@ class ClientReport:
     """Totals of a client's log.
 
     Args:
+        rounds: what happened in each.
+        graded: the best reconstruction of each attack in each round.
+        answers: how many scores the server was told.
         reasons: why updates were withheld, and requests refused or failed, with counts.
         privacy: what the sent updates have spent; None if the client never met a server.
     """
 
     owner: OwnerConfig
-    rounds: Sequence[ClientRound]
+    rounds: Table
+    graded: Sequence[Graded]
+    answers: int
     reasons: Mapping[str, int]
     privacy: PrivacyStatement | None
-
-    def best(self, attacks: bool = True) -> tuple[float, str, ClientRound] | None:
-        """Value, attack and round of the best graded reconstruction; None before the first.
-
-        Args:
-            attacks: or of what the server calls baselines, as it may call any reconstruction.
-        """
-        found = [(v, name, r) for r in self.rounds for name, v in r.exact.items() if is_attack(name) == attacks]
-        return GRADED.leakiest(found, lambda each: each[0])
 
 
 def read(path: Path) -> ClientReport:
     """The report for an owner's file; SpecError if the file or the log cannot be read."""
-    owner = OwnerConfig.load(path)
-    rounds: dict[tuple[int, int], ClientRound] = {}
-    reasons: Counter[str] = Counter()
-    made: list[Mapping[str, Any]] = []  # silence about an update that was made follows from it
-    for event in _events(ClientFolder(owner.state).log):
-        kind = event["event"]
-        if "round" in event:
-            at = rounds.setdefault((event["run"], event["round"]), ClientRound(event["run"], event["round"]))
-        if kind in ("sent", "withheld"):
-            made.append(event)
-            at.outcome = kind
-        if kind == "graded":
-            at.reported |= _best_of_each(event["told"])
-            at.exact |= _best_of_each(event["exact"])
-            at.refused += len(event["refused"])
-        if kind in ("withheld", "refused", "failed"):
-            reasons[f"{kind}: {event.get('cause') or event.get('reason')}"] += 1
-    return ClientReport(owner, [rounds[key] for key in sorted(rounds)], reasons, _privacy(owner, made))
+    owner, events = OwnerConfig.load(path), list[Mapping[str, Any]]()
+    state = ClientFolder(owner.state)
+    events.extend(_events(state.log))
+    made = [event for event in events if event["event"] in ("sent", "withheld")]  # silence follows from the update, too
+    at_fault = (event for event in events if event["event"] in ("withheld", "refused", "failed"))
+    reasons = Counter(f"{event['event']}: {event.get('cause') or event.get('reason')}" for event in at_fault)
+    rows: list[Sequence[Cell]] = []
+    graded: list[Graded] = []
+    runs = {run: i for i, run in enumerate(sorted({e["run"] for e in events if "round" in e}), 1)}  # Flower's are long
+    places = sorted({(event["run"], event["round"]) for event in events if "round" in event})
+    answers = 0
+    for run, round in places:
+        own = [event for event in events if (event.get("run"), event.get("round")) == (run, round)]
+        told, exact = (_best(event[key] for event in own if event["event"] == "graded") for key in ("told", "exact"))
+        graded += [(name, value, told.get(name), round) for name, value in exact.items()]
+        outcome = next((event["event"] for event in own if event in made), "")
+        best = GRADED.leakiest(filter(is_attack, exact), exact.__getitem__)
+        refused, answers = sum(len(event.get("refused", ())) for event in own), answers + len(told)
+        shown = (best, told.get(best), exact[best]) if best else (None, None, None)
+        rows.append([runs[run], round, outcome, len(told), refused, *shown])
+    columns = [
+        *(Column(key, key, "count") for key in ("run", "round")),
+        Column("update", "update"),
+        *(Column(key, key, "count") for key in ("answered", "refused")),
+        Column("attack", "best attack"),
+        Column("reported", f"{GRADED.name} reported ({GRADED.unit})", "number"),
+        Column("exact", f"exact ({GRADED.unit})", "number", 2),
+    ]
+    return ClientReport(owner, Table("Rounds", columns, rows), graded, answers, reasons, _privacy(owner, made))
 
 
-def _best_of_each(graded: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {name: best for name, values in graded.items() if (best := GRADED.leakiest(values, float)) is not None}
+def _best(graded: Iterator[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """The best value of each attack."""
+    found: dict[str, float] = {}
+    for each in graded:
+        found |= {name: best for name, values in each.items() if (best := GRADED.leakiest(values, float)) is not None}
+    return found
 
 
-def _events(log: Path) -> Iterator[dict[str, Any]]:
+def _events(log: Path) -> Iterator[Mapping[str, Any]]:
     try:
         lines = read_file(log, MOST_BYTES).decode(errors="replace").splitlines()
     except FileNotFoundError:
@@ -133,7 +127,8 @@ def show(report: ClientReport, console: Console) -> None:
     """Print the report, as plain text if there is no terminal."""
 
     def say(text: str) -> None:
-        console.print(_shown(text), markup=False, highlight=False, soft_wrap=True)
+        # what a server named, in one line without control codes
+        console.print(printable(text).replace("\n", " "), markup=False, highlight=False, soft_wrap=True)
 
     owner, grading = report.owner, report.owner.grading
     say(f"client {owner.client}, as {owner.path} says")
@@ -142,26 +137,21 @@ def show(report: ClientReport, console: Console) -> None:
     scores = f"scores, to {grading.precision:g} {GRADED.unit}, at most {grading.queries} of one batch"
     say(f"grading: {'off, no reconstruction is scored' if grading.mode == 'off' else scores}")
     say(f"guard: {_guard(owner)}")
-    console.print(_table(report.rounds) if report.rounds else "no round yet")
+    console.print(rich_table(report.rounds) if report.rounds.rows else "no round yet")
     for text, times in sorted(report.reasons.items(), key=lambda item: -item[1])[:SHOWN_REASONS]:
         say(f"{text} ({times} x)")
-    worst, floor = report.best(), report.best(attacks=False)
-    if worst is not None:
-        value, attack, at = worst
-        told = f"to the server as {at.reported[attack]:g}" if attack in at.reported else "not to the server"
-        say(f"worst leak: {value:.2f} {GRADED.unit} {GRADED.name} ({attack}, round {at.round}; reported {told})")
-    elif report.rounds:
+    attacks, baselines = ([found for found in report.graded if is_attack(found[0]) is own] for own in (True, False))
+    for found, which in ((attacks, "worst leak"), (baselines, "best of what the server calls a baseline")):
+        if worst := GRADED.leakiest(found, lambda each: each[1]):
+            name, value, told, round = worst
+            reported = "not reported" if told is None else f"reported to the server as {told:g}"
+            say(f"{which}: {value:.2f} {GRADED.unit} {GRADED.name} ({name}, round {round}; {reported})")
+    if report.rounds.rows and not attacks:
         say("worst leak: unknown, because nothing was graded; that is no sign of safety")
-    if floor is not None and (worst is None or GRADED.sign * (floor[0] - worst[0]) > 0):
-        value, name, at = floor
-        say(
-            f"what the server calls the baseline {name} has {value:.2f} {GRADED.unit} (round {at.round}): "
-            "it may call any reconstruction so"
-        )
     if report.privacy is not None:
         say(f"differential privacy: {report.privacy.words}.")
-        if answers := sum(len(r.reported) for r in report.rounds):
-            say(f"That is of the updates alone: {answers} scores, which the examples decided, are not in it.")
+        if report.answers:
+            say(f"That is of the updates alone: {report.answers} scores, which the examples decided, are not in it.")
 
 
 def _guard(owner: OwnerConfig) -> str:
@@ -174,31 +164,3 @@ def _guard(owner: OwnerConfig) -> str:
         level = "the value from which it has leaked" if guard.threshold is None else f"{guard.threshold:g}"
         parts.append(f"an example reconstructed by {guard.audit} at {level} or better, by the data's main metric")
     return "holds back " + ", or ".join(parts)
-
-
-def _table(rounds: Sequence[ClientRound]) -> Table:
-    unit = f"({GRADED.unit})"
-    heads = (
-        "run",
-        "round",
-        "update",
-        "answered",
-        "refused",
-        "best attack",
-        f"{GRADED.name} reported {unit}",
-        f"exact {unit}",
-    )
-    table = Table(*heads, box=None)
-    numbers: dict[int, int] = defaultdict(lambda: len(numbers) + 1)  # Flower's run numbers are random and long
-    for r in rounds:
-        best = GRADED.leakiest(filter(is_attack, r.exact), r.exact.__getitem__) or ""
-        reported = f"{r.reported[best]:g}" if best in r.reported else ""
-        exact = f"{r.exact[best]:.2f}" if best else ""
-        cells = [numbers[r.run], r.round, r.outcome, len(r.reported), r.refused]
-        table.add_row(*map(str, cells), Text(_shown(best)), reported, exact)
-    return table
-
-
-def _shown(text: str) -> str:
-    """What a server named, in one line without control codes."""
-    return printable(text).replace("\n", " ")

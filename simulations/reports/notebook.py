@@ -42,19 +42,15 @@ class Report:
 def run_html(run: Run) -> str:
     """A run's verdict, what a reader must know first, the curve over rounds, and the gallery."""
     with read_once(run) as reading, own_style():
-        drawn = {figure.name: figure for figure in run_figures(reading)}
-        content = {
-            "name": run.name,
-            "facts": scenario_line(reading.tables),
-            "verdict": verdict_of(reading),
-            "notices": notices(reading),
-        }
-        main = f"leakage-{reading.scores.measure.metric}"
-    shown = [(name, *drawn[name]._repr_png_()) for name in (main, "gallery") if name in drawn]
-    pictures = [
-        {"name": name, "width": size["width"], "data": base64.b64encode(data).decode()} for name, data, size in shown
-    ]
-    return fill_template("notebook.html", {**content, "pictures": pictures})
+        shown = (f"leakage-{reading.scores.measure.metric}", "gallery")
+        drawn = [(figure.name, *figure._repr_png_()) for figure in run_figures(reading) if figure.name in shown]
+        pictures = [
+            {"name": name, "width": size["width"], "data": base64.b64encode(data).decode()}
+            for name, data, size in drawn
+        ]
+        facts, verdict, told = scenario_line(reading.tables), verdict_of(reading), notices(reading)
+    content = {"name": run.name, "facts": facts, "verdict": verdict, "notices": told, "pictures": pictures}
+    return fill_template("notebook.html", content)
 
 
 def load_ipython_extension(shell: Any) -> None:

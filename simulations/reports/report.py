@@ -2,45 +2,32 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
-from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.files import writing
-from fedgauge.defenses.accounting import Mechanism
 from fedgauge.server.dashboard import DRAWING, STATIC
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
-from fedgauge.server.views import overview
-from fedgauge.server.views.assurance.coverage import MAPS_TO, TEXTS, coverage
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
-from fedgauge.server.views.formatting import interval_words, number, percent, status_words
-from fedgauge.server.views.gallery import Gallery, worst_cases
+from fedgauge.server.views.formatting import many, number, percent
+from fedgauge.server.views.gallery import Gallery, Page
+from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading, read_once
-from fedgauge.server.views.strength import round_table
-from fedgauge.server.views.success import THRESHOLDS, success_curve
-from fedgauge.server.views.verdict import a_or_an, verdict_of
-from fedgauge.simulations.reports.audit_record import NAME, record_of, write_record
-from fedgauge.simulations.reports.certificates import certified, mechanism_of
+from fedgauge.server.views.tables import in_json
+from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
-
-WORST = 3  # examples on the first screen
-AT = 20  # dB: threshold at which the text states certified rates
 
 
 def write_report(run: Run) -> Path:
-    """Write report.html and the audit record into the run folder, atomically and for its owner only; returns the report's path."""
+    """Write report.html into the run folder, atomically and for its owner only; returns its path."""
     with read_once(run) as reading:
-        record = record_of(reading)
-        content = _content(reading) | {"record": record[-1].digest, "record_name": NAME}
-    write_record(run, record)
+        content = _content(reading)
     return _write(run.folder / "report.html", "report.html", content, in_run=True)
 
 
@@ -51,9 +38,7 @@ def write_comparison(runs: Sequence[Run], path: Path) -> Path:
         readings = [stack.enter_context(read_once(run)) for run in distinct.values()]
         metrics = [m for m in MEASURED if any(m in reading.metrics for reading in readings)]
         comparisons = [compare(readings, metric) for metric in metrics] or [compare(readings)]
-    return _write(
-        path, "comparison.html", {"data": comparisons, "names": [run["id"] for run in comparisons[0]["runs"]]}
-    )
+    return _write(path, "comparison.html", {"data": in_json(comparisons), "names": comparisons[0].runs})
 
 
 def _write(path: Path, template: str, content: Mapping[str, Any], in_run: bool = False) -> Path:
@@ -78,8 +63,7 @@ def fill_template(name: str, content: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
         finalize=_shown,
     )
-    filters = {"number": number, "percent": percent, "interval": interval_words, "ended": status_words, "one": a_or_an}
-    environment.filters |= filters
+    environment.filters |= {"number": number, "percent": percent, "many": many}
     return environment.get_template(name).render(**content)
 
 
@@ -89,82 +73,34 @@ def _shown(value: object) -> object:
 
 
 def _content(reading: Reading) -> dict[str, Any]:
-    """The values of the template: those of the live page, and what it does not show."""
-    ledger, scores = reading.ledger, reading.scores
-    gallery, reasons = Gallery(reading), ledger.reasons()
-    certificate, shown = _certificate(reading), sample_examples(gallery)
-    lines = round_table(scores, ledger)
-    page = overview.overview(reading, certificate.curve if certificate else None)
-    main = scores.measure.metric
+    """The values of the template: those of the live page, and the examples that the report shows."""
+    gallery = Gallery(reading)
+    page, shown = overview(reading), sample_examples(gallery)
     return {
-        **page,
+        "o": page,
         "strongest": verdict_of(reading).strongest,
-        "of_error": "mse" in reading.metrics,
-        "certificate": certificate,
-        "lines": [list(of_round) for _, of_round in groupby(lines, key=lambda line: line.round)],
-        "graded": any(line.leak.n for line in lines),
-        "lost": any(line.leak.failed for line in lines),
+        "shown": shown,
         "truth_shown": gallery.shards is not None or "truth" in reading.meta,
-        "reasons": reasons[: overview.REASONS],
-        "more_reasons": max(0, len(reasons) - overview.REASONS),
-        "further": [m for m in reading.metrics if m not in (main, "identified", "label_accuracy", *MEMBERSHIP)],
-        "gallery": shown,
-        "data": {
-            "overview": {"figures": page["figures"], "ungraded": page["ungraded"]},
-            "gallery": _gallery(gallery, shown),
-            "worst": worst_cases(gallery, WORST),
-            "noun": scores.measure.private,
-            "clients": clients(reading, main, None),
-        },
-        "replied": len({round for round, _ in reading.sizes}),
-        "coverage": coverage(reading),
-        "texts": TEXTS,
-        "maps_to": MAPS_TO,
-        "identifies": "identified" in scores.modality.measured,
-        "measured": MEASURED,
+        "data": in_json(
+            {
+                "overview": page,
+                "gallery": _sampled(gallery, shown),
+                "clients": clients(reading, reading.scores.measure.metric, None),
+            }
+        ),
     }
 
 
-def _gallery(gallery: Gallery, shown: ExampleSample) -> dict[str, Any]:
+def _sampled(gallery: Gallery, shown: ExampleSample) -> Page:
     """The page's gallery, with all sampled cards."""
     cards = shown.cards(gallery)
-    return {
-        "kind": gallery.kind,
-        "rounds": list(shown.keys),
-        "clients": sorted({card.client for card in cards}),
-        "attacks": gallery.attacks,
-        "labels": sorted({card.label for card in cards if card.label is not None}),
-        "class_names": gallery.class_names,
-        "cards": [asdict(card) for card in cards],
-    }
-
-
-@dataclass(frozen=True, eq=False)
-class Certificate:
-    """Upper bounds on success rates that differential privacy certifies.
-
-    Args:
-        mechanism: clipping and noise.
-        curve: at THRESHOLDS, for one round.
-        at: the threshold (dB) in the text; once, always: the certified rates there, for one round and for all.
-        rounds: in the run.
-    """
-
-    mechanism: Mechanism
-    curve: Sequence[float]
-    at: int
-    once: float
-    always: float
-    rounds: int
-
-
-def _certificate(reading: Reading) -> Certificate | None:
-    curve, mechanism = success_curve(reading.scores, reading.ledger), mechanism_of(reading)
-    if mechanism is None:
-        return None
-    rounds = reading.scenario.protocol.rounds
-    once, always = (certified(curve, mechanism, n) for n in (1, rounds))
-    if once is None or always is None:
-        return None
-    at = THRESHOLDS.index(AT)
-    return Certificate(mechanism, once, AT, once[at], always[at], rounds)
+    return Page(
+        kind=gallery.kind,
+        noun=gallery.reading.scores.measure.private,
+        rounds=list(shown.keys),
+        clients=sorted({card.client for card in cards}),
+        attacks=gallery.attacks,
+        labels=sorted({card.label for card in cards if card.label is not None}),
+        class_names=gallery.class_names,
+        cards=cards,
+    )

@@ -34,26 +34,18 @@ class ExampleSample:
         """The number of attacked examples in the shown rounds."""
         return sum(self.attacked[round] for round in self.keys)
 
-    @property
-    def whole(self) -> bool:
-        """Whether all attacked examples are shown."""
-        return self.shown == sum(self.attacked.values())
-
     def cards(self, gallery: Gallery) -> list[Card]:
         """The chosen cards."""
-        return [
-            gallery.card(round, client, example, why)
-            for round, keys in self.keys.items()
-            for (client, example), why in keys.items()
-        ]
+        chosen = ((round, key, why) for round, keys in self.keys.items() for key, why in keys.items())
+        return [gallery.card(round, *key, why) for round, key, why in chosen]
 
 
 def sample_examples(gallery: Gallery, limit: int | None = None) -> ExampleSample:
     """Choose about `limit` examples of a gallery, or as many as fit into BYTES."""
     strengths: dict[int, dict[Key, float]] = {}
     attacked = gallery.attacked()
-    for (round, client, example), strength in zip(attacked, attacked.strength.tolist(), strict=True):
-        strengths.setdefault(round, {})[client, example] = strength
+    for (round, *key), strength in zip(attacked, attacked.strength.tolist(), strict=True):
+        strengths.setdefault(round, {})[key[0], key[1]] = strength
     card_bytes = CARD_BYTES + (1 + len(gallery.attacks)) * (gallery.example_bytes + IMAGE_BYTES)
     keys = sample_keys(strengths, limit or max(1, BYTES // card_bytes))
     return ExampleSample(keys, {round: len(of_round) for round, of_round in strengths.items()})
@@ -75,12 +67,8 @@ def sample_keys(strengths: Mapping[int, Mapping[Key, float]], limit: int) -> dic
 
 
 def _sample(round: int, strengths: Mapping[Key, float], count: int) -> dict[Key, str]:
-    graded = {key: value for key, value in strengths.items() if not math.isnan(value)}
-    why = {}
-    if graded:
-        why[min(graded, key=lambda k: graded[k])] = "leaked least"
-        why[max(graded, key=lambda k: graded[k])] = "leaked most"
+    graded = sorted((key for key, value in strengths.items() if not math.isnan(value)), key=strengths.__getitem__)
+    why = {graded[0]: "leaked least", graded[-1]: "leaked most"} if graded else {}
     rest = [key for key in strengths if key not in why]
     drawn = np.random.default_rng((SEED, round)).permutation(len(rest))[: max(0, count - len(why))]
-    why |= {rest[i]: "at random" for i in drawn}
-    return dict(sorted(why.items()))
+    return dict(sorted((why | {rest[i]: "at random" for i in drawn}).items()))

@@ -8,10 +8,7 @@ from fedgauge.server.store import run_files
 from fedgauge.server.store.run import ROUNDS, Run
 
 DAY = 86400.0  # seconds
-DERIVED = (
-    "report.html",
-    "checkpoint.json",
-)  # made from the private files, or useless without them
+DERIVED = ("report.html", "checkpoint.json")  # made from the private files, or useless without them
 
 
 def prune(run: Run, days: float, now: float) -> int:

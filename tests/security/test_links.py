@@ -27,7 +27,6 @@ COMMANDS: dict[str, list[str]] = {
     "report": ["report"],
     "export": ["export", "--to", "parquet"],
     "stop": ["stop"],
-    "verify": ["verify"],
     "gate": ["gate", "--fail-above", "psnr=20"],
     "compare": ["report"],  # with another run
 }

@@ -21,7 +21,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import write_tensors
-from fedgauge.server.views.reading import run_summary, tables_of
+from fedgauge.server.views.reading import run_line, tables_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import resume
 from fedgauge.simulations.run.environment import environment
@@ -136,7 +136,7 @@ def test_a_value_of_another_kind_is_named_with_its_column(theirs: Run, script: s
 
 def test_a_long_list_is_not_read_for_a_line_in_the_list_of_runs(theirs: Run) -> None:
     (theirs.folder / "environment.json").write_text("[" + "[]," * 500_000 + "[]]")
-    assert run_summary(theirs)["state"]
+    assert run_line(theirs).state
     assert main(["report", str(theirs.folder)]) == 0
     assert "no such file has more than 1048576" in (theirs.folder / "report.html").read_text()
 
@@ -202,7 +202,7 @@ def test_a_scenario_of_a_billion_rounds_or_clients_is_refused(theirs: Run) -> No
         with pytest.raises(SpecError, match=f"{key} must be at most {most}, got 1000000000"):
             theirs.scenario()
         with pytest.raises(LedgerError, match=f"{key} must be at most {most}"):
-            run_summary(theirs)
+            run_line(theirs)
 
 
 def test_one_run_that_cannot_be_read_is_a_line_with_its_reason(

@@ -13,6 +13,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.reports.export import write_csv
@@ -42,8 +43,8 @@ def run(
 
 def test_the_page_draws_membership_over_rounds_with_its_limit(run: Run) -> None:
     with closing(Reading(run)) as reading, reading.now():
-        told, found = overview(reading), verdict_of(reading)
-    curves = {figure["metric"]: figure["series"] for figure in told["figures"]["rounds"]}
+        told, found = in_json(overview(reading)), verdict_of(reading)
+    curves = {figure["metric"]: figure["series"] for figure in told["over_rounds"]}
     member = {series["name"]: series for series in curves["membership"]}
     assert set(member) == {
         "membership",
@@ -57,11 +58,11 @@ def test_the_page_draws_membership_over_rounds_with_its_limit(run: Run) -> None:
     assert member["membership_limit"]["role"] == "limit"
     assert {series["name"] for series in curves["held_membership"]} >= {"membership_over_rounds"}
     assert "membership" not in {series["name"] for series in curves["psnr"]}
-    rows = {tuple(row[:2]) for row in told["membership"]["table"]["rows"]}
+    rows = {tuple(row[:2]) for row in told["membership_table"]["rows"]}
     assert ("Who was in a batch", "membership") in rows
     assert ("Who was in anybody's batch", "membership") in rows
     assert ("Whom a client's data holds", "membership_over_rounds") in rows
-    assert {row["attack"] for row in told["summary"]} == {
+    assert {row[0] for row in told["summary"]["rows"]} == {
         "idlg",
         "mean_image",
         "class_mean_image",

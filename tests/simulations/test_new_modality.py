@@ -21,6 +21,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gallery import Gallery, Query, worst_cases
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.checks.preflight import preflight
 from fedgauge.simulations.checks.scenario_check import check
@@ -64,7 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, make_taped: Callable[..., Run]
 def test_the_page_shows_every_number_and_the_verdict_counts_them(run: Run) -> None:
     with closing(Reading(run)) as reading, reading.now():
         gallery = Gallery(reading)
-        page, told, worst = gallery.page(Query()), overview(reading), worst_cases(gallery, 3)
+        page, told, worst = in_json(gallery.page(Query())), overview(reading), worst_cases(gallery, 3)
         found = verdict_of(reading)
         strength, modality = gallery.attacked().strength, gallery.scores.modality
         lower = type("Lower", (modality,), {"main": replace(modality.main, higher_is_better=False)})
@@ -75,10 +76,10 @@ def test_the_page_shows_every_number_and_the_verdict_counts_them(run: Run) -> No
     assert (page["kind"], page["noun"], page["total"]) == ("text", "number", 6)
     for card in page["cards"]:
         (tile,) = card["tiles"]
-        assert tile["words"] == ((card["truth_words"][0], "right"),), tile["note"]
+        assert tile["words"] == [[card["truth_words"][0], "right"]], tile["note"]
         assert tile["note"] == "100.0 %"
-    assert len(worst) == 3 and told["measure"]["private"] == "number"
-    rows = {row["attack"]: row for row in told["summary"]}
+    assert len(worst) == 3 and told.measure.private == "number"
+    rows = {row["attack"]: row for row in told.summary.records}
     assert (
         rows["row_over_bias"]["mean"] == 100.0
         and rows["mean_number"]["mean"] < 20

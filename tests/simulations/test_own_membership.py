@@ -16,6 +16,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views import membership
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.experiments.paper_tables import AttackSpec
 from fedgauge.simulations.reports.report import write_report
@@ -97,10 +98,10 @@ def test_it_is_shown_where_its_module_may_not_be_loaded(run: Run) -> None:
     with run.ledger() as ledger:
         assert (membership.tests_of(ledger, MEMBER), membership.tests_of(ledger, HELD)) == (["aligned"], ["remembers"])
     with closing(Reading(run)) as reading, reading.now():
-        told, found = overview(reading), verdict_of(reading)
-    rows = {tuple(row[:2]) for row in told["membership"]["table"]["rows"]}
+        told, found = in_json(overview(reading)), verdict_of(reading)
+    rows = {tuple(row[:2]) for row in told["membership_table"]["rows"]}
     assert rows >= {("Who was in a batch", "aligned"), ("Whom a client's data holds", "remembers")}
-    assert {s["name"] for f in told["figures"]["rounds"] if f["metric"] == MEMBER for s in f["series"]} >= {"aligned"}
+    assert {s["name"] for f in told["over_rounds"] if f["metric"] == MEMBER for s in f["series"]} >= {"aligned"}
     assert {test.attack for test in found.members} == set(PLANNED)
     assert not any("membership was not tested" in sentence for sentence in found.sentences)
     assert "aligned" in write_report(run).read_text()

@@ -11,7 +11,7 @@ function halfToEven(write, digits) {
 }
 
 const fixed = (value, digits) => halfToEven(n => value.toFixed(n), digits).replace(/^-(?=[0.]+$)/, "");
-const percent = value => isMissing(value) ? NONE : `${fixed(100 * value, 0)}\u00a0%`;
+const percent = (value, digits = 0) => isMissing(value) ? NONE : `${fixed(100 * value, digits)}\u00a0%`;
 
 /** Three significant digits. */
 function decimal(value) {
@@ -22,24 +22,14 @@ function decimal(value) {
 }
 
 const many = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
-const article = noun => /^[aeiou]/.test(noun) ? "an" : "a";
 const plain = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
-/** A value of a metric, which the data says how to show; bare: its unit stands elsewhere. */
-function inMetric({ digits, unit, fraction }, value, bare = false) {
+/** A value of a metric, which the data says how to show; an infinite one is text. */
+function inMetric({ digits, unit, fraction }, value) {
   if (isMissing(value)) return NONE;
   if (fraction) return percent(value);
-  const number = digits === null ? decimal(value) : fixed(value, digits);
-  return bare || !unit ? number : `${number} ${unit}`;
-}
-
-function duration(seconds) {
-  if (seconds < 90) return `${Math.round(seconds)} s`;
-  return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
-}
-
-function interval(row, metric) {
-  return row.low === null || row.high === null ? "" : `${inMetric(metric, row.low, true)} to ${inMetric(metric, row.high, true)}`;
+  const number = typeof value === "string" ? value : digits === null ? decimal(value) : fixed(value, digits);
+  return unit ? `${number} ${unit}` : number;
 }
 
 /** The item of the highest value; undefined if there is none. */

@@ -28,7 +28,7 @@ function bestBack(worst, kind, noun, all, link) {
 }
 
 function galleryControls(data, state, change) {
-  const round = state.get("round") || String(data.round), all = round === "all"; // the round that was asked for, whose cards may not have come yet
+  const round = state.get("round") || String(data.round ?? "all"), all = round === "all"; // the round that was asked for, whose cards may not have come yet
   const step = all ? data.rounds.length - 1 : Math.max(0, data.rounds.map(String).indexOf(round));
   const words = i => all && i === step ? "all rounds" : `round ${data.rounds[i]}`;
   const reset = values => change({ offset: null, ...values });
@@ -52,7 +52,7 @@ const EACH = {
 };
 
 function galleryWords(data) {
-  const where = data.round === "all" ? `in ${many(data.rounds.length, "attacked round")}` : `in round ${data.round}`;
+  const where = data.round === null ? `in ${many(data.rounds.length, "attacked round")}` : `in round ${data.round}`;
   const absent = data.cards.length > 0 && data.cards.every(card => card.absent) && data.cards[0].absent;
   const each = absent ? `Each card shows what each attack reconstructed; ${absent}.` : EACH[data.cards.some(card => card.headings.length) ? "rows" : data.kind];
   return el("p.meaning", el("strong", { "aria-live": "polite" }, `${many(data.total, "example")} ${where}.`), ` ${each}`);

@@ -14,8 +14,8 @@ const VIEWS = [
     load: p => ask(`${api(p)}/gallery`, asked(p)), draw: galleryView,
   },
   {
-    path: /^\/run\/(?<id>[^/]+)\/clients$/, name: "Clients", keys: ["metric", "attack", "client"], load: loadClients,
-    draw: clientsView,
+    path: /^\/run\/(?<id>[^/]+)\/clients$/, name: "Clients", keys: ["metric", "attack"],
+    load: p => ask(`${api(p)}/clients`, asked(p)), draw: clientsView,
   },
   {
     path: /^\/run\/(?<id>[^/]+)\/image\/(?<image>\d+)$/, name: "Image", keys: ["client", "round", "example", "attack"],
@@ -58,12 +58,6 @@ async function ask(path, query = "") {
   return body;
 }
 
-async function loadClients(route) {
-  const client = route.state.get("client");
-  const all = await ask(`${api(route)}/clients`, asked(route, ["metric", "attack"]));
-  return { ...all, opened: client && await ask(`${api(route)}/clients/${client}`) };
-}
-
 async function loadImage(route) {
   const found = await ask(`${api(route)}/image/${route.image}`, asked(route, ["client"]));
   return { ...found, trace: route.state.get("attack") && await ask(`${api(route)}/trace`, asked(route)) };
@@ -76,7 +70,7 @@ async function loadCompare(route) {
   const wanted = route.state.get("runs")?.split(",") || readable, known = readable.filter(id => wanted.includes(id));
   const left = wanted.filter(id => id !== "none" && !readable.includes(id)).map(id => `${id} is not here, or cannot be read.`);
   if (known.length > MOST) left.push(`${known.length} runs are too many at once: the newest ${MOST} are shown.`);
-  if (!known.length) return { all, readable, left, runs: [], points: [], metrics: [] };
+  if (!known.length) return { all, readable, left, runs: [], metrics: [] };
   const query = new URLSearchParams([...asked(route, ["metric"]), ["runs", known.slice(0, MOST).join(",")]]);
   return { ...await ask("/api/compare", query), all, readable, left };
 }

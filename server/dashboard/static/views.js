@@ -16,7 +16,7 @@ function runsView(folder, { state }) {
   return [el("h1", `Runs in ${folder.folder}`), folder.runs.length ? all : none];
 }
 
-const trouble = run => run.error || run.progress.failed > 0 || ["failed", "interrupted"].includes(run.state);
+const trouble = run => run.error || run.failed > 0 || ["failed", "interrupted"].includes(run.state);
 
 /** Whether a run passes the filter: by words of its name, data, network, chain, attacks or state; by verdict; by trouble. */
 function matches(run, state) {
@@ -41,15 +41,15 @@ const brokenRun = run => [el("h2", run.id), el("p.notice", run.error)];
 function runLine(run) {
   const fact = (name, value) => el("div", el("dt", name), el("dd", value));
   const views = ["gallery", "clients"].map(view => link(address(run.id, `/${view}`), view));
-  const { failed } = run.progress, told = run.verdict ? badge(run.verdict, VERDICTS[run.verdict]) : badge("verdict being read");
-  const badges = [told, badge(run.state, LIVE.has(run.state) ? "live" : ""), failed > 0 && badge(`${many(failed, "attack")} failed`, "leaks")];
+  const told = run.verdict ? badge(run.verdict, VERDICTS[run.verdict]) : badge("verdict being read");
+  const failed = run.failed > 0 && badge(`${many(run.failed, "attack")} failed`, "leaks");
   return [
-    el("div.head", el("h2", link(address(run.id), run.id)), badges, views),
+    el("div.head", el("h2", link(address(run.id), run.id)), [told, badge(run.state, LIVE.has(run.state) ? "live" : ""), failed], views),
     el("p.small", `${run.data}; ${run.model}; ${run.chain}`),
     el("dl.numbers",
       fact("round", `${run.round} of ${run.rounds}`), fact("accuracy", percent(run.accuracy)),
-      fact(`best ${run.measure.name}`, run.exact ? "∞" : inMetric(run.measure, run.best)), fact("attacks", run.attacks.join(", ") || NONE)),
-    progressBar(run.progress, run.expected ?? run.progress.total),
+      fact(`best ${run.measure.name}`, inMetric(run.measure, run.best)), fact("attacks", run.attacks.join(", ") || NONE)),
+    progressBar(run, run.expected ?? run.total),
   ];
 }
 
@@ -60,39 +60,43 @@ const badge = (text, kind) => el("span", { class: `badge ${kind || ""}` }, text)
 
 const opening = (title, text) => el("details", el("summary", title), el("pre", { tabindex: 0 }, text));
 
-function overviewView(o, { state }) {
+function overviewView(overview, { state }) {
   const notice = ({ words, command }) => el("li", words, command && [" ", el("code", command)]);
-  const replay = o.replay.verdict && [el("strong", o.replay.verdict), `: ${o.replay.words}`];
-  const numbers = o.summary.some(row => row.n || (row.failed && !o.ungraded.table.rows.length)) && summaryTable(o.summary, state, change, o.measure);
+  const replay = overview.replay && [el("strong", overview.replay), `: ${overview.replay_words}`];
+  const nothing = words => empty(overview.ungraded ? "Unknown, as nothing is graded." : words);
+  const effects = Object.entries(overview.server_attacks).map(([name, words]) => [el("dt", name), el("dd", words)]);
+  const shown = (spec, ...before) => spec.rows.length > 0 && [before, table(spec)];
+  const numbers = table(overview.summary, { sorts: "summary", state, change });
   return [
-    el("h1", o.name), el("p.facts", o.facts),
-    el("div", { class: `verdict ${VERDICTS[o.verdict.word] || ""}` }, o.verdict.sentences.map(words => el("p", words))),
-    worstCases(o),
-    el("ul.notices", o.notices.map(notice)),
-    progressStrip(o),
-    o.server_attacks.length > 0 && section("The malicious server", serverAttacks(o.server_attacks)),
-    section("Leakage and accuracy over rounds", overRounds(o, state, change), el("p.small", lines(o)), el("p.small", o.privacy.words)),
-    o.ungraded.table.rows.length > 0 && section("Reconstructions without a truth", withoutTruth(o)),
-    o.app_rounds.rows.length > 0 && section("What the app returned", printed(o.app_rounds)),
-    (numbers || !o.ungraded.table.rows.length) && section("Numbers", numbers || empty("No attack has given a score yet; they appear here by themselves.")),
-    section("Success over thresholds", o.figures.success ? specified(o.figures.success) : empty(o.ungraded.count ? "Unknown, as nothing is graded." : noScore(o.ungraded))),
-    section("Who was in a batch", el("p", o.membership.words), o.membership.table.rows.length > 0 && [o.figures.membership && specified(o.figures.membership), printed(o.membership.table)]),
-    o.canaries.table.rows.length > 0 && section("What canaries show", el("p", o.canaries.words), specified(o.figures.canaries), printed(o.canaries.table)),
-    section("What each attacker knew", knowledge(o.knowledge)),
-    section("Participation", participation(o.participation)),
+    el("h1", overview.name), el("p.facts", overview.facts),
+    el("div", { class: `verdict ${VERDICTS[overview.word] || ""}` }, overview.sentences.map(words => el("p", words))),
+    worstCases(overview),
+    el("ul.notices", overview.notices.map(notice)),
+    progressStrip(overview.progress, overview.state),
+    effects.length > 0 && section("The malicious server", el("dl", effects)),
+    section("Leakage and accuracy over rounds", overRounds(overview, state, change), el("p.small", lines(overview)), el("p.small", overview.privacy.words)),
+    overview.without_truth.rows.length > 0 && section("Reconstructions without a truth", withoutTruth(overview)),
+    overview.app_rounds.rows.length > 0 && section("What the app returned", table(overview.app_rounds)),
+    section("Numbers", overview.summary.rows.length > 0 ? numbers : nothing("No attack has given a score yet; they appear here by themselves."), shown(overview.reasons)),
+    section("Success over thresholds", overview.success ? specified(overview.success) : nothing("No attack has given a score yet.")),
+    section("Who was in a batch", el("p", overview.membership), overview.membership_figure && specified(overview.membership_figure), shown(overview.membership_table)),
+    overview.canaries_figure && section("What canaries show", el("p", overview.canaries), specified(overview.canaries_figure), table(overview.canaries_table)),
+    section("What each attacker knew", knowledge(overview)),
+    section("Participation", el("p", overview.participation || "No client has answered yet."), shown(overview.clients), shown(overview.absences)),
     section("Replay check", el("p", replay || "Not done yet: it runs before the first attack.")),
     section("Scenario and environment",
-      o.attacked_on !== "" && el("p.small", o.attacked_on),
-      opening("Scenario", o.scenario), o.environment && opening("Environment", JSON.stringify(o.environment, null, 2))),
+      overview.attacked_on !== "" && el("p.small", overview.attacked_on),
+      opening("Scenario", overview.scenario), overview.environment && opening("Environment", JSON.stringify(overview.environment, null, 2))),
   ];
 }
 
 /** What came back though nobody can grade it. */
-function withoutTruth({ name, ungraded }) {
-  const words = " A lower objective fits the update better; it compares updates under one attack, never two attacks.";
+function withoutTruth(overview) {
+  const why = overview.ungraded_reason && ` (${overview.ungraded_reason})`;
   return [
-    el("p", noScore(ungraded), " What came back is in the ", link(address(name, "/gallery"), "gallery"), ".", words),
-    printed(ungraded.table),
+    el("p", `${many(overview.ungraded, "reconstruction")} not graded${why}; what came back is in the `, link(address(overview.name, "/gallery"), "gallery"),
+      ". A lower objective fits the update better; it compares updates under one attack, never two attacks."),
+    table(overview.without_truth),
   ];
 }
 
@@ -102,51 +106,31 @@ function worstCases({ worst, kind, name, measure }) {
   return bestBack(worst, kind, measure.private, all, kind === "image" ? imageAddress(name) : null);
 }
 
-const serverAttacks = all => el("dl", all.map(({ name, words }) => [el("dt", name), el("dd", words)]));
-
 const lines = ({ limit, measure: { name, unit, cap } }) => "Solid: means over examples with their 95 % band (clustered by client). "
   + "Dotted: the worst case for a client. "
-  + `Grey: guesses that do not read the update. ${cap === null ? "" : `${name} above ${cap} ${unit} is drawn at ${cap}. `}${limit.words}`;
+  + `Grey: guesses that do not read the update. ${cap === null ? "" : `${name} above ${cap} ${unit} is drawn at ${cap}. `}${limit}`;
 
 function progressBar({ done, failed }, all) {
   return el("progress", { max: Math.max(1, all), value: done + failed, "aria-label": "attacks done" });
 }
 
 /** Progress of training and attacks, in a strip of constant height. */
-function progressStrip({ training, progress, plan, state }) {
-  const { queued, leased, expected, words, per_minute, seconds_left, workers, devices } = progress;
-  const waiting = [leased && `${leased} running`, queued && `${queued} waiting`];
-  const rate = per_minute && `${per_minute.toFixed(0)} attacks a minute`;
-  const left = seconds_left !== null && `about ${duration(seconds_left)} left`;
-  const pace = LIVE.has(state) ? [many(workers, "worker"), devices, rate, left] : [];
-  const updates = plan.updates && `${plan.attacked} of ${plan.updates} planned updates attacked`;
-  const jobs = [words, updates, ...waiting, ...pace].filter(Boolean).join(" · ");
-  const model = ` · round ${training.round} of ${training.rounds}` + (training.accuracy === null ? "" : ` · accuracy ${percent(training.accuracy)}`);
+function progressStrip(progress, state) {
+  const model = ` · round ${progress.round} of ${progress.rounds}` + (progress.accuracy === null ? "" : ` · accuracy ${percent(progress.accuracy)}`);
   return el("div.strip", { role: "group", "aria-label": "Progress" },
-    el("p", el("b", state), model), progressBar(progress, expected), el("p.small", jobs));
+    el("p", el("b", state), model), progressBar(progress, progress.expected), el("p.small", progress.words));
 }
 
 function knowledge({ shared, cards: all }) {
   if (!all.length) return empty("No attack is planned.");
   const part = words => el("li", { class: shared.includes(words) ? "" : "own" }, words);
-  const how = card => el("p.small", el("code", card.component), `; attacker's seed ${card.seed}`);
-  const one = card => el("li.card", el("h3", card.name), how(card), el("ul.parts", card.parts.map(part)));
-  const others = all.filter(card => card.kind !== "attack").map(card => `${card.name} (${card.parts.join(", ")}); `);
+  const how = attacker => el("p.small", el("code", attacker.component), `; attacker's seed ${attacker.seed}`);
+  const one = attacker => el("li.card", el("h3", attacker.name), how(attacker), el("ul.parts", attacker.parts.map(part)));
+  const others = all.filter(attacker => attacker.kind !== "attack").map(attacker => `${attacker.name} (${attacker.parts.join(", ")}); `);
   const wrong = "wrong_client(ATTACK), which grades each reconstruction against another client's images.";
   return [
-    el("ul.cards.attackers", all.filter(card => card.kind === "attack").map(one)),
+    el("ul.cards.attackers", all.filter(attacker => attacker.kind === "attack").map(one)),
     el("p.small", "Limits and baselines, which do not read the update they are graded against: ", others, wrong),
-  ];
-}
-
-function participation({ accepted, rejected, missing, reasons, clients }) {
-  const words = `${many(accepted, "update")} accepted, ${rejected} rejected, ${missing} missing.`;
-  const rows = reasons.map(r => [r.status, String(r.count), r.reason || "no reason given"]);
-  const nodes = clients.map(c => [`client ${c.client}`, c.node || NONE, c.examples]);
-  return [
-    el("p", accepted + rejected + missing ? words : "No client has answered yet."),
-    nodes.length > 0 && list("Clients, numbered as Flower's nodes came, not by partition", ["client", "Flower's node", "examples that it reported"], nodes),
-    rows.length > 0 && list("Why replies were not accepted", ["status", "times", "reason"], rows),
   ];
 }
 
@@ -211,54 +195,32 @@ function tracePanel({ truth, iterations, images, ...trace }, state) {
 // ------------------------------------------------------------------------------------------------------------ clients
 
 function clientsView(clients, { id, state }) {
-  const open = client => change({ client: String(client) === state.get("client") ? null : client });
-  const metrics = clients.metrics.map(m => [m.name, m.label]);
-  const attacks = [["", "the worst of all"], ...clients.attacks.map(a => [a, a])];
+  const open = client => go(address(id, `/gallery?client=${client}&round=all`));
+  const attacks = [["", "the worst of all"], ...clients.attacks.map(name => [name, name])];
   const controls = el("div.controls",
-    choice("Leakage as", clients.metric.name, metrics, value => change({ metric: value })),
+    choice("Leakage as", clients.metric, clients.metrics, value => change({ metric: value })),
     choice("Attack", clients.attack, attacks, value => change({ attack: value })));
-  const none = empty(clients.ungraded ? "Unknown, as nothing is graded." : "No attack has given a score yet: the map of clients and rounds appears here by itself.");
+  const none = empty("Nothing is graded yet: the map of clients and rounds appears here by itself.");
+  const cells = { client: record => link(address(id, `/gallery?client=${record.client}&round=all`), `client ${record.client}`) };
   return [
-    el("h1", "Who leaks most"), el("p.facts", id), clients.figure ? [controls, heatFigure(clients, open)] : none,
-    clientsTable(clients, state, open), clients.opened && openedClient(clients.opened, clients.attacks),
+    el("h1", "Who leaks most"), el("p.facts", id), clients.figure ? [controls, heatFigure(clients.figure, open)] : none,
+    table(clients.table, { sorts: "clients", state, change, cells }),
   ];
-}
-
-function clientsTable(clients, state, open) {
-  const isOpen = r => String(r.client) === state.get("client");
-  const pressed = r => ({ type: "button", "aria-expanded": String(isOpen(r)), onclick: () => open(r.client) });
-  const button = r => el("button.link", pressed(r), `client ${r.client}`);
-  const { mean, worst } = leakageColumns(clients.metric);
-  const count = key => ({ key, head: key, value: r => r[key], cell: r => String(r[key]) });
-  const columns = [
-    { key: "client", head: "client", text: true, value: r => r.client, cell: button },
-    worst, mean, HITS, LABELS, EXAMPLES, count("accepted"), count("rejected"), count("missing"),
-  ];
-  const caption = `Clients, ${clients.metric.label}`, mark = r => isOpen(r) ? "chosen" : "";
-  return table({ id: "clients", caption, columns, rows: clients.table, key: r => r.client, mark, state, change });
-}
-
-function openedClient({ client, reasons, ...counts }, attacks) {
-  const rows = reasons.map(r => [String(r.round), r.status, r.reason || "no reason given"]);
-  const replies = list(`Replies of client ${client} that were not accepted`, ["round", "status", "reason"], rows);
-  const none = el("p.small", "No reply of this client was rejected or missing.");
-  return section(`Client ${client}`, labelsFigure(counts, attacks), rows.length ? replies : none);
 }
 
 // ------------------------------------------------------------------------------------------------------------ compare
 
-function compareView(compare, { state }) {
-  const metrics = compare.metrics.map(m => [m.name, m.label]);
-  const metric = metrics.length > 0 && choice("Leakage as", compare.metric.name, metrics, value => change({ metric: value }));
-  const left = compare.left.map(words => el("p.notice", words));
-  const title = [el("h1", "Compare runs"), el("div.controls", metric, runPicker(compare)), left];
+function compareView(compared, { state }) {
+  const metric = compared.metrics.length > 0 && choice("Leakage as", compared.metric, compared.metrics, value => change({ metric: value }));
+  const left = compared.left.map(words => el("p.notice", words));
+  const title = [el("h1", "Compare runs"), el("div.controls", metric, runPicker(compared)), left];
   const none = empty("None of these runs has a score yet: choose others, or wait; scores appear here by themselves.");
-  if (!compare.points.length) return [title, none];
-  return [title, ...sideBySide(compare, state, change, run => link(address(run), run))];
+  if (!compared.points?.rows.length) return [title, none];
+  return [title, ...sideBySide(compared, state, change, { run: record => link(address(record.run), record.run) })];
 }
 
 function runPicker({ runs, readable }) {
-  const chosen = new Set(runs.map(run => run.id));
+  const chosen = new Set(runs);
   const toggle = id => change({ runs: readable.filter(other => chosen.has(other) !== (other === id)).join(",") || "none" });
   return el("fieldset.switches", el("legend", "Runs"), readable.map(id => check(id, chosen.has(id), () => toggle(id))));
 }

@@ -9,7 +9,7 @@ from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.membership import MEMBERSHIP, QUESTIONS
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.components import SpecError
-from fedgauge.server.views.formatting import interval_words, number, plotted_value
+from fedgauge.server.views.formatting import number
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import why_not_tested
 from fedgauge.server.views.privacy import spent_in
@@ -92,16 +92,12 @@ def check_thresholds(thresholds: Sequence[Threshold], modality: type[Modality]) 
     """Refuse thresholds that no measurement could be compared with.
 
     Raises:
-        SpecError: a metric is unknown for this kind of data, named twice, or leaks in the other direction.
+        SpecError: a metric is unknown for this kind of data, or leaks in the other direction.
     """
     known = gate_metrics(modality)
-    names = [threshold.metric for threshold in thresholds]
-    for name in names:
-        if name not in known:
-            raise SpecError(f"unknown metric {name!r} for a gate (there are: {', '.join(known)})")
-        if names.count(name) > 1:
-            raise SpecError(f"the gate has two thresholds for {name}: leave one out")
     for threshold in thresholds:
+        if threshold.metric not in known:
+            raise SpecError(f"unknown metric {threshold.metric!r} for a gate (there are: {', '.join(known)})")
         measured = MEASURED.get(threshold.metric.removeprefix(WORST))
         above = measured is None or measured.higher_is_better
         if above != threshold.above:
@@ -138,11 +134,11 @@ def gate_of_run(reading: Reading, thresholds: Sequence[Threshold]) -> list[GateR
     results = []
     for threshold in thresholds:
         found, metric = _measured(reading, threshold.metric), threshold.metric
-        kind: Kind = "members" if metric == EPSILON or metric in MEMBERSHIP else "examples"
-        never = "" if metric == EPSILON else reading.plan_coverage.words  # no attack measures epsilon
-        if why := "; ".join(filter(None, (never, doubts(reading, kind)))):
+        kind: Kind = "epsilon" if metric == EPSILON else "members" if metric in MEMBERSHIP else "examples"
+        if why := doubts(reading, kind):
             why = why if found.value is None else f"a value within the threshold proves nothing: {why}"
-            found = Measurement(found.value, f"{found.words}; {why}", conclusive=False, complete=not never)
+            complete = kind == "epsilon" or not reading.plan_coverage.words
+            found = Measurement(found.value, f"{found.words}; {why}", conclusive=False, complete=complete)
         results.append(GateResult(threshold, found))
     return results
 
@@ -161,17 +157,16 @@ def _measured(reading: Reading, metric: str) -> Measurement:
     worst = MEASURED[name].leakiest((k for k in leaks if k.best is not None), lambda k: k.best or 0.0)
     if metric.startswith(WORST) and worst is not None:
         words = f"the worst of {worst.n} examples, by {worst.attack}{missing}"
-        return Measurement(plotted_value(name, worst.best), words)
-    within = "" if leak.low is None else f" (95 % interval {interval_words(leak)})"
+        return Measurement(worst.worst, words)
+    within = ""
+    if leak.interval is not None:
+        low, high = (number(end, MEASURED[name].digits) for end in leak.interval)
+        within = f" (95 % interval {low} to {high})"
     what = f"the area under the ROC curve over {leak.n} members" if metric in QUESTIONS else f"the mean of {leak.n}"
     return Measurement(leak.mean, f"{what} by {leak.attack}{within}{missing}")
 
 
 def _lost(leaks: Iterable[Leak]) -> str:
     """How many examples have no value, which no mean counts, and why; empty if each has one."""
-    of_each = [
-        f"{sum(k.failed.values())} of {k.n + sum(k.failed.values())} by {k.attack} ({', '.join(k.failed)})"
-        for k in leaks
-        if k.failed
-    ]
+    of_each = [f"{k.without_value} of {k.n + sum(k.failed.values())} by {k.attack}" for k in leaks if k.failed]
     return f"; without a value: {', '.join(of_each)}" if of_each else ""

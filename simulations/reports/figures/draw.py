@@ -107,7 +107,7 @@ def draw_heat_map(spec: views.HeatMap) -> Figure:
                 red, green, blue, _ = mesh.to_rgba(value)
                 color = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else INK
                 axes.text(column + 0.5, row + 0.5, f"{value:.0f}", ha="center", va="center", size=7, color=color)
-    figure.colorbar(mesh, ax=axes, label=f"worst {spec.label}", pad=0.02)
+    figure.colorbar(mesh, ax=axes, label=f"worst {spec.by.label}", pad=0.02)
     axes.invert_yaxis()
     _number_axis(axes.xaxis, spec.rounds, 10)
     _number_axis(axes.yaxis, spec.clients, 16)

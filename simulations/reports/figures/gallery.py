@@ -2,7 +2,6 @@
 
 import base64
 import io
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,37 +9,18 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from fedgauge.server.views.gallery import Gallery
-from fedgauge.simulations.reports.figures.style import INK, LINE_HEIGHT, MUTED, WIDTH
+from fedgauge.simulations.reports.figures.style import LINE_HEIGHT, MUTED, WIDTH
 from fedgauge.simulations.reports.sampling import sample_examples
 
 EXAMPLES = 6
-MONOSPACED: dict[str, Any] = {"family": "monospace", "size": 6}
 
 
 def gallery_figure(gallery: Gallery) -> Figure | None:
-    """True examples above each attack's reconstructions, with the score below; None if no true example is on this machine.
-
-    Of sentences a line each, with what is wrong in grey.
-    """
+    """True images above each attack's reconstructions, with the score below; None if no true image is on this machine."""
     found = sample_examples(gallery, EXAMPLES).cards(gallery)
-    cards = [card for card in found if card.truth is not None or card.truth_words is not None][:EXAMPLES]
+    cards = [card for card in found if card.truth is not None][:EXAMPLES]
     if not cards:
         return None
-    if gallery.kind == "text":
-        lines: list[tuple[str, str, str]] = []
-        for card in cards:
-            lines.append((f"client {card.client}, round {card.round}", " ".join(card.truth_words or ()), INK))
-            for tile in card.tiles:
-                right = " ".join(word if mark != "wrong" else "_" * len(word) for word, mark in tile.words or ())
-                lines.append((f"{tile.attack}: {tile.note}", right, MUTED))
-        figure = Figure((WIDTH, (2 * len(lines) + 1) * LINE_HEIGHT))
-        for i, (name, words, color) in enumerate(lines):
-            y = 1 - (i + 0.25) / (len(lines) + 0.5)
-            figure.text(0.02, y, name, va="top", size=5, color=MUTED)
-            figure.text(
-                0.02, y - 0.8 * LINE_HEIGHT / figure.get_figheight(), words[:60], va="top", color=color, **MONOSPACED
-            )
-        return figure
     shown = {tile.attack for card in cards for tile in card.tiles}
     attacks = [attack for attack in gallery.attacks if attack in shown]  # a test of membership shows nothing
     heights = WIDTH / EXAMPLES + 2.2 * LINE_HEIGHT

@@ -14,8 +14,6 @@ from fedgauge.server.views.figures import canaries_figure, membership_figure, ro
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.roles import is_baseline
-from fedgauge.server.views.success import success_curve
-from fedgauge.simulations.reports.certificates import certified, mechanism_of
 from fedgauge.simulations.reports.figures.draw import draw, draw_heat_map
 from fedgauge.simulations.reports.figures.gallery import gallery_figure
 from fedgauge.simulations.reports.figures.style import PaperFigure, own_style
@@ -59,9 +57,7 @@ def run_figures(reading: Reading) -> Iterator[PaperFigure]:
     """Every figure of a run that has a score."""
     if not len(reading.scores):
         return
-    curve, mechanism = success_curve(reading.scores, reading.ledger), mechanism_of(reading)
-    bound = certified(curve, mechanism) if mechanism else None
-    others = success_figure(reading, bound), membership_figure(reading), canaries_figure(reading)
+    others = success_figure(reading), membership_figure(reading), canaries_figure(reading)
     about = f"{reading.run.name}. {_knowledge(reading)}"
     for spec in filter(None, (*rounds_figures(reading), *others)):
         yield PaperFigure(spec.name, draw(spec), about)

@@ -37,11 +37,11 @@ def test_what_is_read_in_pieces_is_what_is_read_at_once(
             }
             with reading.now():
                 before = reading.version
-                reading.leaks("psnr")
+                reading.leakage("psnr")
             ledger.finish(lease, rows)
             with reading.now():
                 assert reading.version != before
-                assert reading.leaks("psnr") == leakage(scores_of(ledger), "psnr")
+                assert reading.leakage("psnr") == leakage(scores_of(ledger), "psnr")
     reading.close()
 
 
@@ -67,8 +67,8 @@ def test_what_is_deleted_is_shown_no_more(
 ) -> None:
     def shown(reading: Reading) -> tuple[object, ...]:
         with reading.now():
-            who = (reading.rounds, reading.sizes, reading.participation, reading.missed, reading.answered)
-            return reading.version, reading.leaks("psnr"), *map(copy, who)
+            who = (reading.rounds, reading.sizes, reading.participation, reading.answered)
+            return reading.version, reading.leakage("psnr"), *map(copy, who)
 
     run = make_taped(tmp_path / "live", make_scenario())
     with run.ledger() as ledger, closing(Reading(run)) as reading:
@@ -157,7 +157,7 @@ def test_twenty_pages_hinder_no_writer_and_no_page(folder: Path) -> None:
                                 told[i] += 1
                                 if told[i] == 1:
                                     listening.wait()  # all are open before the first row is written
-                                seen[i] = (found["training"]["round"], found["progress"]["done"])
+                                seen[i] = (found["progress"]["round"], found["progress"]["done"])
                             if seen[i] == end:
                                 return
             except Exception as error:  # reported by the main thread
@@ -185,4 +185,5 @@ def test_twenty_pages_hinder_no_writer_and_no_page(folder: Path) -> None:
         assert sum(1 for _ in ledger.scores()) - before == (rounds - 2) * clients
         with visitor(address) as http:
             summary = http.get("/api/runs/complete/overview").json()["summary"]
-        assert {row["attack"]: row["n"] for row in summary}["dlg"] == (rounds - 2) * clients
+        place = [column["key"] for column in summary["columns"]].index("n")
+        assert {row[0]: row[place] for row in summary["rows"]}["dlg"] == (rounds - 2) * clients

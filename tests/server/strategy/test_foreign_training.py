@@ -62,9 +62,8 @@ def test_a_metric_that_is_not_finite_keeps_its_name_and_is_said(tmp_path: Path) 
     reading = Reading(run)
     with reading.now():
         table, found = overview.app_rounds(reading), [sentence for sentence, _ in notices(reading)]
-    nothing = {"training: train_loss": "–", "evaluation: eval_loss": "–"}
-    last = dict(zip(table.heads, table.rows[-1], strict=True))
-    assert last == {"round": "2", **nothing, "evaluation: eval_acc": "0.5"}
+    nothing = {"training: train_loss": None, "evaluation: eval_loss": None}
+    assert table.records[-1] == {"round": 2, **nothing, "evaluation: eval_acc": 0.5}
     words = "In round 2 first, the app returned what is infinite or no number (training: train_loss, evaluation: eval_loss)."
     assert words in found
     assert "eval_loss" in write_report(run).read_text()

@@ -26,6 +26,7 @@ from fedgauge.server.tap import curious
 from fedgauge.server.views import overview
 from fedgauge.server.views.gallery import Gallery, Query
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.tables import in_json
 from fedgauge.simulations.cli.main import main
 
 APPS = Path(__file__).resolve().parents[2] / "foreign"
@@ -172,7 +173,7 @@ def test_an_app_is_trained_audited_shown_and_graded(
 
     assert main(["audit", str(run.folder)]) == 0
     told = capsys.readouterr().out
-    assert re.search(r"2 +[\d.\u00a0%–]* *inverting_gradients +3 +[\d.e+-]+ +[\d.e+-]+ +3 finished", told), told
+    assert re.search(r"2 +[\d.\u00a0%–]* *inverting_gradients +3 +[\d.e+-]+ +[\d.e+-]+ +3 x finished", told), told
     assert "--truth" in told and "not applicable" not in told
     (node,) = [node for node, client in grid_clients(run).items() if client == 0]
     assert f"client 0 = node {node}, {app.config['examples']} examples" in told and node in node_table(run)
@@ -187,9 +188,9 @@ def test_an_app_is_trained_audited_shown_and_graded(
     assert "Reconstructions without a truth" in report
     with closing(Reading(run)) as reading, reading.now():
         assert reading.state == "complete"
-        shown, page = Gallery(reading).page(Query()), overview.overview(reading)
-    assert page["training"]["rounds"] == page["training"]["round"] == 2
-    assert page["verdict"]["word"] == "undetermined" and "nobody graded any" in page["verdict"]["sentences"][0]
+        shown, page = in_json(Gallery(reading).page(Query())), overview.overview(reading)
+    assert page.progress.rounds == page.progress.round == 2
+    assert page.word == "undetermined" and "that anybody graded" in page.sentences[0]
     assert shown["total"] == 2 * 3 * app.config["examples"]
     assert all(tile["image"] and "objective" in tile["note"] for card in shown["cards"] for tile in card["tiles"])
 
@@ -210,9 +211,12 @@ def test_an_app_is_trained_audited_shown_and_graded(
     assert taped == {p: p.stat().st_mtime_ns for p in (run.folder / "tape").iterdir()}
     with closing(Reading(run)) as reading, reading.now():
         graded = {
-            (leak.attack, leak.metric): leak for m in reading.metrics for leak in reading.leaks(m) if leak.round is None
+            (leak.attack, leak.metric): leak
+            for m in reading.metrics
+            for leak in reading.leakage(m)
+            if leak.round is None
         }
-        shown = Gallery(reading).page(Query())
+        shown = in_json(Gallery(reading).page(Query()))
     n = 2 * 3 * app.config["examples"]
     attacks = (
         "inverting_gradients",

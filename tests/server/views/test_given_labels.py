@@ -7,9 +7,8 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.views.assurance.gate import Threshold, gate_of_run
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
-from fedgauge.server.views.overview import summary
+from fedgauge.server.views.leak_tables import rounds_table, summary_table
 from fedgauge.server.views.reading import read_once
-from fedgauge.server.views.strength import round_table
 from fedgauge.server.views.verdict import verdict_of
 from tests.server.views.test_leakage_and_verdict import Cell, Values, score
 from tests.small_runs import scenario
@@ -44,22 +43,16 @@ def test_the_attack_that_restores_labels_is_the_strongest_at_them_everywhere(tmp
         assert (gate.outcome, gate.measurement.value) == ("passed", 0.5)
         assert "by restores" in str(gate) and "told" not in str(gate), "nor did it fail at them"
         page = compare([reading], OF_LABELS)
-        assert [(p["attack"], p["mean"]) for p in page["points"]] == [("restores", 0.5)]
-        assert page["prices"]["rows"][0][1] == "–"
-        assert {p["attack"]: p["labels"] for p in compare([reading])["points"]} == {"told": None, "restores": 0.5}
-        assert {r["attack"]: r["labels"] for r in summary(reading) if r["kind"] == "attack"} == {
-            "told": None,
-            "restores": 0.5,
-        }
-        assert {r.attack: r.labels for r in round_table(reading.scores, reading.ledger)} == {
-            "told": None,
-            "restores": 0.5,
-        }
+        assert [(p["attack"], p["mean"]) for p in page.points.records] == [("restores", 0.5)]
+        assert "floor" not in page.points.records[0]
+        for table in (compare([reading]).points, summary_table(reading), rounds_table(reading)):
+            rows = [row for row in table.records if row.get("kind", "attack") == "attack"]
+            assert {row["attack"]: row["labels"] for row in rows} == {"told": None, "restores": 0.5}
         worst = clients(reading, OF_LABELS, None)
-        assert worst["figure"]["values"] == [[0.5], [None], [0.5]]
-        assert {row["client"]: row["worst"] for row in worst["table"]} == {0: 0.5, 1: None, 2: 0.5}
+        assert worst.figure is not None and worst.figure.values == [[0.5], [None], [0.5]]
+        assert {row["client"]: row["worst"] for row in worst.table.records} == {0: 0.5, 1: None, 2: 0.5}
         for attack, share in ((None, 0.5), ("restores", 0.5), ("told", None)):
-            table = {row["client"]: row["labels"] for row in clients(reading, "psnr", attack)["table"]}
+            table = {row["client"]: row["labels"] for row in clients(reading, "psnr", attack).table.records}
             assert table == {0: share, 1: None, 2: share}
 
 
@@ -69,4 +62,4 @@ def test_where_every_attack_is_given_the_labels_no_label_is_measured(tmp_path: P
         (gate,) = gate_of_run(reading, [Threshold(OF_LABELS, 0.9)])
         assert gate.outcome == "not measured"
         assert "labels" not in verdict_of(reading).sentences[0]
-        assert clients(reading, OF_LABELS, None)["figure"] is None
+        assert clients(reading, OF_LABELS, None).figure is None

@@ -11,15 +11,14 @@ from fedgauge.attacks.modality.membership import QUESTIONS
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.clients import clients
-from fedgauge.server.views.formatting import percent
+from fedgauge.server.views.leak_tables import membership_table
 from fedgauge.server.views.leakage import leakage, leakage_of_all
 from fedgauge.server.views.membership import RATES_SHOWN, roc_curves, told_members
 from fedgauge.server.views.reading import Reading
-from fedgauge.server.views.tables import membership_tests
 from fedgauge.server.views.verdict import Verdict
 from tests.server.views.test_leakage_and_verdict import Cell, Values, score
 from tests.simulations.reports.figures.graded_runs import graded
-from tests.small_runs import scores_of, verdict_on
+from tests.small_runs import LedgerAlone, scores_of, verdict_on
 
 TESTS = (PlannedAttack("membership", {"use": "membership"}), PlannedAttack("over", {"use": "membership_over_rounds"}))
 GUESSES = (PlannedAttack("label_frequency", {"use": "membership", "score": "label_frequency"}),)
@@ -64,8 +63,9 @@ def test_the_numbers_of_a_test_are_means_over_members(tmp_path: Path) -> None:
     assert (told.baseline, told.floor) == ("label_frequency", pytest.approx(0.55))
     assert told.hits is not None and (told.hits.count, told.hits.n) == (3, 6)
     assert told.leaks and told.interval is not None and told.interval[0] < 0.9 < told.interval[1]
-    row, guess = membership_tests(scores_of(ledger), ["membership", "label_frequency"]).rows
-    assert (row[2:4], row[5], guess[1]) == (["6", "90\u00a0%"], "3 of 6", "label_frequency (baseline)")
+    row, guess = membership_table(LedgerAlone(ledger)).records
+    shown = {"n": 6, "mean": pytest.approx(0.9), "told_at_1_percent": (3, 6)}
+    assert row == row | shown and (guess["test"], guess["kind"]) == ("label_frequency", "baseline")
     assert "leaks: by membership" in told.sentence and "90\u00a0%" in told.sentence
 
 
@@ -140,15 +140,15 @@ def test_every_place_takes_the_same_mean_of_the_same_rows(tmp_path: Path) -> Non
     }
     with written(tmp_path / "l.sqlite", {**cells, **alone, **anybody}, TESTS) as ledger:
         scores = scores_of(ledger)
-    table = {(row[0], row[1]): row for row in membership_tests(scores, ["membership", "over"]).rows}
+        table = {(row["question"], row["test"]): row for row in membership_table(LedgerAlone(ledger)).records}
     for metric, (question, _) in QUESTIONS.items():
         pooled = {leak.attack: leak for leak in leakage(scores, metric) if leak.round is None}
         assert {(q, name) for q, name in table if q == question} == {(question, name) for name in pooled}
         for name, leak in pooled.items():
-            within = "–" if leak.low is None else f"{percent(leak.low)} to {percent(leak.high)}"
-            assert table[question, name][2:5] == [str(leak.n), percent(leak.mean), within]
-    assert table[QUESTIONS["held_membership"].asked, "over"][3] == "90\u00a0%"
-    assert table[QUESTIONS["anybody_membership"].asked, "membership"][4] == "–", "one round"
+            row = table[question, name]
+            assert (row["n"], row["mean"], row["interval"]) == (leak.n, leak.mean, leak.interval)
+    assert table[QUESTIONS["held_membership"].asked, "over"]["mean"] == pytest.approx(0.9)
+    assert table[QUESTIONS["anybody_membership"].asked, "membership"]["interval"] is None, "one round"
     (hits,) = leakage_of_all(scores, "held_membership_at_1_percent")
     assert (hits.n, hits.mean) == (2, 1.0)
 
@@ -163,8 +163,9 @@ def test_the_clients_view_counts_the_same_rows(tmp_path: Path) -> None:
     reading = Reading(graded(tmp_path / "run", how, clients=2, rounds=2, limit=False))
     with reading.now():
         for attack in (None, "first"):
-            assert [(r["n"], r["mean"]) for r in clients(reading, "held_membership", attack)["table"]] == [(1, 0.9)] * 2
-        assert [r["mean"] for r in clients(reading, "held_membership", "second")["table"]] == [None] * 2
+            rows = clients(reading, "held_membership", attack).table.records
+            assert [(row["n"], row["mean"]) for row in rows] == [(1, 0.9)] * 2
+        assert [row["mean"] for row in clients(reading, "held_membership", "second").table.records] == [None] * 2
 
 
 def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> None:
@@ -179,9 +180,9 @@ def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> Non
     plan = (*TESTS, PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}))
     with written(tmp_path / "l.sqlite", cells, plan) as ledger:
         curves = roc_curves(scores_of(ledger))
-        (row,) = membership_tests(scores_of(ledger), [MEMBERSHIP_LIMIT]).rows
+        row = membership_table(LedgerAlone(ledger)).records[-1]
     by_curve = dict(zip(RATES_SHOWN, curves[MEMBERSHIP_LIMIT], strict=True))[0.01]
-    assert row[5] == percent(by_curve), "a power is no count of members"
+    assert (row["power"], row["told_at_1_percent"]) == (pytest.approx(by_curve), None), "a power is no count of members"
     assert curves[MEMBERSHIP_LIMIT] == pytest.approx([np.mean([power(r, mu) for mu in mus]) for r in RATES_SHOWN])
     known = dict(zip(RATES_SHOWN, curves["membership"], strict=True))
     assert known[0.001] is None and known[0.01] == 0.5 and known[0.5] == 0.5 and known[1.0] == 1.0
@@ -196,7 +197,7 @@ def test_values_that_no_test_gives_break_nothing(tmp_path: Path) -> None:
         cells = {(1, client, name): odd for client in range(2) for name in names}
         with written(tmp_path / f"{value}.sqlite", cells, plan) as ledger:
             scores = scores_of(ledger)
-            assert roc_curves(scores) and membership_tests(scores, list(names)).rows and told_members(scores)
+            assert roc_curves(scores) and membership_table(LedgerAlone(ledger)).written and told_members(scores)
             assert verdict_on(ledger).sentence
 
 

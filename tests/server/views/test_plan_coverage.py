@@ -18,7 +18,6 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.assurance.gate import Threshold, gate_of_run
 from fedgauge.server.views.notices import notices
-from fedgauge.server.views.overview import overview
 from fedgauge.server.views.plan_coverage import PlanCoverage, plan_coverage
 from fedgauge.server.views.reading import read_once
 from fedgauge.server.views.verdict import verdict_of
@@ -98,7 +97,7 @@ def test_a_refused_update_counts_everywhere(refused: Run, capsys: pytest.Capture
         assert found.words in verdict.sentences[0]
         assert gate.outcome == "incomplete" and found.words in str(gate)
         assert f"{found.words}." in [words for words, _ in notices(reading)]
-        assert overview(reading)["plan"] == {
+        assert reading.plan_coverage.to_json() == {
             "updates": 4,
             "attacked": 4 - lost,
             "missed": {"refused": lost},
@@ -106,7 +105,7 @@ def test_a_refused_update_counts_everywhere(refused: Run, capsys: pytest.Capture
             "missed_rounds": len(found.missed_rounds),
             "words": found.words,
         }
-    assert f"Planned updates: {4 - lost} of 4 attacked" in write_report(refused).read_text()
+    assert f"{4 - lost} of 4 planned updates attacked" in write_report(refused).read_text()
 
     print_summary(refused, "auto")
     assert found.words in capsys.readouterr().out

@@ -14,7 +14,6 @@ import yaml
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.assurance.coverage import coverage
 from fedgauge.server.views.assurance.gate import GateResult, Measurement, Threshold, gate_of_run, judged
 from fedgauge.server.views.reading import read_once
 from fedgauge.simulations.checks.preflight import preflight as examine
@@ -85,7 +84,7 @@ def test_what_nobody_graded_lets_nothing_pass(attacked: Run, metric: str) -> Non
     with read_once(attacked) as reading:
         (after,) = gate_of_run(reading, [Threshold(metric, 1000.0, True)])
     assert (before.outcome, after.outcome) == ("passed", "not measured")
-    assert "2 reconstructions were not graded" in str(after)
+    assert "2 reconstructions not graded" in str(after)
 
 
 def lose(run: Run, *, all_of_them: bool) -> None:
@@ -100,10 +99,10 @@ def test_rows_without_a_value_are_counted_beside_what_was_measured(
 ) -> None:
     lose(attacked, all_of_them=False)
     assert gate(str(attacked.folder), "--fail-above", "psnr=60", "--fail-above", "worst.psnr=1000") == 0
-    assert capsys.readouterr().out.count("2 of 4 by analytic (diverged)") == 2
+    assert capsys.readouterr().out.count("2 x diverged of 4 by analytic") == 2
     lose(attacked, all_of_them=True)
     assert gate(str(attacked.folder), "--fail-above", "psnr=60") == 3
-    assert "4 of 4 by analytic (diverged)" in capsys.readouterr().out
+    assert "4 x diverged of 4 by analytic" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("doubt", ["replay", "truth_doubts"])
@@ -121,7 +120,6 @@ def test_a_failed_check_of_the_run_lets_nothing_pass(attacked: Run, doubt: str) 
         (["--fail-above", "psnrr=20"], "'psnrr'"),
         (["--fail-above", "mse=.1"], "--fail-below"),
         (["--fail-below", "psnr=20"], "--fail-above"),
-        (["--fail-above", "psnr=20", "--fail-above", "psnr=30"], "psnr"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -160,10 +158,8 @@ def test_membership_is_compared_by_its_area(tmp_path: Path) -> None:
         (result,) = gate_of_run(reading, [Threshold("membership", 0.7)])
         areas = [told.area for told in told_members(reading.scores)]
         (held,) = gate_of_run(reading, [Threshold("held_membership", 0.7)])
-        tested = {row.question: row for row in coverage(reading)}
     assert result.measurement.value == max(areas) > 0.7 and result.outcome == "failed"
     assert held.outcome == "not measured" and "--attack membership_over_rounds" in str(held)
-    assert tested["Who was in a batch"].by == ("membership",)
 
 
 # --------------------------------------------------------------------------------------------------- before training

@@ -15,7 +15,7 @@ from fedgauge.server.pool.executors import LocalExecutor, Result
 from fedgauge.server.pool.service import serve
 from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.privacy import Spending, privacy
+from fedgauge.server.views.privacy import Spending, spent_in
 from fedgauge.server.views.reading import Reading
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.reports.client_report import read
@@ -146,7 +146,7 @@ def train_until(run: Run, owners: list[Path], dies: int | None, number: int = 1)
 def epsilons(owners: list[Path], updates: int) -> list[float]:
     """Of the clients' own reports, of so many updates each."""
     own = [read(owner) for owner in owners]
-    assert {len(report.rounds) for report in own} == {updates}
+    assert {len(report.rounds.rows) for report in own} == {updates}
     spent = [report.privacy.record for report in own if report.privacy is not None]
     assert len(spent) == len(owners)
     return [epsilon for epsilon in spent if epsilon is not None]
@@ -155,7 +155,7 @@ def epsilons(owners: list[Path], updates: int) -> list[float]:
 def page_epsilon(run: Run) -> float:
     """Of one record, as the page and the report show it."""
     with closing(Reading(run)) as reading, reading.now():
-        told = privacy(reading)["epsilon"]
+        told = spent_in(reading).record
     assert isinstance(told, float)
     return told
 

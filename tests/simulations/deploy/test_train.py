@@ -90,10 +90,10 @@ def test_where_every_client_refuses_the_run_has_failed_and_says_why(foreign: Dep
             in_memory.train(run, owners(foreign))
             lacking.report()
             lacking.report()
-            assert [words.partition(": ")[2].partition(" 0: ")[0] for words in view.said] == [
-                f"round {r}: 0 of 3 clients; client" for r in (1, 2, 3)
+            assert [words.partition(": ")[2].partition(" 0 missing")[0] for words in view.said] == [
+                f"round {r}: 0 of 3 updates came in; client" for r in (1, 2, 3)
             ]
-            assert all("this client does not build it" in words and "client 2: " in words for words in view.said)
+            assert all("this client does not build it" in words and "client 2 " in words for words in view.said)
             why = none_accepted(ledger, ended=True)
             assert why.startswith("no round got an update: 0 of 9 updates came in; client 0 missing in 3 rounds: ")
             ledger.set_meta(state="failed", empty=why)

@@ -100,7 +100,7 @@ class Page(HTMLParser):
     @property
     def rounds(self) -> list[Any]:
         """The figures over rounds, one for each metric."""
-        figures: list[Any] = self.data["overview"]["figures"]["rounds"]
+        figures: list[Any] = self.data["overview"]["over_rounds"]
         return figures
 
     def metric(self, name: str) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Page(HTMLParser):
     @property
     def success(self) -> dict[str, Any]:
         """The success curves, by name."""
-        return {series["name"]: series for series in self.data["overview"]["figures"]["success"]["series"]}
+        return {series["name"]: series for series in self.data["overview"]["success"]["series"]}
 
 
 def page_of(run: Run) -> Page:

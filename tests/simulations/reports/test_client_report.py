@@ -70,13 +70,11 @@ def test_the_report_says_what_was_sent_answered_and_leaked(tmp_path: Path, capsy
     rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
     assert rows == [
         ["1", "1", "sent", "2", "1", "dlg", "21", "21.18"],
-        ["1", "2", "sent", "0", "0"],
-        ["1", "3", "withheld", "0", "0"],
+        ["1", "2", "sent", "0", "0", "–", "–", "–"],
+        ["1", "3", "withheld", "0", "0", "–", "–", "–"],
     ]
     assert "worst leak: 21.18 dB PSNR (dlg, round 1; reported to the server as 21)" in out, "a baseline's is no leak"
-    assert (
-        "what the server calls the baseline mean_image has 55.10 dB (round 1): it may call any reconstruction so" in out
-    )
+    assert "what the server calls a baseline: 55.10 dB PSNR (mean_image, round 1; reported to the server as 55)" in out
     assert "guard: holds back entries that are not finite, or a norm above 5" in out
     assert "withheld: its norm is 9, above max_norm 5 (1 x)" in out
     assert "refused: this client has already answered in round 2 of this run (2 x)" in out

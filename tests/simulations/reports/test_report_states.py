@@ -19,9 +19,9 @@ from tests.small_runs import scenario
 
 def test_a_run_without_rounds(tmp_path: Path) -> None:
     page = page_of(Run.create(tmp_path / "empty", scenario()))
-    assert "before its first round" in page.words
-    assert "No round has been recorded yet" in page.words
-    assert "no attack was planned" in page.words
+    assert "after 0 of 2 rounds" in page.words
+    assert "No round with an accuracy or a score has been recorded yet" in page.words
+    assert "no attack that reconstructs was planned" in page.words
     assert page.cards == []
     assert page.rounds == []
 
@@ -59,7 +59,7 @@ def test_a_server_that_was_not_curious(tmp_path: Path) -> None:
     page = page_of(run)
     assert "The server was not curious" in page.words
     assert "fedgauge audit" not in page.words, "there is nothing on the tape to audit"
-    assert "1 updates accepted, 0 rejected, 1 missing" in page.words
+    assert "Updates in 1 round: 1 accepted, 0 rejected, 1 missing" in page.words
 
 
 def test_a_failed_attack_is_told_with_its_error(tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_a_missing_lpips_is_told_where_it_has_a_meaning(pixels: tuple[int, int, 
     reading = SimpleNamespace(
         metrics=["psnr"], attacks=[], scenario=SimpleNamespace(federation=SimpleNamespace(shards=shards))
     )
-    assert [words for words, _ in notices._data(reading)] == ["LPIPS: unavailable (no backbone weights)."] * told  # type: ignore[arg-type]
+    assert [words for words, _ in notices._of_data(reading)] == ["LPIPS: unavailable (no backbone weights)."] * told  # type: ignore[arg-type]
     reading.metrics.append("lpips_alex")
-    assert list(notices._data(reading)) == []  # type: ignore[arg-type]
+    assert list(notices._of_data(reading)) == []  # type: ignore[arg-type]
 
 
 def test_given_labels_are_not_shown_as_restored(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gallery import Gallery, Query
 from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.checks.preflight import preflight
 from fedgauge.simulations.checks.scenario_check import check
@@ -71,14 +72,14 @@ def test_page_and_report_show_rows_side_by_side_and_both_kinds_of_leak(
     (ledger,) = tmp_path.glob("*/ledger.sqlite")
     run = Run(ledger.parent)
     with closing(Reading(run)) as reading, reading.now():
-        page, found = Gallery(reading).page(Query()), verdict_of(reading)
+        page, found = in_json(Gallery(reading).page(Query())), verdict_of(reading)
         scores = {(row["attack"], row["metric"]) for row in reading.ledger.scores()}
     assert (page["kind"], page["noun"], page["total"]) == ("text", "row", 4)
     for card in page["cards"]:
-        assert card["headings"][:2] == ("age", "schooling")
+        assert card["headings"][:2] == ["age", "schooling"]
         tiles = {tile["attack"]: tile for tile in card["tiles"]}
         assert len(card["truth_words"]) == 10
-        assert tiles["spear"]["words"] == tuple((word, "right") for word in card["truth_words"]), tiles["spear"]["note"]
+        assert tiles["spear"]["words"] == [[word, "right"] for word in card["truth_words"]], tiles["spear"]["note"]
     assert {("tableak", "sure_categories"), ("mode_row", "cells"), ("membership", MEMBER)} <= scores
     with (
         run.ledger() as ledger_

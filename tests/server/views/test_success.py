@@ -15,7 +15,7 @@ from fedgauge.defenses.noise import gaussian, identity, laplace
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
 from fedgauge.server.views.intervals import Rate
-from fedgauge.simulations.reports.certificates import certified, gaussian_mechanism
+from fedgauge.server.views.success import certified, gaussian_mechanism
 
 EACH, SGD = per_example(clip(2.0)), local_sgd(0.1)
 
@@ -92,6 +92,6 @@ def test_certified_rates_start_from_the_best_baseline() -> None:
     assert found is not None
     prior = Rate(1, 10).interval[1]
     assert found == pytest.approx([scipy.stats.norm.cdf(scipy.stats.norm.ppf(prior) + 0.5)] * 51)
-    four = certified(curve, Mechanism("normal", 2.0, 2.0, 2, 2), rounds=2)
+    four = certified(curve, Mechanism("normal", 2.0, 2.0, 4, 4))
     assert four == pytest.approx([scipy.stats.norm.cdf(scipy.stats.norm.ppf(prior) + 1.0)] * 51)
     assert certified({"matching": [Rate(9, 10)] * 51}, Mechanism("normal", 2.0, 2.0, 1, 1)) is None

@@ -1,0 +1,62 @@
+"""The page's scripts read what the views' types have, and the types have nothing that nobody reads."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from fedgauge.attacks.modality.base import MainMetric
+from fedgauge.server.dashboard import STATIC
+from fedgauge.server.dashboard.runs import BrokenRun
+from fedgauge.server.views.clients import Clients
+from fedgauge.server.views.compare import Comparison
+from fedgauge.server.views.figures import Axis, Figure, HeatMap, Look, Series
+from fedgauge.server.views.gallery import Card, ImageRounds, Page, Tile, Trace
+from fedgauge.server.views.overview import KnowledgeCard, Overview, RunProgress
+from fedgauge.server.views.reading import RunLine
+from fedgauge.server.views.tables import Column, Table
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS = "\n".join(path.read_text() for path in sorted(STATIC.glob("*.js")))
+TEMPLATES = "\n".join(path.read_text() for path in sorted((ROOT / "simulations" / "reports").glob("*.html")))
+# what a variable of this name holds in every script, and what the script itself puts beside it
+HELD: dict[str, tuple[tuple[type, ...], set[str]]] = {
+    "overview": ((Overview,), {"state"}),
+    "progress": ((RunProgress,), set()),
+    "attacker": ((KnowledgeCard,), set()),
+    "run": ((RunLine, BrokenRun), set()),
+    "card": ((Card,), set()),
+    "tile": ((Tile,), set()),
+    "column": ((Column,), set()),
+    "spec": ((Figure, HeatMap, Table), set()),
+    "look": ((Look,), set()),
+    "compared": ((Comparison,), {"left"}),
+    "clients": ((Clients,), set()),
+    "trace": ((Trace,), set()),
+    "measure": ((MainMetric,), set()),
+}
+
+
+def names(*kinds: type) -> set[str]:
+    return {field.name for kind in kinds for field in fields(kind)}
+
+
+@pytest.mark.parametrize("variable", HELD)
+def test_a_script_asks_for_nothing_that_the_type_has_not(variable: str) -> None:
+    kinds, more = HELD[variable]
+    read = set(
+        re.findall(
+            rf"(?<![\w.]){variable}\??\.(\w+)",
+            SCRIPTS + "".join(re.findall("<script>(.*?)</script>", TEMPLATES, re.DOTALL)),
+        )
+    )
+    assert read and read <= names(*kinds) | more
+
+
+@pytest.mark.parametrize(
+    "kind", [*{kind for kinds, _ in HELD.values() for kind in kinds} - {MainMetric}, Page, ImageRounds, Series, Axis]
+)
+def test_a_type_has_nothing_that_no_page_reads(kind: type) -> None:
+    words = set(re.findall(r"\w+", SCRIPTS + TEMPLATES))
+    assert names(kind) - words - {"version", "digits"} == set()
