@@ -269,7 +269,7 @@ def test_every_table_of_a_paper_is_named() -> None:
 
 def test_the_defenses_epsilons_are_what_the_accountant_says() -> None:
     """An epsilon follows from the settings alone, so that it needs no new measurement."""
-    measured = json.loads(text_of("simulations/results/defenses/sweep.json"))
+    measured = json.loads(text_of("simulations/results/defenses/sweep.json"))["rows"]
     kept_ones = {row["defense"]: row["epsilon"] for row in measured}
     for cell in Sweep.load(ROOT / "simulations/defenses.toml").cells:
         scenario = Scenario.from_tables(cell.tables)
@@ -281,7 +281,7 @@ def test_the_defenses_epsilons_are_what_the_accountant_says() -> None:
 @pytest.mark.parametrize("name", ["defenses", "defenses_batch16"])
 def test_the_kept_sweep_has_a_row_for_each_of_the_ready_one(name: str) -> None:
     cells = Sweep.load(ROOT / f"simulations/{name}.toml").cells
-    measured = json.loads(text_of(f"simulations/results/{name}/sweep.json"))
+    measured = json.loads(text_of(f"simulations/results/{name}/sweep.json"))["rows"]
     planned = {(cell.defense, attack) for cell in cells for attack in cell.attacks}
     assert {(row["defense"], row["attack"]) for row in measured} == planned
     assert all(row["mean"] is not None or row["reason"] for row in measured), "a number or a reason"

@@ -20,7 +20,7 @@ def find_run(named: Path, folder: Path) -> Run:
 def find_runs(named: Path, folder: Path) -> list[Run]:
     """A run, or every run of a sweep's folder, unchecked, as one may be damaged; LedgerError if there is none."""
     place = named if named.exists() else folder / named
-    return cells(place) if (place / "sweep.toml").exists() else [find_run(named, folder)]
+    return cells(place) if (place / "sweep.json").exists() else [find_run(named, folder)]
 
 
 def cells(sweep: Path) -> list[Run]:
