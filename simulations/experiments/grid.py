@@ -62,12 +62,12 @@ def expand(tables: Table, keys: Collection[str], joined: Collection[str], others
         _check_keys(rest, ("attacks", *keys), f"[[where]] #{i}")
     template = coerce(tables.get("cell_name", " ".join(f"{{{axis}}}" for axis in axes)), str, "cell_name")
     cells = []
-    for entries in product(*axes.values()):
-        place = dict(zip(axes, entries, strict=True))
+    for chosen_entries in product(*axes.values()):
+        place = dict(zip(axes, chosen_entries, strict=True))
         called = {axis: entry["name"] for axis, entry in place.items()}
-        layers = [tables, *entries, *(where for chosen, where in wheres if _is_in(called, chosen))]
+        layers = [tables, *chosen_entries, *(where for chosen, where in wheres if _is_in(called, chosen))]
         on_it = [a for chosen, a in attacks if _is_in(called, chosen)]
-        on_it += [a for e in entries for a in tables_of(e, "attack")]
+        on_it += [a for e in chosen_entries for a in tables_of(e, "attack")]
         name = template.format_map(called).rstrip(", ")  # what an empty name leaves goes
         table = layered([{k: v for k, v in layer.items() if k in keys} for layer in layers], joined, f"cell {name}")
         cells.append(Cell(name, place, table, _attacks(name, layers, on_it)))

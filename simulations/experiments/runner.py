@@ -50,15 +50,15 @@ def _apart(works: Mapping[str, Work], jobs: int) -> Iterator[tuple[str, Found]]:
                 process.start()
                 theirs.close()
                 at_work[ours] = name, place, process
-            for ours in connection.wait(list(at_work)):
-                name, _, process = at_work[ours]
+            for ready in connection.wait(list(at_work)):
+                name, _, process = at_work[ready]
                 try:
-                    found = ours.recv()
+                    found = ready.recv()  # type: ignore[union-attr]  # it waited for pipes alone
                 except EOFError:
                     process.join()
                     found = SpecError(f"its process ended with status {process.exitcode}")
                 if not isinstance(found, list):
-                    del at_work[ours]
+                    del at_work[ready]
                 if found is not None:
                     yield name, found
     finally:
