@@ -21,6 +21,7 @@ from docs.generate.__main__ import pages
 from fedgauge.attacks.modality.image_metrics import BACKBONES, image_metrics, lpips_metric
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_connection import columns_of
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import _parser
 from fedgauge.simulations.experiments.sweep_file import Sweep
@@ -217,6 +218,15 @@ def test_the_ledgers_example_is_a_question_that_a_ledger_answers(tmp_path: Path)
         assert db.execute(example).fetchall() == []
 
 
+def test_every_column_of_the_ledger_is_explained() -> None:
+    sections = re.split(r"^## ", text_of("docs/reference/ledger.md"), flags=re.MULTILINE)[1:]
+    for section in sections:
+        table = section.partition("\n")[0].strip("`")
+        explained = re.findall(r"^\| `(\w+)` \| (\w*) \|", section, re.MULTILINE)
+        assert explained == list(columns_of(table)), table
+    assert len(sections) > 5
+
+
 # --------------------------------------------------------------------------------------------------------- components
 
 
@@ -269,7 +279,7 @@ def test_every_table_of_a_paper_is_named() -> None:
 
 def test_the_defenses_epsilons_are_what_the_accountant_says() -> None:
     """An epsilon follows from the settings alone, so that it needs no new measurement."""
-    measured = json.loads(text_of("simulations/results/defenses/sweep.json"))
+    measured = json.loads(text_of("simulations/results/defenses/sweep.json"))["rows"]
     kept_ones = {row["defense"]: row["epsilon"] for row in measured}
     for cell in Sweep.load(ROOT / "simulations/defenses.toml").cells:
         scenario = Scenario.from_tables(cell.tables)
@@ -281,7 +291,7 @@ def test_the_defenses_epsilons_are_what_the_accountant_says() -> None:
 @pytest.mark.parametrize("name", ["defenses", "defenses_batch16"])
 def test_the_kept_sweep_has_a_row_for_each_of_the_ready_one(name: str) -> None:
     cells = Sweep.load(ROOT / f"simulations/{name}.toml").cells
-    measured = json.loads(text_of(f"simulations/results/{name}/sweep.json"))
+    measured = json.loads(text_of(f"simulations/results/{name}/sweep.json"))["rows"]
     planned = {(cell.defense, attack) for cell in cells for attack in cell.attacks}
     assert {(row["defense"], row["attack"]) for row in measured} == planned
     assert all(row["mean"] is not None or row["reason"] for row in measured), "a number or a reason"

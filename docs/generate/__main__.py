@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from docs.generate import kept_figures, keys, ledger, options, signatures
+from docs.generate import kept_figures, keys, signatures
 from docs.generate.markdown import escaped, fill_blocks
 from fedgauge.simulations.cli.components import components_of
 from fedgauge.simulations.experiments.sweep_file import Sweep
-from fedgauge.simulations.experiments.sweep_rows import SweepRow, markdown, summary
+from fedgauge.simulations.experiments.sweep_rows import SweepRow, summary_as_markdown
 
 DOCS = Path(__file__).parents[1]
 SIMULATIONS = DOCS.parent / "simulations"
@@ -25,17 +25,15 @@ def components(kind: str) -> str:
 
 def sweep(name: str) -> str:
     """Return the kept rows of a sweep with a line for each defense."""
-    rows = json.loads((SIMULATIONS / "results" / name / "sweep.json").read_text())
-    promises = {cell.defense: cell.promise for cell in Sweep.load(SIMULATIONS / f"{name}.toml").cells}
-    return markdown(summary([SweepRow(**row) for row in rows], promises))
+    kept = json.loads((SIMULATIONS / "results" / name / "sweep.json").read_text())
+    promises = Sweep.load(SIMULATIONS / f"{name}.toml").promises
+    return summary_as_markdown([SweepRow(**row) for row in kept["rows"]], promises)
 
 
 BLOCKS: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "components.md": ("components", components),
     "scenario-keys.md": ("keys", keys.block),
     "adding-components.md": ("signatures", signatures.block),
-    "reference/command-options.md": ("options", options.block),
-    "reference/ledger.md": ("ledger", ledger.block),
     "defenses.md": ("sweep", sweep),
 }
 

@@ -6,24 +6,22 @@
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-PAPERS = Path(__file__).parents[2] / "simulations" / "papers"
+from fedgauge.simulations.experiments.measures import ComparedFigure
+from fedgauge.simulations.experiments.paper_table_files import PAPERS
+from fedgauge.simulations.experiments.results import figures_table, markdown
+
 MARKED = re.compile(r"<!-- (figures|computed): ([\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
 VERSIONS = ("fedgauge", "torch", "transformers")  # that a page names; the kept file has all
-HEADS = ("setting", "attack", "metric", "reference", "here", "95 % interval", "n", "baseline", "budget", "remarks")
-OPTIONAL = ("reference", "95 % interval", "baseline", "budget", "remarks")  # left out where no row has any
 
 
 def table(names: Sequence[str]) -> str:
     """A Markdown table of all rows that were kept under these names."""
-    lines = [_cells(row) for name in names for row in _kept(name)["rows"]]
-    shown = [
-        i for i, head in enumerate(HEADS) if head not in OPTIONAL or any(line[i] not in ("", "-") for line in lines)
-    ]
-    rows = [HEADS, ["---"] * len(HEADS), *lines]
-    return "\n".join(f"| {' | '.join(row[i] for i in shown)} |" for row in rows)
+    rows = [ComparedFigure(**row) for name in names for row in _kept(name)["rows"]]
+    shown = [replace(row, cell=row.cell.replace("|", "\\|"), attack=f"`{row.attack}`") for row in rows]
+    return markdown(figures_table(shown)).rstrip()
 
 
 def computed(names: Sequence[str]) -> str:
@@ -51,15 +49,3 @@ def fill(page: str) -> str:
     return MARKED.sub(
         lambda mark: f"<!-- {mark[1]}: {mark[2]} -->\n{written[mark[1]](mark[2].split())}\n<!-- end -->", page
     )
-
-
-def _cells(row: dict[str, object]) -> list[str]:
-    spread = f" ± {row['spread']:g}" if row["spread"] is not None else ""
-    interval = "-" if row["low"] is None else f"{_number(row['low'])} to {_number(row['high'])}"
-    setting = str(row["cell"]).replace("|", "\\|")
-    figures = [_number(row["reference"]) + spread, _number(row["here"]), interval, str(row["n"]), _number(row["floor"])]
-    return [setting, f"`{row['attack']}`", str(row["metric"]), *figures, str(row["budget"]), str(row["note"])]
-
-
-def _number(value: object) -> str:
-    return "-" if value is None else f"{value:.4g}"

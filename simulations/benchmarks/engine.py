@@ -1,6 +1,5 @@
 """How much faster the engine advances K problems together than the published loop advances them one by one."""
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -10,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from fedgauge.attacks.base import Budget, Knowledge, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
@@ -60,14 +58,11 @@ CELLS: tuple[SpeedCase, ...] = (
     SpeedCase("lenet", lenet, 1, None, iterations=240, compiled=True),
     SpeedCase("lenet", lenet, 8, None, iterations=96, compiled=True),
     SpeedCase("lenet", lenet, 64, 12.0, compiled=True),
-    SpeedCase("lenet", lenet, 1, None, DIGITS, iterations=240),
     SpeedCase("lenet", lenet, 64, 8.0, DIGITS),
     SpeedCase("lenet, 5 local steps", lenet, 32, 6.0, steps=5, iterations=24),
     SpeedCase("mlp of 5.1 M", partial(mlp, hidden=(1250, 1000)), 1, None, iterations=24),
     SpeedCase("mlp of 5.1 M", partial(mlp, hidden=(1250, 1000)), 8, 14.0, iterations=24),
-    SpeedCase("convnet of width 64", convnet, 1, None, iterations=12),
     SpeedCase("convnet of width 64", convnet, 4, 1.15, iterations=12),
-    SpeedCase("resnet20-4", partial(resnet20, width=4), 1, None, iterations=12),
     SpeedCase("resnet20-4", partial(resnet20, width=4), 4, 1.15, iterations=12),
 )
 
@@ -225,21 +220,3 @@ def step_of(posed: ImageProblem) -> tuple[Problems, Variables, Tensor]:
     )
     x = torch.randn(posed.truth.shape, generator=generator("gpu", "guess")).to(posed.truth)
     return problems, {"x": x}, torch.arange(len(posed.wave))
-
-
-def flops(work: Callable[[], object]) -> int:
-    """Floating-point operations of matrix products and convolutions."""
-    with FlopCounterMode(display=False) as counter:
-        work()
-    return int(counter.get_total_flops())
-
-
-def peak_memory(device: torch.device) -> float | None:
-    """Gigabytes held at most since the last call, all of which is given back; None on the CPU."""
-    gc.collect()
-    if device.type != "cuda":
-        return None
-    most = torch.cuda.max_memory_allocated(device) / 1e9
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return round(most, 2)

@@ -5,6 +5,7 @@ docs/gpu.md says how, also where fedgauge is not installed. It is sized for ten 
 """
 
 import argparse
+import gc
 import importlib.util
 import json
 import math
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import mean, median
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Wave
 from fedgauge.attacks.engine.devices import CPU, Precision, compute_on, devices_of, numerics
@@ -31,11 +33,8 @@ from fedgauge.simulations.benchmarks.engine import (
     PUBLISHED,
     SMOOTH,
     Make,
-    flops,
-    peak_memory,
     problem,
     resnet18,
-    step_of,
 )
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, cells, interleaved, record
 from fedgauge.simulations.benchmarks.text import random_sentences
@@ -144,16 +143,13 @@ class GpuBenchmark:
         yield Figure(f"{name}: engine / {PUBLISHED}", loop / ours, "x", at_least=least, note=note)
         if not rooflines:
             return
-        problems, variables, rows = step_of(posed)
-        problems.value_and_slopes(variables, rows)  # the first one checks the model
-        forward = flops(lambda: posed.forwards(1))
-        counted = flops(lambda: problems.value_and_slopes(variables, rows))
-        name, percent, ms = f"{name}: share of the float32 roofline", 1e-10 / PEAK / spent["engine"] * n, ours * size
-        note = f"{forward / size / 1e9:.3g} GFLOP a forward pass, {ms:.3g} ms an iteration"
-        counting = f"{name}, {FORWARDS} forwards an iteration"
-        yield Figure(counting, FORWARDS * forward * percent, "%", at_least=30.0, note=note)
-        note = f"{counted / forward:.3g} forwards an iteration"
-        yield Figure(f"{name}, as counted", counted * percent, "%", note=note)
+        with FlopCounterMode(display=False) as counter:
+            posed.forwards(1)
+        forward = counter.get_total_flops()
+        note = f"{forward / size / 1e9:.3g} GFLOP a forward pass, {ours * size:.3g} ms an iteration"
+        title = f"{name}: share of the float32 roofline, {FORWARDS} forwards an iteration"
+        share = FORWARDS * forward * 1e-10 / PEAK / spent["engine"] * n
+        yield Figure(title, share, "%", at_least=30.0, note=note)
 
     # ------------------------------------------------------------------------------------------------------- numerics
 
@@ -303,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(f"{error} (here: --device cpu --quick)")
     benchmark = GpuBenchmark(device, QUICK if options.quick else FULL)
-    started, figures, rows, failed = time.monotonic(), list[Figure](), list[Mapping[str, object]](), False
+    started, figures, failed = time.monotonic(), list[Figure](), False
     settings = dict(
         asdict(numerics(device)), peak=f"{PEAK:g} TFLOP/s", seed=0, sizes=asdict(benchmark.sizes),
         clock="seconds until the device has finished, medians of interleaved repetitions",
@@ -316,9 +312,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found, failed = [Figure(name, None, "", note=f"failed: {type(error).__name__}: {error}")], True
         figures += found
         seconds = round(time.monotonic() - begun, 1)
-        rows.append({"measure": name, "seconds": seconds, "peak_gb": peak_memory(device)})
+        gc.collect()  # the next measure begins with all memory
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         # after each measure, so that a machine that is taken away leaves what it has measured
-        result = record("gpu", BenchmarkReport(tuple(figures), settings, tuple(rows)), time.monotonic() - started)
+        result = record("gpu", BenchmarkReport(tuple(figures), settings), time.monotonic() - started)
         options.output.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
         shown = ["  ".join(filter(None, cells(f))) for f in result["figures"][-len(found) :]]
         print(f"{name} ({seconds} s)", *shown, sep="\n", flush=True)

@@ -7,7 +7,7 @@ import pkgutil
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -85,34 +85,17 @@ def components_of(kind: str | None = None, own_only: bool = False) -> list[Compo
         SpecError: there is no such kind.
     """
     if kind is not None and kind not in KINDS:
-        near = get_close_matches(kind, KINDS, 3, 0.5)
-        meant = f"did you mean {' or '.join(near)}? " if near else ""
-        raise SpecError(f"there is no kind {kind!r}: {meant}the kinds are {', '.join(KINDS)}")
-    chosen = [kind] if kind is not None else list(KINDS)
-    listed = [
-        _component(name, entry)
-        for name in chosen
-        for entry in _once(KINDS[name].entries())
-        if entry.own or not own_only
-    ]
-    return listed if kind is not None or own_only else [*listed, *_without_kind()]
-
-
-def _once(entries: Sequence[Entry]) -> list[Entry]:
-    """Without the second entry of what is in two groups, as an attack on two kinds of data."""
-    found: dict[tuple[str, str, str], Entry] = {}
-    for entry in entries:
-        found.setdefault((entry.name, entry.value, entry.package), entry)
-    return list(found.values())
-
-
-def _without_kind() -> list[Component]:
-    """Plug-ins in a group that no kind has, such as fedgauge.defenses: they would be ignored in silence."""
-    groups = ", ".join(group for kind in KINDS.values() for group in kind.groups)
-    return [
-        Component("unknown", e.name, package=e.package, error=f"there is no group {e.group}; the groups are {groups}")
-        for e in unknown_groups(groups.split(", "))
-    ]
+        raise SpecError(f"there is no kind {kind!r}: the kinds are {', '.join(KINDS)}")
+    listed = []
+    for name in KINDS if kind is None else (kind,):
+        # what is in two groups, as an attack on two kinds of data, is listed once
+        once = {(entry.name, entry.value, entry.package): entry for entry in KINDS[name].entries()}
+        listed += [_component(name, entry) for entry in once.values() if entry.own or not own_only]
+    if kind is None and not own_only:  # plug-ins of a group that no kind has would be ignored in silence
+        groups = [group for each in KINDS.values() for group in each.groups]
+        told = f"there is no such group; the groups are {', '.join(groups)}"
+        listed += [Component("unknown", e.name, package=e.package, error=told) for e in unknown_groups(groups)]
+    return listed
 
 
 def _component(kind: str, entry: Entry) -> Component:
@@ -152,7 +135,8 @@ class Argument:
 def arguments_of(target: Callable[..., Any]) -> list[Argument]:
     """The arguments of a component that a scenario may set."""
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    defaults = _factory_defaults(target)
+    fields = dataclasses.fields(target) if dataclasses.is_dataclass(target) else ()
+    defaults = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
     found = []
     for name, parameter in inspect.signature(target).parameters.items():
         required = parameter.default is parameter.empty
@@ -163,13 +147,6 @@ def arguments_of(target: Callable[..., Any]) -> list[Argument]:
         default = OTHER_DEFAULTS.get(name) or toml(defaults.get(name, parameter.default))
         found.append(Argument(name, hints.get(name, Any), None if required else default))
     return found
-
-
-def _factory_defaults(target: Callable[..., Any]) -> dict[str, object]:
-    if not dataclasses.is_dataclass(target):
-        return {}
-    fields = [f for f in dataclasses.fields(target) if f.default_factory is not dataclasses.MISSING]
-    return {f.name: f.default_factory() for f in fields if callable(f.default_factory)}
 
 
 def _is_settable(hint: Any) -> bool:
@@ -199,18 +176,14 @@ def toml(value: object) -> str:
 def print_components(components: Sequence[Component], console: Console) -> None:
     """Print a heading for each kind and a line for each component."""
     width = max((len(c.name) for c in components), default=0)
-    kind = ""
-    for component in components:
-        if component.kind != kind:
-            console.print(Text(f"\n{component.kind}" if kind else component.kind, "bold"))
-            kind = component.kind
-        plug_in = "" if component.package == "fedgauge" else f" [{component.package}]"
-        line = Text(f"  {component.name:{width}}  ")
-        if component.error:
-            line.append(f"cannot be used{plug_in}: {component.error}", "red")
-        else:
-            line.append(f"{component.description}{plug_in}")
-        console.print(line)
+    for kind, of_it in groupby(components, lambda component: component.kind):
+        console.print(Text(kind, "bold"))
+        for component in of_it:
+            plug_in = "" if component.package == "fedgauge" else f" [{component.package}]"
+            words = (
+                f"cannot be used{plug_in}: {component.error}" if component.error else component.description + plug_in
+            )
+            console.print(Text(f"  {component.name:{width}}  ").append(words, "red" if component.error else None))
 
 
 def to_json(components: Sequence[Component]) -> str:

@@ -1,6 +1,5 @@
 """Finds runs by folder, or by name under runs/."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from fedgauge.client.components import SpecError
@@ -20,21 +19,16 @@ def find_run(named: Path, folder: Path) -> Run:
 def find_runs(named: Path, folder: Path) -> list[Run]:
     """A run, or every run of a sweep's folder, unchecked, as one may be damaged; LedgerError if there is none."""
     place = named if named.exists() else folder / named
-    return cells(place) if (place / "sweep.toml").exists() else [find_run(named, folder)]
+    return _runs_in(place) if (place / "sweep.json").exists() else [find_run(named, folder)]
 
 
-def cells(sweep: Path) -> list[Run]:
-    """A sweep's runs."""
-    return _without_links(path.parent for path in sorted(sweep.glob("*/ledger.sqlite")))
-
-
-def _without_links(folders: Iterable[Path]) -> list[Run]:
-    """The runs in these folders, less the links, which may point anywhere and are named on standard error."""
+def _runs_in(folder: Path) -> list[Run]:
+    """The runs in a folder, less the links, which may point anywhere and are named on standard error."""
     kept = []
-    for folder in folders:
-        run = Run(folder)  # which has resolved a link; asking the folder again may give another answer
-        if run.folder != folder:
-            tell(f"{folder} is a link and left out: name the run that it points to")
+    for path in sorted(folder.glob("*/ledger.sqlite")):
+        run = Run(path.parent)  # which has resolved a link; asking the folder again may give another answer
+        if run.folder != path.parent:
+            tell(f"{path.parent} is a link and left out: name the run that it points to")
         else:
             kept.append(run)
     return kept
@@ -46,5 +40,4 @@ def all_runs(folder: Path) -> list[Run]:
         raise SpecError(f"{folder} is itself a run: --runs names the folder in which runs are kept")
     if folder != RUNS and not folder.is_dir():
         raise SpecError(f"{folder} is not a folder: --runs names the folder in which runs are kept")
-    found = sorted(folder.glob("*/ledger.sqlite"), reverse=True)
-    return _without_links(path.parent for path in found)
+    return _runs_in(folder)[::-1]

@@ -61,33 +61,23 @@ def run(options: argparse.Namespace) -> int:
     from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
     from fedgauge.simulations.run.simulate import Interrupt, simulate
 
-    _refuse(
-        (
-            (options.scenario is None) == (options.resume is None),
-            "name either a SCENARIO.toml to start, or --resume RUN",
-        ),
-        (
-            options.resume is not None and (options.set or options.rounds is not None),
-            "--resume continues with the run's own scenario: leave out --set and --rounds",
-        ),
-    )
+    if (options.scenario is None) == (options.resume is None):
+        raise SpecError("name either a SCENARIO.toml to start, or --resume RUN")
+    if options.resume is not None and (options.set or options.rounds is not None):
+        raise SpecError("--resume continues with the run's own scenario: leave out --set and --rounds")
     before = find_run(options.resume, options.runs) if options.resume is not None else None
     scenario = resume(before) if before else Scenario.load(options.scenario, options.set, options.rounds)
     if scenario.audit.curious:
         scenario.audit.devices_here()  # refused before training rather than after it
-    console = Console(stderr=True, markup=False)
+    console = Console(stderr=True, markup=False, highlight=False)
     if before is None:
         try_first(scenario, console, str(options.scenario))
     folder = before or new_run(scenario, options.scenario.stem, options.runs)
     if options.log == "auto":
-        where = ", in memory" if options.in_memory else ""
-        console.print(
-            f"run {folder.name}: {scenario.protocol.clients} clients, {scenario.protocol.rounds} rounds{where}",
-            highlight=False,
-        )
+        console.print(f"run {folder.name}: {scenario.protocol.clients} clients, {scenario.protocol.rounds} rounds")
         if scenario.left_out:
             beyond = ", ".join(map(str, scenario.left_out))
-            console.print(f"these rounds are beyond --rounds and are not attacked: {beyond}", highlight=False)
+            console.print(f"these rounds are beyond --rounds and are not attacked: {beyond}")
     status = 0
     with Interrupt().caught() as interrupt:
         try:
@@ -112,45 +102,33 @@ def audit(options: argparse.Namespace) -> int:
     from fedgauge.simulations.checks.scenario_check import refuse_misfit
     from fedgauge.simulations.run.create import enter_attacks, prepare_app
 
-    _refuse(
-        (options.follow and options.attack, "--follow carries out the run's own plan: leave out --attack"),
-        (
-            options.follow and options.retry,
-            "--follow attacks what the training adds: leave out --retry, or wait for its end",
-        ),
-        (
-            options.follow and options.truth,
-            "--follow attacks while the training continues: grade by --truth afterwards",
-        ),
-        (
-            not options.attack and (options.rounds or options.clients),
-            "--rounds and --clients choose for --attack: add one",
-        ),
-        (
-            options.truth_rows and not options.truth,
-            "--truth-rows chooses rows of the dataset that --truth names: add --truth",
-        ),
-    )
+    if options.follow and (options.attack or options.retry or options.truth):
+        raise SpecError("--follow carries out the run's own plan: leave out --attack, --retry and --truth")
+    if not options.attack and (options.rounds or options.clients):
+        raise SpecError("--rounds and --clients choose for --attack: add one")
+    if options.truth_rows and not options.truth:
+        raise SpecError("--truth-rows chooses rows of the dataset that --truth names: add --truth")
     run = find_run(options.run, options.runs)
-    names = (options.devices or "").split(",")
-    devices = None if options.devices is None else names[0] if len(names) == 1 else names
+    devices = options.devices.split(",") if options.devices and "," in options.devices else options.devices
     changes = {"executor": options.executor, "workers": options.workers, "devices": devices}
     _repeat_problems(run)  # before the scenario is read, which may be one of them
     scenario = run.scenario([f"audit.{key}={value}" for key, value in changes.items() if value is not None])
-    console = Console(stderr=True, markup=False)
+    console = Console(stderr=True, markup=False, highlight=False)
     if options.truth is None:  # before anything is put into the queue
         attack_devices(scenario.audit, in_cluster="RAY_ADDRESS" in os.environ)
     with run.ledger() as ledger:
         truth = _truth(options, run, ledger)
         if ledger.foreign:
             replies = prepare_app(run, ledger, scenario)
-            how = "as the first round shows" if scenario.tape.replies == "auto" else "as [tape] replies says"
-            console.print(f"the app's clients upload {replies}, {how}", highlight=False, markup=False)
+            console.print(f"the app's clients upload {replies} ([tape] replies = {scenario.tape.replies!r})")
         if options.follow and ledger.foreign:  # the app's server has entered no attack
             enter_attacks(ledger, scenario, scenario.plan)
         if not options.follow:
             if truth is None and not any(o["digest"] for o in ledger.observations()):
-                raise LedgerError(f"{run.folder} has no updates on its tape: {_no_updates(ledger, scenario)}")
+                raise LedgerError(
+                    f"{run.folder} has no updates on its tape: none was accepted, [audit] curious = false, or [tape] keep or "
+                    "fedgauge prune have deleted them"
+                )
             refuse_misfit(scenario.federation, str(run.folder / "scenario.toml"))
             plan = _extra_plan(options, scenario) if options.attack else scenario.plan
             known = enter_attacks(ledger, scenario, plan)
@@ -161,7 +139,7 @@ def audit(options: argparse.Namespace) -> int:
                 _retry(run, ledger, scenario, options.retry, console)
         waiting = ledger.progress().waiting
         if waiting and (words := other_sizes(app_clients(ledger), scenario.federation.shards.batch_size)):
-            console.print(f"warning: {words}", highlight=False, markup=False, soft_wrap=True)  # before hours of work
+            console.print(f"warning: {words}", soft_wrap=True)  # before hours of work
         interrupted = _attack(options, run, ledger, scenario, console) if truth is None or waiting else False
         with Progress(console=console, disable=options.log != "auto", transient=True) as bars:
             task = bars.add_task("who was in a batch: updates tested", visible=False)
@@ -180,21 +158,13 @@ def audit(options: argparse.Namespace) -> int:
     return INTERRUPTED if interrupted else exit_status(run, judged, options.force)
 
 
-def _refuse(*conflicts: tuple[object, str]) -> None:
-    """SpecError if one of these conflicts holds."""
-    for holds, words in conflicts:
-        if holds:
-            raise SpecError(words)
-
-
 def _repeat_problems(run: Run) -> None:
     """Print what the recording of a user's app could not do, each kind once."""
     with run.ledger(readonly=True) as ledger:
         problems = ledger.problems()
     counts = Counter(problem.code for problem in problems)
     for problem in {problem.code: problem for problem in reversed(problems)}.values():
-        more = f" (and {counts[problem.code] - 1} more)" if counts[problem.code] > 1 else ""
-        tell(f"recording: {problem.words}{more}")
+        tell(f"recording: {problem.words} ({counts[problem.code]} x)")
 
 
 def _attack(options: argparse.Namespace, run: Run, ledger: Ledger, scenario: Scenario, console: Console) -> bool:
@@ -246,27 +216,14 @@ def _retry(run: Run, ledger: Ledger, scenario: Scenario, kinds: list[str], conso
     with run.lock("audit"):  # no service may be at work on them
         statuses = {"failed", *get_args(Status)} if "all" in kinds else {kind.replace("-", "_") for kind in kinds}
         again, gone = ledger.retry_ended(statuses, scenario.plan.wave)
-    words = f"{again} attacks ({' or '.join(kinds)}) are tried again" if again else f"no attack is {' or '.join(kinds)}"
-    if gone:
-        words += f"; {gone} cannot be: their updates are no longer on the tape"
-    console.print(f"fedgauge: {words}", highlight=False)
-
-
-def _no_updates(ledger: Ledger, scenario: Scenario) -> str:
-    """Why a tape holds no update."""
-    if not scenario.audit.curious:
-        return "the server was not curious ([audit] curious = false)"
-    if not any(row["status"] == "accepted" for row in ledger.observations()):
-        return "no reply was accepted"
-    return f'[tape] keep = "{scenario.tape.keep}" or fedgauge prune has deleted them, or they could not be written'
+    lost = f"; {gone} cannot be: their updates are no longer on the tape" if gone else ""
+    console.print(f"fedgauge: {again} attacks ({' or '.join(kinds)}) are tried again{lost}")
 
 
 def _extra_plan(options: argparse.Namespace, scenario: Scenario) -> AttackPlan:
     """The plan of --attack 'dlg iterations=300 name=longer': components by name, with their settings."""
-    tables = [component_of(text, "--attack") for text in options.attack]
-    chosen = {"rounds": options.rounds, "clients": options.clients}
-    given = {"seed": scenario.plan.seed, "wave": scenario.plan.wave}
-    plan = {k: v if v is not None else getattr(scenario.plan, k) for k, v in chosen.items()}
-    if plan["rounds"] is None:
-        given["every"] = scenario.plan.every
-    return plan_of(tables, {**given, **{k: list(v) for k, v in plan.items() if v is not None}}, scenario.federation)
+    tables, plan = [component_of(text, "--attack") for text in options.attack], scenario.plan
+    rounds, clients = options.rounds or plan.rounds, options.clients or plan.clients
+    when = {"every": plan.every} if rounds is None else {"rounds": list(rounds)}
+    whom = {} if clients is None else {"clients": list(clients)}
+    return plan_of(tables, {"seed": plan.seed, "wave": plan.wave, **when, **whom}, scenario.federation)

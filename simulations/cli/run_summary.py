@@ -33,14 +33,9 @@ def print_summary(run: Run, log: Log) -> None:
         return
     with read_once(run) as reading:
         if log == "quiet":
-            mismatch = reading.meta.get("replay") == "mismatch"
-            for text in (
-                reading.meta.get("replay_detail", "") if mismatch else "",
-                _clients(reading.ledger),
-                *_problems(reading),
-            ):
-                if text:
-                    tell(text)
+            mismatch = reading.meta.get("replay") == "mismatch" and reading.meta["replay_detail"]
+            for text in filter(None, (mismatch, _clients(reading.ledger), *_problems(reading))):
+                tell(text)
         else:
             _print_results(reading)
     print(f"report: {write_report(run)}")
@@ -56,18 +51,15 @@ def next_step(run: Run, ledger: Ledger) -> str:
         return "the server was not curious ([audit] curious = false): there is nothing to attack"
     if progress.waiting and ledger.meta().get("replay") == "mismatch":
         return (
-            f"{progress.waiting} attacks wait: they would invert a computation that differs from the clients'. Correct what "
-            f"differs, in the scenario or in the code, and check again with: {audit} (--force: attack anyway)"
+            f"{progress.waiting} attacks wait: they would invert another computation than the clients'. Correct the scenario or "
+            f"the code, and check again with: {audit} (--force: attack anyway)"
         )
     if progress.waiting:
         return f"{progress.waiting} attacks are parked; continue with: {audit}"
     if not ledger.observations():
         return f"it ended before its first round; begin again with: {restart_command(run, ledger)}"
-    if progress.failed:
-        return (
-            f"when the cause is mended, also in {run.folder / 'scenario.toml'}, try again with: {audit} --retry failed"
-        )
-    return ""
+    mended = f"when the cause is mended, also in {run.folder / 'scenario.toml'}, try again with: {audit} --retry failed"
+    return mended if progress.failed else ""
 
 
 def wide_console() -> Console:
@@ -101,20 +93,24 @@ def _print_results(reading: Reading) -> None:
     if ledger.attacks() and (graded or ungraded.rows):
         for text in members_sentences(verdict_of(reading).members, ledger):
             _print_line(console, text)
-    if words := canaries(reading).words:
-        _print_line(console, words)
     if "replay_detail" in meta:
         style = "yellow" if meta.get("replay") != "ok" else None
         _print_line(console, f"replay check: {meta['replay_detail']}", style)
-    for name, effect in server_attack_effects(reading).items():
-        _print_line(console, f"malicious server, {name}: {effect}")
-    for text in filter(None, (attacked_on(ledger), numbering(app_clients(ledger)), _clients(ledger), _grading(ledger))):
-        _print_line(console, text)
+    effects = server_attack_effects(reading)
     reasons = ledger.reasons()
-    for row in reasons[:MOST_REASONS]:
-        _print_line(console, f"{row['attack']} ({row['jobs']} x): {row['reason']}")
-    if len(reasons) > MOST_REASONS:
-        _print_line(console, f"and {len(reasons) - MOST_REASONS} more reasons of attacks")
+    beyond = len(reasons) - MOST_REASONS
+    for text in (
+        canaries(reading).words,
+        *(f"malicious server, {name}: {effect}" for name, effect in effects.items()),
+        attacked_on(ledger),
+        numbering(app_clients(ledger)),
+        _clients(ledger),
+        _grading(ledger),
+        *(f"{row['attack']} ({row['jobs']} x): {row['reason']}" for row in reasons[:MOST_REASONS]),
+        f"and {beyond} more reasons of attacks" if beyond > 0 else "",
+    ):
+        if text:
+            _print_line(console, text)
     for text in _problems(reading):
         _print_line(console, text, "yellow")
 
@@ -128,9 +124,7 @@ def _clients(ledger: Ledger) -> str:
     observations = ledger.observations()
     if not ledger.deployed:
         return guarded(observations)
-    absent = participation(observations)
-    in_full = "" if ledger.foreign else " (in full: fedgauge client-report CLIENT.toml, at the client)"
-    return absent and f"{absent}{in_full}"
+    return participation(observations)
 
 
 def _grading(ledger: Ledger) -> str:

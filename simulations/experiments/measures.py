@@ -205,10 +205,3 @@ def measured(measure: str, outcome: AttackOutcome, against: AttackOutcome | None
     if measure in DERIVED:
         return DERIVED[measure][1](outcome, against)
     return mean_of(outcome.scores, metric_of(measure))
-
-
-def unit_of(measure: str) -> str:
-    """The unit of a measure's values; empty if they have none."""
-    if measure in ("success_gain", "iterations_saved"):
-        return "%"
-    return MEASURED[metric_of(measure)].unit if measure not in DERIVED or measure.endswith("_psnr") else ""

@@ -1,15 +1,16 @@
-"""Find, read, check and restrict the files of simulations/papers."""
+"""Find, read, check and restrict the files of simulations/papers, and add the attacks and defenses of other people to them."""
 
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from fedgauge.attacks.base import Budget
-from fedgauge.client.components import SpecError, call, check_arguments, coerce, settings_of
-from fedgauge.simulations.experiments import grids
+from fedgauge.attacks.plan import attack_name, modalities_of
+from fedgauge.client.components import SpecError, Table, call, check_arguments, coerce, settings_of
+from fedgauge.server.store.scenario import component_of
+from fedgauge.simulations.experiments.grid import Cell, expand
 from fedgauge.simulations.experiments.paper_tables import (
     AttackSpec,
     Images,
@@ -20,6 +21,14 @@ from fedgauge.simulations.experiments.paper_tables import (
 )
 
 PAPERS = Path(__file__).parents[1] / "papers"
+HEAD = ("title", "note", "seed", "version")
+CELL_KEYS = (
+    *("n", "clients", "wave", "data", "model", "chain", "weights", "train", "auxiliary", "server_attack", "rounds"),
+    *("members", "alone", "faintest", "heavy"),
+)
+JOINED = ("data", "model", "train")
+BEYOND_METRICS = ("spread", "n", "iterations", "restarts")  # of what a paper reports of an attack
+NOT_SUBMITTED = ("iterations", "restarts", "seconds", "labels", "lengths", "metrics", "auxiliary")  # the cell decides
 
 
 def names() -> list[str]:
@@ -38,44 +47,40 @@ def load(name: str) -> PaperTable:
         raise SpecError(f"{path.name}: {error}") from error
 
 
-def parse(name: str, tables: Mapping[str, Any]) -> PaperTable:
+def parse(name: str, tables: Table) -> PaperTable:
     """A table from parsed TOML, whose cells are those of its grid."""
-    cells = tuple(map(_cell, grids.expand(tables, ("title", "note", "seed", "version"))))
-    head = {key: coerce(tables.get(key, ""), str, key) for key in ("title", "note")}
-    seed, version = (coerce(tables.get(key, least), int, key) for key, least in (("seed", 0), ("version", 1)))
-    return PaperTable(name, **head, seed=seed, cells=cells, version=version)
+    cells = tuple(map(_setting, expand(tables, CELL_KEYS, JOINED, HEAD)))
+    head = {"title": "", "note": "", "seed": 0} | {key: tables[key] for key in HEAD if key in tables}
+    return PaperTable(**check_arguments(PaperTable, head, "the table", {"name": name, "cells": cells}), cells=cells)
 
 
-def _cell(table: Mapping[str, Any]) -> Setting:
-    where = f"cell {table['name']}"
-    specs = [_attack_spec(t, f"{where}, attack #{j}") for j, t in enumerate(table["attack"], 1)]
+def _setting(cell: Cell) -> Setting:
+    where, table = f"cell {cell.name}", cell.table
+    specs = [_attack_spec(t, f"{where}, attack #{j}") for j, t in enumerate(cell.attacks, 1)]
     for j, link in enumerate(coerce(table.get("chain", []), list, f"{where}: chain"), 1):
         check_link(link, f"{where}, chain #{j}")
     made = {
+        "name": cell.name,
         "images": settings_of(Images, table.get("data"), f"{where}: data"),
         "attacks": tuple(specs),
         "train": settings_of(Pretraining, table["train"], f"{where}: train") if "train" in table else None,
     }
-    rest = {key: value for key, value in table.items() if key not in ("data", "attack", "train")}
+    rest = {key: value for key, value in table.items() if key not in ("data", "train")}
     made |= check_arguments(Setting, {"wave": 64, "chain": [], **rest}, where, made)
-    cell: Setting = call(Setting, made, where)
-    cell.build_server_attack()
-    return cell
+    setting: Setting = call(Setting, made, where)
+    setting.build_server_attack()
+    return setting
 
 
-def _attack_spec(table: Mapping[str, Any], where: str) -> AttackSpec:
+def _attack_spec(table: Table, where: str) -> AttackSpec:
     own = {f.name for f in fields(AttackSpec)} - {"table", "budget", "trace"}
     spent = {f.name for f in fields(Budget)}
-    arguments = {k: v for k, v in table.items() if k in own}
-    paper = {k: coerce(v, float, f"{where}: paper {k}") for k, v in arguments.pop("paper", {}).items()}
-    auxiliary = coerce(arguments.pop("auxiliary", None), dict | None, f"{where}: auxiliary")
     made = {
         "table": {k: v for k, v in table.items() if k not in own | spent},
         "budget": settings_of(Budget, {k: v for k, v in table.items() if k in spent}, where),
-        "paper": paper,
-        "auxiliary": auxiliary,
     }
-    spec: AttackSpec = call(AttackSpec, check_arguments(AttackSpec, arguments, where, made) | made, where)
+    arguments = check_arguments(AttackSpec, {**made, **{k: v for k, v in table.items() if k in own}}, where)
+    spec: AttackSpec = call(AttackSpec, arguments, where)
     spec.build()
     spec.images(f"attack {spec.name}")
     return spec
@@ -94,10 +99,7 @@ def restrict(
     Without a pattern: all cells but the heavy ones, and all attacks. A chosen attack brings the attack it is compared with, and
     those called `always` are chosen.
     """
-    for option, value in (("--n", n), ("--budget", budget)):
-        if value is not None and value < 1:
-            raise SpecError(f"{option} must be at least 1, got {value}")
-    chosen = [c for c in paper_table.cells if (not c.heavy if cells is None else matches(c.name, cells))]
+    chosen = [c for c in paper_table.cells if (not c.heavy if cells is None else _matches(c.name, cells))]
     if not chosen:
         known = ", ".join(c.name for c in paper_table.cells)
         raise SpecError(
@@ -105,7 +107,7 @@ def restrict(
         )
 
     def chosen_attacks(cell: Setting) -> list[AttackSpec]:
-        names = {t.name for t in cell.attacks if attacks is None or t.name in always or matches(t.name, attacks)}
+        names = {t.name for t in cell.attacks if attacks is None or t.name in always or _matches(t.name, attacks)}
         names |= {t.against for t in cell.attacks if t.name in names}
         specs = [t for t in cell.attacks if t.name in names]
         return specs if budget is None else [replace(t, budget=replace(t.budget, iterations=budget)) for t in specs]
@@ -117,6 +119,63 @@ def restrict(
     return replace(paper_table, cells=tuple(changed))
 
 
-def matches(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     """Whether a name contains a pattern, or matches it with * and ?."""
     return pattern in name or fnmatchcase(name, pattern)
+
+
+# ------------------------------------------------------------------------------------ attacks and defenses of other people
+
+
+def with_submissions(paper_table: PaperTable, attacks: Sequence[str], defenses: Sequence[str]) -> PaperTable:
+    """The table with further attacks in every cell that they fit, and for each defense a cell beside each one without.
+
+    An attack gets the budget, knowledge and metrics of the cell's first attack. A test of membership fits cells of members, and a
+    registered attack those of its kind of data. A defense stands before local training, so it acts on gradients.
+
+    Args:
+        attacks, defenses: components as text, such as 'mine:sharper rate=0.1'.
+
+    Raises:
+        SpecError: a component is unknown, has no such argument, names what the cell decides, or fits no cell.
+    """
+    cells = list(paper_table.cells)
+    for text in defenses:
+        name, link = submitted(text, "--defense")
+        check_link(link, "--defense")
+        cells += [
+            replace(cell, name=f"{cell.name}, {name}", chain=(link, *cell.chain))
+            for cell in paper_table.cells
+            if len(cell.chain) == 1
+        ]
+    for text in attacks:
+        name, table = submitted(text, "--attack")
+        made = [_attacked(cell, name, table) for cell in cells]
+        if made == cells:
+            raise SpecError(f"--attack: {name} fits none of the chosen cells: choose others with --cells")
+        cells = made
+    return replace(paper_table, cells=tuple(cells))
+
+
+def submitted(text: str, option: str) -> tuple[str, Table]:
+    """The name and the settings of a component from text: 'mine:sharper rate=0.1'."""
+    table = component_of(text, option)
+    if wrong := [key for key in table if key in NOT_SUBMITTED]:
+        raise SpecError(f"{option}: {wrong[0]} is the same for every attack of a cell; leave it out")
+    if not (name := str(attack_name(table))):
+        raise SpecError(f"{option}: name must be a text of at least one letter, or left out")
+    return name, {key: value for key, value in table.items() if key != "name"}
+
+
+def _attacked(cell: Setting, name: str, table: Table) -> Setting:
+    """A cell with a further attack, if it is about what the cell's first one is about."""
+    like = cell.attacks[0]
+    if name in {attack.name for attack in cell.attacks}:
+        raise SpecError(f"--attack: cell {cell.name} has an attack called {name} already; add name=another")
+    spec = replace(like, name=name, table=table, paper={}, against="")
+    spec.build()
+    # nothing is known of what data a user's own module reconstructs
+    own, others = (modalities_of(str(of.table["use"])) for of in (spec, like))
+    of_alike_data = spec.tells_members or not own or not others or any(modality in others for modality in own)
+    fits = spec.tells_members == like.tells_members and of_alike_data
+    return replace(cell, attacks=(*cell.attacks, spec)) if fits else cell

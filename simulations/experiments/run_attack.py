@@ -1,7 +1,7 @@
-"""One attack of a paper's table: attack every update of a setup and grade the results."""
+"""One attack of a paper's table: attack every update of a setup, grade the results, and compare them with the paper's."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -10,33 +10,37 @@ from fedgauge.attacks.base import Budget, ClientState, Wave
 from fedgauge.attacks.grading.audit import AuditResult
 from fedgauge.attacks.modality.image_metrics import AUGMENTED, mse
 from fedgauge.attacks.modality.membership import LABELS_ALONE
+from fedgauge.attacks.modality.registry import modality_measured
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.score_rows import WHOLE_BATCH, came_back
 from fedgauge.client.components import SpecError
 from fedgauge.server.views.scores import Scores
-from fedgauge.simulations.experiments.measures import AttackOutcome, all_measures, mean_of, measures_of
+from fedgauge.simulations.experiments.measures import (
+    DERIVED,
+    AttackOutcome,
+    ComparedFigure,
+    all_measures,
+    mean_of,
+    measured,
+    measures_of,
+    metric_of,
+)
 from fedgauge.simulations.experiments.paper_tables import AttackSpec, Setting
 from fedgauge.simulations.experiments.setups import Setup
 
 RANDOM_DRAWS = 10  # of random words for each update, whose mean is the floor
 
 
-def run_attack(
-    spec: AttackSpec, setup: Setup, wave: int, on_progress: Callable[[int], None] = lambda count: None
-) -> AttackOutcome:
+def run_attack(spec: AttackSpec, setup: Setup, wave: int) -> AttackOutcome:
     """Attack and grade every update of a setup; a failed attack is counted, and enters the figures as `_published` says.
 
     A limit on the error reads no update, so it is computed once. Where nobody can tell who was in a batch, there is no value.
-
-    Args:
-        on_progress: called after each wave with the number of updates attacked so far.
     """
     started = time.perf_counter()
     results: list[AuditResult] = []
     memories: list[ClientState] = []
     for part in _waves(spec, setup, wave):
         results += _audit(spec, setup, part, memories)
-        on_progress(part.stop)
     seconds = time.perf_counter() - started
     failed = [r.reconstruction for r in results if _failed(spec, r)]
     return AttackOutcome(
@@ -127,6 +131,46 @@ def _floor(spec: AttackSpec, setup: Setup) -> dict[str, float]:
     scores = _scores(draws)
     means = {name: mean_of(scores, name)[0] for name in scores.metrics if not name.endswith(AUGMENTED)}
     return {name: mean for name, mean in means.items() if mean is not None}
+
+
+def compared_figures(
+    cell: Setting, spec: AttackSpec, outcome: AttackOutcome, others: Mapping[str, AttackOutcome], note: str
+) -> list[ComparedFigure]:
+    """The rows of one attack in one setting."""
+    if outcome.failed:
+        note += f"{'; ' * bool(note)}{outcome.failed} of {len(outcome.iterations)} attacks failed"
+        if not spec.metric:
+            note += f", graded as {modality_measured(outcome.scores.metrics).blank_name}"
+        note += "".join(f": {reason}" for reason in outcome.reasons[:1])
+    return [
+        ComparedFigure(
+            cell.name,
+            spec.name,
+            metric,
+            spec.paper.get(metric),
+            *measured(metric, outcome, others.get(spec.against)),
+            n=cell.auxiliary if spec.metric == mse.name else outcome.examples,
+            spread=spec.paper.get("spread") if metric == "psnr" else None,
+            floor=None if metric in DERIVED else outcome.floor.get(metric_of(metric)),
+            budget=_budget(spec, cell),
+            note=note,
+            seconds=round(outcome.seconds, 1),
+        )
+        for metric in spec.metrics
+    ]
+
+
+def _budget(spec: AttackSpec, cell: Setting) -> str:
+    """Our budget as text, with the paper's where it differs."""
+    if spec.is_limit:
+        return "public examples" if spec.metric == mse.name else ""
+    n = cell.n * (1 if cell.alone else cell.members * cell.images.batch_size)
+    parts = []
+    for key, ours in {"n": n, "iterations": spec.budget.iterations, "restarts": spec.budget.restarts}.items():
+        theirs = spec.paper.get(key, ours)
+        if key != "restarts" or theirs != 1 or ours != 1:
+            parts.append(f"{key} {ours}" + (f" of {theirs:g}" if theirs != ours else ""))
+    return ", ".join(parts)
 
 
 def check_attacks(cell: Setting, setup: Setup) -> None:

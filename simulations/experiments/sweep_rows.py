@@ -2,11 +2,9 @@
 
 import csv
 import io
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.modality.image_metrics import AUGMENTED
@@ -14,15 +12,19 @@ from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import MEMBER, QUESTIONS
 from fedgauge.attacks.modality.registry import MEASURED, modality_measured
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
-from fedgauge.server.views.formatting import finite, is_exact, number, percent, rounded
+from fedgauge.server.views.formatting import is_exact, number, percent, rounded
 from fedgauge.server.views.membership import ONE_PERCENT
 from fedgauge.server.views.privacy import spent_in
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.strength import Limits, best_of, error_in_db, final_accuracy, mean_of
+from fedgauge.server.views.tables import Table
+from fedgauge.simulations.checks.check_result import sentence
+from fedgauge.simulations.experiments.results import markdown, texts
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
 
 
@@ -78,18 +80,18 @@ def is_done(path: Path) -> bool:
         return meta.get("state") == "trained" and meta.get("cell") == "ended"
 
 
-def rows(found: Sweep, folder: Path, failures: Mapping[str, str] | None = None) -> list[SweepRow]:
-    """The rows of all finished cells, in the order of the file: each has a number, or the reason why there is none."""
-    result = []
-    for cell in found.cells:
-        path = folder / cell.folder
-        if failures and cell.folder in failures:
-            told: dict[str, Any] = {"reason": failures[cell.folder], "run": cell.folder, "metric": ""}
-            result += [SweepRow(cell.defense, attack, cell.seed, **told) for attack in cell.attacks]
-        elif is_done(path):
-            with read_once(Run(path)) as reading:
-                result += [_row(cell, p, reading) for p in reading.ledger.planned().values() if is_attack(p.name)]
-    return result
+def rows_of(cell: SweepCell, folder: Path) -> list[SweepRow]:
+    """The rows of a finished cell: each has a number, or the reason why there is none."""
+    with read_once(Run(folder / cell.folder)) as reading:
+        return [_row(cell, p, reading) for p in reading.ledger.planned().values() if is_attack(p.name)]
+
+
+def failed_rows(cell: SweepCell, error: Exception) -> list[SweepRow]:
+    """The rows of a cell that ended with an error."""
+    reason = str(error) if isinstance(error, SpecError) else sentence(error)
+    return [
+        SweepRow(cell.defense, attack, cell.seed, reason=reason, run=cell.folder, metric="") for attack in cell.attacks
+    ]
 
 
 def _row(cell: SweepCell, planned: PlannedAttack, reading: Reading) -> SweepRow:
@@ -129,21 +131,18 @@ def _row(cell: SweepCell, planned: PlannedAttack, reading: Reading) -> SweepRow:
     )
 
 
-def write_rows(folder: Path, found: Sequence[SweepRow], sweep: Sweep) -> None:
-    """Write sweep.csv, sweep.json and sweep.md, each atomically."""
+def write_tables(folder: Path, rows: Sequence[SweepRow], sweep: Sweep) -> None:
+    """Write sweep.csv and sweep.md, each atomically."""
     text = io.StringIO()
     writer = csv.DictWriter(text, [f.name for f in fields(SweepRow)])
     writer.writeheader()
-    writer.writerows(asdict(row) for row in found)
+    writer.writerows(vars(row) for row in rows)
     write_bytes(folder / "sweep.csv", text.getvalue().encode())
-    whole = [{**asdict(row), "best": finite(row.best)} for row in found]
-    write_bytes(folder / "sweep.json", (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
-    promises = {cell.defense: cell.promise for cell in sweep.cells}
-    write_bytes(folder / "sweep.md", markdown(summary(found, promises)).encode())
+    write_bytes(folder / "sweep.md", summary_as_markdown(rows, sweep.promises).encode())
 
 
-def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[list[str]]:
-    """The heads of a table, and a line for each defense: its strongest attack, and its cost in accuracy against the first defense.
+def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> Table:
+    """A line for each defense: its strongest attack, and its cost in accuracy against the first defense.
 
     Args:
         promises: of every defense, in the sweep's order.
@@ -161,7 +160,7 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[list
     heads += [*(["bound", "gap"] if compared else []), *asked.values(), "epsilon", "accuracy", "cost"]
     names = list(dict.fromkeys(row.defense for row in found))
     first = _over_seeds([row for row in found if row.defense == next(iter(promises or names))], "accuracy")
-    lines = [heads]
+    lines = []
     for name in names:
         every = [row for row in found if row.defense == name]
         own = [row for row in every if row.metric not in QUESTIONS]
@@ -185,15 +184,15 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> list[list
                 number(cost, 0),
             ]
         )
-    return lines
+    return texts("", heads, lines)
 
 
-def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A summary as a Markdown table; all columns but those of text and of membership are to the right."""
-    texts = {"defense", "what it promises", "strongest attack", *(words.where for words in QUESTIONS.values())}
-    below = ["---" if head in texts or "(interval)" in head else "---:" for head in lines[0]]
-    rows = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([rows[0], f"|{'|'.join(below)}|", *rows[1:]]) + "\n"
+def summary_as_markdown(found: Sequence[SweepRow], promises: Mapping[str, str]) -> str:
+    """The summary; all columns but those of text and of membership are to the right."""
+    table = summary(found, promises)
+    worded = {"defense", "what it promises", "strongest attack", *(words.where for words in QUESTIONS.values())}
+    heads = [column.head for column in table.columns]
+    return markdown(table, [head for head in heads if head not in worded and "(interval)" not in head])
 
 
 def _strongest(own: Sequence[SweepRow], by: MainMetric) -> tuple[str, str]:

@@ -1,14 +1,13 @@
 """`python -m tests.theory NAME -o FILE.json`: compute a world's figures again, as docs/papers show them (minutes)."""
 
 import argparse
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from fedgauge.simulations.experiments.measures import ComparedFigure
 from fedgauge.simulations.experiments.paper_tables import PaperTable
-from fedgauge.simulations.experiments.reproduce_output import FiguresFile
+from fedgauge.simulations.experiments.results import ResultsFile, head_of
 from tests.theory.canary_world import canary_world
 from tests.theory.gaussian_world import bayes_fig4, gaussian_world
 
@@ -25,7 +24,6 @@ if __name__ == "__main__":
     parser.add_argument("--output", "-o", type=Path, metavar="FILE", required=True)
     options = parser.parse_args()
     world, n, iterations = WORLDS[options.name]
-    started = time.monotonic()
-    rows = [replace(row, budget=f"n {n}, iterations at most {iterations}") for row in world(n, 0, iterations)]
     table = PaperTable(options.name, f"{options.name}, a world of tests/theory", "", 0)
-    FiguresFile(options.output, table).add(rows, time.monotonic() - started)
+    file = ResultsFile(options.output, ComparedFigure, head_of(table))
+    file.write([replace(row, budget=f"n {n}, iterations at most {iterations}") for row in world(n, 0, iterations)])

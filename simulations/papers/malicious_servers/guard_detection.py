@@ -6,7 +6,6 @@ CIFAR-10, an MLP of two layers and ConvSmall on MNIST, a ConvNet with group norm
 """
 
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from fedgauge.client.update import Params
 from fedgauge.server.views.intervals import Rate
 from fedgauge.simulations.experiments.measures import ComparedFigure
 from fedgauge.simulations.experiments.paper_tables import PaperTable
-from fedgauge.simulations.experiments.reproduce_output import FiguresFile
+from fedgauge.simulations.experiments.results import ResultsFile, head_of
 from fedgauge.simulations.run.honest_rounds import honest_rounds
 
 CLIENTS = 4
@@ -266,6 +265,5 @@ def _rate(
 if __name__ == "__main__":
     name, output = sys.argv[1:]
     world, n = {"guard": (guard_world, 200), "guard_patient": (patient_world, 1)}[name]
-    started = time.monotonic()
-    found = [replace(row, budget=f"n {n}, iterations at most 6") for row in world(n)]
-    FiguresFile(Path(output), PaperTable(name, "Clients that notice", "", 0)).add(found, time.monotonic() - started)
+    file = ResultsFile(Path(output), ComparedFigure, head_of(PaperTable(name, "Clients that notice", "", 0)))
+    file.write([replace(row, budget=f"n {n}, iterations at most 6") for row in world(n)])

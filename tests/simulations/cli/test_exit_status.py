@@ -111,7 +111,7 @@ def test_what_failed_is_tried_again_and_ends_as_if_it_had_never_failed(
     assert all_rows(run) == all_rows(never_failed) and waves(run) == waves(never_failed)
     before = all_rows(run)
     assert main(["audit", str(run.folder), "--retry", "failed"]) == 0, "nothing is left to try"
-    assert "no attack is failed" in capsys.readouterr().err and all_rows(run) == before
+    assert "0 attacks (failed)" in capsys.readouterr().err and all_rows(run) == before
     assert main(["runs", "--runs", str(run.folder.parent)]) == 0
     assert capsys.readouterr().out.count("complete") == 2
 

@@ -47,10 +47,6 @@ def known_to_the_server(setup: Setup) -> Knowledge:
     return public_knowledge(setup.auditor.federation)
 
 
-def quiet(text: str, *, passing: bool = False) -> None:
-    """Says nothing."""
-
-
 def outcome(mse: list[float], iterations: list[float]) -> AttackOutcome:
     """An attack on updates of one image each."""
     return of_scores({"psnr": -10 * np.log10(mse)[:, None], "mse": np.array(mse)[:, None]}, iterations)

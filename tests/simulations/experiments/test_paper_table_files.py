@@ -1,17 +1,12 @@
 """Paper tables say what the papers say, and mistakes in them are reported with their place."""
 
-import fnmatch
-import tomllib
-from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 
 from fedgauge.client.components import SpecError
-from fedgauge.simulations.experiments.grids import BEYOND_METRICS
 from fedgauge.simulations.experiments.measures import all_measures
-from fedgauge.simulations.experiments.paper_table_files import PAPERS as TABLES
-from fedgauge.simulations.experiments.paper_table_files import load, names, restrict
+from fedgauge.simulations.experiments.paper_table_files import BEYOND_METRICS, load, names, restrict
 from tests.simulations.experiments.small_tables import ANALYTIC, paper_table
 
 PAPERS = (
@@ -34,10 +29,6 @@ def test_every_table_is_there_and_every_part_of_it_exists() -> None:
             for spec in cell.attacks:
                 assert spec.against in {"", *attacks} and set(spec.metrics) <= set(all_measures())
                 assert spec.paper.keys() <= {*spec.metrics, *BEYOND_METRICS}, (cell.name, spec.name)
-        sheet = tomllib.loads(next(TABLES.glob(f"*/{name}.toml")).read_text())
-        for pattern, by_attack in sheet.get("reference", {}).items():
-            named = [spec.name for cell in found.cells if fnmatchcase(cell.name, pattern) for spec in cell.attacks]
-            assert all(fnmatch.filter(named, attack) for attack in by_attack), (name, pattern)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +55,7 @@ def test_restricting_changes_n_iterations_and_cells_and_nothing_else() -> None:
     assert {(c.n, t.budget.iterations) for c in few.cells for t in c.attacks} == {(2, 7)}
     assert list(restrict(whole, None, None, None).cells) == [c for c in whole.cells if not c.heavy]
     assert [c.name for c in restrict(whole, None, None, "20 tr").cells] == ["resnet20 trained"]
-    for arguments in ((0, None, None), (None, 0, None), (1, 1, "vgg"), (1, 1, None, "tag")):
+    for arguments in ((1, 1, "vgg"), (1, 1, None, "tag")):
         with pytest.raises(SpecError):
             restrict(whole, *arguments)
 

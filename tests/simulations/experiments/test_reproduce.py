@@ -21,7 +21,8 @@ from fedgauge.simulations.experiments.paper_tables import (
     PaperTable,
     Setting,
 )
-from fedgauge.simulations.experiments.reproduce import compared_figures, reproduce
+from fedgauge.simulations.experiments.reproduce import reproduce
+from fedgauge.simulations.experiments.run_attack import compared_figures
 from tests.simulations.experiments.small_tables import (
     ANALYTIC,
     GPT2,
@@ -29,13 +30,12 @@ from tests.simulations.experiments.small_tables import (
     only,
     outcome,
     paper_table,
-    quiet,
     sentences,
 )
 
 
 def run(table: PaperTable) -> list[ComparedFigure]:
-    return [row for rows in reproduce(table, quiet) for row in rows]
+    return [row for rows in reproduce(table) for row in rows]
 
 
 def test_an_exact_attack_scores_the_cap_and_every_success() -> None:
@@ -138,7 +138,6 @@ def test_the_command_prints_one_object_a_line_and_keeps_the_figures(
     ("arguments", "named"),
     [
         (["geiping_table9"], "'geiping_table9'"),
-        (["dlg", "--n", "0"], "--n"),
         (["dlg", "--n", "4", "--budget", "4", "--cells", "x"], "'x'"),
         (["dlg", "--level", "small"], "--level"),
     ],

@@ -13,8 +13,7 @@ from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.data.corpora import Text
 from fedgauge.simulations.experiments import run_attack as attacking
-from fedgauge.simulations.experiments.reproduce import compared_figures
-from fedgauge.simulations.experiments.run_attack import run_attack
+from fedgauge.simulations.experiments.run_attack import compared_figures, run_attack
 from fedgauge.simulations.experiments.setups import build_setup
 from tests.simulations.experiments.small_tables import ANALYTIC, SGD, known_to_the_server, only, paper_table, sentences
 

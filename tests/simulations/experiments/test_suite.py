@@ -13,12 +13,11 @@ from fedgauge.attacks.modality.registry import MODALITIES
 from fedgauge.attacks.plan import modalities_of
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.experiments.paper_table_files import load, restrict
-from fedgauge.simulations.experiments.reproduce_output import computed
+from fedgauge.simulations.experiments.measures import ComparedFigure
+from fedgauge.simulations.experiments.paper_table_files import load, restrict, with_submissions
+from fedgauge.simulations.experiments.results import compared, head_of, read_results, rows_of
 from fedgauge.simulations.experiments.run_attack import check_attacks
 from fedgauge.simulations.experiments.setups import build_setup
-from fedgauge.simulations.experiments.suite.compare_figures import compared, read_figures
-from fedgauge.simulations.experiments.suite.submissions import with_submissions
 
 SUITES = ("suite_small", "suite_full")
 
@@ -117,19 +116,18 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_submission_stands_beside_what_both_computed(
     kept: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ours, theirs = (read_figures(path) for path in kept)
-    found = compared({"ours": ours, "theirs": theirs})
-    both, alone = (found["images B=1, prune", attack, "psnr"] for attack in ("idlg", "mine"))
-    assert both["ours"].here == pytest.approx(both["theirs"].here) and alone.keys() == {"theirs"}
+    ours, theirs = (read_results(path) for path in kept)
+    found = {tuple(row[1:3]): row[3:5] for row in compared({"ours": ours, "theirs": theirs}).rows}
+    assert found["idlg", "psnr"][0] == found["idlg", "psnr"][1] and found["mine", "psnr"][0] == "-"
     assert main(["compare", *map(str, kept)]) == 0
     out = capsys.readouterr().out
     assert "mine" in out and "suite_small, version 2, seed 0" in out
 
 
 def test_the_kept_figures_are_of_todays_suite_and_compare_with_whoever_computes_it(kept: tuple[Path, Path]) -> None:
-    ours, table = read_figures(Path("suite_small")), load("suite_small")
+    ours, table = read_results(Path("suite_small")), load("suite_small")
     assert (ours["version"], ours["seed"]) == (table.version, table.seed)
-    assert ours["computed"] == computed(table)
+    assert ours["computed"] == head_of(table)["computed"]
     assert {(row["cell"], row["attack"]) for row in ours["rows"]} == {
         (cell.name, attack.name) for cell in table.cells for attack in cell.attacks
     }
@@ -231,9 +229,10 @@ def of_members(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_members_are_told_by_a_score_and_no_better_than_the_limit(of_members: Path) -> None:
-    found = compared({"ours": read_figures(of_members)})
-    cell = "members, images B=16, clip and noise"
-    told, limit = (found[cell, name, "membership"]["ours"] for name in ("likelihood_ratio", "membership_limit"))
+    rows = {
+        row.attack: row for row in rows_of(read_results(of_members), ComparedFigure, "") if row.metric == "membership"
+    }
+    told, limit = rows["likelihood_ratio"], rows["membership_limit"]
     assert told.n == limit.n == 32 and limit.floor is None
     assert told.here is not None and limit.here is not None and told.low is not None and told.high is not None
     assert told.floor is not None and 0.4 < told.floor < told.here < limit.here < 1

@@ -38,10 +38,10 @@ def test_a_cell_is_the_shared_scenario_with_the_defenses_own_tables(tmp_path: Pa
         ({"chain": [SGD]}, "scenario"),
         ({"scenario": {**TABLES["scenario"], "chain": [SGD]}}, "[scenario]: chain"),
         (changed("defense", 0, name=3), "[[defense]] #1: name"),
-        (changed("defense", 0, name=""), "[[defense]] #1"),
+        (changed("defense", 0, name=""), "unknown defense 'none'"),
         (changed("defense", 0, chian=[]), "'chian'"),
-        (changed("defense", 0, chain=[]), "'chain'"),
-        (changed("defense", 0, chain=[{"use": "sign"}]), "[[defense]] #1 (none): [[chain]]"),
+        (changed("defense", 0, chain=[]), "none needs a name and a chain"),
+        (changed("defense", 0, chain=[{"use": "sign"}]), "[[defense]] none: [[chain]]"),
         (changed("defense", 0, model={"width": 2}), "'width'"),
         (changed("defense", 0, promise=3), "promise"),
         (changed("defense", 1, name="none"), "'none-seed0'"),
@@ -68,7 +68,6 @@ def test_no_file_no_table_no_workers(tmp_path: Path, capsys: pytest.CaptureFixtu
         [str(tmp_path / "broken.toml")],
         [str(tmp_path)],
         [small, "-o", str(tmp_path / "broken.toml")],
-        [small, "--parallel", "0"],
     ):
         assert main(["sweep", *arguments]) == 2
         assert capsys.readouterr().err.startswith("fedgauge: ")

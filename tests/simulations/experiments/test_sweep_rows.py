@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from fedgauge.attacks.modality.images import ImageModality
+from fedgauge.simulations.experiments.results import ResultsFile
 from fedgauge.simulations.experiments.sweep_file import Sweep
-from fedgauge.simulations.experiments.sweep_rows import SweepRow, _strongest, markdown, summary, write_rows
+from fedgauge.simulations.experiments.sweep_rows import SweepRow, _strongest, summary_as_markdown, write_tables
 
 
 def row(defense: str, attack: str, seed: int, **values: Any) -> SweepRow:
@@ -20,24 +21,19 @@ def row(defense: str, attack: str, seed: int, **values: Any) -> SweepRow:
 
 
 def lines_of(found: list[SweepRow], promises: dict[str, str]) -> list[str]:
-    return markdown(summary(found, promises)).splitlines()[2:]
+    return summary_as_markdown(found, promises).splitlines()[2:]
 
 
 def test_of_several_seeds_only_the_largest_epsilon_holds_for_all() -> None:
-    _, line = summary([row("a", "b", 0, epsilon=1.0), row("a", "b", 1, epsilon=3.0)], {})
-    assert line[-3] == "3"
-
-
-def test_rows_are_written_whole(tmp_path: Path) -> None:
-    write_rows(tmp_path, [], Sweep("none", "", ()))
-    assert (tmp_path / "sweep.csv").read_text().startswith("defense,attack,seed,accuracy,mean,")
-    assert json.loads((tmp_path / "sweep.json").read_text()) == []
+    (line,) = lines_of([row("a", "b", 0, epsilon=1.0), row("a", "b", 1, epsilon=3.0)], {})
+    assert line.split(" | ")[-3] == "3"
 
 
 def test_an_exact_hit_is_inf_in_csv_and_null_in_json_which_says_so(tmp_path: Path) -> None:
     found = [row("none", "a", 0, best=math.inf, exact=True), row("none", "b", 0, best=None)]
-    write_rows(tmp_path, found, Sweep("none", "", ()))
-    hit, missing = json.loads((tmp_path / "sweep.json").read_text(), parse_constant=pytest.fail)
+    write_tables(tmp_path, found, Sweep("none", ()))
+    ResultsFile(tmp_path / "sweep.json", SweepRow, {"computed": {}}).write(found)
+    hit, missing = json.loads((tmp_path / "sweep.json").read_text(), parse_constant=pytest.fail)["rows"]
     assert (hit["best"], hit["exact"]) == (None, True) and (missing["best"], missing["exact"]) == (None, False)
     with (tmp_path / "sweep.csv").open() as file:
         assert [line["best"] for line in csv.DictReader(file)] == ["inf", ""]
@@ -105,6 +101,6 @@ def test_the_strongest_attack_is_that_of_the_comparison_whichever_way_a_metric_l
 def test_whom_a_clients_data_holds_stands_beside_who_was_in_a_batch() -> None:
     held = {"metric": "held_membership", "baseline": 0.5, "low": None, "high": None}
     found = [row("none", "a", 0), row("none", "over", 0, mean=0.8, told=0.25, **held)]
-    header, _, line = markdown(summary(found, {})).splitlines()
+    header, _, line = summary_as_markdown(found, {}).splitlines()
     assert "| in the batch | in the client's data |" in header
     assert line == "| none |  | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | not tested | 0.80; 25 % told | – | 80 % | 0 |"

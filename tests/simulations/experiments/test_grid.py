@@ -69,7 +69,10 @@ def test_figures_of_the_paper_are_given_by_cell_attack_and_metric() -> None:
         ({"size": {"name": "B=1"}}, "[[size]]"),
         ({"size": [{"n": 4}]}, "[[size]] #1: name"),
         ({"size": [{"name": "B=1", "defenses": ["none"]}]}, "'defenses'"),
-        ({"where": [{"defenses": ["noise"], "n": 1}]}, "[[where]] #1: unknown defense 'noise'"),
+        ({"where": [{"defenses": ["noise"], "n": 1}]}, "'noise'"),
+        ({"where": [{"models": ["mlp"]}]}, "'models'"),
+        ({"reference": {"prune": {"ig": {"psnr": 1.0}}}}, "'prune'"),
+        ({"reference": {"none": {"dlg": {"psnr": 1.0}}}}, "'dlg'"),
     ],
 )
 def test_what_a_grid_names_and_does_not_have_is_refused(changes: dict[str, Any], named: str) -> None:

@@ -1,0 +1,142 @@
+"""The one reader of grids: the cells that the axes of a TOML file span, and what holds in which cell.
+
+An axis is a list of tables, each with a name: `[[defense]]` is the axis `defense`. Another table of the file that is for some
+cells only names them: `defenses = ["none", "sign"]`.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import product
+from typing import Any
+
+from fedgauge.attacks.plan import attack_name
+from fedgauge.client.components import SpecError, Table, coerce
+
+Names = Mapping[str, Sequence[str]]  # by axis
+GRID_KEYS = ("axes", "cell_name", "attack", "attacks", "where", "reference")  # of the whole file
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell: its entry on each axis, and what the file says of it.
+
+    Args:
+        table: the keys of a cell; attacks: its attacks, each a table.
+    """
+
+    name: str
+    place: Mapping[str, Table]
+    table: dict[str, Any]
+    attacks: list[dict[str, Any]]
+
+
+def expand(tables: Table, keys: Collection[str], joined: Collection[str], others: Collection[str] = ()) -> list[Cell]:
+    """The cells of a file.
+
+    Keys of a cell may stand at the top, in the tables of the axes and in [[where]], which is for the cells that it names; the last
+    one holds. So do changes to attacks (`attacks`, by a name or a pattern), of which those at the top are defaults.
+
+    Args:
+        keys: of a cell.
+        joined: those of them whose tables are joined key by key.
+        others: further keys that the file has at the top.
+
+    Raises:
+        SpecError: it names an unknown key, axis, entry of an axis, or a cell or attack that has no figures to refer to.
+    """
+    axes = {axis: tables_of(tables, axis) for axis in coerce(tables.get("axes", ["cell"]), Sequence[str], "axes")}
+    _check_keys(tables, (*others, *GRID_KEYS, *axes, *keys), "the file")
+    for axis, entries in axes.items():
+        for i, entry in enumerate(entries, 1):
+            _check_keys(entry, ("name", "attack", "attacks", *keys), f"[[{axis}]] #{i}")
+    names = {
+        axis: [coerce(table.get("name"), str, f"[[{axis}]] #{i}: name") for i, table in enumerate(entries, 1)]
+        for axis, entries in axes.items()
+    }
+    wheres, attacks = (
+        [_selection(t, names, f"[[{key}]] #{i}") for i, t in enumerate(tables_of(tables, key), 1)]
+        for key in ("where", "attack")
+    )
+    for i, (_, rest) in enumerate(wheres, 1):
+        _check_keys(rest, ("attacks", *keys), f"[[where]] #{i}")
+    template = coerce(tables.get("cell_name", " ".join(f"{{{axis}}}" for axis in axes)), str, "cell_name")
+    cells = []
+    for chosen_entries in product(*axes.values()):
+        place = dict(zip(axes, chosen_entries, strict=True))
+        called = {axis: entry["name"] for axis, entry in place.items()}
+        layers = [tables, *chosen_entries, *(where for chosen, where in wheres if _is_in(called, chosen))]
+        on_it = [a for chosen, a in attacks if _is_in(called, chosen)]
+        on_it += [a for e in chosen_entries for a in tables_of(e, "attack")]
+        name = template.format_map(called).rstrip(", ")  # what an empty name leaves goes
+        table = layered([{k: v for k, v in layer.items() if k in keys} for layer in layers], joined, f"cell {name}")
+        cells.append(Cell(name, place, table, _attacks(name, layers, on_it)))
+    for pattern, by_attack in tables.get("reference", {}).items():
+        for attack, figures in by_attack.items():
+            _refer(cells, pattern, attack, figures)
+    return cells
+
+
+def tables_of(tables: Table, key: str) -> list[Table]:
+    """The [[key]] tables of a file."""
+    if isinstance(tables.get(key), Mapping):
+        raise SpecError(f"{key} must be a list of tables; write [[{key}]] instead of [{key}]")
+    listed = coerce(tables.get(key, []), list, f"[[{key}]]")
+    return [coerce(table, dict, f"[[{key}]] #{i}") for i, table in enumerate(listed, 1)]
+
+
+def layered(layers: Iterable[Table], joined: Collection[str], where: str) -> dict[str, Any]:
+    """One table of several: a later one replaces the keys of earlier ones, but tables under joined keys are joined."""
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            result[key] = {**result.get(key, {}), **coerce(value, dict, f"{where}: {key}")} if key in joined else value
+    return result
+
+
+def _check_keys(table: Table, allowed: Collection[str], where: str) -> None:
+    if unknown := sorted(table.keys() - set(allowed)):
+        raise SpecError(f"{where}: unknown key {unknown[0]!r} (it has: {', '.join(allowed)})")
+
+
+def _selection(table: Table, axes: Names, where: str) -> tuple[Names, Table]:
+    """The cells that a table is for, as names of each axis (default: all), and its other keys."""
+    chosen, rest = {}, dict(table)
+    for axis, names in axes.items():
+        chosen[axis] = coerce(rest.pop(f"{axis}s", names), Sequence[str], f"{where}: {axis}s")
+        if not chosen[axis]:
+            raise SpecError(f"{where}: {axis}s is empty; name some, or leave the key out for all")
+        if unknown := [name for name in chosen[axis] if name not in names]:
+            raise SpecError(f"{where}: unknown {axis} {unknown[0]!r} (there are: {', '.join(names)})")
+    return chosen, rest
+
+
+def _is_in(place: Mapping[str, str], chosen: Names) -> bool:
+    return all(place[axis] in names for axis, names in chosen.items())
+
+
+def _attacks(name: str, layers: Sequence[Table], attacks: Sequence[Table]) -> list[dict[str, Any]]:
+    """The attacks of a cell, with the defaults at the top and the changes of the other layers."""
+    defaults, *changes = [layer.get("attacks", {}) for layer in layers]
+    made = []
+    for attack in attacks:
+        called = str(attack_name(attack))
+        parts = [*_matching(defaults, called), attack, *(c for change in changes for c in _matching(change, called))]
+        made.append(layered(parts, ("paper",), f"cell {name}, attack {called}"))
+    return made
+
+
+def _matching(by_name: Table, name: str) -> list[Table]:
+    """The values whose key is this name, or a pattern of it."""
+    return [value for pattern, value in by_name.items() if fnmatchcase(name, pattern)]
+
+
+def _refer(cells: Sequence[Cell], pattern: str, attack: str, figures: Table) -> None:
+    """Give the paper's figures to the cells and attacks that [reference] names."""
+    named = [
+        a for c in cells if fnmatchcase(c.name, pattern) for a in c.attacks if fnmatchcase(str(attack_name(a)), attack)
+    ]
+    if not named:
+        raise SpecError(f"[reference] names {pattern!r}, {attack!r}: no cell of the grid has such an attack")
+    for table in named:
+        table["paper"] = {**table.get("paper", {}), **figures}

@@ -1,0 +1,165 @@
+"""The file of results: it is written whole, continues after a kill, and takes no rows of anything else."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedgauge.client.components import SpecError
+from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.experiments import paper_table_files
+from fedgauge.simulations.experiments import reproduce as reproducing
+from fedgauge.simulations.experiments.measures import ComparedFigure
+from fedgauge.simulations.experiments.paper_tables import PaperTable
+from fedgauge.simulations.experiments.reproduce import reproduce
+from fedgauge.simulations.experiments.results import ResultsFile, head_of
+from tests.simulations.experiments.small_tables import ANALYTIC, paper_table
+
+CALL = ["reproduce", "suite", "--cells", "rows B*", "--attacks", "spear", "--n", "1", "--json"]
+IDLG = {"use": "idlg", "labels": "restored", "iterations": 3, "metrics": ["mse", "success_gain"], "against": "analytic"}
+
+
+def test_what_was_killed_goes_on_where_it_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real reproduction is killed when its second cell prints its rows; the second start runs the others alone."""
+    kept = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "fedgauge.simulations.cli.main", *CALL, "-o", str(kept)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if json.loads(line)["cell"] == "rows B=8":
+                child.kill()
+                break
+    before = json.loads(kept.read_text())
+    finished = {(row["cell"], row["attack"]) for row in before["rows"]}
+    assert len(finished) >= 2
+    attacked: list[int] = []
+    whole = reproducing.run_attack
+
+    def watched(spec: Any, setup: Any, *rest: Any) -> Any:
+        attacked.append(len(setup.truth[0].y))
+        return whole(spec, setup, *rest)
+
+    monkeypatch.setattr(reproducing, "run_attack", watched)
+    assert main([*CALL, "-o", str(kept)]) == 0
+    printed, said = capsys.readouterr()
+    assert f"holds {len(before['rows'])}" in said
+    assert attacked == [1, 8, 8][len(finished) :], "what was done is not done again"
+    after = json.loads(kept.read_text())
+    assert after["rows"][: len(before["rows"])] == before["rows"]
+    attacked.clear()
+    assert main(CALL) == 0
+    assert capsys.readouterr().out == printed, "as in one go"
+    assert len(attacked) == 3
+
+
+def test_what_it_is_compared_with_is_run_again_where_a_call_was_interrupted_between_the_two() -> None:
+    attacks = [{**ANALYTIC, "metrics": ["success"]}, {**IDLG, "name": "idlg"}]
+    table = paper_table(n=2, cell={"attack": attacks})
+    (first, second), (continued,) = reproduce(table), reproduce(table, {("mlp", "analytic")})
+    assert [(row.attack, row.metric, row.here) for row in continued] == [(r.attack, r.metric, r.here) for r in second]
+    assert {row.attack for row in first} == {"analytic"}
+    assert list(reproduce(table, {("mlp", "analytic"), ("mlp", "idlg")})) == []
+
+
+def opened(path: Path, table: PaperTable) -> ResultsFile[ComparedFigure]:
+    return ResultsFile(path, ComparedFigure, head_of(table))
+
+
+def filled(path: Path, **changes: Any) -> dict[str, Any]:
+    """A file of one attack's figures."""
+    table = paper_table(n=2)
+    (rows,) = reproduce(table)
+    opened(path, table).write(rows)
+    kept: dict[str, Any] = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps(kept))
+    return kept
+
+
+def test_a_finished_file_is_read_and_its_time_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    kept = filled(path, seconds=100.0)
+    file = opened(path, paper_table(n=2))
+    assert [vars(row) for row in file.rows] == kept["rows"] and len(file.rows) == 3
+    file.write(file.rows)
+    assert json.loads(path.read_text())["seconds"] >= 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "table", "named"),
+    [
+        ({"name": "other"}, {}, "another name"),
+        ({"version": 2}, {}, "another version"),
+        ({}, {"seed": 3}, "another seed"),
+        ({}, {"n": 3}, "another computed"),
+        ({"environment": {"python": "2.7", "packages": {}}}, {}, "another python"),
+        ({"rows": [{"cell": "mlp"}]}, {}, "row"),
+        ({"rows": [{"here": "abc"}]}, {}, "'abc'"),
+    ],
+)
+def test_a_file_of_anything_else_is_refused(
+    tmp_path: Path, changes: dict[str, Any], table: dict[str, Any], named: str
+) -> None:
+    path = tmp_path / "figures.json"
+    filled(path, **changes)
+    before = path.read_bytes()
+    with pytest.raises(SpecError, match=named):
+        opened(path, paper_table(**{"n": 2, **table}))
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["figures", "[]", '{"rows": []}'])
+def test_what_is_no_file_of_figures_is_refused_with_status_2(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text(text)
+    assert main(["reproduce", "dlg", "--n", "1", "--budget", "1", "-o", str(path)]) == 2
+    assert path.read_text() == text
+
+
+TOY = """
+title = "A toy paper's table"
+note = "Digits that need no file."
+n = 2
+data = { use = "mnist5k" }
+model = { use = "mlp", hidden = [16] }
+axes = ["defense"]
+
+[[defense]]
+name = "none"
+chain = [{ use = "local_sgd", rate = 0.5 }]
+
+[[defense]]
+name = "sign"
+chain = [{ use = "local_sgd", rate = 0.5 }, { use = "sign" }]
+
+[[attack]]
+name = "analytic"
+use = "analytic"
+iterations = 1
+metrics = ["psnr"]
+
+[reference]
+none.analytic.psnr = 61.5
+"""
+
+
+def test_a_papers_table_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen by `reproduce`, alone and in processes of its own, by its results file and by `compare`."""
+    (tmp_path / "toys").mkdir()
+    (tmp_path / "toys" / "toy.toml").write_text(TOY)
+    monkeypatch.setattr(paper_table_files, "PAPERS", tmp_path)
+    alone, apart = tmp_path / "alone.json", tmp_path / "apart.json"
+    assert main(["reproduce", "toy", "-o", str(alone)]) == 0
+    printed = capsys.readouterr().out
+    assert "A toy paper's table" in printed and "61.5" in printed
+    assert main(["reproduce", "toy", "--jobs", "2", "-o", str(apart)]) == 0
+    assert main(["compare", str(alone), str(apart)]) == 0
+    rows = [sorted((r["cell"], r["here"]) for r in json.loads(path.read_text())["rows"]) for path in (alone, apart)]
+    assert [cell for cell, _ in rows[0]] == ["none", "sign"]
+    assert [here for _, here in rows[0]] == pytest.approx([here for _, here in rows[1]])
