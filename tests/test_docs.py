@@ -211,7 +211,7 @@ def test_every_block_of_code_can_be_read(page: Path) -> None:
 
 
 def test_the_ledgers_example_is_a_question_that_a_ledger_answers(tmp_path: Path) -> None:
-    (example,) = blocks(text_of("docs/reference/ledger.md"), "sql")
+    (example,) = blocks(text_of("docs/watching.md"), "sql")
     Ledger(tmp_path / "ledger.sqlite", create=True).close()
     with closing(sqlite3.connect(f"file:{tmp_path}/ledger.sqlite?mode=ro", uri=True)) as db:
         assert db.execute(example).fetchall() == []

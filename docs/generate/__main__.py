@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from docs.generate import kept_figures, keys, ledger, options, signatures
+from docs.generate import kept_figures, keys, signatures
 from docs.generate.markdown import escaped, fill_blocks
 from fedgauge.simulations.cli.components import components_of
 from fedgauge.simulations.experiments.sweep_file import Sweep
@@ -34,8 +34,6 @@ BLOCKS: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "components.md": ("components", components),
     "scenario-keys.md": ("keys", keys.block),
     "adding-components.md": ("signatures", signatures.block),
-    "reference/command-options.md": ("options", options.block),
-    "reference/ledger.md": ("ledger", ledger.block),
     "defenses.md": ("sweep", sweep),
 }
 
