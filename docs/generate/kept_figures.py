@@ -68,7 +68,8 @@ def table(sheets: Sequence[str], options: Mapping[str, str]) -> str:
     for label, line in lines.items():
         cells = {column_of(row): _figure(row) for row in line}
         body.append([label + _training(line), *(cells.get(c, "") for c in columns), *(texts[label] for texts in extra)])
-    grid = "\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *body))
+    head, *rest = [f"| {' | '.join(line)} |" for line in (heads, *body)]
+    grid = "\n".join([head, "|---" * len(heads) + "|", *rest])
     return f"\n{'; '.join(about)}:\n\n{grid}\n"
 
 
