@@ -4,7 +4,9 @@
 Options, separated by semicolons, choose what it shows:
 
 - `metrics psnr, mse`, `attacks dager, exact`, `cells images*`: only these (cells by a pattern);
-- `rows attack`: a row for each attack, a column for each setting; `rows both`: a row for each pair, a column for each metric;
+- `rows attack`: a row for each attack, a column for each setting;
+- `rows merged`: a row for each attack, a column for each metric, and the settings of each figure in the cell;
+- `rows both`: a row for each setting and attack, a column for each metric;
 - `split`: the part of a setting's name after its last comma becomes a column.
 
 `<!-- computed: SHEET ... -->` is followed by when, where and with what each was computed.
@@ -35,9 +37,11 @@ def table(sheets: Sequence[str], options: Mapping[str, str]) -> str:
     """Return a Markdown table of the chosen rows of these sheets, below a line with what holds for all of it."""
     rows = [row for name in sheets for row in _kept(name)["rows"] if _chosen(row, options)]
     row_of, column_of = _layout(options)
+    merged = options.get("rows") == "merged"
     columns = {column_of(row): None for row in rows}
     varying = [i for i in range(3) if len({column[i] for column in columns}) > 1]
     fixed = [part for i, part in enumerate(next(iter(columns))) if part and i not in varying]
+    conditions: list[dict[str, str]] = []  # that have a column, by line
     lines: dict[str, list[Row]] = {}
     for row in rows:
         lines.setdefault(row_of(row), []).append(row)
@@ -46,31 +50,42 @@ def table(sheets: Sequence[str], options: Mapping[str, str]) -> str:
     low = "95 % interval" if any(row["low"] is not None for row in rows) else ""
     reference = "[reference]" if any(row["reference"] is not None for row in rows) else ""
     about += [" ".join(filter(None, ("figure", f"({low})" if low else "", reference)))] if low or reference else []
-    heads = ["setting" if options.get("rows") != "attack" else "attack"]
+    heads = ["attack" if options.get("rows") in ("attack", "merged") else "setting"]
     heads += [", ".join(column[i] for i in varying) or "here" for column in columns]
-    extra: list[dict[str, str]] = []
     for head, text in (("n", _n), ("iterations", _iterations), ("baseline", _baseline)):
-        texts = {key: _joined(map(text, line)) for key, line in lines.items()}
-        by_attack = {_attack(row): _joined(text(r) for r in rows if r["attack"] == row["attack"]) for row in rows}
-        if len(set(texts.values())) == 1:  # the same in every line, or by attack
-            only = {attack: value for attack, value in by_attack.items() if value}
-            same = len(set(only.values())) == 1 and (head == "baseline" or len(only) == len(by_attack))
-            about += [f"{head} {next(iter(only.values()))}"] if only and same else []
-            about += (
-                [f"{head}: {', '.join(f'{attack} {value}' for attack, value in only.items())}"]
-                if only and not same
-                else []
-            )
-        else:
+        shared, by_line = _conditions(head, text, lines)
+        if shared is None:
             heads.append(head)
-            extra.append(texts)
+            conditions.append(by_line)
+        elif shared:
+            about.append(shared)
     body = []
     for label, line in lines.items():
-        cells = {column_of(row): _figure(row) for row in line}
-        body.append([label + _training(line), *(cells.get(c, "") for c in columns), *(texts[label] for texts in extra)])
+        cells: dict[tuple[str, str, str], list[Row]] = {}
+        for row in line:
+            cells.setdefault(column_of(row), []).append(row)
+        found = [cells.get(column, []) for column in columns]
+        figures = [_figures(some) if merged else _joined(map(_figure, some)) for some in found]
+        body.append([label + _training(line), *figures, *(by_line[label] for by_line in conditions)])
     head, *rest = [f"| {' | '.join(line)} |" for line in (heads, *body)]
     grid = "\n".join([head, "|---" * len(heads) + "|", *rest])
     return f"\n{'; '.join(about)}:\n\n{grid}\n"
+
+
+def _conditions(
+    head: str, text: Callable[[Row], str], lines: Mapping[str, list[Row]]
+) -> tuple[str | None, dict[str, str]]:
+    """Return a condition as one phrase for the whole table (None: lines differ), and for each line."""
+    by_line = {label: _joined(map(text, line)) for label, line in lines.items()}
+    if len(set(by_line.values())) > 1:
+        return None, by_line
+    by_attack: dict[str, str] = {}
+    for row in (row for line in lines.values() for row in line):
+        by_attack[_attack(row)] = _joined([by_attack.get(_attack(row), ""), text(row)])
+    named = {attack: value for attack, value in by_attack.items() if value}
+    if len(set(named.values())) == 1 and (head == "baseline" or len(named) == len(by_attack)):
+        return f"{head} {next(iter(named.values()))}", by_line
+    return f"{head}: {', '.join(f'{attack} {value}' for attack, value in named.items())}" if named else "", by_line
 
 
 def computed(sheets: Sequence[str], options: Mapping[str, str]) -> str:
@@ -117,14 +132,14 @@ def _layout(options: Mapping[str, str]) -> tuple[Callable[[Row], str], Callable[
     rows, split = options.get("rows", "cell"), "split" in options
 
     def line(row: Row) -> str:
-        if rows == "attack":
+        if rows in ("attack", "merged"):
             return _attack(row)
         cell = _cell(row["cell"].rpartition(", ")[0] if split else row["cell"])
         return f"{cell}, {_attack(row)}" if rows == "both" else cell
 
     def column(row: Row) -> tuple[str, str, str]:
         cell = _cell(row["cell"]) if rows == "attack" else row["cell"].rpartition(", ")[2] if split else ""
-        return cell, "" if rows in ("attack", "both") else _attack(row), METRICS.get(row["metric"], row["metric"])
+        return cell, "" if rows != "cell" else _attack(row), METRICS.get(row["metric"], row["metric"])
 
     return line, column
 
@@ -140,6 +155,16 @@ def _attack(row: Row) -> str:
 
 def _joined(texts: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(filter(None, texts)))
+
+
+def _figures(rows: list[Row]) -> str:
+    """Return the figure of these rows with the number of settings, if all have the same; else each figure with its settings."""
+    settings: dict[str, list[str]] = {}
+    for row in rows:
+        settings.setdefault(_figure(row), []).append(_cell(row["cell"]))
+    if len(settings) == 1 and len(rows) > 1:
+        return f"{next(iter(settings))}, each of {len(rows)}"
+    return "; ".join(f"{figure} {' / '.join(cells)}" for figure, cells in settings.items())
 
 
 def _figure(row: Row) -> str:
