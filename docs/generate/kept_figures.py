@@ -69,7 +69,7 @@ def table(sheets: Sequence[str], options: Mapping[str, str]) -> str:
         body.append([label + _training(line), *figures, *(by_line[label] for by_line in conditions)])
     head, *rest = [f"| {' | '.join(line)} |" for line in (heads, *body)]
     grid = "\n".join([head, "|---" * len(heads) + "|", *rest])
-    return f"\n{'; '.join(about)}:\n\n{grid}\n"
+    return f"\n{'; '.join(about)}.\n\n{grid}\n"
 
 
 def _conditions(
@@ -114,7 +114,7 @@ def _computed(kept: dict[str, Any]) -> str:
     made = kept["environment"]
     return (
         f"`{kept['name']}`, version {kept['version']}, seed {kept['seed']}: {kept['date']}, {made['cores']} x {made['processor']}, "
-        f"torch {made['packages']['torch']}, commit {made['commit'][:8]}; {kept['seconds'] / 60:.0f} minutes"
+        f"torch {made['packages']['torch']}, commit {made['commit'][:8]}; {kept['seconds'] / 60:.0f} minutes."
     )
 
 
