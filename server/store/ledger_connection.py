@@ -80,12 +80,6 @@ def _schema() -> frozenset[tuple[str, ...]]:
         return _objects(db)
 
 
-def columns_of(table: str) -> list[tuple[str, str]]:
-    """Name and type of each column of a table, in order."""
-    with closing(_new()) as db:
-        return db.execute("SELECT name, type FROM pragma_table_info(?) ORDER BY cid", (table,)).fetchall()
-
-
 def _objects(db: sqlite3.Connection) -> frozenset[tuple[str, ...]]:
     """Type, name, table and definition of the objects of a database, without the statistics that ANALYZE leaves."""
     rows = db.execute(

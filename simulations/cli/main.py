@@ -120,12 +120,5 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
     return parser
 
 
-def command_parser(name: str) -> argparse.ArgumentParser:
-    """The parser of one command's own options."""
-    (actions,) = (a for a in _parser(name)._actions if isinstance(a, argparse._SubParsersAction))
-    found: argparse.ArgumentParser = actions.choices[name]
-    return found
-
-
 if __name__ == "__main__":
     sys.exit(main())
