@@ -26,9 +26,8 @@ def add_to(commands: Commands) -> None:
 
 def app(options: argparse.Namespace) -> int:
     """fedgauge app DIR: run a Flower app as it is, observe how its clients train, and attack what its server sees."""
-    from fedgauge.simulations.cli.main import command_parser
+    from fedgauge.simulations.cli.main import main
     from fedgauge.simulations.cli.result_commands import chosen_thresholds, conclude_gate
-    from fedgauge.simulations.cli.run_commands import audit
     from fedgauge.simulations.rehearsal.rehearse import observe, rehearse
     from fedgauge.simulations.reports.report import write_report
 
@@ -51,7 +50,7 @@ def app(options: argparse.Namespace) -> int:
     console.print(found.proof)
     given = [str(run.folder), "--log", options.log, *([] if options.no_truth else ["--truth", str(found.truth)])]
     with components.allowing(found.packages, [options.folder.resolve()]):
-        status = audit(command_parser("audit").parse_args(given))
+        status = main(["audit", *given])
         write_report(run)
     allow = " ".join(f"--allow {package}" for package in found.packages)
     console.print(f"attack it otherwise: edit {run.folder / 'scenario.toml'}, then in {options.folder}: ", end="")

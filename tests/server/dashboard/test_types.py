@@ -55,7 +55,14 @@ def test_a_script_asks_for_nothing_that_the_type_has_not(variable: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [*{kind for kinds, _ in HELD.values() for kind in kinds} - {MainMetric}, Page, ImageRounds, Series, Axis]
+    "kind",
+    [
+        *dict.fromkeys(kind for kinds, _ in HELD.values() for kind in kinds if kind is not MainMetric),
+        Page,
+        ImageRounds,
+        Series,
+        Axis,
+    ],
 )
 def test_a_type_has_nothing_that_no_page_reads(kind: type) -> None:
     words = set(re.findall(r"\w+", SCRIPTS + TEMPLATES))
