@@ -150,7 +150,10 @@ class PlannedAttack:
 
         Of a user's own attack a ledger has it (`to_json`), as a module that may not be loaded is listed, too.
         """
-        return self.build().metric
+        try:
+            return self.build().metric
+        except SpecError:  # a ledger from elsewhere may plan anything, which is refused when it is to attack
+            return ""
 
     @property
     def tells_members(self) -> bool:

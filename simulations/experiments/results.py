@@ -124,7 +124,7 @@ def markdown(table: Table, right: Collection[str] = ()) -> str:
     """A table as Markdown; the columns with these heads are to the right."""
     heads = [column.head for column in table.columns]
     below = ["---:" if head in right else "---" for head in heads]
-    return "".join(f"| {' | '.join(row)} |\n" for row in (heads, below, *table.written))
+    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in (heads, below, *table.rows))
 
 
 def texts(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -32,7 +32,7 @@ FRAMEWORKS = ("sklearn", "xgboost", "catboost", "lightgbm", "tensorflow", "jax",
 
 def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Run the app, and return what was observed, or the error that kept it from training."""
-    folder = Path(plan["folder"])
+    folder, sys.dont_write_bytecode = Path(plan["folder"]), True
     app = FlowerApp.read(folder, plan["settings"])
     for entry in folder.iterdir():  # the app finds its files in the working directory, and leaves new ones in ours
         (Path.cwd() / entry.name).symlink_to(entry)

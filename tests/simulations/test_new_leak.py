@@ -80,7 +80,7 @@ def test_a_leak_is_a_row_of_its_own_metric_and_leaves_the_verdict_to_reconstruct
     assert len(lines) == 6 and all(",class_told," in line and ",1.0," in line for line in lines)
     with closing(Reading(run)) as reading, reading.now():
         told, verdict = overview(reading), verdict_of(reading)
-    assert {row["attack"] for row in told["summary"]} >= {"row_over_bias", "mean_number"}
+    assert {row["attack"] for row in told.summary.records} >= {"row_over_bias", "mean_number"}
     assert verdict.word == "leaks" and "row_over_bias" in verdict.sentence
 
 

@@ -88,7 +88,7 @@ def test_attacks_that_all_failed_are_a_failure_that_says_why(
     words = " ".join(told.split())
     assert "guess (4 x): RuntimeError: view size" in words and f"fedgauge audit {run.folder} --retry failed" in words
     cells = table(told, "guess")
-    assert [row[3:6] for row in cells] == [["2", "x", "failed"]] * 2, "a cell is not left empty"
+    assert [row[-3:] for row in cells] == [["2", "x", "failed"]] * 2, "a cell is not left empty"
     assert main(["audit", str(run.folder), "--log", "quiet"]) == 1, "asking again does not make it a success"
     assert "every attack failed: guess (4 x)" in capsys.readouterr().err
     assert main(["runs", "--runs", str(run.folder.parent)]) == 0
@@ -124,7 +124,7 @@ def test_one_update_that_cannot_be_attacked_is_told_and_the_others_have_their_nu
     assert main(["audit", str(run.folder)]) == 1
     told = capsys.readouterr().out
     assert "2 of 16 attacks failed: guess (2 x): RuntimeError" in " ".join(told.split())
-    assert [row[4:7] for row in table(told, "guess")] == [["(1", "x", "failed)"]] * 2
+    assert [row[-3:] for row in table(told, "guess")] == [["1", "x", "failed"]] * 2
     assert main(["audit", str(run.folder), "--attack", "analytic"]) == 0, "another attack is judged by itself"
 
 
