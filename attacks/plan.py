@@ -173,7 +173,10 @@ class PlannedAttack:
     @property
     def is_stateful(self) -> bool:
         """Whether a client's earlier rounds influence the attack on the next one, so that its jobs must run in order."""
-        return self.build().is_stateful
+        try:
+            return self.build().is_stateful
+        except SpecError:  # as for metric
+            return False
 
     def to_json(self) -> str:
         """Every field on one line, equal for equal plans: part of a job's key, and what a worker receives."""

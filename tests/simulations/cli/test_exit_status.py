@@ -90,7 +90,7 @@ def test_attacks_that_all_failed_are_a_failure_that_says_why(
     cells = table(told, "guess")
     assert [row[-3:] for row in cells] == [["2", "x", "failed"]] * 2, "a cell is not left empty"
     assert main(["audit", str(run.folder), "--log", "quiet"]) == 1, "asking again does not make it a success"
-    assert "every attack failed: guess (4 x)" in capsys.readouterr().err
+    assert "attacks failed: guess (4 x)" in capsys.readouterr().err
     assert main(["runs", "--runs", str(run.folder.parent)]) == 0
     listed = capsys.readouterr().out
     assert "attacks failed" in listed and "12/16, 4 failed" in listed and "complete" not in listed
