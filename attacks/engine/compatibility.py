@@ -375,10 +375,15 @@ def _is_slope(trial: _Trial, slopes: Tensor) -> bool:
 def _expected(trial: _Trial) -> tuple[_Derivatives, bool]:
     """What plain autograd gives, and whether it needs layers to be composed; ValueError without a second derivative."""
     try:
-        return _by_autograd(trial), False
+        plain = _by_autograd(trial)
     except RuntimeError as error:
         if exhausted(error):
             raise
+    else:
+        if any(bool(t.any()) for t in plain.updates.values()):
+            return plain, False
+        error = RuntimeError("every gradient is zero, as reentrant checkpointing makes them")
+        raise Unattackable(_not_twice(trial.known.model, trial.params, trial.x[0], error))
     with twice_differentiable():
         try:
             return _by_autograd(trial), True
