@@ -382,8 +382,8 @@ def _expected(trial: _Trial) -> tuple[_Derivatives, bool]:
     else:
         if any(bool(t.any()) for t in plain.updates.values()):
             return plain, False
-        error = RuntimeError("every gradient is zero, as reentrant checkpointing makes them")
-        raise Unattackable(_not_twice(trial.known.model, trial.params, trial.x[0], error))
+        zero = RuntimeError("every gradient is zero, as reentrant checkpointing makes them")
+        raise Unattackable(_not_twice(trial.known.model, trial.params, trial.x[0], zero))
     with twice_differentiable():
         try:
             return _by_autograd(trial), True
