@@ -3,6 +3,7 @@
 import importlib
 import sys
 import tomllib
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ class FlowerApp:
         return cls(folder, parts["serverapp"], parts["clientapp"], config | given)
 
     def part(self, reference: str) -> Any:
-        """Import the server app or the client app; SpecError if that fails."""
+        """Import the server app or the client app; the app's code may raise anything."""
         if str(self.folder) not in sys.path:
             sys.path.insert(0, str(self.folder))
         module, _, name = reference.partition(":")
@@ -154,8 +155,6 @@ class AppGrid(Grid):
 
 def blamed(error: BaseException, folder: Path | None) -> str:
     """Return an exception in one line, with the last line of the app's own code that it passed."""
-    import traceback
-
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if folder is None or Path(f.filename).is_relative_to(folder)] or frames
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""

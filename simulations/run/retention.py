@@ -8,11 +8,12 @@ from fedgauge.server.store import run_files
 from fedgauge.server.store.run import ROUNDS, Run
 
 DAY = 86400.0  # seconds
+EXAMPLES = ("observed", "truth")  # folders of what `fedgauge app` saw clients train on
 DERIVED = ("report.html", "checkpoint.json")  # made from the private files, or useless without them
 
 
 def prune(run: Run, days: float, now: float) -> int:
-    """Delete a run's updates, reconstructions, client states, checkpoints and reports; returns how many files.
+    """Delete a run's updates, reconstructions, observed examples, client states, checkpoints and reports; returns how many files.
 
     Nothing is deleted if the newest of them is younger than `days`.
 
@@ -39,7 +40,7 @@ def prune(run: Run, days: float, now: float) -> int:
 
 def private(run: Run) -> Iterator[Path]:
     """The files of a run that reveal clients' data; RefusedFile if one is a link or no file."""
-    for name in ROUNDS:
+    for name in (*ROUNDS, *EXAMPLES):
         yield from (run.folder / name / n for n in run_files.names(run.folder / name))
     yield from (path for path in (run.folder / name for name in DERIVED) if run_files.look(path))
     names = run_files.names(run.folder)

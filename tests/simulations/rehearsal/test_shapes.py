@@ -1,6 +1,7 @@
 """Apps as their authors write them, each observed without a change: its draft gives its update, or one note says why not."""
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.rehearsal.rehearse import Rehearsal, observe, rehearse
+from fedgauge.simulations.run.retention import prune
 
 SHAPES = Path(__file__).parents[2] / "foreign" / "shapes"
 PROJECT = """
@@ -82,6 +84,8 @@ def test_what_a_scenario_cannot_say_is_a_note(name: str, code: str, tmp_path: Pa
 def test_what_no_attack_fits_is_recorded_and_said(name: str, code: str, tmp_path: Path) -> None:
     found = rehearsed(name, tmp_path)
     assert [note.code for note in found.draft.fatal] == [code]
+    prune(found.run, 0, time.time() + 60)
+    assert not [path for path in found.run.folder.rglob("*.npz")], "no example outlives the updates"
     with found.run.ledger(readonly=True) as ledger:
         assert sum(row["status"] == "accepted" for row in ledger.observations()) == 2
 
