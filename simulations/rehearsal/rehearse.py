@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import time
 import tomllib
 from collections.abc import Mapping
@@ -89,6 +90,7 @@ def observe(folder: Path, runs: Path, settings: Settings, clients: int, console:
 
 def rehearse(run: Run, observed: Observed, folder: Path, clients: int) -> Rehearsal:
     """Draft the scenario of an observed app, write the truth of the attacked clients, and compute an update again."""
+    sys.dont_write_bytecode = True  # the network is built by the app's code, and nothing is written in its folder
     first = next(rounds[0] for rounds in observed.clients.values())
     nodes = observed.nodes
     x, y = _arrays(observed.clients[nodes[0]][0] if nodes else first)
