@@ -14,6 +14,7 @@ from torch import nn
 
 from fedgauge.attacks.engine.computation import InputLayer, dense_input_layer
 from fedgauge.attacks.exact.patch_embedding import embeds_patches
+from fedgauge.attacks.exact.recursive import stages_of
 from fedgauge.attacks.limits import noise_is_known
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import ATTACK, MEMBERSHIP
@@ -79,6 +80,13 @@ class _Setting:
         """Whether the network begins with a vision transformer's patches."""
         return embeds_patches(self.federation.model, self.federation.shards.dataset.shape)
 
+    def solvable(self) -> bool:
+        """Whether the network begins with a convolution and is a chain of layers that can be solved one after the other."""
+        try:
+            return self.dense is None and bool(stages_of(self.federation.model, self.federation.shards.dataset.shape))
+        except Exception:  # what is wrong with the network is the doctor's to report
+            return False
+
     def repeats(self) -> bool:
         """Whether some client trains on the same examples in every round."""
         return min(map(len, self.federation.shards.indices)) <= self.federation.shards.batch_size
@@ -106,6 +114,7 @@ def _choices() -> Iterator[_Choice]:
     """In the order of a report: exact attacks, searches, learned ones, membership."""
     yield _Choice({"use": "analytic"}, "quick", lambda s: s.examples == 1 and s.dense is not None, searches=False)
     yield _Choice({"use": "patch_embedding"}, "quick", lambda s: s.examples == 1 and s.embeds_patches(), searches=False)
+    yield _Choice({"use": "recursive"}, "quick", lambda s: s.examples == 1 and s.solvable(), searches=False)
     yield _Choice({"use": "spear"}, "quick", lambda s: s.reads_batches and not s.noisy, searches=False)
     yield _Choice({"use": "spear_plus_plus"}, "standard", lambda s: s.reads_batches, searches=False)
     yield _Choice({"use": "exact"}, "quick", lambda s: s.examples == 1, searches=False)

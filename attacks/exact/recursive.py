@@ -1,0 +1,464 @@
+"""Reads one example off a chain of layers, from the last layer to the first (after R-GAP, Zhu and Blaschko, ICLR 2021).
+
+The last layer's gradient, of rank one, gives its input and the error signal of the logits. Each layer below follows by least
+squares in float64 from two sets of linear equations in its input: its weight gradient, sum_p D_p x_p^T over the error signals D
+and the patches x of its input, and its output, known from the layer behind by inverting the activation. The equations of the
+layer behind keep their weights, as a triangular factor, so each layer is solved by weighted least squares. No scale is needed:
+a clip multiplies the gradients and the error signals alike.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.func import vjp, vmap
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
+from fedgauge.attacks.engine.compatibility import doubled
+from fedgauge.attacks.engine.computation import run, undisturbed
+from fedgauge.attacks.exact.closed_form import ClosedForm, Reader, check_one_example, labels_of
+from fedgauge.attacks.problem import Problem, Unattackable
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Batch, Params, Update, relative_error
+
+LARGEST = 4096  # values that a layer reads, up to which its equations are solved in seconds
+REACH = 64.0  # values before an activation lie between -REACH and REACH
+HALVINGS = 60
+ROUNDING = 1e-7  # of a gradient in float32, relative to its root mean square
+SPREAD = 1.0  # prior standard deviation of what a layer reads
+CERTAIN = 5.0  # standard deviations from an activation's flat part beyond which a value lies outside
+SINGULAR = 1e-12  # eigenvalues of a Gram matrix, relative to the largest, that count as zero
+EXACT = 1e-5  # relative error of the update, below which nothing is refined
+REFINED = 100  # steps of the refinement
+AT_ONCE = 256  # unit vectors whose patches are formed together
+ORDER = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """One operation of the chain on one example x (1, ...).
+
+    Args:
+        kind: "layer" if it has a trained weight, "affine" or "activation".
+        shape: of its input, without the batch.
+        settings: of a convolution, as F.unfold takes them; None: fully connected.
+    """
+
+    name: str
+    kind: str
+    apply: Callable[[Params, Tensor], Tensor]
+    shape: tuple[int, ...]
+    weight: str = ""
+    bias: str = ""
+    settings: Mapping[str, Any] | None = None
+
+    def patches(self, x: Tensor) -> Tensor:
+        """What a row of the weight reads at each position: (N, values, positions) for inputs x (N, ...)."""
+        if self.settings is None:
+            return x.reshape(len(x), -1, x.shape[-1]).transpose(1, 2)
+        return F.unfold(x, **self.settings)
+
+    def signals(self, delta: Tensor) -> Tensor:
+        """Error signals (1, ...) at its output as (outputs, positions)."""
+        return delta.reshape(-1, delta.shape[-1]).T if self.settings is None else delta.flatten(2)[0]
+
+
+class _Recorder(TorchFunctionMode):
+    """Records each operation on what follows from the example."""
+
+    def __init__(self, params: Params, x: Tensor) -> None:
+        super().__init__()
+        self.names = {id(p): k for k, p in params.items()}
+        self.last, self.derived = x, [x]
+        self.steps: list[_Step] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = [t for t in leaves if any(t is other for other in self.derived)]
+        result = func(*args, **kwargs)
+        if not given or not isinstance(result, Tensor):
+            return result
+        weights = [self.names[id(t)] for t in leaves if id(t) in self.names]
+        name = weights[0].rpartition(".")[0] or weights[0] if weights else getattr(func, "__name__", str(func))
+        if len(given) > 1 or given[0] is not self.last:
+            _decline(name, "joins several paths")
+        if result is given[0] and not func.__name__.endswith("_"):
+            return result
+        result = result.clone()  # an operation in place keeps its input
+        self.steps.append(self._step(func, args, kwargs, given[0], name))
+        self.derived.append(result)
+        self.last = result
+        return result
+
+    def _step(self, func: Any, args: Any, kwargs: Any, given: Tensor, name: str) -> _Step:
+        def apply(params: Params, x: Tensor) -> Tensor:
+            def put(t: Any) -> Any:
+                if t is given:
+                    return x.clone()
+                if isinstance(t, Tensor) and t.is_floating_point():
+                    return params[self.names[id(t)]] if id(t) in self.names else t.to(x)
+                return t
+
+            result: Tensor = func(*tree_map(put, args), **tree_map(put, kwargs))
+            return result
+
+        step = _Step(name, "", apply, tuple(given.shape[1:]))
+        call = dict(zip(ORDER, args, strict=False)) | kwargs
+        if func not in (F.linear, F.conv2d) or id(call["weight"]) not in self.names:
+            return step
+        weight, bias = self.names[id(call["weight"])], self.names.get(id(call.get("bias")), "")
+        step = replace(step, kind="layer", weight=weight, bias=bias)
+        if func is F.linear:
+            return step
+        settings = {k: call.get(k, default) for k, default in (("dilation", 1), ("padding", 0), ("stride", 1))}
+        if call.get("groups", 1) != 1 or isinstance(settings["padding"], str):
+            _decline(name, "has groups, or a padding by name")
+        return replace(step, settings={"kernel_size": call["weight"].shape[2:], **settings})
+
+
+def _decline(layer: str, why: str) -> NoReturn:
+    remedy = "the attack reads a chain of layers and rising activations; use a search, such as inverting_gradients"
+    raise Unattackable(Problem("no chain", f"operation {layer!r}", why, remedy))
+
+
+class _Stage(NamedTuple):
+    """Affine operations from one activation to the next one, which is None behind the last stage."""
+
+    steps: tuple[_Step, ...]
+    activation: _Step | None
+
+    @property
+    def name(self) -> str:
+        """The name of its first layer."""
+        return next((s.name for s in self.steps if s.weight), self.steps[0].name)
+
+
+def stages_of(model: nn.Module, shape: Sequence[int]) -> list[_Stage]:
+    """The network as a chain of stages, from the example to the logits, in the order of its computation.
+
+    Raises:
+        Unattackable: it is no such chain; the first operation that does not fit is named.
+    """
+    params = {k: p.detach().clone() for k, p in model.named_parameters()}
+    x = torch.rand(1, *shape, generator=generator("made-up example")).to(next(iter(params.values())))
+    with torch.no_grad(), undisturbed(model, x.device), _Recorder(params, x) as recorder:
+        try:
+            out = run(model, params, x)
+        except (RuntimeError, TypeError, ValueError) as error:  # the network's own words for one example
+            if isinstance(error, Unattackable):
+                raise
+            _decline("forward", f"fails on one example ({type(error).__name__})")
+    steps, own = recorder.steps, {k: p.double().cpu() for k, p in params.items()}
+    if not steps or out is not recorder.last or steps[-1].settings is not None or len(steps[-1].shape) != 1:
+        _decline(steps[-1].name if steps else "forward", "ends the network, and a fully connected layer has to")
+    stages: list[_Stage] = []
+    now: list[_Step] = []
+    used: set[str] = set()
+    for step in (_classified(step, own) for step in steps):
+        if step.weight in used:
+            _decline(step.name, "is used more than once")
+        used |= {step.weight} - {""}
+        if not now and math.prod(step.shape) > LARGEST:
+            _decline(step.name, f"reads more than {LARGEST:,} values, too many to solve for in seconds")
+        if step.kind != "activation":
+            now.append(step)
+        elif not now:
+            _decline(step.name, "follows another activation")
+        else:
+            stages.append(_Stage(tuple(now), step))
+            now = []
+    if not now or not now[-1].weight:
+        _decline(steps[-1].name, "ends the network, and a fully connected layer has to")
+    return [*stages, _Stage(tuple(now), None)]
+
+
+def _classified(step: _Step, params: Params) -> _Step:
+    """The step with its kind, found on made-up values."""
+    if step.kind:
+        return step
+    rng, apply = generator("made-up values"), partial(step.apply, params)
+    a, b = (3 * torch.randn(1, *step.shape, generator=rng, dtype=torch.float64) for _ in range(2))
+    of_a, of_b, of_zero, of_sum = (apply(t) for t in (a, b, torch.zeros_like(a), a + b))
+    if bool((of_a + of_b - of_zero - of_sum).abs().max() <= 1e-9 * (1 + of_sum.abs().max())):
+        return replace(step, kind="affine")
+    chosen = torch.rand(a.shape, generator=rng) < 0.5
+    if of_a.shape == a.shape and torch.allclose(
+        apply(torch.where(chosen, a, b)), torch.where(chosen, of_a, of_b), rtol=1e-12, atol=0
+    ):
+        grid = torch.linspace(-8, 8, 129, dtype=torch.float64)
+        if bool((torch.cat([apply(torch.full_like(a, float(v))) for v in grid]).diff(dim=0) >= 0).all()):
+            return replace(step, kind="activation")
+    _decline(step.name, "is neither affine nor a rising activation")
+
+
+# --------------------------------------------------------------------------------------------------------------- solving
+
+
+class _Equations(NamedTuple):
+    """Linear equations matrix (rows, n) of a stage's input, and their right side (rows,)."""
+
+    matrix: Tensor
+    right: Tensor
+
+
+def _affine(stage: _Stage, params: Params) -> tuple[list[Tensor], Tensor]:
+    """What each layer of a stage reads, and the output, for the zero input and each unit vector: (1 + n, ...) each."""
+    shape = stage.steps[0].shape
+    n = math.prod(shape)
+    x = torch.cat([torch.zeros(1, n, dtype=torch.float64), torch.eye(n, dtype=torch.float64)]).view(n + 1, *shape)
+    read = []
+    for step in stage.steps:
+        if step.weight:
+            read.append(x)
+        x = vmap(lambda t, step=step: step.apply(params, t[None])[0])(x)
+    return read, torch.cat([x[:1], x[1:] - x[:1]]).flatten(1)
+
+
+def _gradient_equations(step: _Step, read: Tensor, delta: Tensor, gradient: Tensor) -> _Equations:
+    """The equations from a layer's weight gradient, fewer by an orthogonal map where error signals are dependent."""
+    left, short = torch.linalg.qr(step.signals(delta))
+    wide = gradient.flatten(1)
+    zero = short @ step.patches(read[:1])[0].T
+    parts = [
+        torch.einsum("nfp,kp->nkf", step.patches(part - read[:1]), short).flatten(1) for part in read[1:].split(AT_ONCE)
+    ]
+    return _Equations(torch.cat(parts).T, (left.T @ wide - zero).flatten())
+
+
+def _signals_in(stage: _Stage, params: Params, delta: Tensor) -> list[Tensor]:
+    """Error signals (1, ...) at the output of each layer of a stage, and last those at the stage's input."""
+    x = torch.zeros(1, *stage.steps[0].shape, dtype=torch.float64)
+    backward = []
+    for step in stage.steps:
+        x, back = vjp(partial(step.apply, params), x)
+        backward.append(back)
+    signals = []
+    delta = delta.view_as(x)
+    for step, back in zip(reversed(stage.steps), reversed(backward), strict=True):
+        if step.weight:
+            signals.append(delta)
+        (delta,) = back(delta)
+    return [*reversed(signals), delta]
+
+
+def _inverse(apply: Callable[[Tensor], Tensor], value: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
+    """What an activation was given, and its slope there; the slope is 0 where the value lies on a flat part."""
+    low, high = torch.full_like(value, -REACH), torch.full_like(value, REACH)
+    flat = apply(low)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        below = apply(middle) < value
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    slope = vjp(apply, high)[1](torch.ones_like(value))[0]
+    kinked = torch.equal(apply(torch.full_like(value, -1.0)), flat)  # as ReLU is
+    return high, slope * (value > flat + CERTAIN * deviation) if kinked else slope
+
+
+class _Estimate(NamedTuple):
+    """A stage's input (1, ...), the triangular factor (n, n) of its information, and its standard deviations."""
+
+    value: Tensor
+    factor: Tensor
+    deviation: Tensor
+
+    @property
+    def open(self) -> float:
+        """The dimensions that the equations leave open."""
+        return float(self.deviation.square().sum()) / SPREAD**2
+
+
+def _solved(stage: _Stage, equations: Sequence[_Equations], mean: Tensor) -> _Estimate:
+    """Weighted least squares with a prior of standard deviation SPREAD."""
+    n = mean.numel()
+    prior = _Equations(torch.eye(n, dtype=torch.float64) / SPREAD, mean.flatten() / SPREAD)
+    stacked = torch.cat([torch.cat([own.matrix, own.right[:, None]], 1) for own in (*equations, prior)])
+    triangle = torch.linalg.qr(stacked, mode="r").R
+    factor = triangle[:n, :n]
+    value = torch.linalg.solve_triangular(factor, triangle[:n, n:], upper=True)
+    inverse = torch.linalg.solve_triangular(factor, torch.eye(n, dtype=torch.float64), upper=True)
+    return _Estimate(value.view(1, *stage.steps[0].shape), factor, inverse.norm(dim=1).view(1, *stage.steps[0].shape))
+
+
+def _logit_signals(step: _Step, gradient: Update, params: Params) -> tuple[Tensor, float]:
+    """Error signals (1, classes) of the logits, and the noise's standard deviation, from the last layer's gradient."""
+    weight = gradient[step.weight]
+    whole = torch.cat([weight, gradient[step.bias][:, None]], 1) if step.bias in gradient else weight
+    left, values, right = torch.linalg.svd(whole, full_matrices=False)
+    noise = float(values[1:].norm()) / math.sqrt((len(whole) - 1) * whole.shape[1])
+    if step.bias in gradient:
+        return (left[:, :1] * values[0] * right[0, -1]).T, noise
+    # without a bias the input's length is open: log p_i differ as the logits do, for all classes but the true one
+    signal, features = left[:, 0], right[0]
+    label = int(signal.abs().argmax())
+    if signal[label] > 0:
+        signal, features = -signal, -features
+    others = torch.arange(len(signal)) != label
+    weights = signal[others].clamp(min=1e-12)
+    shift = params[step.bias][others] if step.bias else 0.0
+    logs, logits = weights.log() - shift, (params[step.weight] @ features)[others]
+    share = weights / weights.sum()
+    logs, logits = logs - (share * logs).sum(), logits - (share * logits).sum()
+    length = (share * logits * logs).sum() / (share * logits.square()).sum()
+    if not bool(length > 0):
+        raise ValueError(f"layer {step.name!r} has no bias, and its gradient does not show the length of its input")
+    return (signal * values[0] / length)[None], noise
+
+
+def _read(stages: Sequence[_Stage], gradient: Update, params: Params, mean: Tensor) -> tuple[Tensor, float, list[str]]:
+    """The network's input (1, ...), the noise's standard deviation, and each stage that its equations leave open."""
+    delta, noise = _logit_signals(stages[-1].steps[-1], gradient, params)
+    if not bool(delta.abs().max() > 0):
+        raise ValueError("the last layer's gradient is zero")
+    known: _Estimate | None = None
+    notes = []
+    for stage in reversed(stages):
+        equations = []
+        read, out = _affine(stage, params)
+        if stage.activation is not None and known is not None:
+            before, slope = _inverse(partial(stage.activation.apply, params), known.value, known.deviation)
+            delta = delta * slope
+            rows = known.factor * slope.flatten()
+            equations.append(_Equations(rows @ out[1:].T, rows @ (before.flatten() - out[0])))
+        *signals, delta = _signals_in(stage, params, delta)
+        for step, values, signal in zip([s for s in stage.steps if s.weight], read, signals, strict=True):
+            own = gradient[step.weight]
+            sigma = math.hypot(noise, ROUNDING * float(own.square().mean().sqrt())) or 1.0
+            made = _gradient_equations(step, values, signal, own)
+            equations.append(_Equations(made.matrix / sigma, made.right / sigma))
+        first = stage is stages[0]
+        known = _solved(stage, equations, mean if first else torch.zeros(stage.steps[0].shape, dtype=torch.float64))
+        if known.open >= 0.5:
+            notes.append(f"layer {stage.name!r}: {known.open:,.0f} of {known.value.numel():,} dimensions stay open")
+    assert known is not None
+    return known.value, noise, notes
+
+
+# ------------------------------------------------------------------------------------------------------------------ rank
+
+
+class LayerRank(NamedTuple):
+    """How much of a layer's input its equations determine: rank of unknowns dimensions."""
+
+    layer: str
+    unknowns: int
+    rank: int
+
+
+def ranks(model: nn.Module, params: Params, shape: Sequence[int]) -> list[LayerRank]:
+    """The rank of each layer's equations on a made-up example, from the last layer to the first: no update is needed.
+
+    An update of one example is read exactly where the first layer's rank is full.
+
+    Raises:
+        Unattackable: the network is no chain that the attack reads.
+    """
+    stages = stages_of(model, shape)
+    rng = generator("rank")
+    own = {k: p.detach().double() for k, p in (*model.named_parameters(), *params.items())}
+    x = torch.randn(1, *shape, generator=rng, dtype=torch.float64)
+    given: list[Tensor] = []  # of each stage's activation
+    for step in (step for stage in stages for step in (*stage.steps, stage.activation) if step):
+        if step.kind == "activation":
+            given.append(x)
+        x = step.apply(own, x)
+    delta = torch.randn(x.shape, generator=rng, dtype=torch.float64)
+    found, rows = list[LayerRank](), torch.zeros(0, x.numel(), dtype=torch.float64)
+    for stage in reversed(stages):
+        if stage.activation is not None:
+            value = given.pop()
+            slope = vjp(partial(stage.activation.apply, own), value)[1](torch.ones_like(value))[0]
+            delta, rows = delta * slope, rows * (slope.flatten() > SINGULAR)
+        read, out = _affine(stage, own)
+        *signals, delta = _signals_in(stage, own, delta)
+        blocks = [rows @ out[1:].T]
+        for step, values, signal in zip([s for s in stage.steps if s.weight], read, signals, strict=True):
+            zeros = torch.zeros_like(own[step.weight])
+            blocks.append(_gradient_equations(step, values, signal, zeros).matrix)
+        stacked = torch.cat([block / block.norm().clamp(min=1e-300) for block in blocks])
+        values, vectors = torch.linalg.eigh(stacked.T @ stacked)
+        kept = values > SINGULAR * values[-1].clamp(min=1e-300)
+        rows = vectors[:, kept].T
+        found.append(LayerRank(stage.name, len(values), int(kept.sum())))
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- the attack
+
+
+@dataclass(frozen=True)
+class recursive(ClosedForm):
+    """One example from a chain of convolutions and fully connected layers, layer by layer by least squares (R-GAP).
+
+    Reads behind a clip of unknown scale. Under noise a short search by the update's likelihood follows.
+    """
+
+    def reader(self, wave: Wave, known: Knowledge) -> Reader:
+        check_one_example(known)
+        return partial(_inverted, stages_of(known.model, known.shape))
+
+
+def _inverted(stages: Sequence[_Stage], alone: Wave, known: Knowledge) -> Reconstruction:
+    gradient = {k: -t.double() / known.scale for k, t in alone.alone(0).items()}
+    if missing := [s.weight for stage in stages for s in stage.steps if s.weight and s.weight not in gradient]:
+        raise ValueError(f"the update has no gradient of {missing[0]!r}")
+    params = {k: p.detach().double() for k, p in known.model.named_parameters()}
+    params |= {k: p.double() for k, p in alone.params.items()}
+    y = labels_of(alone, known)
+    mean = known.normalise(torch.full(known.shape, 0.5, dtype=torch.float64))
+    x, noise, notes = _read(stages, gradient, params, mean)
+    spent = 1
+
+    def error(x: Tensor, y: Tensor) -> float:
+        batch = Batch(known.examples(x).to(next(iter(alone.params.values()))), y)
+        return relative_error(known.forward(alone.params, batch, None), alone.alone(0))
+
+    off = math.nan
+    if y is not None:
+        off = error(x, y)
+        if not off < EXACT:
+            x, spent = _refined(x, y, mean, noise, gradient, params, known)
+            off = error(x, y)
+    return Reconstruction(known.examples(x).float(), y, off, spent, 0.0, "converged", "; ".join(notes))
+
+
+def _refined(
+    start: Tensor, y: Tensor, mean: Tensor, noise: float, gradient: Update, params: Params, known: Knowledge
+) -> tuple[Tensor, int]:
+    """The input that explains the update best, by L-BFGS from the closed form; and the evaluations."""
+    double, trained = doubled(known), [k for k in gradient]
+    sigma = {k: math.hypot(noise, ROUNDING * float(t.square().mean().sqrt())) or 1.0 for k, t in gradient.items()}
+    leaves = {k: p.clone().requires_grad_(k in gradient) for k, p in params.items()}
+    low, high = known.normalise(torch.zeros(known.shape)).double(), known.normalise(torch.ones(known.shape)).double()
+    x = start.clamp(low, high).requires_grad_()
+    spent, best = 0, (math.inf, start)
+    search = torch.optim.LBFGS(
+        [x], max_iter=REFINED, max_eval=2 * REFINED, line_search_fn="strong_wolfe", history_size=50
+    )
+
+    def loss() -> Tensor:
+        nonlocal spent, best
+        spent += 1
+        value = known.loss(run(double.model, leaves, x), y)
+        made = torch.autograd.grad(value, [leaves[k] for k in trained], create_graph=True)
+        weighted = [(m / sigma[k], gradient[k] / sigma[k]) for k, m in zip(trained, made, strict=True)]
+        scale = sum((m * g).sum() for m, g in weighted) / sum(m.square().sum() for m, _ in weighted)
+        misfit = sum((scale * m - g).square().sum() for m, g in weighted)
+        total = misfit + ((x - mean) / SPREAD).square().sum()
+        if float(total.detach()) < best[0]:
+            best = float(total.detach()), x.detach().clone()
+        (x.grad,) = torch.autograd.grad(total, [x])
+        return total.detach()
+
+    with undisturbed(double.model, x.device), torch.enable_grad():
+        search.step(loss)
+    return best[1], spent

