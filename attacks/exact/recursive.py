@@ -60,7 +60,7 @@ class _Step:
     settings: Mapping[str, Any] | None = None
 
     def patches(self, x: Tensor) -> Tensor:
-        """What a row of the weight reads at each position: (N, values, positions) for inputs x (N, ...)."""
+        """Return the patches of inputs x (N, ...) for a row of the weight: (N, values, positions)."""
         if self.settings is None:
             return x.reshape(len(x), -1, x.shape[-1]).transpose(1, 2)
         return F.unfold(x, **self.settings)
@@ -212,7 +212,7 @@ class _Equations(NamedTuple):
 
 
 def _affine(stage: _Stage, params: Params) -> tuple[list[Tensor], Tensor]:
-    """What each layer of a stage reads, and the output, for the zero input and each unit vector: (1 + n, ...) each."""
+    """Return the input of each layer of a stage, and its output, for zeros and each unit vector: (1 + n, ...) each."""
     shape = stage.steps[0].shape
     n = math.prod(shape)
     x = torch.cat([torch.zeros(1, n, dtype=torch.float64), torch.eye(n, dtype=torch.float64)]).view(n + 1, *shape)
@@ -252,7 +252,7 @@ def _signals_in(stage: _Stage, params: Params, delta: Tensor) -> list[Tensor]:
 
 
 def _inverse(apply: Callable[[Tensor], Tensor], value: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
-    """What an activation was given, and its slope there; the slope is 0 where the value lies on a flat part."""
+    """Return the input of an activation and its slope there, 0 on a flat part."""
     low, high = torch.full_like(value, -REACH), torch.full_like(value, REACH)
     flat = apply(low)
     for _ in range(HALVINGS):
@@ -347,7 +347,7 @@ def _read(stages: Sequence[_Stage], gradient: Update, params: Params, mean: Tens
 
 
 class LayerRank(NamedTuple):
-    """How much of a layer's input its equations determine: rank of unknowns dimensions."""
+    """The dimensions of a layer's input, and the number of them determined by its equations."""
 
     layer: str
     unknowns: int
