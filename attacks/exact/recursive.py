@@ -240,7 +240,7 @@ def _signals_in(stage: _Stage, params: Params, delta: Tensor) -> list[Tensor]:
     x = torch.zeros(1, *stage.steps[0].shape, dtype=torch.float64)
     backward = []
     for step in stage.steps:
-        x, back = vjp(partial(step.apply, params), x)
+        x, back, *_ = vjp(partial(step.apply, params), x)
         backward.append(back)
     signals = []
     delta = delta.view_as(x)
