@@ -11,10 +11,9 @@ from typing import Any
 from fedgauge.simulations.benchmarks.engine import engine
 from fedgauge.simulations.benchmarks.intercept import intercept
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, cells, record
-from fedgauge.simulations.benchmarks.text import text
 
 Benchmark = Callable[[], BenchmarkReport]
-BENCHMARKS: Mapping[str, Benchmark] = {"engine": engine, "text": text, "intercept": intercept}
+BENCHMARKS: Mapping[str, Benchmark] = {"engine": engine, "intercept": intercept}
 RESULTS = Path(__file__).parent / "results"
 
 

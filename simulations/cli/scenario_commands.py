@@ -29,16 +29,13 @@ def add_to(commands: Commands) -> None:
     started.add_argument("--data", choices=tuple(QUICKSTARTS), default="images", help="kind of data (default: images)")
     listed = commands.add(list_components, with_run=False, name="list")
     listed.add_argument("kind", nargs="?", metavar="KIND", help="dataset, model, link, attack, ...; default: all")
-    flag(listed, "--json", "one array of objects instead of lines")
     commands.add(schema, with_run=False)
     estimate = commands.add(preflight, with_run=False)
     path(estimate, "scenario", "SCENARIO.toml")
     add_settings(estimate)
     flag(estimate, "--json", "one object instead of tables")
     add_gate(estimate)
-    flag(
-        estimate, "--accept-estimates", "an estimate within its threshold passes, too, though an attack may reach more"
-    )
+    flag(estimate, "--accept-estimates", "let an estimate within its threshold pass, although an attack may reach more")
     examined = commands.add(doctor, with_run=False)
     text = "a scenario, or a client's own file; default: this machine"
     path(examined, "scenario", "SCENARIO.toml|CLIENT.toml", text, nargs="?")
@@ -57,13 +54,9 @@ def init(options: argparse.Namespace) -> int:
 
 def list_components(options: argparse.Namespace) -> int:
     """fedgauge list [KIND]: every component by kind, with those of installed plug-ins."""
-    from fedgauge.simulations.cli.components import components_of, print_components, to_json
+    from fedgauge.simulations.cli.components import components_of, print_components
 
-    components = components_of(options.kind)
-    if options.json:
-        print(to_json(components))
-    else:
-        print_components(components, Console(soft_wrap=True))
+    print_components(components_of(options.kind), Console(soft_wrap=True))
     return 0
 
 
@@ -111,7 +104,7 @@ def doctor(options: argparse.Namespace) -> int:
         from fedgauge.simulations.checks.owner_check import check_owner
 
         if options.set or options.allow:
-            raise SpecError(f"{file}: a client's owner decides by the file alone: leave out --set and --allow")
+            raise SpecError(f"{file}: a client's owner decides only by the file: leave out --set and --allow")
         results = check_owner(OwnerConfig.load(file))
     else:
         from fedgauge.simulations.checks.scenario_check import check
@@ -139,7 +132,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _is_owners(file: Path) -> bool:
-    """Whether a file is a client's: it gives a client's number, where a scenario counts its clients."""
+    """Return whether a file is a client's: it has the key `client`, and a scenario has `clients`."""
     try:
         tables = toml_text.parse(read_file(file, toml_text.MOST))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):  # reading it as a scenario reports this

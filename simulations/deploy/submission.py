@@ -1,4 +1,4 @@
-"""What a deployment submits to its SuperLink: the app, the run's settings, and how the run's true status is asked for."""
+"""Submit the app and the settings of a deployment's run to the SuperLink, and query its status."""
 
 import json
 import re

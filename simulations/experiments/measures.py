@@ -1,6 +1,5 @@
 """Measures: the figures of a paper's table, each with a 95 % interval."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -46,11 +45,6 @@ class ComparedFigure:
     budget: str = ""
     note: str = ""
     seconds: float = 0.0
-
-    def to_json(self) -> str:
-        """The figures as one JSON object, without budget, note and time."""
-        keys = ("cell", "attack", "metric", "reference", "here", "low", "high", "n")
-        return json.dumps({k: getattr(self, k) for k in keys}, allow_nan=False)
 
 
 @dataclass(frozen=True, eq=False)

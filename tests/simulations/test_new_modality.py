@@ -32,8 +32,8 @@ from fedgauge.simulations.reports.export import write_csv
 from fedgauge.simulations.reports.figures.write import write_figures
 from fedgauge.simulations.reports.report import write_report
 from tests.server.dashboard.pages import Http
+from tests.test_docs_code import write
 
-TOY = Path(__file__).parents[1] / "numbers_modality.py"
 TABLES: dict[str, Any] = {
     "seed": 1,
     "rounds": 2,
@@ -49,7 +49,7 @@ TABLES: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, make_taped: Callable[..., Run]) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("numbers")
-    (folder / "mynumbers.py").write_text(TOY.read_text())
+    write("adding-components.md", folder)
     kept = [(table, dict(table)) for table in (registry.MODALITIES, registry.MEASURED, registry.BASELINES)]
     with allowing(["mynumbers"], [folder]):
         made = make_taped(folder / "run", Scenario.from_tables(TABLES))
@@ -57,6 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, make_taped: Callable[..., Run]
             ledger.set_meta(main_metric="close")
         serve(made, LocalExecutor())
         yield made
+    sys.modules.pop("mynumbers", None)
     for table, before in kept:
         table.clear()
         table.update(before)  # type: ignore[arg-type]

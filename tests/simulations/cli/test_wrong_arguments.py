@@ -27,7 +27,6 @@ FORMS: dict[str, tuple[str, ...]] = {
     "client-report PLACE": FILE,
     "deploy init new --clients 2 --scenario PLACE": FILE,
     "deploy up PLACE --local": ("folder", "newer"),
-    "deploy status PLACE": ("folder", "newer"),
     "deploy down PLACE": ("folder", "newer"),
     "deploy register PLACE --superlink x:1": ("folder", "newer"),
     "deploy start PLACE --superlink x:1 --name one": ("folder", "newer"),
