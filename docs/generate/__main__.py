@@ -60,12 +60,10 @@ BLOCKS: Mapping[str, tuple[str, Callable[[str], str]]] = {
 def pages() -> Iterator[tuple[Path, str]]:
     """Yield each page with generated blocks, and its text with today's blocks."""
     for name, (kind, block) in BLOCKS.items():
-        head = rf"(<!-- generated: {kind} ([\w.]+) -->)\n.*?(?=<!-- end -->)"
         text = (DOCS / name).read_text()
-        yield (
-            DOCS / name,
-            re.sub(head, lambda found, block=block: f"{found[1]}\n{block(found[2])}", text, flags=re.DOTALL),
-        )
+        for mark in re.finditer(rf"(<!-- generated: {kind} ([\w.]+) -->)\n.*?(?=<!-- end -->)", text, re.DOTALL):
+            text = text.replace(mark[0], f"{mark[1]}\n{block(mark[2])}")
+        yield DOCS / name, text
     for page in sorted(DOCS.glob("papers/[a-z]*.md")):
         yield page, kept_figures.fill(page.read_text())
 

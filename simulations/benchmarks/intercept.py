@@ -29,7 +29,7 @@ WIDE: Table = {"use": "mlp", "hidden": [3000, 2900]}  # 11.1 M parameters on a d
 
 @dataclass(frozen=True, eq=False)
 class InterceptCase:
-    """A federation whose recording is measured; each client takes `steps` local steps on batches of `batch` images."""
+    """A measured federation; each client takes `steps` local steps on batches of `batch` images."""
 
     name: str
     clients: int

@@ -30,7 +30,7 @@ def add_to(commands: Commands) -> None:
     written = commands.add(report, with_run=False)
     path(written, "run", "RUN", "a run's folder, or its name under runs/", nargs="+")
     path(written, "--figures", "FOLDER", "each plot as PNG and SVG, one column wide")
-    text = "where the comparison of several runs goes (default: comparison.html beside the first)"
+    text = "where the comparison of several runs goes (default: comparison.html next to the first)"
     path(written, "--output -o", "FILE", text)
     add_gate(commands.add(gate))
     table = commands.add(export)

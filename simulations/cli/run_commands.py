@@ -102,12 +102,15 @@ def audit(options: argparse.Namespace) -> int:
     from fedgauge.simulations.checks.scenario_check import refuse_misfit
     from fedgauge.simulations.run.create import enter_attacks, prepare_app
 
-    if options.follow and (options.attack or options.retry or options.truth):
-        raise SpecError("--follow carries out the run's own plan: leave out --attack, --retry and --truth")
-    if not options.attack and (options.rounds or options.clients):
-        raise SpecError("--rounds and --clients choose for --attack: add one")
-    if options.truth_rows and not options.truth:
-        raise SpecError("--truth-rows chooses rows of the dataset that --truth names: add --truth")
+    for words, holds in {
+        "--follow carries out the run's plan: leave out --attack, --retry and --truth": (
+            options.follow and (options.attack or options.retry or options.truth)
+        ),
+        "--rounds and --clients need --attack": not options.attack and (options.rounds or options.clients),
+        "--truth-rows needs --truth": options.truth_rows and not options.truth,
+    }.items():
+        if holds:
+            raise SpecError(words)
     run = find_run(options.run, options.runs)
     devices = options.devices.split(",") if options.devices and "," in options.devices else options.devices
     changes = {"executor": options.executor, "workers": options.workers, "devices": devices}

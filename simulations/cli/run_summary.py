@@ -1,4 +1,4 @@
-"""What `fedgauge run` and `fedgauge audit` print at their end: scores, failures, the report, and what to do next."""
+"""The end of `fedgauge run` and `fedgauge audit`: print scores, failures, the report, and the next step."""
 
 import sys
 
@@ -43,7 +43,7 @@ def print_summary(run: Run, log: Log) -> None:
 
 
 def next_step(run: Run, ledger: Ledger) -> str:
-    """What is left to do on a run that is at rest, and the command for it; empty if nothing is."""
+    """Return the next step for a run at rest, with its command; empty if there is none."""
     from fedgauge.simulations.run.create import restart_command
 
     audit, progress = f"fedgauge audit {run.folder}", ledger.progress()
@@ -68,7 +68,7 @@ def wide_console() -> Console:
 
 
 def _problems(reading: Reading) -> list[str]:
-    """What makes the figures doubtful, what failed, and what to do next."""
+    """Return doubts about the figures, failures, and the next step."""
     ledger = reading.ledger
     sizes = other_sizes(app_clients(ledger), reading.tables["data"].get("batch_size", 1))
     doubts = [f"WARNING: {text}" for text in (sizes, reading.meta.get("truth_doubts")) if text]
@@ -89,7 +89,7 @@ def _print_results(reading: Reading) -> None:
     if ungraded.rows:
         console.print(rich_table(ungraded))
         if reason := ungraded_reason(reading):
-            _print_line(console, f"nobody graded these reconstructions, which the report shows: {reason}")
+            _print_line(console, f"these reconstructions, which the report shows, were not graded: {reason}")
     if ledger.attacks() and (graded or ungraded.rows):
         for text in members_sentences(verdict_of(reading).members, ledger):
             _print_line(console, text)
@@ -120,7 +120,7 @@ def _print_line(console: Console, text: str, style: str | None = None) -> None:
 
 
 def _clients(ledger: Ledger) -> str:
-    """What clients' guards reported; of a deployment, which clients gave no update, and why. Empty if there is nothing."""
+    """Return the reports of clients' guards; for a deployment, the missing clients with their reasons."""
     observations = ledger.observations()
     if not ledger.deployed:
         return guarded(observations)
@@ -128,7 +128,7 @@ def _clients(ledger: Ledger) -> str:
 
 
 def _grading(ledger: Ledger) -> str:
-    """What a deployment's clients reported of the attacks' success, and how their owners can allow more."""
+    """Return how a deployment's clients graded the attacks, and how owners can allow it."""
     grading = ledger.meta().get("grading")
     if grading is None or "truth" in ledger.meta():
         return grading or ""

@@ -6,8 +6,6 @@ import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +19,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.scenario_check import try_first
 from fedgauge.simulations.deploy.services import Addresses, supernode
-from fedgauge.simulations.run.create import check_deployable, create_run
+from fedgauge.simulations.run.create import check_deployable, create_run, free_folder
 
 DEMO = Path(__file__).parents[1] / "deployment.toml"
 VERSION = "0.1.0"  # of the image
@@ -136,9 +134,7 @@ class Deployment:
         runs = self.runs()
         if runs and not new and not runs[-1].model.exists():
             return runs[-1].name
-        stem = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{FIRST_RUN}"
-        taken = {run.name for run in runs}
-        return next(name for n in count(1) if (name := stem if n == 1 else f"{stem}-{n}") not in taken)
+        return free_folder(FIRST_RUN, self.folder / "runs").name
 
     def begin(self, name: str, here: bool = False) -> tuple[Run, bool]:
         """The run of this name, created if it does not exist, and whether it must be resumed.

@@ -39,11 +39,7 @@ def load(name: str) -> PaperTable:
     """Read a table by name; SpecError if there is none or if it has a mistake."""
     if name not in names():
         raise SpecError(f"no paper table is called {name!r}; there are {', '.join(names())}")
-    path = next(PAPERS.glob(f"*/{name}.toml"))
-    try:
-        return parse(name, tomllib.loads(path.read_text()))
-    except SpecError as error:
-        raise SpecError(f"{path.name}: {error}") from error
+    return parse(name, tomllib.loads(next(PAPERS.glob(f"*/{name}.toml")).read_text()))
 
 
 def parse(name: str, tables: Table) -> PaperTable:
@@ -151,9 +147,7 @@ def submitted(text: str) -> tuple[str, Table]:
     table = component_of(text, "--attack")
     if wrong := [key for key in table if key in NOT_SUBMITTED]:
         raise SpecError(f"--attack: {wrong[0]} is the same for every attack of a cell; leave it out")
-    if not (name := str(attack_name(table))):
-        raise SpecError("--attack: name must be a text of at least one letter, or left out")
-    return name, {key: value for key, value in table.items() if key != "name"}
+    return str(attack_name(table)), {key: value for key, value in table.items() if key != "name"}
 
 
 def _attacked(cell: Setting, name: str, table: Table) -> Setting:

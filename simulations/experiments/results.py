@@ -19,7 +19,6 @@ from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import finite
 from fedgauge.server.views.tables import Column, Table
 from fedgauge.simulations.experiments.measures import ComparedFigure
-from fedgauge.simulations.experiments.paper_table_files import PAPERS
 from fedgauge.simulations.experiments.paper_tables import PaperTable
 from fedgauge.simulations.reports.terminal import rich_table
 from fedgauge.simulations.run.environment import environment
@@ -50,7 +49,7 @@ class ResultsFile(Generic[Row]):
             self.rows, self._seconds = rows_of(kept, kind, str(path)), kept["seconds"]
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Keep these rows in place of those before; a reader, and whoever continues, sees all of them or none."""
+        """Replace the rows atomically."""
         kept = {
             **self._head,
             "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -70,10 +69,7 @@ class ResultsFile(Generic[Row]):
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """A file of results, or one that fedgauge keeps, by the name of its table; SpecError if it is none."""
-    ours = {kept.stem: kept for kept in PAPERS.glob("*/results/*.json")}
-    if not path.exists():
-        path = ours.get(str(path), path)
+    """Read a file of results; SpecError if it is none."""
     try:
         kept: dict[str, Any] = json.loads(read_file(path, LARGEST_FILE))
         for key, kind in {"name": str, "environment": dict, "seconds": float, "rows": list}.items():
@@ -98,7 +94,7 @@ def rows_of(kept: Mapping[str, Any], kind: type[Row], name: str) -> list[Row]:
 
 
 def head_of(paper_table: PaperTable) -> dict[str, Any]:
-    """What a file of a paper's table says first; `computed` has all that decides an attack's figures but the code."""
+    """Return the head of a table's file; `computed` has digests of all that decides an attack's figures except the code."""
     computed = {}
     for cell in paper_table.cells:
         setting = {key: value for key, value in asdict(cell).items() if key != "attacks"}
@@ -139,7 +135,7 @@ OPTIONAL = ("reference", "95 % interval", "baseline", "budget", "remarks")  # le
 
 
 def figures_table(rows: list[ComparedFigure], caption: str = "") -> Table:
-    """Our figures beside a paper's."""
+    """Return our figures with the paper's as a table."""
     lines = [_texts(row) for row in rows]
     shown = [i for i, h in enumerate(HEADS) if h not in OPTIONAL or any(line[i] not in ("", "-") for line in lines)]
     return texts(caption, [HEADS[i] for i in shown], [[line[i] for i in shown] for line in lines])
@@ -154,41 +150,3 @@ def _texts(row: ComparedFigure) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def compared(files: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The figures of several files: a line for each cell, attack and metric, a column for each file.
-
-    Raises:
-        SpecError: the files are of different tables, or computed the same attack of a cell otherwise.
-    """
-    (first, head), *others = files.items()
-    for name, other in others:
-        if any(other.get(key, 1) != head.get(key, 1) for key in ("name", "version")):
-            raise SpecError(f"{first} and {name} hold figures of different tables or versions: they do not compare")
-        for key in other["computed"].keys() & head["computed"].keys():
-            if other["computed"][key] != head["computed"][key]:
-                raise SpecError(f"{name}: {key} was computed with another seed, n, budget or setting than in {first}")
-    found: dict[tuple[str, str, str], dict[str, ComparedFigure]] = {}
-    for name, kept in files.items():
-        for row in rows_of(kept, ComparedFigure, name):
-            found.setdefault((row.cell, row.attack, row.metric), {})[name] = row
-    lines = []
-    for key, by_file in found.items():
-        floor = next((row.floor for row in by_file.values() if row.floor is not None), None)
-        lines.append([*key, *(_compared(by_file.get(name)) for name in files), _number(floor)])
-    caption = "\n".join(f"{name}: {_computed_with(kept)}" for name, kept in files.items())
-    return texts(caption, ["setting", "attack", "metric", *files, "baseline"], lines)
-
-
-def _compared(row: ComparedFigure | None) -> str:
-    if row is None or row.here is None:
-        return "-"
-    within = "" if row.low is None else f" ({row.low:.4g} to {row.high:.4g})"
-    return f"{row.here:.4g}{within}, n {row.n}"
-
-
-def _computed_with(kept: Mapping[str, Any]) -> str:
-    packages = kept["environment"]["packages"]
-    versions = ", ".join(f"{name} {packages.get(name, '?')}" for name in ("fedgauge", "torch"))
-    return f"{kept['name']}, version {kept.get('version', 1)}, seed {kept.get('seed')}, {kept.get('date')}, with {versions}"

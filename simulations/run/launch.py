@@ -1,4 +1,4 @@
-"""The child processes of a run: the federation in training, and the attack service beside it."""
+"""The child processes of a run: the federation in training, and the attack service."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ class AuditFailed(Exception):
 
 
 class OwnProcess:
-    """One process of ours beside the driver, with everything that it starts; ray: whether it starts Ray."""
+    """A child process of the driver, with everything that it starts; ray: it starts Ray."""
 
     def __init__(
         self, run: Run, log: str, *arguments: str, ray: bool = True, at_our_death: int = signal.SIGTERM

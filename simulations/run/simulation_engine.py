@@ -1,7 +1,7 @@
 """A federation on Flower's simulation engine, in a process of its own.
 
-It is started by `run_simulation` and not by `flwr run`, although Flower advises the second: a SuperLink listens on a port and
-asks nobody who they are, so that any user of the machine could submit an app to it and have it run with our rights.
+It is started by `run_simulation` instead of `flwr run`: a SuperLink listens on a port without authentication, so any user of the
+machine could run code with our rights.
 """
 
 import sys

@@ -78,7 +78,7 @@ def test_a_plan_of_which_nothing_applies_is_noted_before_training() -> None:
     assert "the whole plan" not in tried(scenario({"use": "analytic"}, {"use": "inverting_gradients"}))
 
 
-def test_who_was_in_a_batch_is_not_asked_of_a_stand_in() -> None:
+def test_membership_is_not_tried() -> None:
     asked = tried(scenario({"use": "membership"}))["attack membership"]
     assert asked.works is None
 

@@ -35,7 +35,6 @@ def test_a_cell_is_the_shared_scenario_with_the_defenses_own_tables(tmp_path: Pa
         ({"defense": []}, "[[defense]]"),
         ({"defense": {"name": "none"}}, "[[defense]]"),
         ({"attack": []}, "[[attack]]"),
-        ({"chain": [SGD]}, "scenario"),
         ({"scenario": {**TABLES["scenario"], "chain": [SGD]}}, "[scenario]: chain"),
         (changed("defense", 0, name=3), "[[defense]] #1: name"),
         (changed("defense", 0, name=""), "unknown defense 'none'"),
