@@ -173,7 +173,7 @@ def engine(cells: Sequence[SpeedCase] = CELLS, repetitions: int = 3) -> Benchmar
 
 
 def _compare(cell: SpeedCase, repetitions: int) -> Iterator[Figure]:
-    name, n = _named(cell), cell.iterations
+    name, n = f"{cell.name}, {cell.source}, K = {cell.size}" + (", compiled" if cell.compiled else ""), cell.iterations
     if lacks := missing(CPU) if cell.compiled else "":
         yield Figure(f"{name}: engine / {PUBLISHED}", None, "x", note=f"skipped: needs {lacks}")
         return
@@ -191,10 +191,6 @@ def _compare(cell: SpeedCase, repetitions: int) -> Iterator[Figure]:
     yield Figure(f"{name}: engine / {PUBLISHED}", ms[PUBLISHED] / ms["engine"], "x", at_least=cell.target, note=note)
     most = 8.5 if cell.target == 1.15 else None
     yield Figure(f"{name}: cost", ms["engine"] / ms["forward"], "forwards", at_most=most)
-
-
-def _named(cell: SpeedCase) -> str:
-    return f"{cell.name}, {cell.source}, K = {cell.size}" + (", compiled" if cell.compiled else "")
 
 
 # ------------------------------------------------------------------------------------- one step, for the measures of a GPU

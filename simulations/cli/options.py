@@ -61,11 +61,6 @@ def several(command: argparse.ArgumentParser, name: str, value: str, text: str, 
     command.add_argument(name, action="append", default=[], metavar=value, help=text, **more)
 
 
-def whole(command: argparse.ArgumentParser, name: str, text: str, **more: Any) -> None:
-    """Give a command an option that is a whole number."""
-    command.add_argument(name, type=int, metavar="N", help=text, **more)
-
-
 def flag(command: argparse.ArgumentParser, name: str, text: str, **more: Any) -> None:
     """Give a command an option without a value."""
     command.add_argument(name, action="store_true", help=text, **more)

@@ -20,7 +20,7 @@ from fedgauge.server.store.scenario import Scenario, component_of, plan_of
 from fedgauge.server.store.tester_truth import TesterTruth
 from fedgauge.server.views.participation import app_clients, other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
-from fedgauge.simulations.cli.options import Commands, add_log, add_settings, flag, numbers, path, several, tell, whole
+from fedgauge.simulations.cli.options import Commands, add_log, add_settings, flag, numbers, path, several, tell
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.live.log import emit
 from fedgauge.simulations.live.terminal import view_of
@@ -34,7 +34,7 @@ def add_to(commands: Commands) -> None:
     path(start, "--resume", "RUN", "continue a run that was interrupted, failed or was killed")
     text = "train in one process, without Flower's servers: the same messages, the same bits, and no minute of waiting"
     flag(start, "--in-memory", text)
-    whole(start, "--rounds", "instead of the scenario's")
+    start.add_argument("--rounds", type=int, metavar="N", help="instead of the scenario's")
     add_log(start)
     add_settings(start)
     again = commands.add(audit)
@@ -48,7 +48,7 @@ def add_to(commands: Commands) -> None:
     again.add_argument("--truth", metavar="FOLDER|'NAME KEY=VALUE ...'", help=text)
     path(again, "--truth-rows", "FILE.json", "which rows of the dataset each client has")
     again.add_argument("--executor", choices=("ray", "local"), help="instead of the scenario's")
-    whole(again, "--workers", "instead of the scenario's")
+    again.add_argument("--workers", type=int, metavar="N", help="instead of the scenario's")
     again.add_argument("--devices", metavar="cuda:0,cuda:1", help="instead of the scenario's; auto, cpu, cuda or names")
     flag(again, "--force", "attack although the replay check fails")
     flag(again, "--follow", "wait for jobs while the training continues")

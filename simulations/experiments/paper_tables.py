@@ -6,7 +6,7 @@ from typing import Literal
 
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
 from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.client.components import Table, build, check_at_least
+from fedgauge.client.components import Table, build
 from fedgauge.client.data.corpora import Longer
 from fedgauge.client.models.tokenizer import Task
 
@@ -121,9 +121,6 @@ class Setting:
     members: int = 1
     alone: bool = False
     faintest: bool = False
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "auxiliary", "rounds", "members")
 
     def build_server_attack(self) -> ServerAttack | None:
         """The server attack; SpecError if its table has a mistake."""

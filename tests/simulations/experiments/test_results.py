@@ -53,6 +53,7 @@ def test_what_was_interrupted_continues_where_it_stopped(
     assert after["rows"][:1] == before["rows"] and [row["cell"] for row in after["rows"]] == ["none", "sign"]
     assert main(command[:2]) == 0
     assert capsys.readouterr().out == printed, "as in one go"
+    assert "A toy paper's table" in printed and "61.5" in printed
 
 
 def test_what_it_is_compared_with_is_run_again_where_a_call_was_interrupted_between_the_two() -> None:
@@ -118,14 +119,12 @@ def test_what_is_no_file_of_figures_is_refused_with_status_2(tmp_path: Path, tex
     assert path.read_text() == text
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("toys")
-def test_a_papers_table_is_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Read by `reproduce`, in one process and in several, and by its results file."""
-    alone, apart = tmp_path / "alone.json", tmp_path / "apart.json"
-    assert main(["reproduce", "toy", "-o", str(alone)]) == 0
-    printed = capsys.readouterr().out
-    assert "A toy paper's table" in printed and "61.5" in printed
-    assert main(["reproduce", "toy", "--jobs", "2", "-o", str(apart)]) == 0
-    rows = [sorted((r["cell"], r["here"]) for r in json.loads(path.read_text())["rows"]) for path in (alone, apart)]
-    assert [cell for cell, _ in rows[0]] == ["none", "sign"]
-    assert [here for _, here in rows[0]] == pytest.approx([here for _, here in rows[1]])
+def test_cells_in_processes_give_the_same_figures(tmp_path: Path) -> None:
+    paths = [tmp_path / "one.json", tmp_path / "several.json"]
+    for path, jobs in zip(paths, ("1", "2"), strict=True):
+        assert main(["reproduce", "toy", "--jobs", jobs, "-o", str(path)]) == 0
+    one, several = (sorted((r["cell"], r["here"]) for r in json.loads(path.read_text())["rows"]) for path in paths)
+    assert [cell for cell, _ in one] == [cell for cell, _ in several] == ["none", "sign"]
+    assert [here for _, here in one] == pytest.approx([here for _, here in several])
