@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ PUBLISHED = "published loop"
 CIFAR_SHAPE, DIGITS, SMOOTH = "random 3x32x32", "mnist5k 1x28x28", "smooth random"
 COARSE = 6  # pixels of a smooth image before it is enlarged
 Make = Callable[[tuple[int, int, int], int], nn.Module]
-Network = TypeVar("Network", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class CompiledOnce(AdamSearch):
         return kept
 
 
-def untrained(make: Callable[[], Network], seed: int = 0) -> Network:
+def untrained(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     """Return a network in eval mode with the initial weights of a seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

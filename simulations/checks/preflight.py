@@ -4,10 +4,9 @@ Simulated clients hold auxiliary images; the clients' data is not read. The pref
 attacks that need no search on updates behind the whole chain, and computes the limit.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
@@ -64,10 +63,6 @@ class Preflight:
 
     findings: tuple[Finding, ...]
     measured: Mapping[str, Measurement]
-
-    def to_json(self, **more: object) -> str:
-        """As one JSON object, with further keys."""
-        return json.dumps({**asdict(self), **more}, indent=1, allow_nan=False)
 
 
 def preflight(scenario: Scenario) -> Preflight:

@@ -2,8 +2,7 @@
 
 import argparse
 
-from fedgauge.client.components import SpecError
-from fedgauge.simulations.cli.options import Commands, path, positive, several
+from fedgauge.simulations.cli.options import Commands, path, positive, refuse, several
 
 SUITE = "suite"
 
@@ -44,8 +43,7 @@ def reproduce(options: argparse.Namespace) -> int:
     from fedgauge.simulations.experiments.paper_table_files import load, restrict, submitted, with_submissions
     from fedgauge.simulations.experiments.reproduce import reproduce_table
 
-    if options.level is not None and options.name != SUITE:
-        raise SpecError(f"--level is the suite's: leave it out, or write: fedgauge reproduce {SUITE} --level small")
+    refuse({f"--level is only for fedgauge reproduce {SUITE}": options.level is not None and options.name != SUITE})
     name = f"{SUITE}_{options.level or 'small'}" if options.name == SUITE else options.name
     chosen = restrict(load(name), options.n, options.budget, options.cells)
     paper_table = with_submissions(chosen, options.attack)

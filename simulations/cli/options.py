@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -49,6 +49,15 @@ class Commands:
         if with_run:
             path(added, "run", "RUN", "a run's folder, or its name under runs/")
         return added
+
+
+def refuse(mistakes: Mapping[str, object]) -> None:
+    """Raise SpecError with the first sentence that holds."""
+    from fedgauge.client.components import SpecError  # not for help
+
+    for words, holds in mistakes.items():
+        if holds:
+            raise SpecError(words)
 
 
 def path(command: argparse.ArgumentParser, name: str, value: str, text: str | None = None, **more: Any) -> None:

@@ -8,11 +8,10 @@ from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.views.assurance.gate import GateResult, Threshold
 from fedgauge.simulations.cli.finding_runs import find_run, find_runs
-from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, flag, path, port, tell
+from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, flag, path, port, refuse, tell
 from fedgauge.simulations.cli.run_summary import wide_console
 from fedgauge.simulations.reports.gate_output import gate_lines, gate_status, write_junit
 from fedgauge.simulations.run.exit_status import MISTAKE
@@ -74,8 +73,9 @@ def report(options: argparse.Namespace) -> int:
     from fedgauge.simulations.reports.report import write_comparison, write_report
 
     chosen = [run for named in options.run for run in find_runs(named, options.runs)]
-    if options.output is not None and len(chosen) == 1:
-        raise SpecError("--output is for the comparison of several runs; a run's own report is written into its folder")
+    refuse(
+        {"--output needs several runs; a single report is written into its run": options.output and len(chosen) == 1}
+    )
     shown = []
     for run in chosen:
         try:
@@ -104,8 +104,7 @@ def gate(options: argparse.Namespace) -> int:
     from fedgauge.server.views.reading import read_once
 
     thresholds = chosen_thresholds(options)
-    if not thresholds:
-        raise SpecError("a gate needs a threshold: --fail-above psnr=20")
+    refuse({"a gate needs a threshold: --fail-above psnr=20": not thresholds})
     run = find_run(options.run, options.runs)
     with read_once(run) as reading:
         results = gate_of_run(reading, thresholds)
@@ -116,8 +115,7 @@ def chosen_thresholds(options: argparse.Namespace) -> list[Threshold]:
     """The thresholds of --fail-above and --fail-below; SpecError if a file is named and no threshold."""
     found = [Threshold(name, bound) for name, bound in options.fail_above]
     found += [Threshold(name, bound, above=False) for name, bound in options.fail_below]
-    if not found and options.junit:
-        raise SpecError("--junit writes what a gate found: add a threshold, --fail-above psnr=20")
+    refuse({"--junit needs a threshold: --fail-above psnr=20": options.junit and not found})
     return found
 
 

@@ -20,7 +20,7 @@ from fedgauge.server.store.scenario import Scenario, component_of, plan_of
 from fedgauge.server.store.tester_truth import TesterTruth
 from fedgauge.server.views.participation import app_clients, other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
-from fedgauge.simulations.cli.options import Commands, add_log, add_settings, flag, numbers, path, several, tell
+from fedgauge.simulations.cli.options import Commands, add_log, add_settings, flag, numbers, path, refuse, several, tell
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.live.log import emit
 from fedgauge.simulations.live.terminal import view_of
@@ -61,10 +61,13 @@ def run(options: argparse.Namespace) -> int:
     from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
     from fedgauge.simulations.run.simulate import Interrupt, simulate
 
-    if (options.scenario is None) == (options.resume is None):
-        raise SpecError("name either a SCENARIO.toml to start, or --resume RUN")
-    if options.resume is not None and (options.set or options.rounds is not None):
-        raise SpecError("--resume continues with the run's own scenario: leave out --set and --rounds")
+    both = options.resume is not None and (options.set or options.rounds is not None)
+    refuse(
+        {
+            "name either a SCENARIO.toml or --resume RUN": (options.scenario is None) == (options.resume is None),
+            "--resume continues with the run's scenario: leave out --set and --rounds": both,
+        }
+    )
     before = find_run(options.resume, options.runs) if options.resume is not None else None
     scenario = resume(before) if before else Scenario.load(options.scenario, options.set, options.rounds)
     if scenario.audit.curious:
@@ -102,15 +105,14 @@ def audit(options: argparse.Namespace) -> int:
     from fedgauge.simulations.checks.scenario_check import refuse_misfit
     from fedgauge.simulations.run.create import enter_attacks, prepare_app
 
-    for words, holds in {
-        "--follow carries out the run's plan: leave out --attack, --retry and --truth": (
-            options.follow and (options.attack or options.retry or options.truth)
-        ),
-        "--rounds and --clients need --attack": not options.attack and (options.rounds or options.clients),
-        "--truth-rows needs --truth": options.truth_rows and not options.truth,
-    }.items():
-        if holds:
-            raise SpecError(words)
+    more = options.attack or options.retry or options.truth
+    refuse(
+        {
+            "--follow carries out the run's plan: leave out --attack, --retry and --truth": options.follow and more,
+            "--rounds and --clients need --attack": not options.attack and (options.rounds or options.clients),
+            "--truth-rows needs --truth": options.truth_rows and not options.truth,
+        }
+    )
     run = find_run(options.run, options.runs)
     devices = options.devices.split(",") if options.devices and "," in options.devices else options.devices
     changes = {"executor": options.executor, "workers": options.workers, "devices": devices}

@@ -98,7 +98,6 @@ def _print_results(reading: Reading) -> None:
         _print_line(console, f"replay check: {meta['replay_detail']}", style)
     effects = server_attack_effects(reading)
     reasons = ledger.reasons()
-    beyond = len(reasons) - MOST_REASONS
     for text in (
         canaries(reading).words,
         *(f"malicious server, {name}: {effect}" for name, effect in effects.items()),
@@ -107,7 +106,6 @@ def _print_results(reading: Reading) -> None:
         _clients(ledger),
         _grading(ledger),
         *(f"{row['attack']} ({row['jobs']} x): {row['reason']}" for row in reasons[:MOST_REASONS]),
-        f"and {beyond} more reasons of attacks" if beyond > 0 else "",
     ):
         if text:
             _print_line(console, text)

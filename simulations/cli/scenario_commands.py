@@ -5,6 +5,7 @@ import json
 import sys
 import tomllib
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -12,11 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fedgauge.client import toml_text
-from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.files import read_file
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.cli.options import Commands, add_gate, add_settings, flag, path
+from fedgauge.simulations.cli.options import Commands, add_gate, add_settings, flag, path, refuse
 from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 
 QUICKSTARTS = {"images": "quickstart.toml", "text": "quickstart-text.toml", "tables": "quickstart-table.toml"}
@@ -45,8 +45,7 @@ def add_to(commands: Commands) -> None:
 def init(options: argparse.Namespace) -> int:
     """fedgauge init [FILE]: write a commented scenario to start from."""
     target: Path = options.file
-    if target.exists():
-        raise SpecError(f"{target} exists; choose another name")
+    refuse({f"{target} exists; choose another name": target.exists()})
     target.write_text((Path(__file__).parents[1] / QUICKSTARTS[options.data]).read_text())
     print(f"{target}: edit it, then: fedgauge run {target}")
     return 0
@@ -85,7 +84,7 @@ def preflight(options: argparse.Namespace) -> int:
     result = examine(scenario)
     judgement = judged(thresholds, result.measured, NOT_BEFORE_TRAINING, options.accept_estimates)
     if options.json:
-        print(result.to_json(gate=gate_tables(judgement)))
+        print(json.dumps({**asdict(result), "gate": gate_tables(judgement)}, indent=1, allow_nan=False))
     else:
         show(result, Console(markup=False, width=None if sys.stdout.isatty() else 132))
     return conclude_gate(options, judgement, options.scenario, quiet=options.json)
@@ -103,8 +102,9 @@ def doctor(options: argparse.Namespace) -> int:
     elif _is_owners(file):
         from fedgauge.simulations.checks.owner_check import check_owner
 
-        if options.set or options.allow:
-            raise SpecError(f"{file}: a client's owner decides only by the file: leave out --set and --allow")
+        refuse(
+            {f"{file}: an owner decides only by the file: leave out --set and --allow": options.set or options.allow}
+        )
         results = check_owner(OwnerConfig.load(file))
     else:
         from fedgauge.simulations.checks.scenario_check import check

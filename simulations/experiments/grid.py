@@ -104,8 +104,6 @@ def _selection(table: Table, axes: Names, where: str) -> tuple[Names, Table]:
     chosen, rest = {}, dict(table)
     for axis, names in axes.items():
         chosen[axis] = coerce(rest.pop(f"{axis}s", names), Sequence[str], f"{where}: {axis}s")
-        if not chosen[axis]:
-            raise SpecError(f"{where}: {axis}s is empty; name some, or leave the key out for all")
         if unknown := [name for name in chosen[axis] if name not in names]:
             raise SpecError(f"{where}: unknown {axis} {unknown[0]!r} (there are: {', '.join(names)})")
     return chosen, rest

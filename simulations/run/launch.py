@@ -53,6 +53,11 @@ class OwnProcess:
         """Its exit status, or None while it works."""
         return self._child.poll()
 
+    def park(self) -> None:
+        """Ask it to end in order; an attack service finishes what is in flight."""
+        if self._child.poll() is None:
+            self._child.send_signal(signal.SIGTERM)
+
     def close(self) -> None:
         """End it with everything it started, and remove its scratch folder."""
         try:
@@ -62,21 +67,15 @@ class OwnProcess:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
     def blame(self, what: str) -> str:
-        """A message: what went wrong, its exit status and the end of its log."""
-        return blame(self.run, f"{what} (exit status {self.status()})", self.log)
+        """Return a message: what went wrong, its exit status and the end of its log."""
+        return with_ends(f"{what} (exit status {self.status()})", self.run.folder / "logs" / self.log)
 
 
-class AuditService(OwnProcess):
-    """The attack service that runs during training: `fedgauge audit RUN --follow` in its own process."""
-
-    def __init__(self, run: Run) -> None:
-        command = ("fedgauge.simulations.cli.main", "audit", str(run.folder.absolute()), "--follow")
-        super().__init__(run, "audit.log", *command)
-
-    def park(self) -> None:
-        """Ask it to finish what is in flight and take nothing more."""
-        if self._child.poll() is None:
-            self._child.send_signal(signal.SIGTERM)
+def attack_service(run: Run) -> OwnProcess:
+    """Start the attack service that runs during training: `fedgauge audit RUN --follow`."""
+    return OwnProcess(
+        run, "audit.log", "fedgauge.simulations.cli.main", "audit", str(run.folder.absolute()), "--follow"
+    )
 
 
 class TrainingProcess(OwnProcess):
@@ -98,22 +97,14 @@ class TrainingProcess(OwnProcess):
             raise TrainingFailed(self.blame("the federation failed"))
 
 
-def blame(run: Run, what: str, *logs: str) -> str:
-    """A message: what went wrong, and the ends of these logs of a run."""
-    return with_ends(what, *(run.folder / "logs" / name for name in logs))
-
-
-def with_ends(what: str, *logs: Path) -> str:
-    """A message: what went wrong, and the ends of these logs."""
-    parts = [what]
-    for path in logs:
-        if lines := _end(path).decode(errors="replace").strip().splitlines():
-            parts += [f"--- the end of {path}:", *lines[-12:]]
-    return "\n".join(parts)
+def with_ends(what: str, log: Path) -> str:
+    """Return a message: what went wrong, and the end of a log."""
+    lines = _end(log).decode(errors="replace").strip().splitlines()
+    return "\n".join([what, f"--- the end of {log}:", *lines[-12:]] if lines else [what])
 
 
 def _end(log: Path) -> bytes:
-    """The last 64 KiB of a log; nothing of one that is missing or no file of ours."""
+    """Return the last 64 KiB of a log; nothing if it is missing or no regular file."""
     try:
         with os.fdopen(run_files.opened(log), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (64 << 10)))

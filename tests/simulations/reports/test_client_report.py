@@ -182,7 +182,7 @@ def test_the_doctor_examines_an_owners_file(tmp_path: Path, capsys: pytest.Captu
         assert main(["doctor", str(path)]) == 0
         out = capsys.readouterr().out
         assert " > ".join(map(describe, CHAIN)) in " ".join(out.split()) and "an update of norm" in out
-        assert ("stands in for the server's model" in out) != met
+        assert ("no protocol received yet" in out) != met
         assert not (tmp_path / "state" / "log.jsonl").exists(), "looking leaves nothing behind"
         state.keep_protocol(Protocol.from_tables(SERVERS).to_json())
 
