@@ -93,8 +93,8 @@ def components_of(kind: str | None = None, own_only: bool = False) -> list[Compo
         listed += [_component(name, entry) for entry in once.values() if entry.own or not own_only]
     if kind is None and not own_only:  # plug-ins of a group that no kind has would be ignored in silence
         groups = [group for each in KINDS.values() for group in each.groups]
-        told = f"there is no such group; the groups are {', '.join(groups)}"
-        listed += [Component("unknown", e.name, package=e.package, error=told) for e in unknown_groups(groups)]
+        error = f"there is no such group; the groups are {', '.join(groups)}"
+        listed += [Component("unknown", e.name, package=e.package, error=error) for e in unknown_groups(groups)]
     return listed
 
 

@@ -22,7 +22,7 @@ def add_to(commands: Commands) -> None:
         added.set_defaults(action=action)
         path(added, "folder", "DIR", "the deployment's folder")
         text = "allow components from this package of your own; its code is run here (repeatable)"
-        # a name of its own: an --allow before the action must not be overwritten
+        # another name, so that an --allow before the action is not overwritten
         several(added, "--allow", "PACKAGE", text, dest="allow_too")
         return added
 

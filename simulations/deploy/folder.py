@@ -85,7 +85,7 @@ class Deployment:
         write_secret(folder / ".env", _settings(clients).encode())
         (folder / "compose.override.yaml").write_text(override(clients))
         if os.getuid() == 0:  # the containers do not run as root
-            for path in (*folder.rglob("*"), folder):  # whose new owner enters it last
+            for path in (*folder.rglob("*"), folder):  # the folder last: then only its new owner can enter it
                 os.chown(path, CONTAINER_USER, CONTAINER_USER, follow_symlinks=False)
         return deployment
 
@@ -169,7 +169,7 @@ class Deployment:
             "allow": [],
             "data": {**scenario.protocol.data, "whole": False, "sampling": sampling},
             "chain": list(scenario.protocol.chain),
-            **({"canary": False} if client in scenario.protocol.canary_clients else {}),  # nobody is one unasked
+            **({"canary": False} if client in scenario.protocol.canary_clients else {}),  # only if the owner agrees
             **({"loss": scenario.tables["loss"]} if "loss" in scenario.tables else {}),
             "grading": {"mode": grading, "precision": 0.5, "queries": 8},
             "guard": {"inspect": "refuse"},

@@ -26,7 +26,7 @@ from fedgauge.simulations.experiments.measures import (
 from fedgauge.simulations.experiments.paper_tables import AttackSpec, Setting
 from fedgauge.simulations.experiments.setups import Setup
 
-RANDOM_DRAWS = 10  # of random words for each update, whose mean is the floor
+RANDOM_DRAWS = 10  # of random words for each update; the floor is their mean
 
 
 def run_attack(spec: AttackSpec, setup: Setup, wave: int) -> AttackOutcome:

@@ -176,7 +176,7 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> Table:
                     if compared
                     else []
                 ),
-                *(_told([row for row in every if row.metric == question]) for question in asked),
+                *(_detected([row for row in every if row.metric == question]) for question in asked),
                 _epsilon([r.epsilon for r in every]),
                 percent(accuracy, space=" "),
                 number(cost, 0),
@@ -215,7 +215,7 @@ def _means(own: Sequence[SweepRow], column: str) -> dict[str, float]:
     return {attack: mean for attack, mean in means.items() if mean is not None}
 
 
-def _told(tests: Sequence[SweepRow]) -> str:
+def _detected(tests: Sequence[SweepRow]) -> str:
     """Return the result of the strongest membership test as text."""
     areas = _means(tests, "mean")
     best = MEASURED[MEMBER].leakiest(sorted(areas), areas.__getitem__)

@@ -27,7 +27,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.uploads import REPLIES, Replies, replies_of
 from fedgauge.simulations.run.environment import environment, package
 
-DECISIVE = ("fedgauge", "torch", "numpy", "flwr")  # packages whose version changes the trained bits
+DECISIVE = ("fedgauge", "torch", "numpy", "flwr")  # versions of these packages change the trained bits
 GPU_WAVE = 64  # observations that a GPU attacks together, if nothing else is asked for
 Mode = Literal["simulation", "deployment"]
 

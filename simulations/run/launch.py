@@ -45,7 +45,7 @@ class OwnProcess:
         self.mark = uuid.uuid4().hex
         self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))
         env = child_environment(self.scratch, self.mark) | (private_ray(self.scratch) if ray else {})
-        # in a folder of its own, as Ray's workers look for every package in their driver's current folder first
+        # in a separate folder, as Ray's workers look for every package in their driver's current folder first
         command = [sys.executable, "-P", "-m", *arguments]
         self._child = processes.start(command, run.log(log), env, self.scratch, at_our_death)
 
@@ -122,7 +122,7 @@ def child_environment(scratch: Path, mark: str) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", *SETTINGS)}
     data = data_folder()
     env |= {processes.MARK: mark, "RAY_TMPDIR": str(scratch / "ray"), **_SETTINGS, **paths_from_here()}
-    # Flower starts its own programs, which lie beside Python's
+    # Flower's programs are next to Python's
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
     if data is not None:  # absolute, as children may run in another folder
         env["FEDGAUGE_DATA"] = str(data.resolve())

@@ -26,7 +26,7 @@ class ConfiguredClient(ClientApp):
         self._config = dict(config)
 
     def __call__(self, message: Message, context: Context) -> Message:
-        # a context of its own with the same state, as a context's run-config cannot be set
+        # a new context with the same state, as a context's run-config cannot be set
         own = Context(context.run_id, context.node_id, context.node_config, context.state, dict(self._config))
         return client_app(message, own)
 
