@@ -1,7 +1,7 @@
-"""Checkpoints: everything the next round needs, written after each round, so that a killed training resumes with equal results.
+"""Checkpoints after each round, from which a killed training resumes with equal results.
 
-The order of the writes (tape, checkpoint, ledger) makes a kill at any moment harmless. A round counts once its checkpoint
-exists. Before that, its files on the tape are deleted; after that, rows missing from the ledger are entered from the checkpoint.
+A round counts once its checkpoint exists. Writes are in the order tape, checkpoint, ledger: without a checkpoint, a round's
+files on the tape are deleted; with one, missing rows of the ledger are entered from it.
 """
 
 import json
@@ -27,23 +27,23 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import DTYPES, TapeError, read_tensors, write_tensors
 
 VERSION = 1  # of the format of checkpoint.json
-_NAME = "checkpoint.json"  # read first: it names the round's file of tensors and its digest, so that no reader sees half a round
+_NAME = "checkpoint.json"  # names the file of tensors and its digest
 _MOST = 32 << 20  # bytes of it
 _PARAM, _BUFFER, _STATE = "param/", "buffer/", "state/"
 
 
 class StateNotSavable(Exception):
-    """A strategy has state that no checkpoint can hold; the message names it."""
+    """A strategy has state that cannot be saved; the message names it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A federation between two rounds.
+    """Federation between two rounds.
 
     Args:
         round: the last finished round.
-        strategy: all attributes of the wrapped strategy, by name; Flower's own strategies keep their moments there.
-        seen: what each client did in that round.
+        strategy: attributes of the wrapped strategy, such as the moments of Flower's.
+        seen: participation in that round.
     """
 
     round: int
@@ -53,11 +53,11 @@ class Checkpoint:
     seen: tuple[Participation, ...]
 
     def write(self, folder: Path) -> None:
-        """Write it to a run folder, replacing the previous one.
+        """Write to a run folder, and replace the previous checkpoint.
 
         Raises:
             StateNotSavable: the strategy's state cannot be saved.
-            OSError: writing failed; the previous checkpoint is still complete.
+            OSError: writing failed; the previous checkpoint remains.
         """
         tensors = {_PARAM + k: t for k, t in self.params.items()} | {_BUFFER + k: t for k, t in self.buffers.items()}
         state = {name: _encoded(value, name, tensors) for name, value in self.strategy.items()}
@@ -73,7 +73,11 @@ class Checkpoint:
 
     @classmethod
     def read(cls, folder: Path) -> "Checkpoint | None":
-        """The checkpoint in a run folder, or None; NotResumable if it is damaged or says that there can be none."""
+        """Read the checkpoint of a run folder, if there is one.
+
+        Raises:
+            NotResumable: it is damaged, or the run cannot be resumed.
+        """
         path = folder / _NAME
         if run_files.look(path) is None:
             return None
@@ -98,20 +102,18 @@ class Checkpoint:
 
 
 def mark_not_resumable(folder: Path, reason: str) -> None:
-    """Record in a run folder that it cannot be resumed, and why."""
+    """Record the reason why a run cannot be resumed."""
     run_files.write(folder / _NAME, json.dumps({"version": VERSION, "refused": reason}).encode())
 
 
 def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint | None:
-    """The checkpoint from which a training continues, with ledger and tape brought to it; None: start at the first round.
+    """Return the checkpoint from which a training continues, and adjust ledger and tape; None: start at the first round.
 
-    A second call changes nothing more. If the ledger has later rounds (a full disk prevented their checkpoint), they are
-    trained again, and everything recorded about them is deleted; of a deployment it stays noted how many there were, as its
-    clients' noise is another one then.
+    Later rounds in the ledger, whose checkpoint failed on a full disk, are deleted and trained again. A deployment records
+    their number, as its clients draw new noise.
 
     Raises:
-        NotResumable: the clients' state is lost with their processes; the checkpoint is missing or damaged; the ledger lacks
-            rounds.
+        NotResumable: the clients' state is lost, the checkpoint is missing or damaged, or the ledger lacks rounds.
         RunBusy: an attack service works on rounds that would be deleted.
     """
     checkpoint = Checkpoint.read(run.folder)
@@ -123,7 +125,7 @@ def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint |
         ledger.record_intake(done, checkpoint.seen, scenario.plan if scenario.audit.curious else None)
     if beyond:
         with run.lock("audit"):
-            if ledger.deployed:  # noted first: a kill in between counts them twice, and never not at all
+            if ledger.deployed:  # first, so that a kill counts them twice rather than not at all
                 ledger.set_meta(**{REPEATED: str(repeated(ledger.meta()) + max(beyond) - done)})
             ledger.rewind(done + 1)
     run.sweep(done + 1)
@@ -138,7 +140,6 @@ def _why_not(ledger: Ledger, scenario: Scenario, checkpoint: Checkpoint | None, 
         return "its chain is stateful (error feedback, control variates or private layers), and the clients' states are lost"
     recorded, done = {row["round"] for row in ledger.rounds()}, checkpoint.round
     if (missing := next((round for round in range(done) if round not in recorded), None)) is not None:
-        # a power cut may lose the ledger's last rows
         return f"its ledger lacks round {missing}, although its checkpoint is of round {done}"
     shapes = {k: p.shape for k, p in scenario.federation.model.named_parameters()}
     same = {k: t.shape for k, t in checkpoint.params.items()} == shapes
@@ -146,10 +147,10 @@ def _why_not(ledger: Ledger, scenario: Scenario, checkpoint: Checkpoint | None, 
 
 
 def restore(strategy: Strategy, state: Mapping[str, Any]) -> None:
-    """Restore the state of a freshly built strategy.
+    """Restore the state of a new strategy.
 
     Raises:
-        NotResumable: it is built with other functions than before, or the state is not of such a strategy.
+        NotResumable: it has other functions than before, or the state does not fit.
     """
     fresh = vars(strategy)
     for name, value in state.items():
@@ -168,7 +169,7 @@ def restore(strategy: Strategy, state: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Named:
-    """A function among a strategy's attributes: it has no state, and is there again once the strategy is built again."""
+    """Function among a strategy's attributes, saved by its name."""
 
     name: str
 
@@ -178,7 +179,7 @@ class _Named:
 
 
 def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON, with its arrays put into `tensors`; exact in bits, types and order of names."""
+    """Encode a value exactly as JSON, with its arrays in `tensors`."""
     if value is None or isinstance(value, bool | int | float | str) and not isinstance(value, np.generic):
         return value
     if isinstance(value, FunctionType) and value.__closure__ is None:
@@ -210,7 +211,7 @@ def _put(value: Any, where: str, tensors: dict[str, Tensor]) -> str:
 
 
 def _decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """A value of `_encoded`; it takes its arrays out of `tensors`, as each is there once."""
+    """Decode a value of `_encoded`, and remove its arrays from `tensors`."""
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.views.assurance.gate import GateResult, Threshold
+from fedgauge.server.views.gate import GateResult, Threshold
 from fedgauge.simulations.cli.finding_runs import find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, flag, path, port, tell
 from fedgauge.simulations.cli.run_summary import wide_console
@@ -100,7 +100,7 @@ def report(options: argparse.Namespace) -> int:
 
 def gate(options: argparse.Namespace) -> int:
     """fedgauge gate RUN: compare what a run's attacks reached with thresholds; the exit status says whether they hold."""
-    from fedgauge.server.views.assurance.gate import gate_of_run
+    from fedgauge.server.views.gate import gate_of_run
     from fedgauge.server.views.reading import read_once
 
     thresholds = chosen_thresholds(options)

@@ -18,7 +18,7 @@ from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, component_of, plan_of
 from fedgauge.server.store.tester_truth import TesterTruth
-from fedgauge.server.views.participation import app_clients, other_sizes
+from fedgauge.server.views.participation import other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
 from fedgauge.simulations.cli.options import Commands, add_log, add_settings, flag, numbers, path, several, tell, whole
 from fedgauge.simulations.cli.run_summary import print_summary
@@ -44,9 +44,8 @@ def add_to(commands: Commands) -> None:
     again.add_argument("--clients", type=numbers, metavar="0,1", help="with --attack: which clients")
     text = "try these again, after their cause is mended, or all after the run's scenario.toml was changed (repeatable)"
     again.add_argument("--retry", action="append", choices=("failed", "not-applicable", "all"), default=[], help=text)
-    text = "grade what came back by the clients' own examples: files of them, or a dataset with --truth-rows"
+    text = "grade what came back by the clients' own examples: a folder of files"
     again.add_argument("--truth", metavar="FOLDER|'NAME KEY=VALUE ...'", help=text)
-    path(again, "--truth-rows", "FILE.json", "which rows of the dataset each client has")
     again.add_argument("--executor", choices=("ray", "local"), help="instead of the scenario's")
     whole(again, "--workers", "instead of the scenario's")
     again.add_argument("--devices", metavar="cuda:0,cuda:1", help="instead of the scenario's; auto, cpu, cuda or names")
@@ -106,8 +105,6 @@ def audit(options: argparse.Namespace) -> int:
         raise SpecError("--follow carries out the run's own plan: leave out --attack, --retry and --truth")
     if not options.attack and (options.rounds or options.clients):
         raise SpecError("--rounds and --clients choose for --attack: add one")
-    if options.truth_rows and not options.truth:
-        raise SpecError("--truth-rows chooses rows of the dataset that --truth names: add --truth")
     run = find_run(options.run, options.runs)
     devices = options.devices.split(",") if options.devices and "," in options.devices else options.devices
     changes = {"executor": options.executor, "workers": options.workers, "devices": devices}
@@ -138,7 +135,7 @@ def audit(options: argparse.Namespace) -> int:
             if options.retry:
                 _retry(run, ledger, scenario, options.retry, console)
         waiting = ledger.progress().waiting
-        if waiting and (words := other_sizes(app_clients(ledger), scenario.federation.shards.batch_size)):
+        if waiting and (words := other_sizes(ledger, scenario.federation.shards.batch_size)):
             console.print(f"warning: {words}", soft_wrap=True)  # before hours of work
         interrupted = _attack(options, run, ledger, scenario, console) if truth is None or waiting else False
         with Progress(console=console, disable=options.log != "auto", transient=True) as bars:
@@ -194,7 +191,7 @@ def _truth(options: argparse.Namespace, run: Run, ledger: Ledger) -> TesterTruth
         return None
     if not ledger.deployed:
         raise SpecError(f"--truth is for deployments and your own Flower app; {run.folder} is graded by its own data")
-    return TesterTruth.named(options.truth, options.truth_rows)
+    return TesterTruth.named(options.truth)
 
 
 def _assume(run: Run, ledger: Ledger, scenario: Scenario, known: dict[str, str], retry: list[str]) -> None:

@@ -1,6 +1,6 @@
-"""The JSON log: the events of a run on standard output, one object per line, for programs that follow it.
+"""The JSON log: events of a run on standard output, one object a line.
 
-A number that is not finite is null; `exact` says of a PSNR that it is null because it is infinite.
+A number that is not finite is null; `exact` marks an infinite PSNR.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from fedgauge.simulations.live.view import View
 
 
 class Events(View):
-    """The events started, then round, scores, progress and replay as they come."""
+    """View that emits started, round, scores, progress and replay."""
 
     def __init__(self, run_progress: RunProgress, run: Run) -> None:
         super().__init__(run_progress)
@@ -69,14 +69,14 @@ class Events(View):
             self._once("replay", "replay", {"verdict": verdict, "words": words})
 
     def _once(self, key: object, event: str, facts: Mapping[str, object], **more: object) -> None:
-        """Emit, unless the last event of this key had the same facts."""
+        """Emit an event with new facts."""
         if self._emitted.get(key) != facts:
             self._emitted[key] = facts
             emit(event, **facts, **more)
 
 
 def finish(run: Run, report: Path) -> None:
-    """Emit how a run ended, with its verdict and scores."""
+    """Emit the end of a run with verdict and scores."""
     with read_once(run) as reading:
         result, ledger = verdict_of(reading), reading.ledger
         pooled = reading.pooled(reading.scores.measure.metric)
@@ -98,7 +98,7 @@ def finish(run: Run, report: Path) -> None:
 
 
 def _in_numbers(leak: Leak) -> dict[str, object]:
-    """What came back; capped in the mean and raw in the best."""
+    """Return the numbers of a Leak, with a capped mean and a raw best."""
     return {
         "attack": leak.attack,
         "kind": role_of(leak.attack),

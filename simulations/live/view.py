@@ -1,4 +1,4 @@
-"""Views of a run at work: what all have in common, and plain lines."""
+"""Views of a run at work: the base class, and plain lines."""
 
 import sys
 import time
@@ -16,11 +16,7 @@ PLAIN_EVERY = 5.0  # seconds between plain lines
 
 
 class View:
-    """Follows a run and shows nothing; `update` may be called at any rate.
-
-    Attributes:
-        note: what the run waits for.
-    """
+    """View that shows nothing; note: what the run waits for."""
 
     def __init__(self, run_progress: RunProgress) -> None:
         self.run_progress = run_progress
@@ -36,11 +32,11 @@ class View:
         self.run_progress.refresh()
 
     def say(self, text: str) -> None:
-        """Show the user a message beside the view."""
+        """Show a message next to the view."""
 
 
 class Lines(View):
-    """A plain line every few seconds, if something has changed."""
+    """View with a plain line every few seconds after a change."""
 
     def __init__(self, run_progress: RunProgress, clock: Clock = time.monotonic) -> None:
         super().__init__(run_progress)
@@ -70,7 +66,7 @@ class Lines(View):
 
 
 def progress_line(s: RunProgress) -> str:
-    """The state of a run on one line."""
+    """Write the state of a run on one line."""
     jobs, parts = s.jobs, [f"round {s.round}/{s.scenario.protocol.rounds}"] if s.training else []
     shares = device_use(s.devices)
     if s.training and (accuracy := final_accuracy(s.rounds)) is not None:

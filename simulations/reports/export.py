@@ -1,4 +1,4 @@
-"""Export a run's scores for other tools, as one long table."""
+"""Export of a run's scores as one long table."""
 
 import csv
 import io
@@ -36,10 +36,9 @@ BATCH = 5000  # rows of a table that are held in memory
 
 
 def tables(run: Run) -> Iterator[Table]:
-    """Every score in a stable order, in pieces; example -1 is the whole batch; no value: there was nothing to grade.
+    """Yield every score in a stable order, in pieces; example -1 is the whole batch.
 
-    Epsilon is what the client has spent for one record by the end of the round, in the newest round with one that is under way;
-    none if there is none or it is unknown here.
+    Epsilon is the client's loss for one record by the end of the round; None if unknown.
     """
     with run.ledger() as ledger:
         spending: Spending | None = None
@@ -57,7 +56,7 @@ def tables(run: Run) -> Iterator[Table]:
 
 
 def write_csv(run: Run, out: TextIO) -> None:
-    """Write CSV with a header; an empty value is missing, inf is an exact hit; a terminal gets no control codes."""
+    """Write CSV with a header; inf is an exact reconstruction."""
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(KEYS)
     for table in tables(run):
@@ -74,7 +73,7 @@ def save_csv(run: Run, path: Path) -> None:
 
 
 def write_parquet(run: Run, path: Path | None = None) -> Path:
-    """Write one parquet file, scores.parquet in the run's folder if no path is given; returns its path."""
+    """Write one parquet file, by default scores.parquet in the run's folder, and return its path."""
     import pyarrow
     import pyarrow.parquet
 

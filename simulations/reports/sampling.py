@@ -1,4 +1,4 @@
-"""Which examples a report shows: all if they fit, otherwise a sample that states how it was drawn."""
+"""Examples of a report: all if they fit, otherwise a sample."""
 
 import math
 from collections.abc import Mapping
@@ -19,29 +19,29 @@ Key = tuple[int, int]  # (client, example)
 
 @dataclass(frozen=True)
 class ExampleSample:
-    """The examples shown of each round, with the reason for each; attacked: how many examples each attacked round has."""
+    """Chosen examples of each round with their reasons; attacked: number of examples by round."""
 
     keys: Mapping[int, Mapping[Key, str]]
     attacked: Mapping[int, int]
 
     @property
     def shown(self) -> int:
-        """The number of shown examples."""
+        """Number of shown examples."""
         return sum(map(len, self.keys.values()))
 
     @property
     def examples(self) -> int:
-        """The number of attacked examples in the shown rounds."""
+        """Number of attacked examples in the shown rounds."""
         return sum(self.attacked[round] for round in self.keys)
 
     def cards(self, gallery: Gallery) -> list[Card]:
-        """The chosen cards."""
+        """Return the chosen cards."""
         chosen = ((round, key, why) for round, keys in self.keys.items() for key, why in keys.items())
         return [gallery.card(round, *key, why) for round, key, why in chosen]
 
 
 def sample_examples(gallery: Gallery, limit: int | None = None) -> ExampleSample:
-    """Choose about `limit` examples of a gallery, or as many as fit into BYTES."""
+    """Choose about `limit` examples of a gallery; default: as many as fit into BYTES."""
     strengths: dict[int, dict[Key, float]] = {}
     attacked = gallery.attacked()
     for (round, *key), strength in zip(attacked, attacked.strength.tolist(), strict=True):
@@ -52,10 +52,10 @@ def sample_examples(gallery: Gallery, limit: int | None = None) -> ExampleSample
 
 
 def sample_keys(strengths: Mapping[int, Mapping[Key, float]], limit: int) -> dict[int, dict[Key, str]]:
-    """Choose examples of each round, with the reason for each: all if there are at most `limit`.
+    """Choose examples of each round, with reasons; all if there are at most `limit`.
 
-    Otherwise each round shows the example that leaked most, the one that leaked least, and a random sample that depends only on
-    the round. If not even three a round fit, only evenly spaced rounds are shown, with the round of the worst leak.
+    Otherwise each round has its most and least leaked example, and a random sample that depends only on the round. If fewer
+    than three a round fit, rounds are evenly spaced, with the round of the worst leak.
     """
     if sum(map(len, strengths.values())) <= limit:
         return {round: dict.fromkeys(keys, "") for round, keys in strengths.items()}

@@ -6,7 +6,7 @@ const SORTS = [["leak", "worst leak first"], ["hidden", "least leak first"], ["c
 /** The cards of a round, with controls; link(card): the address of the image's own view, or none. */
 function gallery(data, state, change, link) {
   if (!data.rounds.length) return el("p.empty", "Nothing has been reconstructed yet: images appear here once an attack is done.");
-  const none = el("p.empty", "No example matches: choose another client, attack or class.");
+  const none = el("p.empty", "No example matches: choose another client or attack.");
   const found = data.cards.length ? cards(data.cards, data.kind, link) : none;
   const head = [galleryControls(data, state, change), galleryWords(data), data.kind === "text" && tokenLegend(data.cards.some(card => card.headings.length))];
   return el("div.gallery", head, found, pager(data, change));
@@ -32,16 +32,15 @@ function galleryControls(data, state, change) {
   const step = all ? data.rounds.length - 1 : Math.max(0, data.rounds.map(String).indexOf(round));
   const words = i => all && i === step ? "all rounds" : `round ${data.rounds[i]}`;
   const reset = values => change({ offset: null, ...values });
-  const pick = (label, key, values, names = []) => {
-    const options = [["", "all"], ...values.map(value => [value, names[value] || String(value)])];
+  const pick = (label, key, values) => {
+    const options = [["", "all"], ...values.map(value => [value, String(value)])];
     return choice(label, state.get(key) || "", options, value => reset({ [key]: value }));
   };
   return el("div.controls",
     slider("Round", step, data.rounds.length, words, i => reset({ round: data.rounds[i] })),
     check("all rounds", all, () => reset({ round: all ? null : "all" })),
     choice("Sort", state.get("sort") || "leak", SORTS, value => reset({ sort: value })),
-    pick("Client", "client", data.clients), pick("Attack", "attack", data.attacks),
-    data.labels.length > 0 && pick("Class", "label", data.labels, data.class_names));
+    pick("Client", "client", data.clients), pick("Attack", "attack", data.attacks));
 }
 
 const EACH = {

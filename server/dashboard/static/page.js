@@ -10,7 +10,7 @@ const VIEWS = [
   { path: /^\/$/, name: "Runs", keys: [], load: () => ask("/api/runs"), draw: runsView },
   { path: /^\/run\/(?<id>[^/]+)$/, name: "Overview", keys: [], load: p => ask(`${api(p)}/overview`), draw: overviewView },
   {
-    path: /^\/run\/(?<id>[^/]+)\/gallery$/, name: "Gallery", keys: ["round", "client", "attack", "label", "sort", "offset"],
+    path: /^\/run\/(?<id>[^/]+)\/gallery$/, name: "Gallery", keys: ["round", "client", "attack", "sort", "offset"],
     load: p => ask(`${api(p)}/gallery`, asked(p)), draw: galleryView,
   },
   {
@@ -125,7 +125,6 @@ function take(found) {
   restoreScroll();
   showStatus(statusOf(data));
   follow();
-  if (data.runs?.some(run => run.verdict === null)) refresh(); // the server was still reading
 }
 
 /** After a change of address: scroll to where the reader was, or to the top. */

@@ -1,4 +1,4 @@
-"""True examples above what each attack reconstructed of them."""
+"""True examples above their reconstructions."""
 
 import base64
 import io
@@ -16,13 +16,13 @@ EXAMPLES = 6
 
 
 def gallery_figure(gallery: Gallery) -> Figure | None:
-    """True images above each attack's reconstructions, with the score below; None if no true image is on this machine."""
+    """Draw true images above their reconstructions and scores; None without true images."""
     found = sample_examples(gallery, EXAMPLES).cards(gallery)
     cards = [card for card in found if card.truth is not None][:EXAMPLES]
     if not cards:
         return None
     shown = {tile.attack for card in cards for tile in card.tiles}
-    attacks = [attack for attack in gallery.attacks if attack in shown]  # a test of membership shows nothing
+    attacks = [attack for attack in gallery.attacks if attack in shown]
     heights = WIDTH / EXAMPLES + 2.2 * LINE_HEIGHT
     figure = Figure((max(1.5, WIDTH / EXAMPLES * len(cards)), heights * (1 + len(attacks)) + 4 * LINE_HEIGHT))
     figure.set_layout_engine("constrained", w_pad=0.01, h_pad=0.5 * LINE_HEIGHT)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.assurance.gate import Threshold, gate_of_run
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
+from fedgauge.server.views.gate import Threshold, gate_of_run
 from fedgauge.server.views.leak_tables import rounds_table, summary_table
 from fedgauge.server.views.reading import read_once
 from fedgauge.server.views.verdict import verdict_of
@@ -52,7 +52,7 @@ def test_the_attack_that_restores_labels_is_the_strongest_at_them_everywhere(tmp
         assert worst.figure is not None and worst.figure.values == [[0.5], [None], [0.5]]
         assert {row["client"]: row["worst"] for row in worst.table.records} == {0: 0.5, 1: None, 2: 0.5}
         for attack, share in ((None, 0.5), ("restores", 0.5), ("told", None)):
-            table = {row["client"]: row["labels"] for row in clients(reading, "psnr", attack).table.records}
+            table = {row["client"]: row["worst"] for row in clients(reading, OF_LABELS, attack).table.records}
             assert table == {0: share, 1: None, 2: share}
 
 

@@ -123,13 +123,9 @@ def test_how_the_jobs_stand(ledger: Ledger) -> None:
     assert run_progress.jobs.seconds_left is None, "of a service that has just begun nothing is known"
 
 
-def test_no_end_is_foretold_while_rounds_are_waited_for() -> None:
-    """Attacks take a second each, rounds ten: time left at the attacks' pace would shrink and grow with each round."""
-    busy, done = Progress(leased=2, queued=2, done=4), Progress(done=8)
-    assert Jobs(done, to_come=4, pace=2).seconds_left is None, "all that is there is done"
-    assert Jobs(busy, to_come=4, pace=2, idle=0.7).seconds_left is None, "attacks are at work, but have mostly waited"
-    assert Jobs(busy, to_come=4, pace=2).seconds_left == 4
-    assert Jobs(busy, pace=2, idle=0.7).seconds_left == 2, "after the training the pace begins anew"
+def test_no_end_is_predicted_while_no_job_waits() -> None:
+    assert Jobs(Progress(done=8), to_come=4, pace=2).seconds_left is None
+    assert Jobs(Progress(leased=2, queued=2, done=4), to_come=4, pace=2).seconds_left == 4
 
 
 def test_a_round_that_is_trained_again_loses_what_was_read_of_it(ledger: Ledger) -> None:

@@ -102,5 +102,5 @@ def test_gpus_at_work_are_told_one_by_one(taped: Run, clock: Clock) -> None:
         assert "cpu" not in progress_line(run_progress)
         ledger.set_devices([DeviceUse("cuda:0", 1, 1, 12, 0.93), *cores])
         run_progress.refresh(force=True)
-        told = "cuda:0 at work (93%), 12 waves; cpu 2 of 3 at work (75%), 4 waves"
+        told = "cuda:0 busy 93%, 12 waves; cpu busy 75%, 4 waves"
         assert f"16 queued, 0 at work ({told})" in progress_line(run_progress)

@@ -123,9 +123,6 @@ def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None
         "60 iterations x 1 restart",
     ):
         assert needed in words
-    assert words.count("What the attackers knew and spent: honest server; labels restored; chain known") == 1
-    assert page.html.count('id="knowledge"') == 1
-    assert "LPIPS" not in words, "there is none of 28 pixels, with weights or without"
     assert "safe" not in words.replace("safetensors", "")
 
 
