@@ -26,15 +26,14 @@ class EventStream:
         """End every stream."""
         self._stopping = True
 
-    async def events(self, name: str | None, last: str | None) -> AsyncIterator[str]:
+    async def events(self, name: str | None) -> AsyncIterator[str]:
         """Yield the events of one listener.
 
         Args:
             name: a run; None for all runs of the folder.
-            last: the listener's version, from its Last-Event-ID.
         """
         yield "retry: 1000\n\n"
-        known, touched, spoke = last, None, monotonic()
+        known, touched, spoke = None, None, monotonic()
         while not self._stopping:
             now = await asyncio.to_thread(self._touched, name)
             if name is not None and now is None:

@@ -93,13 +93,13 @@ class RunCatalog:
 
     def lines(self) -> list[RunLine | BrokenRun]:
         """Return a line for each run."""
-        return [self._line(name) for name in self.names()]
-
-    def _line(self, name: str) -> RunLine | BrokenRun:
-        try:
-            return run_line(self.run(name))
-        except (LedgerError, UnknownRun, KeyError, OSError) as error:
-            return BrokenRun(name, str(error))
+        found: list[RunLine | BrokenRun] = []
+        for name in self.names():
+            try:
+                found.append(run_line(self.run(name)))
+            except (LedgerError, UnknownRun, KeyError, OSError) as error:
+                found.append(BrokenRun(name, str(error)))
+        return found
 
     def _reading(self, name: str) -> Reading:
         run = self.run(name)

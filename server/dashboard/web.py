@@ -3,14 +3,12 @@
 import re
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
 
 import uvicorn
-from anyio.to_thread import current_default_thread_limiter
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -38,7 +36,6 @@ from fedgauge.server.views.tables import in_json
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # names of this machine in a Host header; the middleware cuts [::1] at its first colon
 NAMES = ("127.0.0.1", "localhost", "[")
-THREADS = 4  # that make views
 
 
 def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starlette:
@@ -51,11 +48,6 @@ def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starl
     catalog = RunCatalog(path)
     token = token or secrets.token_urlsafe(24)
 
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        current_default_thread_limiter().total_tokens = THREADS
-        yield
-
     app = Starlette(
         routes=_routes(),
         middleware=[
@@ -64,7 +56,6 @@ def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starl
             Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1),  # Plotly's script in .1 s
         ],
         exception_handlers=dict.fromkeys((UnknownRun, NotShown, LedgerError, OSError, HTTPException), _refused),
-        lifespan=lifespan,
     )
     app.state.catalog, app.state.event_stream, app.state.token = catalog, EventStream(catalog), token
     return app
@@ -127,10 +118,10 @@ def _routes() -> list[Route | Mount]:
         *(Route(path, _page) for path in pages),
         Route("/api/runs", _runs),
         Route(f"{run}/overview", _view(lambda reading, asked: _overview(reading))),
-        Route(f"{run}/gallery", _view(_gallery, "round", "client", "attack", "sort", "offset")),
+        Route(f"{run}/gallery", _view(_gallery, "round", "client", "sort", "offset")),
         Route(f"{run}/image/{{image:int}}", _view(_image, "client")),
         Route(f"{run}/trace", _view(_trace, "round", "client", "example", "attack")),
-        Route(f"{run}/clients", _view(_clients, "metric", "attack")),
+        Route(f"{run}/clients", _view(_clients, "metric")),
         Route("/api/compare", _compare),
         Route("/api/events", _events),
         Mount("/static", StaticFiles(directory=STATIC)),
@@ -171,17 +162,10 @@ def _gallery(reading: Reading, asked: Asked) -> Page:
     gallery = _gallery_of(reading)
     sort = cast(Sort, _one_of(asked, "sort", ("leak", "hidden", "client"), "leak"))
     who, offset = (_number(asked, key) if key in asked else None for key in ("client", "offset"))
-    attack = _known(asked, "attack", gallery.attacks)
     round = gallery.rounds[-1] if gallery.rounds else None
     if "round" in asked:
         round = None if asked["round"] == "all" else _number(asked, "round")
-    for what, value, known in (
-        ("round", round, gallery.rounds),
-        ("client", who, {one for one, _ in reading.participation}),
-    ):
-        if value is not None and known and value not in known:
-            raise HTTPException(400, f"there is no {what} {value} in this gallery")
-    return gallery.page(Query(round, who, attack, sort, offset or 0))
+    return gallery.page(Query(round, who, sort, offset or 0))
 
 
 def _image(reading: Reading, asked: Asked) -> Any:
@@ -194,8 +178,7 @@ def _trace(reading: Reading, asked: Asked) -> Any:
 
 
 def _clients(reading: Reading, asked: Asked) -> Any:
-    metric = _known(asked, "metric", tuple(MEASURED)) or reading.scores.measure.metric
-    return clients(reading, metric, _known(asked, "attack", _gallery_of(reading).attacks))
+    return clients(reading, _one_of(asked, "metric", tuple(MEASURED), reading.scores.measure.metric))
 
 
 async def _runs(request: Request) -> Response:
@@ -206,7 +189,7 @@ async def _runs(request: Request) -> Response:
 
 async def _compare(request: Request) -> Response:
     asked = _query(request, "runs", "metric")
-    metric = _known(asked, "metric", tuple(MEASURED))
+    metric = _one_of(asked, "metric", ("", *MEASURED)) or None
     catalog: RunCatalog = request.app.state.catalog
     names = [name for name in asked.get("runs", "").split(",") if name] or catalog.names()
     if len(names) > OPEN:
@@ -219,8 +202,7 @@ async def _events(request: Request) -> Response:
     name, event_stream = request.query_params.get("run"), request.app.state.event_stream
     if name is not None:
         request.app.state.catalog.run(name)
-    stream = event_stream.events(name, request.headers.get("last-event-id"))
-    return StreamingResponse(stream, media_type="text/event-stream")
+    return StreamingResponse(event_stream.events(name), media_type="text/event-stream")
 
 
 async def _page(request: Request) -> Response:
@@ -249,8 +231,3 @@ def _one_of(asked: Asked, key: str, allowed: Sequence[str], default: str = "") -
     if value not in allowed:
         raise HTTPException(400, f"{key} must be one of {', '.join(allowed)}, got {value!r}")
     return value
-
-
-def _known(asked: Asked, key: str, names: Sequence[str]) -> str | None:
-    """Return the named one; None: all."""
-    return _one_of(asked, key, names) if key in asked and names else None

@@ -42,7 +42,7 @@ class Checkpoint:
 
     Args:
         round: the last finished round.
-        strategy: attributes of the wrapped strategy, such as the moments of Flower's.
+        strategy: attributes of the wrapped strategy but functions, such as the moments of Flower's.
         seen: participation in that round.
     """
 
@@ -60,7 +60,8 @@ class Checkpoint:
             OSError: writing failed; the previous checkpoint remains.
         """
         tensors = {_PARAM + k: t for k, t in self.params.items()} | {_BUFFER + k: t for k, t in self.buffers.items()}
-        state = {name: _encoded(value, name, tensors) for name, value in self.strategy.items()}
+        kept = {name: value for name, value in self.strategy.items() if not isinstance(value, FunctionType)}
+        state = {name: _encoded(value, name, tensors) for name, value in kept.items()}
         name = f"checkpoint-{self.round:05d}.safetensors"
         digest = write_tensors(folder / name, tensors)
         facts = dict(version=VERSION, round=self.round, tensors=name, digest=digest, strategy=state)
@@ -92,13 +93,17 @@ class Checkpoint:
                 round=int(facts["round"]),
                 params={k: tensors.pop(_PARAM + k) for k in facts["params"]},
                 buffers={k: tensors.pop(_BUFFER + k) for k in facts["buffers"]},
-                strategy={name: _decoded(value, tensors) for name, value in facts["strategy"].items()},
+                strategy={k: _decoded(v, tensors) for k, v in facts["strategy"].items() if not _is_function(v)},
                 seen=tuple(Participation(**check_arguments(Participation, seen, "seen")) for seen in facts["seen"]),
             )
         except TapeError as error:
             raise NotResumable(f"{folder} cannot be resumed: {error}") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise NotResumable(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, dict) and "function" in value  # as earlier versions wrote
 
 
 def mark_not_resumable(folder: Path, reason: str) -> None:
@@ -150,40 +155,22 @@ def restore(strategy: Strategy, state: Mapping[str, Any]) -> None:
     """Restore the state of a new strategy.
 
     Raises:
-        NotResumable: it has other functions than before, or the state does not fit.
+        NotResumable: the state does not fit.
     """
     fresh = vars(strategy)
     for name, value in state.items():
-        now = fresh.get(name)
-        if isinstance(value, _Named):
-            if _Named.of(now) != value:
-                raise NotResumable(f"the strategy's {name} was {value.name} and is another now: build it as before")
-        elif name not in fresh and hasattr(strategy, name):
+        if name not in fresh and hasattr(strategy, name):
             raise NotResumable(f"the checkpoint is damaged: its {name!r:.60} is no state of the strategy")
-        else:
-            setattr(strategy, name, value)
+        setattr(strategy, name, value)
 
 
 # ------------------------------------------------------------------------------------------------ a strategy's state
-
-
-@dataclass(frozen=True)
-class _Named:
-    """Function among a strategy's attributes, saved by its name."""
-
-    name: str
-
-    @classmethod
-    def of(cls, value: object) -> "_Named":
-        return cls(f"{getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', repr(value))}")
 
 
 def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     """Encode a value exactly as JSON, with its arrays in `tensors`."""
     if value is None or isinstance(value, bool | int | float | str) and not isinstance(value, np.generic):
         return value
-    if isinstance(value, FunctionType) and value.__closure__ is None:
-        return {"function": _Named.of(value).name}
     if isinstance(value, np.ndarray | np.generic):
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         return {kind: _put(np.array(value, order="C"), where, tensors)}
@@ -215,8 +202,6 @@ def _decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
-    if kind == "function":
-        return _Named(inner)
     if kind in ("array", "scalar"):
         array = tensors.pop(inner).numpy().copy()
         return array if kind == "array" else array[()]

@@ -4,8 +4,9 @@ Clients receive its protocol part; the plan of attack, the strategy and the tape
 """
 
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,7 +172,6 @@ class Scenario:
     privacy: PrivacyOptions = field(default_factory=PrivacyOptions)
     validator: ValidatorOptions = field(default_factory=ValidatorOptions)
     server_attack: tuple[TargetedServerAttack, ...] = ()
-    left_out: tuple[int, ...] = field(default=(), compare=False)
 
     @classmethod
     def load(
@@ -186,7 +186,7 @@ class Scenario:
 
         Args:
             settings: "chain.0.max_norm=2", as given on the command line.
-            rounds: replaces the file's; rounds of [audit] beyond it are `left_out`.
+            rounds: replaces the file's; later rounds of [audit] are left out.
             read: reads at most a number of bytes of a file.
             base: of relative paths; default: the working directory.
 
@@ -197,13 +197,15 @@ class Scenario:
             tables = toml_text.parse(read(path, toml_text.MOST))
             for setting in settings:
                 apply_setting(tables, setting)
-            left_out = _shorten(tables, rounds) if rounds is not None else ()
-            return replace(cls.from_tables(tables, base), left_out=left_out)
+            if rounds is not None:
+                _shorten(tables, rounds)
+            return cls.from_tables(tables, base)
         except run_files.RefusedFile:
             raise
-        except FileNotFoundError as error:
-            raise SpecError(f"{path}: there is no such file; fedgauge init writes one to start from") from error
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except OSError as error:
+            reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+            raise SpecError(f"{path}: {reason}; fedgauge init writes a scenario") from error
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SpecError(f"{path}: not a readable TOML file: {error}") from error
         except SpecError as error:
             raise SpecError(f"{path}: {error}") from error
@@ -344,6 +346,26 @@ def _with_canaries(protocol: Protocol) -> Table | None:
     return {"clients": clients, **({"examples": each} if (each := protocol.canary_examples) else {})}
 
 
+def expected_updates(scenario: Scenario, rounds: range) -> list[tuple[int, Mapping[str, int]]]:
+    """Return the kinds of rounds: the number of rounds, and the number of attacked updates by attack."""
+    plan, groups = scenario.plan, scenario.protocol.groups(1)
+    some = max(1, int(len(groups) * scenario.strategy.get("fraction_train", 1.0)))
+    seen = [group[0] for group in groups[:some]]
+    alike = {plan.attacks_round(r): r for r in rounds}
+    times = Counter(map(plan.attacks_round, rounds))
+    return [(n, {p.name: len(plan.targets(alike[kind], seen, p)) for p in plan.attacks}) for kind, n in times.items()]
+
+
+def expected_jobs(scenario: Scenario, done: int, rounds: int | None = None) -> int:
+    """Return the number of jobs of the rounds after `done`.
+
+    Args:
+        rounds: of the run; default: the scenario's.
+    """
+    to_come = range(done + 1, (rounds or scenario.protocol.rounds) + 1)
+    return sum(n * sum(updates.values()) for n, updates in expected_updates(scenario, to_come))
+
+
 def component_of(text: str, option: str) -> dict[str, Any]:
     """Parse a component with settings from an option.
 
@@ -413,15 +435,9 @@ def _with_proximal_term(chain: Any, strategy: Table) -> Any:
     return completed
 
 
-def _shorten(tables: dict[str, Any], rounds: int) -> tuple[int, ...]:
-    """Set another number of rounds; remove and return the rounds of [audit] beyond it."""
+def _shorten(tables: dict[str, Any], rounds: int) -> None:
+    """Set another number of rounds, and remove later rounds from [audit]."""
     tables["rounds"] = rounds
-    audit = tables.get("audit")
-    named = audit.get("rounds") if isinstance(audit, dict) else None
-    if not isinstance(audit, dict) or not isinstance(named, list) or rounds < 1:
-        return ()
-    beyond = tuple(r for r in named if isinstance(r, int) and r > rounds)
-    audit["rounds"] = [r for r in named if r not in beyond]
-    if beyond and not audit["rounds"]:
-        raise SpecError(f"[audit]: all its rounds are after round {rounds}; add --set audit.rounds=[{rounds}]")
-    return beyond
+    match tables.get("audit"):
+        case {"rounds": list(named)}:
+            tables["audit"]["rounds"] = [r for r in named if not isinstance(r, int) or r <= rounds] or [rounds]

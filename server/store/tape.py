@@ -170,24 +170,17 @@ def read_tensors(path: Path, digest: str | None = None, most: int | None = None)
         TapeError: the file is missing, damaged or changed.
     """
     try:
-        data = run_files.read(path, most_bytes() if most is None else most)
+        # at most half of the memory, as tensors are in it twice
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        data = run_files.read(path, memory // 2 if most is None else most)
     except FileNotFoundError as error:
         raise TapeError(f"{path} is missing: was it deleted by [tape] keep, or is the run incomplete?") from error
     except OSError as error:
         raise TapeError(f"{path} cannot be read: {error}") from error
-    if digest is not None and digest_of(data) != digest:
+    if digest is not None and xxhash.xxh3_128_hexdigest(data) != digest:
         raise TapeError(
             f"{path} is damaged: its digest differs from the one that the ledger recorded when it was written"
         )
-    return tensors_of(data, path)
-
-
-def tensors_of(data: bytes, path: Path) -> dict[str, Tensor]:
-    """Parse the bytes of a file.
-
-    Raises:
-        TapeError: they are damaged.
-    """
     try:
         tensors: dict[str, Tensor] = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -195,13 +188,3 @@ def tensors_of(data: bytes, path: Path) -> dict[str, Tensor]:
         raise TapeError(f"{path} is damaged: {error}") from error
     # load() has a random order, and noise is drawn in the order of the names
     return {name: tensors[name] for name in header if name in tensors}
-
-
-def most_bytes() -> int:
-    """Return the largest number of bytes of tensors for this machine: half of its memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def digest_of(data: bytes) -> str:
-    """Return a fast digest against damage, not against tampering."""
-    return xxhash.xxh3_128_hexdigest(data)

@@ -13,13 +13,11 @@ from torch import Tensor
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.data.images import Dataset
-from fedgauge.client.files import read_file
 from fedgauge.client.local_data import read_npz
 from fedgauge.client.update import Batch
-from fedgauge.server.store.tape import most_bytes, tensors_of
 
-_NAME = re.compile(r"(client|node)-(-?\d+)(?:-round-(\d+))?\.(npz|safetensors)")
-LAYOUT = "client-0-round-1.npz (or client-0.npz for all rounds, node-ID by Flower's node id, .safetensors), each with x and y"
+_NAME = re.compile(r"(client|node)-(-?\d+)(-round-\d+)?\.npz")
+LAYOUT = "client-0-round-1.npz (or client-0.npz for all rounds, node-ID by Flower's node id), each with x and y"
 
 
 class TruthError(SpecError):
@@ -43,7 +41,7 @@ class TesterTruth:
 
     def check(self) -> "TesterTruth":
         """Check that the folder has a file of the truth."""
-        if not self.folder.is_dir() or not _files(self.folder):
+        if not any(_NAME.fullmatch(path.name) for path in self.folder.glob("*.npz")):
             raise TruthError(f"--truth: {self.folder} is no folder of {LAYOUT}")
         return self
 
@@ -76,38 +74,24 @@ class TesterTruth:
         Raises:
             TruthError: a file is damaged, or has other examples.
         """
-        path = _file(_files(self.folder), round, client, nodes)
+        own = [f"client-{client}", *([f"node-{nodes[client]}"] if client in nodes else [])]
+        names = (f"{name}{of}.npz" for of in (f"-round-{round}", "") for name in own)
+        path = next((self.folder / name for name in names if (self.folder / name).is_file()), None)
         if path is None:
             return None
         x, y = _read(path, path.stat().st_mtime_ns)
         return Batch(_arranged(x, like, str(path)), y)
 
 
-def _files(folder: Path) -> dict[tuple[str, int, int | None], Path]:
-    """Map (client or node, its number, round) to files."""
-    found = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())]
-    return {(m[1], int(m[2]), int(m[3]) if m[3] else None): path for path, m in found if m and path.is_file()}
-
-
-def _file(
-    files: Mapping[tuple[str, int, int | None], Path], round: int, client: int, nodes: Mapping[int, str]
-) -> Path | None:
-    names = [("client", client), *([("node", int(nodes[client]))] if client in nodes else [])]
-    return next((files[who, n, r] for r in (round, None) for who, n in names if (who, n, r) in files), None)
-
-
 @lru_cache(maxsize=256)
 def _read(path: Path, changed: int) -> Batch:
     try:
-        if path.suffix == ".npz":
-            arrays = {key: torch.from_numpy(array) for key, array in read_npz(path).items()}
-        else:
-            arrays = tensors_of(read_file(path, most_bytes()), path)
+        arrays = {key: torch.from_numpy(array) for key, array in read_npz(path).items()}
         x, y = arrays["x"], arrays["y"]
-        if len(x) != len(y):
-            raise ValueError(f"{len(x)} examples x and {len(y)} labels y")
-    except Exception as error:  # a damaged archive raises BadZipFile, zlib.error, ValueError, TapeError and more
+    except (ValueError, TypeError, KeyError) as error:
         raise TruthError(f"{path} cannot be read as the truth, examples x and labels y: {error}") from error
+    if len(x) != len(y):
+        raise TruthError(f"{path} has {len(x)} examples x and {len(y)} labels y")
     return Batch(x, y.long())
 
 

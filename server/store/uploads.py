@@ -64,7 +64,7 @@ def _with_known_pull(seen: Observation, ledger: Ledger, read: Callable[[int, str
         row = own.get(round)
         if row is None or row["status"] != "accepted" or not row["digest"]:
             raise TapeError(
-                f"client {seen.client}'s control variate of round {seen.round} is unknown: no update of round {round} is on the tape"
+                f"client {seen.client}'s control variate of round {seen.round} is unknown: the tape lacks round {round}"
             )
         now = read(round, row["digest"])
         pull, before = _next_pull(before, pull, now), now

@@ -8,10 +8,9 @@ import numpy as np
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.views.figures import HeatMap
 from fedgauge.server.views.formatting import in_metric, many
-from fedgauge.server.views.intervals import Floats, evenly
+from fedgauge.server.views.intervals import evenly
 from fedgauge.server.views.leakage import counted, counted_of_all
 from fedgauge.server.views.reading import Reading, viewed
-from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores, capped
 from fedgauge.server.views.strength import best_of
 from fedgauge.server.views.tables import Cell, Column, Table
@@ -22,34 +21,25 @@ STATUSES = ("accepted", "rejected", "missing")
 
 @dataclass(frozen=True, eq=False)
 class Clients:
-    """Worst case of every client, by round and over all rounds.
-
-    Args:
-        attack: empty: the worst of all attacks.
-        metrics: name and label of each metric of the run.
-    """
+    """Worst case of every client under any attack, by round and over all rounds; metrics: names with labels."""
 
     metric: str
-    attack: str
-    attacks: Sequence[str]
     metrics: Sequence[tuple[str, str]]
     figure: HeatMap | None
     table: Table
 
 
-def clients(reading: Reading, metric: str, attack: str | None) -> Clients:
-    """Return the clients by one metric, for one attack or the worst of all (None)."""
-    attacks = [a for a in reading.order if is_attack(a)]
+def clients(reading: Reading, metric: str) -> Clients:
+    """Return the clients by one metric."""
     metrics = [(name, MEASURED[name].label) for name in reading.metrics]
-    figure, table = heat_map(reading, metric, attack), clients_table(reading, metric, attack)
-    return Clients(metric, attack or "", attacks, metrics, figure, table)
+    return Clients(metric, metrics, heat_map(reading, metric), clients_table(reading, metric))
 
 
-def heat_map(reading: Reading, metric: str, attack: str | None = None) -> HeatMap | None:
+def heat_map(reading: Reading, metric: str) -> HeatMap | None:
     """Return the worst leak by client and round, of the clients that leak most; None before the first score."""
-    rows, by = _graded(counted(reading.scores, metric), metric, attack), MEASURED[metric]
+    rows, by = _graded(counted(reading.scores, metric), metric), MEASURED[metric]
     every = np.unique(rows.round)
-    table = clients_table(reading, metric, attack).records
+    table = clients_table(reading, metric).records
     if not len(every) or not table:
         return None
     ids, rounds = [int(str(row["client"])) for row in table], evenly(every, MOST_ROUNDS)
@@ -72,13 +62,12 @@ def heat_map(reading: Reading, metric: str, attack: str | None = None) -> HeatMa
     return HeatMap("clients", title, " ".join(words), by, shown, rounds.tolist(), cells.tolist(), darkest, by.ceiling)
 
 
-def _graded(rows: Scores, metric: str, attack: str | None) -> Scores:
-    rows = rows.where(rows.by_attacks) if attack is None else rows.of_attack(attack)
-    return rows.where(rows.named(metric) & ~np.isnan(rows.value))
+def _graded(rows: Scores, metric: str) -> Scores:
+    return rows.where(rows.by_attacks & rows.named(metric) & ~np.isnan(rows.value))
 
 
 @viewed
-def clients_table(reading: Reading, metric: str, attack: str | None) -> Table:
+def clients_table(reading: Reading, metric: str) -> Table:
     """List the clients, the worst first."""
     by = MEASURED[metric]
     columns = [
@@ -89,23 +78,14 @@ def clients_table(reading: Reading, metric: str, attack: str | None) -> Table:
         Column("n", "examples", "count"),
         *(Column(status, status, "count") for status in STATUSES),
     ]
-    rows, sign = _graded(counted_of_all(reading.scores, metric), metric, attack), by.sign
-    if attack is None:  # the worst value of each example
-        rows = rows.leakiest(metric)
-    order = np.argsort(-sign * rows.value, kind="stable")[::-1]  # the last of a client is its first worst case
-    leaks = zip(rows.value[order].tolist(), rows.round[order].tolist(), strict=True)
-    worst = dict(zip(rows.client[order].tolist(), leaks, strict=True))
-    sums = _sums(rows, capped(metric, rows.value))
-    lines: list[list[Cell]] = []
+    rows = _graded(counted_of_all(reading.scores, metric), metric).leakiest(metric)
+    lines: list[tuple[float, list[Cell]]] = []
     for client in sorted({client for client, _ in reading.participation}):
-        n, total = sums.get(client, (0, 0.0))
-        (most, round), mean = worst.get(client, (None, None)), total / n if n else None
-        lines.append([client, most, mean, round, n, *(reading.participation[client, status] for status in STATUSES)])
-    lines.sort(key=lambda row: -sign * worst.get(row[0], (-sign * np.inf,))[0])
-    return Table(f"Clients, {by.label}", columns, lines)
-
-
-def _sums(rows: Scores, values: Floats) -> dict[int, tuple[int, float]]:
-    """Return the number of values and their sum by client."""
-    ids, own, n = np.unique(rows.client, return_inverse=True, return_counts=True)
-    return dict(zip(ids.tolist(), zip(n.tolist(), np.bincount(own, values).tolist(), strict=True), strict=True))
+        own, statuses = rows.where(rows.client == client), (reading.participation[client, s] for s in STATUSES)
+        if not len(own):
+            lines.append((np.inf, [client, None, None, None, 0, *statuses]))
+            continue
+        at = int(np.argmax(by.sign * own.value))
+        worst, mean = float(own.value[at]), float(capped(metric, own.value).mean())
+        lines.append((-by.sign * worst, [client, worst, mean, int(own.round[at]), len(own), *statuses]))
+    return Table(f"Clients, {by.label}", columns, [line for _, line in sorted(lines, key=lambda each: each[0])])

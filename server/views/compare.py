@@ -113,7 +113,8 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def utility_figure(named: Mapping[str, Reading], metric: str) -> Figure | None:
     """Draw leakage against final accuracy: colours are runs, symbols attacks; None if no run has both."""
-    symbols, colours = _symbols(named), dict(zip(named, count(), strict=False))
+    names = dict.fromkeys(a for reading in named.values() for a in reading.order if is_attack(a))
+    symbols, colours = dict(zip(names, cycle(SYMBOLS), strict=False)), dict(zip(named, count(), strict=False))
     accuracies = {name: final_accuracy(reading.rounds) for name, reading in named.items()}
     tested = {name: accuracy for name, accuracy in accuracies.items() if accuracy is not None}
     strongest = {name: best_of(reading.pooled(metric).values(), "attack") for name, reading in named.items()}
@@ -153,12 +154,6 @@ def utility_figure(named: Mapping[str, Reading], metric: str) -> Figure | None:
 
 
 FLOOR = Look("muted", symbol="line-ew")
-
-
-def _symbols(named: Mapping[str, Reading]) -> dict[str, str]:
-    """Assign a symbol to each attack."""
-    attacks = dict.fromkeys(a for reading in named.values() for a in reading.order if is_attack(a))
-    return dict(zip(attacks, cycle(SYMBOLS), strict=False))
 
 
 def _attacked(reading: Reading, metric: str) -> list[Leak]:

@@ -1,10 +1,10 @@
 """The gallery: private examples with their reconstructions, one page at a time."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from torch import Tensor
@@ -16,13 +16,16 @@ from fedgauge.client.data.images import Dataset, Shards
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.pictures import SMALL, png, reconstruction
 from fedgauge.server.views.formatting import in_unit, status_words
-from fedgauge.server.views.intervals import Floats, Ints
+from fedgauge.server.views.intervals import evenly
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 
 WORD_BYTES = 40  # per marked word
 PAGE = 24  # cards in one answer
+BYTES = 1_000_000  # for cards with pictures, so that a report stays below 6 MB
+CARD_BYTES = 900  # of one card without its pictures, about
+IMAGE_BYTES = 350  # of one picture without its pixels, about
 NO_TRUTH, NOT_HERE, NOT_GRADED = "the truth stays with the client", "no truth here", "not graded"
 
 Sort = Literal["leak", "hidden", "client"]
@@ -40,39 +43,16 @@ class Query:
 
     round: int | None = None
     client: int | None = None
-    attack: str | None = None
     sort: Sort = "leak"
     offset: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class AttackedExamples:
-    """Attacked examples as columns (N,).
-
-    Args:
-        strength: the attacks' best value, negated if lower values leak more; NaN: none.
-    """
-
-    round: Ints
-    client: Ints
-    example: Ints
-    strength: Floats
-
-    def where(self, chosen: Any) -> "AttackedExamples":
-        """Return the chosen examples."""
-        return AttackedExamples(self.round[chosen], self.client[chosen], self.example[chosen], self.strength[chosen])
-
-    def sorted(self, by: Sort) -> "AttackedExamples":
-        """Sort the examples; those without a value come last by leakage."""
-        if by == "client":
-            return self.where(np.lexsort((self.example, self.round, self.client)))
-        return self.where(np.argsort(self.strength if by == "hidden" else -self.strength, kind="stable"))
-
-    def __len__(self) -> int:
-        return len(self.strength)
-
-    def __iter__(self) -> Iterator[Place]:
-        return zip(self.round.tolist(), self.client.tolist(), self.example.tolist(), strict=True)
+def ordered(strengths: Mapping[Place, float], by: Sort) -> list[Place]:
+    """Sort examples; those without a value come last by leakage."""
+    if by == "client":
+        return sorted(strengths, key=lambda place: (place[1], place[0], place[2]))
+    sign = 1 if by == "hidden" else -1
+    return sorted(strengths, key=lambda place: (math.isnan(strengths[place]), sign * strengths[place]))
 
 
 @dataclass(frozen=True)
@@ -102,7 +82,6 @@ class Card:
 
     Args:
         image: its number among the training images; like truth and label None if the data is not on this machine.
-        why: the reason to show it, if not all are shown.
         truth_words: of text, its tokens, in place of truth.
         absent: the reason for a missing truth.
         headings: of a table's row, the name of each cell.
@@ -112,7 +91,6 @@ class Card:
     client: int
     example: int
     image: int | None
-    why: str
     truth: str | None
     label: int | None
     label_name: str
@@ -130,7 +108,6 @@ class Page:
     noun: str
     rounds: Sequence[int]
     clients: Sequence[int]
-    attacks: Sequence[str]
     cards: Sequence[Card]
     round: int | None = None
     total: int = 0
@@ -205,36 +182,33 @@ class Gallery:
         """Attacked rounds."""
         return sorted({round for round, _ in self.cells})
 
-    def attacked(self, attack: str | None = None) -> AttackedExamples:
-        """Return the examples attacked by one attack, or by any."""
-        rows = self.scores if attack is None else self.scores.of_attack(attack)
-        whole, sizes = rows.example == WHOLE_BATCH, np.ones(len(rows), np.int64)
-        # such a row is of every example in its batch
-        sizes[whole] = list(map(rows.size_of, rows.round[whole].tolist(), rows.client[whole].tolist()))
-        first = (np.cumsum(sizes) - sizes - np.where(whole, 0, rows.example)).repeat(sizes)
-        places = np.arange(sizes.sum()) - first
-        keys = np.stack([rows.round.repeat(sizes), rows.client.repeat(sizes), places])
-        keys, own = np.unique(keys, axis=1, return_inverse=True)
-        strength = np.full(keys.shape[1], np.nan)
-        np.fmax.at(strength, own, rows.measure.sign * rows.value.repeat(sizes))
-        return AttackedExamples(keys[0], keys[1], keys[2], strength)
+    def attacked(self) -> dict[Place, float]:
+        """Return the best value of each attacked example, negated if lower values leak more; NaN: none."""
+        found: dict[Place, float] = {}
+        for (_, round, client, example), (value, _) in self.outcomes.items():
+            strength = self.scores.measure.sign * value
+            for one in range(self.scores.size_of(round, client)) if example == WHOLE_BATCH else (example,):
+                known = found.get((round, client, one), math.nan)
+                found[round, client, one] = strength if math.isnan(known) or strength > known else known
+        return dict(sorted(found.items()))
 
     def page(self, query: Query) -> Page:
         """Return the cards of a query."""
-        everything = chosen = self.attacked(query.attack)
-        for wanted, column in ((query.round, "round"), (query.client, "client")):
-            if wanted is not None:
-                chosen = chosen.where(getattr(chosen, column) == wanted)
-        shown = chosen.sorted(query.sort).where(slice(query.offset, query.offset + PAGE))
+        everything = self.attacked()
+        wanted = {
+            place: strength
+            for place, strength in everything.items()
+            if query.round in (None, place[0]) and query.client in (None, place[1])
+        }
+        shown = ordered(wanted, query.sort)[query.offset : query.offset + PAGE]
         return Page(
             kind=self.kind,
             noun=self.reading.scores.measure.private,
             rounds=self.rounds,
-            clients=np.unique(everything.client).tolist(),
-            attacks=self.attacks,
-            cards=[self.card(*key, attack=query.attack) for key in shown],
+            clients=sorted({client for _, client, _ in everything}),
+            cards=[self.card(*place) for place in shown],
             round=query.round,
-            total=len(chosen),
+            total=len(wanted),
             offset=query.offset,
             page=PAGE,
         )
@@ -260,9 +234,8 @@ class Gallery:
             self._rows[round, client] = self.reading.scenario.federation.rows_at(client, round).tolist()
         return self._rows[round, client]
 
-    def card(self, round: int, client: int, example: int, why: str = "", attack: str | None = None) -> Card:
-        """Return one private example with the reconstructions of all attacks, or of one."""
-        attacks = self.attacks if attack is None else [attack]
+    def card(self, round: int, client: int, example: int) -> Card:
+        """Return one private example with its reconstructions."""
         truth, row = self._truth(round, client, example)
         (x, label), text = truth or (None, None), self.kind == "text"
         return Card(
@@ -270,11 +243,10 @@ class Gallery:
             client=client,
             example=example,
             image=row,
-            why=why,
             truth=None if x is None or text else png(x, SMALL),
             label=label,
             label_name="" if label is None else self.label_name(label),
-            tiles=tuple(self._tile(a, round, client, example) for a in attacks if (round, a) in self.cells),
+            tiles=tuple(self._tile(a, round, client, example) for a in self.attacks if (round, a) in self.cells),
             truth_words=tuple(self.modality.words(x)) if x is not None and self.modality and text else None,
             absent="" if truth is not None else NO_TRUTH if self.reading.ledger.deployed else NOT_HERE,
             headings=self.modality.headings() if self.modality else (),
@@ -299,10 +271,8 @@ class Gallery:
         value, status = found[0] if found else (math.nan, "not attacked")
         if math.isnan(value) and status != UNGRADED:
             return Tile(attack, None, None, status_words(status))
-        note, shown = in_unit(value, self.reading.scores.measure), None if math.isnan(value) else value
-        if shown is None:
-            objective = self.reading.objectives.get((round, client, attack))
-            note = NOT_GRADED if objective is None else f"{NOT_GRADED}, objective {objective:.3g}"
+        shown = None if math.isnan(value) else value
+        note = NOT_GRADED if shown is None else in_unit(value, self.reading.scores.measure)
         tensors = reconstruction(self.reading.run, round, client, attack)
         if isinstance(tensors, str):
             return Tile(attack, None, shown, f"file {tensors}; {note}")
@@ -325,11 +295,23 @@ class Gallery:
         return f"{self.label_name(guess)}{', given' if attack in self.given else right}"
 
 
+def sampled(strengths: Mapping[Place, float], limit: int) -> list[Place]:
+    """Choose at most `limit` examples, evenly spaced from the most to the least leaked."""
+    ranked = ordered(strengths, "leak")
+    return sorted(ranked[i] for i in evenly(np.arange(len(ranked)), limit))
+
+
+def sample_of(gallery: Gallery) -> list[Place]:
+    """Choose as many examples of a gallery as fit into BYTES."""
+    card_bytes = CARD_BYTES + (1 + len(gallery.attacks)) * (gallery.example_bytes + IMAGE_BYTES)
+    return sampled(gallery.attacked(), max(3, BYTES // card_bytes))
+
+
 def worst_cases(gallery: Gallery, count: int) -> list[Card]:
     """Return the examples with the best reconstructions, each once."""
-    everything, main = gallery.attacked(), gallery.reading.scores.measure
-    found: dict[tuple[int, ...], Card] = {}
-    for round, client, example in everything.where(~np.isnan(everything.strength)).sorted("leak"):
+    graded = {place: s for place, s in gallery.attacked().items() if not math.isnan(s)}
+    main, found = gallery.reading.scores.measure, dict[tuple[int, ...], Card]()
+    for round, client, example in ordered(graded, "leak"):
         rows = gallery.rows_at(round, client)
         key = (client, rows[example]) if example < len(rows) else (round, client, example)
         if key not in found:
@@ -359,8 +341,7 @@ def through_rounds(gallery: Gallery, client: int, image: int) -> ImageRounds:
     Raises:
         NotShown: it was never attacked.
     """
-    everything = gallery.attacked()
-    own = [key for key in everything.where(everything.client == client) if key[2] < len(gallery.rows_at(*key[:2]))]
+    own = [key for key in gallery.attacked() if key[1] == client and key[2] < len(gallery.rows_at(*key[:2]))]
     same = [key for key in own if gallery.rows_at(*key[:2])[key[2]] == image]
     if not same or gallery.shards is None or gallery.kind == "text":
         raise NotShown(f"client {client} was never attacked on image {image}")

@@ -132,19 +132,17 @@ def membership_table(reading: Snapshot) -> Table:
         Column("mean", "pairs in which the member scores higher", "number", 0, fraction=True),
         Column("interval", "95 % interval", "interval", 0, fraction=True),
         *(
-            Column(f"told{ending}", f"told at {100 * rate:g} % false positives", "rate")
+            Column(f"told{ending}", f"detected at {100 * rate:g} % false positives", "rate")
             for ending, rate in RATES.items()
         ),
-        Column("power", "power at 1 % false positives", "number", 0, fraction=True),
     ]
     rows: list[tuple[Cell, ...]] = []
     for metric, (question, _) in QUESTIONS.items():
-        leaks, told = reading.pooled(metric), [reading.pooled(metric + ending) for ending in RATES]
+        leaks, at_rates = reading.pooled(metric), [reading.pooled(metric + ending) for ending in RATES]
         for name in (name for name in reading.order if name in leaks and leaks[name].n):
             leak, limit = leaks[name], is_limit(name)
-            # a limit gives a mean power, not a count of members
-            rates = [None if limit else rate_of(at.get(name)) for at in told]
-            power = mean_of(told[0].get(name)) if limit else None
+            # a limit has no count of members
+            rates = [None if limit else rate_of(at.get(name)) for at in at_rates]
             interval = None if limit else leak.interval
-            rows.append((question, name, role_of(name), leak.n, leak.mean, interval, *rates, power))
+            rows.append((question, name, role_of(name), leak.n, leak.mean, interval, *rates))
     return Table.of("Tests of membership", columns, rows)

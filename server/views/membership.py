@@ -13,7 +13,7 @@ from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.formatting import percent
-from fedgauge.server.views.intervals import LUCK, Rate, clustered_interval
+from fedgauge.server.views.intervals import LUCK, Rate
 from fedgauge.server.views.leakage import counted_of_all
 from fedgauge.server.views.roles import is_attack, is_limit
 from fedgauge.server.views.scores import Scores
@@ -33,7 +33,6 @@ class MembershipResult:
         metric: MEMBER or HELD, the question.
         attack, baseline: names; the baseline is the hardest to beat, or chance.
         area: under the ROC curve, the mean over members.
-        interval: of the area, clustered by client; None below two clients.
         floor: area of the baseline.
         excess_low: lower end of the interval of area - floor, corrected for several tests; None below two clients.
         hits: members detected at 1 % false positives; None with too few non-members.
@@ -47,7 +46,6 @@ class MembershipResult:
     attack: str
     baseline: str
     area: float
-    interval: tuple[float, float] | None
     floor: float
     excess_low: float | None
     hits: Rate | None
@@ -69,9 +67,7 @@ class MembershipResult:
         return self.word == "leaks"
 
     def __str__(self) -> str:
-        ends = [percent(min(1.0, max(0.0, end))) for end in self.interval or ()]
-        within = f" ({' to '.join(ends)})" if ends else ""
-        words = f"by {self.attack}, a member scores above a non-member in {percent(self.area)} of all pairs{within}"
+        words = f"by {self.attack}, a member scores above a non-member in {percent(self.area)} of all pairs"
         words += f", by {self.baseline} in {percent(self.floor)}"
         words += f"; at 1 % false positives {self.hits} members are detected" if self.hits is not None else ""
         return words + (f"; the noise of one update allows {percent(self.limit)}" if self.limit is not None else "")
@@ -118,7 +114,6 @@ def _result(metric: str, rows: Scores, at_rate: Scores, attack: str, tests: int)
         attack=attack,
         baseline=gain.baseline,
         area=float(own.value.mean()),
-        interval=clustered_interval(own.value, own.client, whole=1.0),
         floor=float(gain.floor.mean()),
         excess_low=difference[0] if difference else None,
         hits=Rate(round(float(hits.value.sum())), len(hits)) if len(hits) else None,

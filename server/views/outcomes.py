@@ -6,6 +6,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import DeviceUse, sanitised
 from fedgauge.server.views.formatting import listed
 from fedgauge.server.views.participation import participation
+from fedgauge.server.views.reading import Jobs
 from fedgauge.server.views.roles import is_attack
 
 PRECISIONS = {"ieee": "float32 (IEEE)", "tf32": "TF32 products"}
@@ -55,6 +56,14 @@ def attacked_on(ledger: Ledger) -> str:
         kinds.setdefault(sanitised(", ".join(parts)), []).append(sanitised(row["device"]))
     each = [f"{' and '.join(dict.fromkeys(devices))} {kind}" for kind, devices in kinds.items()]
     return f"attacked on {listed(each, MOST_DEVICES)}" if each else ""
+
+
+def work_words(jobs: Jobs, devices: Sequence[DeviceUse]) -> list[str]:
+    """Describe the state of the attacks: counts, devices, and time left."""
+    of = jobs.progress
+    words = [jobs.words, *(f"{n} {what}" for n, what in ((of.leased, "running"), (of.queued, "waiting")) if n)]
+    words += filter(None, [device_use(devices)])
+    return words if jobs.seconds_left is None else [*words, f"about {jobs.seconds_left / 60:.1f} min left"]
 
 
 def device_use(devices: Sequence[DeviceUse]) -> str:

@@ -24,7 +24,7 @@ from fedgauge.server.views.gallery import Card, Gallery, Kind, worst_cases
 from fedgauge.server.views.leak_tables import membership_table, rounds_table, summary_table
 from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.notices import Notice, notices
-from fedgauge.server.views.outcomes import attacked_on, device_use
+from fedgauge.server.views.outcomes import attacked_on, work_words
 from fedgauge.server.views.participation import app_clients_table
 from fedgauge.server.views.privacy import canaries, spent_in
 from fedgauge.server.views.reading import Reading
@@ -150,14 +150,12 @@ def overview(reading: Reading) -> Overview:
 
 def progress(reading: Reading) -> RunProgress:
     """Return the state of training and attacks."""
-    jobs, plan, of = reading.jobs, reading.plan_coverage, reading.jobs.progress
-    words = [jobs.words, f"{plan.attacked} of {plan.updates} planned updates attacked"]
-    words += [f"{n} {what}" for n, what in ((of.leased, "running"), (of.queued, "waiting")) if n]
-    if reading.state in ("training", "attacking"):
-        words += filter(None, (device_use(reading.devices),))
-        words += [] if jobs.seconds_left is None else [f"about {jobs.seconds_left / 60:.1f} min left"]
+    jobs, plan = reading.jobs, reading.plan_coverage
+    works = reading.state in ("training", "attacking")
+    words = work_words(jobs, reading.devices if works else [])
+    words.insert(1, f"{plan.attacked} of {plan.updates} planned updates attacked")
     tested = max(reading.rounds, default=0), reading.tables["rounds"], final_accuracy(reading.rounds)
-    return RunProgress(*tested, of.done, of.failed, jobs.expected, " · ".join(words))
+    return RunProgress(*tested, jobs.progress.done, jobs.progress.failed, jobs.expected, " · ".join(words))
 
 
 def limit(reading: Reading) -> str:

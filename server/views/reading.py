@@ -13,19 +13,17 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from fedgauge.attacks.modality.base import MainMetric
-from fedgauge.attacks.score_rows import OBJECTIVE
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.local_data import may_download
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
-from fedgauge.server.store.expected_jobs import expected_jobs
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import EMPTY, RETRIED, DeviceUse, Progress
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.scenario import Scenario, expected_jobs
 from fedgauge.server.store.tester_truth import TesterTruth
 from fedgauge.server.views.formatting import chain, component
 from fedgauge.server.views.leakage import Leak, leakage
@@ -100,7 +98,6 @@ def tables_of(run: Run) -> dict[str, Any]:
 READ = (
     ("data", "batch_size", int),
     ("audit", "curious", bool),
-    ("audit", "workers", int),
     ("tape", "retention_days", float),
 )
 
@@ -328,23 +325,14 @@ class Reading(Snapshot):
         self.state = state_of(self.run, self.ledger)
 
     def close(self) -> None:
-        """Close the ledger, unless another thread reads it."""
-        if self.lock.acquire(blocking=False):
-            self.ledger.close()
-            self.lock.release()
+        """Close the ledger."""
+        self.ledger.close()
 
     @property
     def gone(self) -> bool:
         """True once the ledger's file was deleted or replaced."""
         path = self.ledger.path
         return not path.exists() or path.stat().st_ino != self.inode
-
-    @property
-    @viewed
-    def sizes(self) -> dict[tuple[int, int], int]:
-        """Number of examples of each update, by round and client."""
-        most = most_examples(self.tables)
-        return {(o["round"], o["client"]): min(o["examples"] or 1, most) for o in self.observations}
 
     @property
     @viewed
@@ -358,18 +346,9 @@ class Reading(Snapshot):
         deployed = self.ledger.deployed
         return {(o["round"], o["client"]) for o in self.observations if may_have_sent(o, deployed)}
 
-    @property
-    @viewed
-    def objectives(self) -> Mapping[tuple[int, int, str], float | None]:
-        """Final objective of each attack, by round, client and attack."""
-        return {(r["round"], r["client"], r["attack"]): r["value"] for r in self.ledger.scores(OBJECTIVE)}
-
     def size_of(self, round: int, client: int) -> int:
-        """Return the number of examples of an update; in a user's own app from the truth, if there is one."""
-        if self.ledger.foreign:
-            truth = self.tester_truth(round, client)
-            return most_examples(self.tables) if truth is None else len(truth.y)
-        return self.sizes.get((round, client), 1)
+        truth = self.tester_truth(round, client) if self.ledger.foreign else None
+        return super().size_of(round, client) if truth is None else len(truth.y)
 
     @viewed
     def tester_truth(self, round: int, client: int) -> Batch | None:

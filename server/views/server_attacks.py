@@ -25,7 +25,7 @@ def server_attack_effects(reading: Reading) -> dict[str, str]:
     trouble = reading.meta.get("server_attack")
     return {
         "sent": "; ".join([f"{'; '.join(map(str, scenario.server_attack))}: {sent}", *([trouble] if trouble else [])]),
-        "recovered": _recovered(reading, altered, rounds),
+        "recovered": _recovered(reading, altered),
         "noticed": _noticed(scenario, seen, altered),
         "cost": _cost(reading, scenario, len(altered), len(seen), rounds),
     }
@@ -37,20 +37,18 @@ def _altered_clients(scenario: Scenario, round: int, client: int) -> list[int]:
     return [c for c in members if any(aimed.targeting.applies_to(round, c) for aimed in scenario.server_attack)]
 
 
-def _recovered(reading: Reading, altered: set[Key], rounds: Sequence[int]) -> str:
+def _recovered(reading: Reading, altered: set[Key]) -> str:
     """Count the examples recovered completely, with altered and with other weights."""
     by, rows = reading.scores.measure, reading.scores.of_metric(reading.scores.measure.metric)
     rows = rows.where(rows.by_attacks & ~np.isnan(rows.value)).leakiest(by.metric)
-    found: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
+    found: dict[bool, list[float]] = {True: [], False: []}
     for round, client, value in zip(rows.round.tolist(), rows.client.tolist(), rows.value.tolist(), strict=True):
-        found[(round, client) in altered].append((round, value))
+        found[(round, client) in altered].append(value)
     words = []
     for theirs, which in ((True, "with altered weights"), (False, "of all others")):
-        whole = [round for round, value in found[theirs] if by.came_back_whole(value)]
-        best = by.leakiest((value for _, value in found[theirs]), float)
-        reached = f"{len(whole)} of {len(found[theirs])} at {by.complete:g} {by.unit}, the best {in_unit(best, by)}"
-        first = f", the first after {many(rounds.index(min(whole)) + 1, 'such round')}" if theirs and whole else ""
-        words.append(f"{by.private}s {which}: {reached}{first}")
+        values = found[theirs]
+        reached = f"{sum(map(by.came_back_whole, values))} of {len(values)} at {by.complete:g} {by.unit}"
+        words.append(f"{by.private}s {which}: {reached}, the best {in_unit(by.leakiest(values, float), by)}")
     return "; ".join(words)
 
 

@@ -37,11 +37,10 @@ class ExcessLeakage:
         mean, low, high: of the differences in the main metric. The interval is clustered by client and corrected for
             several attacks; None below two clients.
         reached, floor: mean of attack and baseline in the main metric, over the examples that both have.
-        identified, floor_identified: rates of identification by attack and best baseline; None if not graded.
+        identified: rate of identification; None if not graded.
         identified_more_often: lower end of the interval of their difference; None below two clients.
         identified_by_luck: probability that a guess as good as the baselines identifies as many examples that no baseline
             identifies; 1 if not graded.
-        identified_clients: number of clients with an identified example.
         exposed: number of examples too near for any guess: a tenth of the squared error of every baseline or less; of text,
             half of the scale above them.
         clusters: number of clients.
@@ -56,10 +55,8 @@ class ExcessLeakage:
     reached: float
     floor: float
     identified: Rate | None
-    floor_identified: Rate | None
     identified_more_often: float | None
     identified_by_luck: float
-    identified_clients: int
     exposed: int
     n: int
     clusters: int
@@ -70,13 +67,6 @@ class ExcessLeakage:
         """True if the attack beats a guess on average, more often, or in some cases beyond luck."""
         higher = any(low is not None and low > 0 for low in (self.low, self.identified_more_often))
         return higher or self.identified_by_luck <= LUCK / self.attacks or self.exposed > 0
-
-    @property
-    def looks_identified(self) -> bool:
-        """True if one client, which gives no interval, has more identified examples than by a guess."""
-        if self.clusters > 1 or self.identified is None or self.mean <= 0:
-            return False
-        return self.identified.count > (self.floor_identified.count if self.floor_identified else 0)
 
 
 @dataclass(frozen=True)
@@ -155,12 +145,10 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
         reached=float(gain.own.mean()),
         floor=float(gain.floor.mean()),
         identified=_rate_of(hits),
-        floor_identified=_rate_of(identified.of_attack(more_often.baseline)) if more_often else None,
         identified_more_often=(more_often and more_often.interval(attacks) or (None,))[0],
         identified_by_luck=luck_of_hits(
             int(alone.sum()), int(missed.sum()), int(rivals[graded].min(initial=len(guesses)))
         ),
-        identified_clients=len(np.unique(own.client[hit == 1])),
         exposed=int(((sign * own.value >= highest + main.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
         n=len(own),
         clusters=len(np.unique(gain.clients)),
@@ -202,14 +190,13 @@ def _of_examples(reading: Reading) -> Verdict:
         why = "; ".join(filter(None, (_nothing_to_judge(reading), reading.plan_coverage.words)))
         sentence = f"{before}Nothing can be said about reconstruction: {why}."
         return Verdict("leaks" if read_off else word, (sentence,))
-    beat = [e for e in compared if e.leaks] or [e for e in compared if e.looks_identified]
-    strongest = by.leakiest(beat or compared, lambda e: e.reached)
+    strongest = by.leakiest([e for e in compared if e.leaks] or compared, lambda e: e.reached)
     assert strongest is not None
     numbers = "; ".join(_numbers(reading, strongest)) + (f"; {labels}" if labels and not read_off else "")
     doubt = doubts(reading, "examples")
     if strongest.leaks:
         word, words = "leaks", f"{subject} {by.private}s leak: {numbers}."
-    elif doubt or strongest.looks_identified:
+    elif doubt or strongest.clusters < 2:
         why = doubt or f"the {by.private}s of one client are too few to distinguish a leak from luck"
         words = f"Nothing can be said about reconstruction: {why}: {numbers}."
     else:
@@ -229,9 +216,8 @@ def _numbers(reading: Reading, e: ExcessLeakage) -> Iterator[str]:
     yield f"{e.attack} ({budget}) reaches {in_unit(e.reached, by)} {by.name} on average {all_of}"
     yield f"its hardest baseline ({e.baseline}) {in_unit(e.floor, by)} ({apart})"
     if e.identified is not None:
-        of = f", of {many(e.identified_clients, 'client')}" if e.identified.count else ""
         beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
-        yield f"{e.identified} {by.private}s are identified{of}{beyond}"
+        yield f"{e.identified} {by.private}s are identified{beyond}"
     elif e.exposed:
         yield f"{e.exposed} of them come back {by.beyond}"
     if limit is not None:

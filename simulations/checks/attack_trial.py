@@ -16,8 +16,7 @@ from fedgauge.attacks.modality.images import DECODERS
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
 from fedgauge.attacks.problem import Problem
 from fedgauge.attacks.source import PublicSource
-from fedgauge.server.store.expected_jobs import expected_updates
-from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.scenario import Scenario, expected_updates
 from fedgauge.simulations.checks.check_result import CheckResult, Found, attempt, problem_of
 
 ITERATIONS = 10  # that are timed

@@ -34,8 +34,7 @@ def add_to(commands: Commands) -> None:
     path(written, "--output -o", "FILE", text)
     add_gate(commands.add(gate))
     table = commands.add(export)
-    table.add_argument("--to", choices=("csv", "parquet"), default="csv")
-    path(table, "--output -o", "PATH", "default: standard output (csv), or scores.parquet in the run")
+    path(table, "--output -o", "PATH", "default: standard output")
     path(commands.add(client_report, with_run=False), "file", "CLIENT.toml", "the owner's file")
 
 
@@ -136,13 +135,11 @@ def conclude_gate(options: argparse.Namespace, results: Sequence[GateResult], of
 
 
 def export(options: argparse.Namespace) -> int:
-    """fedgauge export RUN: every score as CSV or parquet."""
-    from fedgauge.simulations.reports.export import save_csv, write_csv, write_parquet
+    """fedgauge export RUN: every score as CSV."""
+    from fedgauge.simulations.reports.export import save_csv, write_csv
 
     run = find_run(options.run, options.runs)
-    if options.to == "parquet":
-        print(write_parquet(run, options.output))
-    elif options.output:
+    if options.output:
         save_csv(run, options.output)
         print(options.output)
     else:

@@ -74,9 +74,6 @@ def run(options: argparse.Namespace) -> int:
     folder = before or new_run(scenario, options.scenario.stem, options.runs)
     if options.log == "auto":
         console.print(f"run {folder.name}: {scenario.protocol.clients} clients, {scenario.protocol.rounds} rounds")
-        if scenario.left_out:
-            beyond = ", ".join(map(str, scenario.left_out))
-            console.print(f"these rounds are beyond --rounds and are not attacked: {beyond}")
     status = 0
     with Interrupt().caught() as interrupt:
         try:

@@ -36,7 +36,6 @@ class Events(View):
             clients=protocol.clients,
             rounds=protocol.rounds,
             attacks=self.run_progress.attacks,
-            beyond_rounds=list(self.run_progress.scenario.left_out),
         )
         yield self
         self._emit_changes(force=True)
@@ -52,7 +51,7 @@ class Events(View):
             tested = {key: finite(row[key]) for key in ("accuracy", "loss", "seconds")}
             self._once(number, "round", {"round": number, **tested})
         for leak in s.leaks:
-            facts = {"round": leak.round, **_in_numbers(leak), "complete": s.is_complete(leak)}
+            facts = {"round": leak.round, **_in_numbers(leak)}
             self._once((leak.attack, leak.round), "scores", facts)
         p, jobs = s.progress, s.jobs
         counts = {

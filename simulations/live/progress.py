@@ -5,7 +5,6 @@ from collections.abc import Callable
 from math import inf
 
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.score_rows import attack_of
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import Leak
@@ -39,7 +38,6 @@ class RunProgress(Snapshot):
         self.training = self.coming = training
         planned = ledger.planned()
         self.attacks, self.reconstructing = list(planned), [name for name in planned if planned[name].reconstructs]
-        self._waiting: set[tuple[str, int]] = set()  # attacks and rounds to which jobs are still to come
         self.plan_coverage = PlanCoverage()
         self._covered: int | None = None  # round up to which updates are counted
         self._version: object = None
@@ -62,7 +60,6 @@ class RunProgress(Snapshot):
 
     def read(self) -> None:
         super().read()
-        self._waiting = {(row["attack"], row["round"]) for row in self.ledger.unfinished()}
         if not self.coming or self._covered != self.newest:
             self.plan_coverage = plan_coverage(self.ledger, self.tables, self.coming)
             self._covered = self.newest
@@ -72,10 +69,6 @@ class RunProgress(Snapshot):
         """Results of each name in each round; the attacks of a round come first."""
         found = [leak for leak in self.leakage(self.measure.metric) if leak.round is not None]
         return sorted(found, key=lambda leak: (leak.round or 0, not is_attack(leak.attack), leak.attack))
-
-    def is_complete(self, leak: Leak) -> bool:
-        """Check that no job of an attack is left in a round."""
-        return (attack_of(leak.attack), leak.round) not in self._waiting
 
     @property
     def replay(self) -> tuple[str, str]:

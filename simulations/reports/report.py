@@ -16,11 +16,10 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
 from fedgauge.server.views.formatting import many, number, percent
-from fedgauge.server.views.gallery import Gallery, Page
+from fedgauge.server.views.gallery import Card, Gallery, Page, sample_of
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.tables import in_json
-from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
 
 
 def write_report(run: Run) -> Path:
@@ -72,29 +71,27 @@ def _shown(value: object) -> object:
 def _content(reading: Reading) -> dict[str, Any]:
     """Return the values of the template: the live page's, and a sample of examples."""
     gallery = Gallery(reading)
-    page, shown = overview(reading), sample_examples(gallery)
+    page, cards = overview(reading), [gallery.card(*place) for place in sample_of(gallery)]
     return {
         "o": page,
-        "shown": shown,
+        "shown": len(cards),
+        "attacked": len(gallery.attacked()),
         "truth_shown": gallery.shards is not None or "truth" in reading.meta,
         "data": in_json(
             {
                 "overview": page,
-                "gallery": _sampled(gallery, shown),
-                "clients": clients(reading, reading.scores.measure.metric, None),
+                "gallery": _page(gallery, cards),
+                "clients": clients(reading, reading.scores.measure.metric),
             }
         ),
     }
 
 
-def _sampled(gallery: Gallery, shown: ExampleSample) -> Page:
-    """Return the page's gallery with all sampled cards."""
-    cards = shown.cards(gallery)
+def _page(gallery: Gallery, cards: Sequence[Card]) -> Page:
     return Page(
         kind=gallery.kind,
         noun=gallery.reading.scores.measure.private,
-        rounds=list(shown.keys),
+        rounds=sorted({card.round for card in cards}),
         clients=sorted({card.client for card in cards}),
-        attacks=gallery.attacks,
         cards=cards,
     )

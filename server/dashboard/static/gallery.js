@@ -6,7 +6,7 @@ const SORTS = [["leak", "worst leak first"], ["hidden", "least leak first"], ["c
 /** The cards of a round, with controls; link(card): the address of the image's own view, or none. */
 function gallery(data, state, change, link) {
   if (!data.rounds.length) return el("p.empty", "Nothing has been reconstructed yet: images appear here once an attack is done.");
-  const none = el("p.empty", "No example matches: choose another client or attack.");
+  const none = el("p.empty", "No example matches: choose another client.");
   const found = data.cards.length ? cards(data.cards, data.kind, link) : none;
   const head = [galleryControls(data, state, change), galleryWords(data), data.kind === "text" && tokenLegend(data.cards.some(card => card.headings.length))];
   return el("div.gallery", head, found, pager(data, change));
@@ -40,7 +40,7 @@ function galleryControls(data, state, change) {
     slider("Round", step, data.rounds.length, words, i => reset({ round: data.rounds[i] })),
     check("all rounds", all, () => reset({ round: all ? null : "all" })),
     choice("Sort", state.get("sort") || "leak", SORTS, value => reset({ sort: value })),
-    pick("Client", "client", data.clients), pick("Attack", "attack", data.attacks));
+    pick("Client", "client", data.clients));
 }
 
 const EACH = {
@@ -69,7 +69,7 @@ function pager(data, change) {
 
 function cardOf(card, kind, link) {
   const address = link && link(card), words = `client ${card.client} · round ${card.round} · example ${card.example}`;
-  const title = el("h3.who", address ? el("a", { href: address }, words) : words, card.why && [" · ", el("b", card.why)]);
+  const title = el("h3.who", address ? el("a", { href: address }, words) : words);
   return el("article", { class: address ? "card opens" : "card" }, title, kind !== "text" ? tiles(card) : card.headings.length ? rowsOf(card) : texts(card));
 }
 

@@ -10,11 +10,11 @@ const VIEWS = [
   { path: /^\/$/, name: "Runs", keys: [], load: () => ask("/api/runs"), draw: runsView },
   { path: /^\/run\/(?<id>[^/]+)$/, name: "Overview", keys: [], load: p => ask(`${api(p)}/overview`), draw: overviewView },
   {
-    path: /^\/run\/(?<id>[^/]+)\/gallery$/, name: "Gallery", keys: ["round", "client", "attack", "sort", "offset"],
+    path: /^\/run\/(?<id>[^/]+)\/gallery$/, name: "Gallery", keys: ["round", "client", "sort", "offset"],
     load: p => ask(`${api(p)}/gallery`, asked(p)), draw: galleryView,
   },
   {
-    path: /^\/run\/(?<id>[^/]+)\/clients$/, name: "Clients", keys: ["metric", "attack"],
+    path: /^\/run\/(?<id>[^/]+)\/clients$/, name: "Clients", keys: ["metric"],
     load: p => ask(`${api(p)}/clients`, asked(p)), draw: clientsView,
   },
   {

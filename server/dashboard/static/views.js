@@ -180,10 +180,7 @@ function tracePanel({ truth, iterations, images, ...trace }, state) {
 
 function clientsView(clients, { id, state }) {
   const open = client => go(address(id, `/gallery?client=${client}&round=all`));
-  const attacks = [["", "the worst of all"], ...clients.attacks.map(name => [name, name])];
-  const controls = el("div.controls",
-    choice("Leakage as", clients.metric, clients.metrics, value => change({ metric: value })),
-    choice("Attack", clients.attack, attacks, value => change({ attack: value })));
+  const controls = el("div.controls", choice("Leakage as", clients.metric, clients.metrics, value => change({ metric: value })));
   const none = empty("Nothing is graded yet: the map of clients and rounds appears here by itself.");
   const cells = { client: record => link(address(id, `/gallery?client=${record.client}&round=all`), `client ${record.client}`) };
   return [

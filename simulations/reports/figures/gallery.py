@@ -8,17 +8,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from fedgauge.server.views.gallery import Gallery
+from fedgauge.server.views.gallery import Gallery, sampled
 from fedgauge.simulations.reports.figures.style import LINE_HEIGHT, MUTED, WIDTH
-from fedgauge.simulations.reports.sampling import sample_examples
 
 EXAMPLES = 6
 
 
 def gallery_figure(gallery: Gallery) -> Figure | None:
     """Draw true images above their reconstructions and scores; None without true images."""
-    found = sample_examples(gallery, EXAMPLES).cards(gallery)
-    cards = [card for card in found if card.truth is not None][:EXAMPLES]
+    found = [gallery.card(*place) for place in sampled(gallery.attacked(), EXAMPLES)]
+    cards = [card for card in found if card.truth is not None]
     if not cards:
         return None
     shown = {tile.attack for card in cards for tile in card.tiles}
@@ -28,8 +27,7 @@ def gallery_figure(gallery: Gallery) -> Figure | None:
     figure.set_layout_engine("constrained", w_pad=0.01, h_pad=0.5 * LINE_HEIGHT)
     columns = figure.subplots(1 + len(attacks), len(cards), squeeze=False).T
     for card, column in zip(cards, columns, strict=True):
-        notes = [f"round {card.round}", f"client {card.client}", *card.why.split()]
-        _draw_tile(column[0], card.truth, f"label {card.label}", "\n".join(notes))
+        _draw_tile(column[0], card.truth, f"label {card.label}", f"round {card.round}\nclient {card.client}")
         tiles = {tile.attack: tile for tile in card.tiles}
         for attack, axes in zip(attacks, column[1:], strict=True):
             own = tiles.get(attack)

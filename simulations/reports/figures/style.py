@@ -78,8 +78,8 @@ def own_style() -> Iterator[None]:
         yield
 
 
-def new_axes(height: float = HEIGHT) -> tuple[Figure, Axes]:
-    figure = Figure((WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02))
+def new_axes() -> tuple[Figure, Axes]:
+    figure = Figure((WIDTH, HEIGHT), layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02))
     return figure, figure.subplots()
 
 

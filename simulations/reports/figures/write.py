@@ -8,13 +8,12 @@ from typing import Literal
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
-from fedgauge.server.views.clients import heat_map
 from fedgauge.server.views.compare import named_readings, utility_figure
 from fedgauge.server.views.figures import canaries_figure, membership_figure, rounds_figures, success_figure
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.roles import is_baseline
-from fedgauge.simulations.reports.figures.draw import draw, draw_heat_map
+from fedgauge.simulations.reports.figures.draw import draw
 from fedgauge.simulations.reports.figures.gallery import gallery_figure
 from fedgauge.simulations.reports.figures.style import PaperFigure, own_style
 
@@ -61,8 +60,6 @@ def run_figures(reading: Reading) -> Iterator[PaperFigure]:
     about = f"{reading.run.name}. {_knowledge(reading)}"
     for spec in filter(None, (*rounds_figures(reading), *others)):
         yield PaperFigure(spec.name, draw(spec), about)
-    if (heat := heat_map(reading, reading.scores.measure.metric)) is not None:
-        yield PaperFigure(heat.name, draw_heat_map(heat), about)
     if (strip := gallery_figure(Gallery(reading))) is not None:
         yield PaperFigure("gallery", strip, about)
 

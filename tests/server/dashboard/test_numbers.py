@@ -14,10 +14,9 @@ import fedgauge.server.views.gallery
 from fedgauge.client.inspection.policy import REASON
 from fedgauge.defenses.accounting import spent
 from fedgauge.server.dashboard.web import make_app
-from fedgauge.server.store.expected_jobs import expected_jobs
 from fedgauge.server.store.ledger_types import DeviceUse, Participation
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.scenario import Scenario, expected_jobs
 from fedgauge.server.views.compare import differences
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.reading import Reading

@@ -383,7 +383,7 @@ def hostile(tmp_path: Path, make_scenario: Callable[..., Scenario]) -> Run:
 
 def test_what_others_wrote_is_text_and_runs_nothing(watched: Watched, hostile: Run) -> None:
     with serving(hostile.folder.parent, seen_by=watched) as address:
-        for path in ("/", "/run/hostile", "/run/hostile/gallery", "/run/hostile/clients", "/compare"):
+        for path in ("/", "/run/hostile", "/run/hostile/gallery", "/compare"):
             page = watched.open(address + path)
             page.wait_for_load_state("load")
             expect(page.locator("main")).to_contain_text(HOSTILE)

@@ -192,7 +192,7 @@ def test_an_app_is_trained_audited_shown_and_graded(
     assert page.progress.rounds == page.progress.round == 2
     assert page.word == "undetermined" and "that anybody graded" in page.sentences[0]
     assert shown["total"] == 2 * 3 * app.config["examples"]
-    assert all(tile["image"] and "objective" in tile["note"] for card in shown["cards"] for tile in card["tiles"])
+    assert all(tile["image"] and tile["note"] == "not graded" for card in shown["cards"] for tile in card["tiles"])
 
     taped = {p: p.stat().st_mtime_ns for p in (run.folder / "tape").iterdir()}
     with run.ledger() as ledger:

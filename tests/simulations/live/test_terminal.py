@@ -48,7 +48,7 @@ def test_the_display_carries_the_ledgers_numbers(looking: RunProgress, attacked:
     lines = bare(drawn(looking, 200, 24))
     assert lines[0].startswith("rounds ") and " 2/4 " in lines[0]
     assert lines[1].startswith("attacks ") and " 16/16 " in lines[1]
-    assert "accuracy 50.0%; attacks on updates 16/16" in lines[2]
+    assert "accuracy 50.0%; 16 of 16 attacks done" in lines[2]
     assert lines[3].startswith("replay check: cosine")
     assert lines[5:] == [
         f"best baseline: {floor:.1f} dB now",

@@ -46,8 +46,7 @@ def test_a_line_says_what_it_counts_and_what_it_waits_for(
             told = capsys.readouterr()
             assert told.out == ""
             assert told.err == (
-                "[    0 s] round 2/4; accuracy 50.0%; attacks on updates 0/16 (baselines too), 16 queued, 0 at work; "
-                "waiting for Flower\n"
+                "[    0 s] round 2/4; accuracy 50.0%; 0 of 16 attacks done; 16 waiting; waiting for Flower\n"
             )
             clock.now += 4.9
             view.note = ""
@@ -103,4 +102,4 @@ def test_gpus_at_work_are_told_one_by_one(taped: Run, clock: Clock) -> None:
         ledger.set_devices([DeviceUse("cuda:0", 1, 1, 12, 0.93), *cores])
         run_progress.refresh(force=True)
         told = "cuda:0 busy 93%, 12 waves; cpu busy 75%, 4 waves"
-        assert f"16 queued, 0 at work ({told})" in progress_line(run_progress)
+        assert f"16 waiting; {told}" in progress_line(run_progress)
