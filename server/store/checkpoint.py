@@ -114,8 +114,8 @@ def mark_not_resumable(folder: Path, reason: str) -> None:
 def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint | None:
     """Return the checkpoint from which a training continues, and adjust ledger and tape; None: start at the first round.
 
-    Later rounds in the ledger, whose checkpoint failed on a full disk, are deleted and trained again. A deployment records
-    their number, as its clients draw new noise.
+    Later rounds in the ledger without a checkpoint (full disk) are deleted and trained again. A deployment records their
+    number, as its clients draw new noise.
 
     Raises:
         NotResumable: the clients' state is lost, the checkpoint is missing or damaged, or the ledger lacks rounds.
@@ -213,8 +213,4 @@ def _decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
         items = [_decoded(v, tensors) for v in inner]
         return items if kind == "list" else tuple(items)
     pairs = {k: _decoded(v, tensors) for k, v in inner}
-    if kind == "dict":
-        return pairs
-    if kind == "record":
-        return ArrayRecord(pairs)
-    raise ValueError(f"unknown kind {kind!r}")
+    return pairs if kind == "dict" else ArrayRecord(pairs)

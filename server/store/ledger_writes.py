@@ -120,17 +120,15 @@ class JobQueue(LedgerReads):
                 " AND j.round = ? AND j.attack_id = ? AND j.wave = ? ORDER BY j.client",
                 tuple(first),
             ).fetchall()
-            if not jobs:
-                raise LedgerError(f"{self.path} is damaged: it has attacks on updates that it does not list")
+            query = "SELECT planned, seed, remembers FROM attacks WHERE id = ?"
+            attack = db.execute(query, (first["attack_id"],)).fetchone()
+            if attack is None or not jobs:
+                raise LedgerError(f"{self.path} is damaged: it has jobs without their update or attack")
             jobs = by_weights(jobs, lambda job: job["digest"])[0]
             jobs = list({j["client"]: j for j in jobs}.values())  # a repeated round may have two
             db.executemany(
                 "UPDATE jobs SET state = 'leased', attempts = attempts + 1 WHERE id = ?", [(j["id"],) for j in jobs]
             )
-            query = "SELECT planned, seed, remembers FROM attacks WHERE id = ?"
-            attack = db.execute(query, (first["attack_id"],)).fetchone()
-            if attack is None:
-                raise LedgerError(f"{self.path} is damaged: it has jobs of an attack that it does not list")
             memories = self._remember(db, jobs, first) if attack["remembers"] else {}
         return Lease(
             jobs=tuple(j["id"] for j in jobs),

@@ -298,9 +298,9 @@ def membership_figure(reading: Reading) -> Figure | None:
     ]
     chance = Series("chance", "baseline", Look("muted", (1, 2), width=1), RATES_SHOWN, RATES_SHOWN)
     words = "The higher a curve on the left, the more members are detected with confidence."
-    x = Axis("non-members taken for members", "log", least, 1)
+    x = Axis("false positives", "log", least, 1)
     y = Axis("members detected", "log", least / 2, 1.07)
-    return Figure("membership", "Members detected by false positives", words, x, y, [*series, chance])
+    return Figure("membership", "Members detected against false positives", words, x, y, [*series, chance])
 
 
 def canaries_figure(reading: Reading) -> Figure | None:
@@ -308,16 +308,14 @@ def canaries_figure(reading: Reading) -> Figure | None:
     found = canaries(reading)
     if not found.rows:
         return None
-    x, look, label = [row.round for row in found.rows], attack_look(0), "epsilon, all of a client's data"
+    x, look = [row.round for row in found.rows], attack_look(0)
     if least := [finite(row.epsilon) for row in found.rows if isinstance(row, CanaryBound)]:
-        shown, label = Series("at least, by canaries", "attack", look, x, least), "epsilon, one record"
-        words = "The line is a lower bound with a confidence of 95 %, from guesses of which canaries are among the data"
+        shown, label = Series("lower bound by canaries", "attack", look, x, least), "epsilon, one record"
     else:
         seen = [row.seen for row in found.rows if isinstance(row, CanaryEstimate)]
-        mean, low, high = ([finite(value) for value in column] for column in zip(*seen, strict=True))
-        shown = Series("seen by canaries", "attack", look, x, mean, low, high)
-        words = "The line is what their updates show, with its 95 % interval"
+        columns = [[finite(value) for value in column] for column in zip(*seen, strict=True)]
+        shown, label = Series("seen by canaries", "attack", look, x, *columns), "epsilon, all of a client's data"
     series = [shown, Series("accounted", "limit", LIMIT, x, [row.accounted for row in found.rows])]
     series = [s for s in series if any(value is not None for value in s.mean)]
-    words += "; the accounted epsilon is what the noise promises."
-    return Figure("canaries", "Epsilon that canaries show", words, round_axis(x), Axis(label, low=0), series)
+    words = "The epsilon that canaries measure, by estimate or lower bound, with the one that the noise promises."
+    return Figure("canaries", "Epsilon measured by canaries", words, round_axis(x), Axis(label, low=0), series)

@@ -146,7 +146,7 @@ class Gallery:
 
     @property
     def kind(self) -> Kind:
-        """How examples are shown."""
+        """Display of examples."""
         return (self.modality or self.reading.scores.modality).shown_as
 
     @cached_property

@@ -36,7 +36,7 @@ def leak_cells(leak: Leak | None) -> tuple[Cell, Cell, Cell]:
 
 
 def rate_of(leak: Leak | None) -> Cell:
-    """Return the count and total of a Leak whose metric is 0 or 1."""
+    """Return the count and total of a Leak with a metric of 0 or 1."""
     return None if leak is None or not leak.n else astuple(leak.rate)
 
 
@@ -72,7 +72,7 @@ def rounds_table(reading: Snapshot) -> Table:
             guess = (floor.mean, floor.attack) if floor else (None, None)
             row = round, *tested, leak.attack, *leak_cells(leak), *guess, rate_of(hits.get(at)), mean_of(labels.get(at))
             rows.append((*row, leak.n, leak.clusters, leak.without_value, leak.ungraded or None))
-    return Table.of("What came back in each round", columns, rows)
+    return Table.of("Results in each round", columns, rows)
 
 
 def summary_table(reading: Snapshot) -> Table:

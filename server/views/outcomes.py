@@ -52,7 +52,7 @@ def attacked_on(ledger: Ledger) -> str:
     kinds: dict[str, list[str]] = {}
     for row in ledger.numerics():
         parts = [row["name"], PRECISIONS.get(row["precision"], row["precision"])]
-        parts += [] if row["deterministic"] else ["operators whose last bits may change"]
+        parts += [] if row["deterministic"] else ["operators that may change the last bits"]
         kinds.setdefault(sanitised(", ".join(parts)), []).append(sanitised(row["device"]))
     each = [f"{' and '.join(dict.fromkeys(devices))} {kind}" for kind, devices in kinds.items()]
     return f"attacked on {listed(each, MOST_DEVICES)}" if each else ""

@@ -85,7 +85,7 @@ def plan_coverage(ledger: Ledger, tables: Mapping[str, Any], training: bool) -> 
     """Count the planned updates of a run, attacked or not.
 
     Args:
-        tables: the run's scenario, whose `[audit]` selects rounds and clients.
+        tables: the run's scenario; `[audit]` selects rounds and clients.
         training: if the run still trains, so that later rounds do not count yet.
     """
     planned = ledger.planned()

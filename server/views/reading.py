@@ -36,7 +36,6 @@ from fedgauge.server.views.strength import final_accuracy
 State = Literal["training", "attacking", "complete", "attacks waiting", "attacks failed", "interrupted", "failed"]
 Make = TypeVar("Make", bound=Callable[..., Any])
 MOST_EXAMPLES = 4096  # shown of one update
-SHOWN = ("seed", "rounds", "clients", "data", "model", "chain")  # keys of a scenario that every page shows
 TWO_CLASSES = (0.5, 0.5)  # shares of the classes if they are unknown: with these a guess restores most labels
 
 
@@ -67,7 +66,7 @@ def version_of(run: Run, ledger: Ledger) -> str:
 
 
 def tables_of(run: Run) -> dict[str, Any]:
-    """Return a run's scenario, of which only what views read is checked.
+    """Return a run's scenario, with checks only of what views read.
 
     Raises:
         LedgerError: the file cannot be read, or is no scenario.
@@ -78,8 +77,6 @@ def tables_of(run: Run) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise LedgerError(f"{path} cannot be read: {error}") from error
     try:
-        if missing := [key for key in SHOWN if key not in tables]:
-            raise SpecError(f"it lacks {', '.join(missing)}")
         Protocol.from_tables(tables)
         for table in (tables["data"], tables["model"], *tables["chain"]):
             coerce(table.get("use"), str, "use")

@@ -102,7 +102,7 @@ class Verdict:
         word: "not shown to leak" only if reconstruction and batch membership were tested.
         strongest: the strongest attack that beats a guess, or of all attacks if none does.
         members: the strongest membership test of each question.
-        reconstruction: the word on reconstruction alone.
+        reconstruction: the word on reconstruction only.
     """
 
     word: Word

@@ -53,12 +53,9 @@ def read(path: Path) -> ClientReport:
     Raises:
         SpecError: the file or the log cannot be read.
     """
-    owner, events = OwnerConfig.load(path), list[Mapping[str, Any]]()
-    state = ClientFolder(owner.state)
-    events.extend(_events(state.log))
-    made = [
-        event for event in events if event["event"] in ("sent", "withheld")
-    ]  # withholding also depends on the update
+    owner = OwnerConfig.load(path)
+    events = list(_events(ClientFolder(owner.state).log))
+    made = [event for event in events if event["event"] in ("sent", "withheld")]
     at_fault = (event for event in events if event["event"] in ("withheld", "refused", "failed"))
     reasons = Counter(f"{event['event']}: {event.get('cause') or event.get('reason')}" for event in at_fault)
     rows: list[Sequence[Cell]] = []

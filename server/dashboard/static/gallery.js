@@ -1,5 +1,5 @@
 "use strict";
-// The gallery: private examples beside what each attack made of them, as images or as text.
+// The gallery: private examples and their reconstructions, as images or as text.
 
 const SORTS = [["leak", "worst leak first"], ["hidden", "least leak first"], ["client", "by client"]];
 
@@ -28,7 +28,7 @@ function bestBack(worst, kind, noun, all, link) {
 }
 
 function galleryControls(data, state, change) {
-  const round = state.get("round") || String(data.round ?? "all"), all = round === "all"; // the round that was asked for, whose cards may not have come yet
+  const round = state.get("round") || String(data.round ?? "all"), all = round === "all";
   const step = all ? data.rounds.length - 1 : Math.max(0, data.rounds.map(String).indexOf(round));
   const words = i => all && i === step ? "all rounds" : `round ${data.rounds[i]}`;
   const reset = values => change({ offset: null, ...values });
@@ -73,7 +73,7 @@ function cardOf(card, kind, link) {
   return el("article", { class: address ? "card opens" : "card" }, title, kind !== "text" ? tiles(card) : card.headings.length ? rowsOf(card) : texts(card));
 }
 
-/** The truth, then each attack's reconstruction beside its difference from the truth. */
+/** The truth, then each attack's reconstruction with its difference from the truth. */
 function tiles(card) {
   const words = el("figcaption", el("b", "truth"), card.label !== null && ` ${card.label_name}`);
   const truth = el("figure", picture(card.truth, "the private image", card.absent), words);
@@ -89,7 +89,7 @@ function pair(truth, tile) {
 
 const picture = (source, alt, without = "no image") => source ? el("img", { src: source, alt }) : el("div.none", without);
 
-/** Two images on top of each other, of which the browser shows the difference. */
+/** The difference of two images, by the browser. */
 function difference(truth, image) {
   const pair = [truth, image].map(source => el("img", { src: source, alt: "" }));
   return el("div.difference", { role: "img", "aria-label": "difference" }, pair);

@@ -142,7 +142,7 @@ const REFUSALS = {
   503: ["Not readable", "This page tries again when the file changes."],
 };
 
-/** Say why there is nothing and what to do; if only the server is silent, the page stays as it is. */
+/** Show the reason and the remedy; if only the server is silent, the page stays. */
 function refuse({ status, message }) {
   const [title, help] = REFUSALS[status] || ["Not possible", "The list shows what is there."];
   if (status) data = null;
@@ -166,7 +166,7 @@ function statusOf(found) {
 
 const WORDS = { live: "live", finished: "finished", stopped: "not running", lost: "connection lost, trying again" };
 
-/** Show a status beside the dot. */
+/** Show a status next to the dot. */
 function showStatus(state, words = WORDS[state]) {
   const live = document.getElementById("live");
   live.dataset.state = state;

@@ -114,7 +114,7 @@ def test_a_run_that_is_replaced_is_read_anew_and_one_that_is_gone_is_gone(folder
 def test_a_scenario_that_lacks_a_key_hides_no_other_run(folder: Path, get: Get) -> None:
     shutil.copytree(folder / "complete", folder / "broken")
     (folder / "broken" / "scenario.toml").write_text("seed = 1")
-    told = "is not a scenario: it lacks rounds, clients, data, model, chain"
+    told = "is not a scenario: the scenario needs 'rounds'"
     assert told in get("/api/runs/broken/overview", 503)["error"]
     assert [told in run.get("error", "") for run in get("/api/runs")["runs"]] == [False, True]
     with served(folder) as address, visitor(address) as http, http.stream("GET", "/api/events") as stream:
