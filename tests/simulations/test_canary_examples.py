@@ -214,4 +214,4 @@ def test_report_terminal_and_figure_say_it(run: Run, tmp_path: Path, capsys: pyt
     assert "each of 30 canary examples" in capsys.readouterr().out
     paths, _ = write_figures([run], tmp_path)
     (drawn,) = [path.read_text() for path in paths if path.name == "canaries.svg"]
-    assert "at least, by canaries" in drawn and "epsilon, one record" in drawn
+    assert "lower bound by canaries" in drawn and "epsilon, one record" in drawn

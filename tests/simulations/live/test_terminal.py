@@ -56,17 +56,6 @@ def test_the_display_carries_the_ledgers_numbers(looking: RunProgress, attacked:
     ]
 
 
-def test_a_display_that_is_too_tall_loses_attacks_first(tmp_path: Path, clock: Clock) -> None:
-    run = begun(tmp_path, attack=[{"use": "analytic", "name": f"attack{i}"} for i in range(30)])
-    console = terminal(80, 24)
-    with run.ledger() as ledger, LiveDisplay(RunProgress(ledger, run.scenario(), clock=clock), console).shown() as view:
-        view.update()
-        assert isinstance(console.file, io.StringIO)
-        lines = bare(console.file.getvalue())
-    assert any(line.startswith("best baseline") for line in lines) and any("attack9" in line for line in lines)
-    assert not any("attack29" in line for line in lines)
-
-
 def test_text_is_never_markup(tmp_path: Path, clock: Clock) -> None:
     run = begun(tmp_path)
     hostile = AttackPlan((PlannedAttack("[red]x[/red]", {"use": "analytic"}),))
