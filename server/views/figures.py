@@ -313,8 +313,8 @@ def canaries_figure(reading: Reading) -> Figure | None:
         shown, label = Series("lower bound by canaries", "attack", look, x, least), "epsilon, one record"
     else:
         seen = [row.seen for row in found.rows if isinstance(row, CanaryEstimate)]
-        columns = [[finite(value) for value in column] for column in zip(*seen, strict=True)]
-        shown, label = Series("seen by canaries", "attack", look, x, *columns), "epsilon, all of a client's data"
+        mean, low, high = ([finite(value) for value in column] for column in zip(*seen, strict=True))
+        shown, label = Series("seen by canaries", "attack", look, x, mean, low, high), "epsilon, all of a client's data"
     series = [shown, Series("accounted", "limit", LIMIT, x, [row.accounted for row in found.rows])]
     series = [s for s in series if any(value is not None for value in s.mean)]
     words = "The epsilon that canaries measure, by estimate or lower bound, with the one that the noise promises."

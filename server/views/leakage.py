@@ -69,13 +69,9 @@ class Leak:
 
 def leakage(scores: Scores, metric: str) -> list[Leak]:
     """Return one Leak for each round and name, then one for each name over all rounds."""
-    return [*leakage_by_round(scores, metric), *leakage_of_all(scores, metric)]
-
-
-def leakage_by_round(scores: Scores, metric: str) -> list[Leak]:
-    """Return one Leak for each round and name."""
     chosen = counted(scores, metric)
-    return [_leak(part, metric, int(part.round[0])) for part in _groups(chosen, (chosen.attack, chosen.round))]
+    by_round = [_leak(part, metric, int(part.round[0])) for part in _groups(chosen, (chosen.attack, chosen.round))]
+    return [*by_round, *leakage_of_all(scores, metric)]
 
 
 def leakage_of_all(scores: Scores, metric: str) -> list[Leak]:
@@ -101,7 +97,7 @@ def counted_of_all(scores: Scores, metric: str) -> Scores:
     if not metric.startswith(HELD):
         return rows
     asked = scores.where(scores.named(HELD) & ~np.isnan(scores.value))
-    series, own = np.unique(asked.series_keys(), return_inverse=True)
+    series, own = np.unique((asked.attack << 21) + asked.client, return_inverse=True)
     last = np.zeros(len(series), np.int64)
     np.maximum.at(last, own, asked.round)
     kept = asked.attempt_keys()[asked.round == last[own]]

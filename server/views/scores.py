@@ -189,10 +189,6 @@ class Scores:
         """Key of each row by (attack, round, client), (N,)."""
         return self._pack(self.attack, self.round, self.client)
 
-    def series_keys(self) -> Ints:
-        """Key of each row by (attack, client), (N,)."""
-        return self._pack(self.attack, self.client)
-
     def example_keys(self) -> Ints:
         """Key of each row by (round, client, example), (N,)."""
         return self._pack(self.round, self.client, self.example - WHOLE_BATCH)
