@@ -100,11 +100,11 @@ def luck_bound(rate: float, expected: float, n: float) -> float:
     return exp(-n * (rate * log(rate / expected) + missed))
 
 
-def luck_of_hits(alone: int, missed: int, rivals: int) -> float:
+def luck_of_hits(own: int, missed: int, rivals: int) -> float:
     """Return the probability that one of `rivals` + 1 equally good guesses has so many hits of its own.
 
     Args:
-        alone: number of examples that only it hits.
+        own: number of examples that only it hits.
         missed: number of examples that only rivals hit.
     """
-    return float(bdtrc(alone - 1, alone + missed, 1 / (rivals + 1))) if alone else 1.0
+    return float(bdtrc(own - 1, own + missed, 1 / (rivals + 1))) if own else 1.0
