@@ -16,11 +16,11 @@ from fedgauge.server.views.privacy import Spending
 from fedgauge.server.views.tables import Cell
 
 OF_SCORES = ("round", "client", "attack", "example", "metric", "value", "status", "seconds", "knowledge")
-KEYS = ("run", *OF_SCORES, "epsilon", "delta")
+COLUMNS = ("run", *OF_SCORES, "epsilon", "delta")
 
 
 def rows(run: Run) -> Iterator[list[Cell]]:
-    """Yield every score in a stable order, with the values of KEYS; example -1 is the whole batch.
+    """Yield every score in a stable order, with the values of COLUMNS; example -1 is the whole batch.
 
     Epsilon is the client's loss for one record by the end of the round; None if unknown.
     """
@@ -38,7 +38,7 @@ def rows(run: Run) -> Iterator[list[Cell]]:
 def write_csv(run: Run, out: TextIO) -> None:
     """Write CSV with a header; inf is an exact reconstruction."""
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(KEYS)
+    writer.writerow(COLUMNS)
     for row in rows(run):
         writer.writerow([run_files.printable(v) if isinstance(v, str) and out.isatty() else v for v in row])
 
