@@ -1,4 +1,4 @@
-"""The evidence in the updates: zeros, magnitudes and norms, and which zeros occur without a defense."""
+"""The evidence in the updates: zeros, magnitudes and norms, and the zeros that occur without a defense."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,15 +8,15 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor, nn
 
-from fedgauge.client.chain import Chain, chain
+from fedgauge.client.chain import Chain
 from fedgauge.client.models.vision import last_linear, layer_parameters
 from fedgauge.client.training import local_sgd
-from fedgauge.client.transforms import UpdateDistribution, UpdateTransform, per_example
+from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update, UpdateFn, norm
 
 Kind = Literal["none", "sign", "prune", "mask", "clip", "noise"]
 SAME_SIZE = 1e-5  # and two magnitudes
-FEW = 20  # entries below which a share tells little
+FEW = 20  # entries below which a share is too uncertain
 TINY = 1e-3  # part of a matrix's largest entry
 
 
@@ -67,8 +67,8 @@ class Inferred:
     """The clients' chain as inferred from their updates.
 
     Args:
-        kind: the defense that explains them best, or none. Another defense (a quantiser, the largest entries of the whole
-            update) is reported as the nearest of these. Noise and none are told apart only if the evidence says so.
+        kind: the defense that explains them best, or none. Other defenses (a quantiser, the largest entries of the whole
+            update) are reported as the nearest of these. Noise is reported only if a layer's rank shows it.
         parameters: of the defense, in the units of its position in the chain; a mask's keep is the share left after all
             local steps.
         chain: local training with that defense, built from the attacker's own links.
@@ -131,7 +131,7 @@ class UpdateEvidence:
 
     @property
     def holes(self) -> int:
-        """How many entries are zero that never are without a defense."""
+        """Number of zero entries that are never zero without a defense."""
         return sum(tally.live - tally.shown for tally in self.certain)
 
     def verdict(
@@ -140,17 +140,6 @@ class UpdateEvidence:
         """The result with a link on the finished update."""
         links = [InferredLink(kind, value, places) for value in parameters.values()]
         return Inferred(kind, parameters, Chain((self.local, *links)), evidence, len(self.updates))
-
-    def summed(self, kind: Kind, parameters: dict[str, float], evidence: str) -> Inferred:
-        """The result with a link on what was summed: clients' updates, else gradients of steps, else of examples."""
-        if self.members > 1:
-            return self.verdict(kind, parameters, evidence)
-        if kind == "sign":  # in the units of a gradient
-            parameters = {"scale": parameters["scale"] / self.local.scale}
-        (value,) = parameters.values()
-        inner = InferredLink(kind, value)
-        found = chain(inner if self.local.steps > 1 else per_example(inner), self.local)
-        return Inferred(kind, parameters, found, evidence, len(self.updates))
 
 
 @dataclass(frozen=True)
@@ -195,7 +184,7 @@ class NaturalZeros:
 def live_by_neighbours(matrix: Tensor) -> Tensor:
     """Entries of a matrix with another nonzero entry in their row, and one in their column that is not tiny.
 
-    A tiny one may come from an example of almost no loss, whose own label's signal p - 1 was rounded to zero.
+    A tiny one may come from an example of almost no loss: the signal p - 1 of its label was rounded to zero.
     """
     seen, large = matrix != 0, matrix.abs() > TINY * matrix.abs().max()
     return (large.sum(0, keepdim=True) > large.long()) & (seen.sum(1, keepdim=True) > seen.long())
@@ -230,10 +219,10 @@ class TensorEvidence:
         return self.seen / self.size
 
     def fits(self, keep: float) -> bool:
-        """Whether pruning leaves this count, in a tensor from which it removed something."""
+        """True if pruning with this keep leaves the observed count."""
         return self.seen - self.tied < max(1, round(keep * self.size)) <= self.seen
 
     @property
     def pierced(self) -> bool:
-        """Whether an entry is zero that never is without a defense."""
+        """True if an entry is zero that is never zero without a defense."""
         return self.shown < self.live

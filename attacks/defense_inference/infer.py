@@ -1,4 +1,4 @@
-"""Infers the clients' defense from the traces that it leaves in their updates.
+"""Infers the clients' defense from its traces in their updates.
 
 A sign leaves one magnitude, a clip the same norm at several clients, pruning the same share in every tensor, a mask zeros
 independent of size. Zeros also occur without a defense: a unit that is off for every example has no gradient. So sparsity
@@ -10,13 +10,20 @@ defense is inferred; several together are reported as the first that fits.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Wave
-from fedgauge.attacks.defense_inference.evidence import FEW, SAME_SIZE, Inferred, UpdateEvidence
-from fedgauge.attacks.defense_inference.sparsity import find_sparsity
+from fedgauge.attacks.defense_inference.evidence import (
+    FEW,
+    SAME_SIZE,
+    Inferred,
+    TensorEvidence,
+    UpdateEvidence,
+    live_by_neighbours,
+)
 from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Update, norm
 
@@ -24,7 +31,6 @@ SAME_NORM = 1e-5  # relative distance at which two norms are one: float32 rounds
 RANK = 1e-5  # share of a matrix's norm beyond its rank that is more than rounding
 SUBMATRIX = 512  # rows and columns that suffice to estimate a rank
 BEYOND = 4  # rows and columns beyond the rank that suffice to test the rest
-LEVELS = 64  # sums of up to this many signs are told apart from other values
 
 
 def infer(
@@ -33,7 +39,7 @@ def infer(
     """The defense that explains the updates of one round or of several.
 
     Args:
-        model: tells which tensors can have zeros without a defense.
+        model: decides which tensors can have zeros without a defense.
         local: the local training, as agreed in the federation.
         batch_size: examples that a client trains on in a round.
         members: clients averaged in each update, under a secure sum.
@@ -50,23 +56,13 @@ def infer(
 
 
 def find_sign(read: UpdateEvidence) -> Inferred | None:
-    """A sign: one magnitude everywhere, or whole multiples of a fraction of it if several signs were summed."""
-    sizes = torch.cat([tally.sizes for tally in read.every]).unique().double()
-    largest, count = float(sizes[-1]), sum(tally.seen for tally in read.every)
-    summed = [n for n in (1, read.members, read.local.steps, read.examples, read.rows) if n <= min(LEVELS, count / FEW)]
-    fitting = (n for n in summed if _are_multiples(sizes, largest / n))
-    if (n := next(fitting, None)) is None:
+    """A sign: one magnitude in all nonzero entries."""
+    sizes = torch.cat([tally.sizes for tally in read.every]).double()
+    largest, count = float(sizes.max()), sum(tally.seen for tally in read.every)
+    if count < FEW or float(sizes.min()) < largest * (1 - SAME_SIZE):
         return None
-    # opposite signs of two steps leave a zero
-    if n == 1 and not (read.holes and read.local.steps % 2 == 0):
-        evidence = f"all {count:,} entries that are not zero have the magnitude {largest:.4g}"
-        return read.verdict("sign", {"scale": largest}, evidence)
-    evidence = f"every entry is a multiple of {largest / n:.4g}, up to {n} times"
-    return read.summed("sign", {"scale": largest}, f"{evidence}: signs were summed")
-
-
-def _are_multiples(sizes: Tensor, unit: float) -> bool:
-    return bool(((sizes / unit).round() * unit - sizes).abs().max() <= SAME_SIZE * sizes[-1])
+    evidence = f"all {count:,} entries that are not zero have the magnitude {largest:.4g}"
+    return read.verdict("sign", {"scale": largest}, evidence)
 
 
 def find_clip(read: UpdateEvidence) -> Inferred | None:
@@ -94,7 +90,7 @@ def find_noise(read: UpdateEvidence) -> Inferred:
 
 
 def _beyond_rank(matrix: Tensor, rows: int) -> tuple[float, int, bool] | None:
-    """The square of what a matrix has beyond a rank, for how many entries it counts, and whether no value of it stands out.
+    """The square of a matrix's part beyond a rank, the entries it represents, and True if that part looks like white noise.
 
     The largest singular value of noise is Marchenko and Pastur's edge. None: the matrix is too small.
     """
@@ -107,3 +103,80 @@ def _beyond_rank(matrix: Tensor, rows: int) -> tuple[float, int, bool] | None:
     edge = (math.sqrt(high) + math.sqrt(wide)) * size / math.sqrt(high * wide)
     noisy = whole > 0 and size / whole > RANK and float(values[rows]) < 1.5 * edge  # with a margin
     return size**2, high * wide, noisy
+
+
+def find_sparsity(read: UpdateEvidence) -> Inferred | None:
+    if not read.holes:
+        return None
+    zeros = f"{read.holes:,} of {sum(t.live for t in read.certain):,} entries that no network makes zero are zero"
+    if (keeps := _common_keep(read.every)) is not None:
+        keep = _roundest(*keeps, [t for t in read.every if t.pierced])
+        evidence = f"{zeros}; every tensor keeps a share from {keeps[0]:.6g} to {keeps[1]:.6g} of its entries, or fewer"
+        return read.verdict("prune", {"keep": keep}, evidence)
+    evidence = f"{zeros}; the other entries are small as well as large"
+    common = _shared(read, _share(read, 1))
+    keep = _share(read, len(read.updates) if common is None else 1)
+    if common is None:
+        return read.verdict("mask", {"keep": keep}, evidence)
+    evidence += f"; the same entries in all {len(read.updates)} updates: a public mask"
+    return read.verdict("mask", {"keep": keep}, evidence, common)
+
+
+def _common_keep(tallies: Sequence[TensorEvidence]) -> tuple[float, float] | None:
+    """The lowest and the highest keep that explain every tensor's count; None if there are none.
+
+    Pruning keeps max(1, round(keep * size)) entries and those tied with the last of them, or fewer if the gradient has fewer.
+    """
+    pierced = [t for t in tallies if t.pierced]
+    low, densest = 0.0, pierced[0]
+    for t in tallies:
+        if t.seen > t.tied and (t.seen - t.tied + 0.5) / t.size > low:
+            low, densest = (t.seen - t.tied + 0.5) / t.size, t
+    high = min(1.0, *((t.seen + 0.5) / t.size for t in pierced))
+    if low > high or any(t.seen == 0 for t in pierced):
+        return None
+    # that the densest tensor lies between the others' limits is hardly a coincidence
+    return low, min(high, (densest.seen + 0.5) / densest.size)
+
+
+def _roundest(low: float, high: float, pierced: Sequence[TensorEvidence]) -> float:
+    """The keep with the fewest digits between two limits that leaves the observed counts: people choose round numbers."""
+    middle = (low + high) / 2
+    rounded = (float(f"{middle:.{digits}g}") for digits in range(1, 16))
+    fitting = (r for r in rounded if low <= r <= high and all(t.fits(r) for t in pierced))
+    return next(fitting, middle)
+
+
+def _share(read: UpdateEvidence, masks: int) -> float:
+    """The share that this many masks keep: other zeros only lower it, so the densest set of enough entries decides."""
+    places = [(sum(t.shown for t in read.certain), sum(t.live for t in read.certain))]
+    places += [(sum(t.seen for t in ts), sum(t.size for t in ts)) for ts in zip(*read.tallies, strict=True)]
+    for name in read.layers.linear:
+        neighboured = [(u[name][live_by_neighbours(u[name])] != 0) for u in read.updates if name in u]
+        places.append((sum(int(s.sum()) for s in neighboured), sum(len(s) for s in neighboured)))
+    copies = len(read.updates) / masks
+    seen, size = max((p for p in places if p[1]), key=lambda place: _at_least(place[0] / copies, place[1] / copies))
+    return seen / size
+
+
+def _at_least(seen: float, size: float) -> float:
+    """Wilson's lower limit of a share at 3 standard errors, since many sets are compared."""
+    share, z = seen / size, 3.0
+    spread = math.sqrt(share * (1 - share) / size + z**2 / (4 * size**2))
+    return (share + z**2 / (2 * size) - z * spread) / (1 + z**2 / size)
+
+
+def _shared(read: UpdateEvidence, keep: float) -> dict[str, Tensor] | None:
+    """The entries that are nonzero in any update, if all have their zeros in the same places; else None."""
+    seen = [torch.cat([(t != 0).flatten() for t in u.values()]) for u in read.updates]
+    live = [torch.cat([t.flatten() for t in read.layers.live(u, read.rows).values()]) for u in read.updates]
+    both = either = 0
+    for sure in (True, False):  # entries that are never zero without a defense, if they are enough
+        if either < FEW:
+            pairs = zip(pairwise(seen), pairwise(live), strict=True)
+            shown = [(a[among], b[among]) for (a, b), (la, lb) in pairs for among in [la & lb if sure else a | b]]
+            both, either = (sum(int(op(a, b).sum()) for a, b in shown) for op in (torch.logical_and, torch.logical_or))
+    by_chance = keep / (2 - keep)
+    if not either or both / either < (1 + by_chance) / 2:
+        return None
+    return {k: torch.stack([u[k] != 0 for u in read.updates]).any(0) for k in read.updates[0]}

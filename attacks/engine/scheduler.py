@@ -11,7 +11,6 @@ from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 
 Variables = dict[str, Tensor]  # what the problems of a wave optimise, by name
 
-TOLERANCE = 1e-3  # the relative decrease of an objective that counts as a fall
 CHECK_EVERY = 16  # iterations between two checks of the problems: a check waits for the device, an iteration does not
 
 
@@ -22,13 +21,13 @@ class Deadline:
         self.end = None if seconds is None else started + seconds
 
     def over(self) -> bool:
-        """Whether the seconds are spent."""
+        """Return True once the seconds are spent."""
         return self.end is not None and time.perf_counter() > self.end
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizationResult:
-    """How P problems ended.
+    """The results of P problems.
 
     Args:
         objectives: (P,).
@@ -49,16 +48,12 @@ class OptimizerState:
         variables: each (N, ...).
         moments: of each variable's gradients.
         spent: (N,) iterations of each, in host memory.
-        lowest: (N,) lowest objective so far, at the likelihood's full weight.
-        since: (N,) iterations since the objective fell by more than the tolerance.
         finite: (N,) whether the objective was finite at least once since the last check.
     """
 
     variables: Variables
     moments: dict[str, tuple[Tensor, Tensor]]
     spent: Tensor
-    lowest: Tensor
-    since: Tensor
     finite: Tensor
 
     @classmethod
@@ -66,16 +61,16 @@ class OptimizerState:
         """The initial state."""
         x = variables["x"]
         moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in variables.items()}
-        since = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-        lowest = torch.full_like(since, torch.inf, dtype=x.dtype)
-        return cls(variables, moments, since.cpu().clone(), lowest, since, torch.zeros_like(since, dtype=torch.bool))
+        finite = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        return cls(variables, moments, torch.zeros(len(x), dtype=torch.int64), finite)
 
     def of(self, rows: Tensor) -> "OptimizerState":
         """The state of some problems, to advance and then `scatter` back."""
         return OptimizerState(
             {name: t[rows] for name, t in self.variables.items()},
             {name: (first[rows], second[rows]) for name, (first, second) in self.moments.items()},
-            *(t[rows] for t in (self.spent, self.lowest, self.since, self.finite)),
+            self.spent[rows],
+            self.finite[rows],
         )
 
     def scatter(self, rows: Tensor, part: "OptimizerState", done: int) -> None:
@@ -85,31 +80,16 @@ class OptimizerState:
             for ours, theirs in zip(self.moments[name], part.moments[name], strict=True):
                 ours[rows] = theirs
         self.spent[rows] += done
-        self.lowest[rows], self.since[rows], self.finite[rows] = part.lowest, part.since, part.finite
+        self.finite[rows] = part.finite
 
-    def finished(self, rows: Tensor, patience: int) -> Tensor:
-        """Which of some problems are due for a check and have diverged or stalled (N,), in host memory."""
+    def diverged(self, rows: Tensor) -> Tensor:
+        """Mark (N,), in host memory, the problems that are due for a check and have diverged."""
         due = (self.spent[rows] % CHECK_EVERY == 0) & (self.spent[rows] > 0)
         if not due.any():
             return due
         gone = ~self.finite[rows]
-        if patience:
-            gone |= self.since[rows] >= patience
         self.finite[rows[due]] = False
         return due & gone.cpu()
-
-    def record(self, objectives: Tensor, full: Tensor | None) -> None:
-        """Record whether objectives (N,) fell, by TOLERANCE at least, without waiting for the device.
-
-        Args:
-            full: (N,) whether the likelihood has its full weight, since others cannot be compared; None: all have.
-        """
-        if full is not None:
-            objectives = torch.where(full, objectives, torch.inf)
-        margin = torch.where(self.lowest.isfinite(), TOLERANCE * self.lowest.abs(), 0.0)
-        fell = objectives < self.lowest - margin
-        self.since.add_(1 if full is None else full).masked_fill_(fell, 0)
-        self.lowest.copy_(torch.where(fell, objectives, self.lowest))
 
 
 StepFn = Callable[
@@ -121,19 +101,17 @@ def advance(
     state: OptimizerState,
     units: Tensor,
     iterations: int,
-    patience: int,
     limiter: BatchLimiter,
     clock: Deadline,
     stretch: StepFn,
 ) -> Tensor:
     """Advance all problems in place until each has finished; returns (P,) which the deadline interrupted.
 
-    A problem finishes when its iterations are spent, when its objective was never finite between two checks, or when it
-    has stalled; the next waiting one takes its place. If memory runs out during a stretch, only that stretch is repeated.
+    A problem finishes when its iterations are spent, or when its objective was never finite between two checks; the next
+    waiting one takes its place. If memory runs out during a stretch, only that stretch is repeated.
 
     Args:
         units: (U, R) problems that only advance together; the limiter counts units.
-        patience: iterations without a fall after which a problem counts as stalled; 0: never.
     """
     ended = torch.zeros(len(units), dtype=torch.bool)
     while not (ended.all() or clock.over()):
@@ -146,7 +124,7 @@ def advance(
             done = stretch(part, rows, length)
             state.scatter(rows, part, done)
             if done:
-                ended[live] = state.finished(rows, patience).view(len(live), -1).all(1)
+                ended[live] = state.diverged(rows).view(len(live), -1).all(1)
             ended |= (state.spent >= iterations)[units].all(1)
     interrupted = torch.zeros(units.numel(), dtype=torch.bool)
     interrupted[units[~ended].flatten()] = True

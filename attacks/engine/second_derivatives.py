@@ -1,7 +1,7 @@
-"""Layers whose first derivative torch cannot differentiate once more, computed by operators of which it can.
+"""Replacements for layers without a second derivative in torch.
 
 Hard sigmoid and hard swish by clamping; weighted embedding bags by embeddings; attention by its formula instead of fused
-kernels; recurrent layers without cuDNN. The values and first derivatives are the same.
+kernels; recurrent layers without cuDNN. Values and first derivatives stay the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -22,7 +22,7 @@ class Tracer:
 
     Args:
         snapshots: about this many of each problem; 0 keeps nothing.
-        iterations: of the whole budget; snapshots are evenly spaced over them.
+        iterations: of the whole budget, over which snapshots are evenly spaced.
         pixels: converts the optimised images to pixels.
     """
 
@@ -36,7 +36,7 @@ class Tracer:
         return bool(self._due)
 
     def due(self, iteration: int) -> bool:
-        """Whether a snapshot is due at an iteration of problems that advance together."""
+        """True if a snapshot is due at an iteration of problems that advance together."""
         return iteration in self._due
 
     def follow(self, rows: Tensor, iterations: Tensor, objectives: Tensor, x: Tensor) -> None:

@@ -97,7 +97,7 @@ class Decoder(nn.Module):
         return self.image(z, 0)
 
     def inner(self, at: Tensor, layer: int) -> Tensor:
-        """What a layer makes of its input: 0 of latents, 1 of the first features."""
+        """The output of an inner layer: 0 for latents, 1 for the first features."""
         if layer == 0:
             return F.relu(self.linear(at)).view(-1, 2 * self.width, *self.small)
         return F.relu(self.up1(at))
@@ -127,7 +127,7 @@ class Encoder(nn.Module):
 
 @dataclass(frozen=True)
 class GeneratorTraining:
-    """How a generator is trained on auxiliary images.
+    """The training of a generator on auxiliary images.
 
     Args:
         latent: latents of an image; width: channels of the last layer but one.
@@ -192,7 +192,7 @@ def fully_connected(
 
 @dataclass(frozen=True)
 class GeneratorFile:
-    """The part of a generator's table beside its component's arguments.
+    """The keys of a generator's table that are not its component's arguments.
 
     Args:
         weights: a file for `fedgauge.client.models.vision.load_weights`.

@@ -48,9 +48,9 @@ class learning_to_invert(StatefulAttack):
     weights are used.
 
     Args:
-        architecture: published: the perceptron. refined: ridge inversion in closed form, whose answers are then optimised
-            under the chain's likelihood and the auxiliary images' normal density (attacks/learned/refinement.py); of the
-            arguments below it uses only buckets (signed) and passes, and it keeps no state.
+        architecture: published: the perceptron. refined: ridge inversion in closed form, then an optimisation of its answers
+            under the chain's likelihood and the auxiliary images' normal density (attacks/learned/refinement.py). It uses
+            only buckets (signed) and passes of the arguments below, and keeps no state.
         hidden: units of each hidden layer; 3,000 for one image and 10,000 for four in the paper. layers: their number,
             including the output layer.
         batch, rate: of Adam; the rate is divided by ten at 3/4 of the steps.

@@ -1,4 +1,4 @@
-"""Adaptive attacks on one defense each, which use knowledge of what the defense hides and where."""
+"""Adaptive attacks on Soteria and PRECODE, which use knowledge of the entries or noise that the defense hides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +21,10 @@ class leave_layer_out(Attack):
 
     Args:
         layer: name of a fully connected layer, or "auto": the one that the attacker's chain hides. If the chain hides
-            none, every fully connected layer is left out in turn, with an equal share of the budget. The chosen
-            reconstruction is the one whose update is nearest to the observed one over the tensors that no trial left out.
-        columns: match the layer's nonzero columns, which are unchanged as long as one mask was drawn for the round and no
-            other defense changed them.
+            none, every fully connected layer is left out in turn, with an equal share of the budget. The update of the
+            chosen reconstruction is nearest to the observed one over the tensors that no trial left out.
+        columns: match the layer's nonzero columns, which are unchanged if one mask was drawn for the round and no other
+            defense changed them.
         tv, rate: of total variation and of Adam.
         trace: keep about this many snapshots of the chosen trial; 0: none.
     """

@@ -1,8 +1,7 @@
 """Several rounds at once: matches one batch to all updates that a client computed from it under several models.
 
-A client's noise is drawn anew in every round and the batch stays, so the information adds up. Rounds in which the client
-trained on other examples would pull the image away. So each round is weighted by how well the image explains it (Geman and
-McClure's weight), and those rounds lose their influence.
+A client's noise is drawn anew in every round and the batch stays, so the information adds up. Rounds with other examples
+would distort the image. So each round is weighted by how well the image explains it (Geman and McClure's weight).
 """
 
 import time
@@ -50,7 +49,7 @@ class _Round(NamedTuple):
 class several_rounds(StatefulAttack):
     """Inverting Gradients on a client's last rounds together: weighted cosine distances, and total variation.
 
-    It needs clients that train on the same examples in several rounds, such as those whose shard is one batch.
+    It needs clients that train on the same examples in several rounds, for example shards of one batch.
 
     Args:
         most: remembered rounds of a client, >= 1; each costs a model and an update on disk, and a gradient in each step.

@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from fedgauge.attacks.engine.gradients.convolution import Convolution, KernelGradient, WindowProduct
+from fedgauge.attacks.engine.gradients.convolution import Convolution, KernelGradient, Unfold, WindowProduct, Windows
 from fedgauge.attacks.engine.gradients.factored import (
     FactoredGradient,
     Gradients,
@@ -23,7 +23,6 @@ from fedgauge.attacks.engine.gradients.factored import (
     formed,
 )
 from fedgauge.attacks.engine.gradients.recording import CallRecorder, Unsupported
-from fedgauge.attacks.engine.gradients.windows import Unfold, Windows
 from fedgauge.client.update import Params
 
 KEPT = 2**21  # numbers up to which an input's windows are kept between passes instead of being made again
@@ -156,7 +155,7 @@ class GradientRecorder(CallRecorder):
         return self.keep(_ProductCall(input, out, self.names[id(weight)], self.name(bias), out._version, rows))
 
     def by_move(self, rows: Tensor, weight: Tensor | FactoredGradient, bias: Tensor | None) -> Tensor:
-        """What the moves add to a fully connected layer's output (P, rows, out)."""
+        """The moves' contribution to a fully connected layer's output (P, rows, out)."""
         if isinstance(weight, FactoredGradient):
             added = torch.bmm(torch.bmm(rows, weight.input.transpose(1, 2)), weight.signal)
         else:
@@ -180,7 +179,7 @@ class GradientRecorder(CallRecorder):
         if groups != 1 or _pair(dilation) != (1, 1) or isinstance(padding, str) or input.dim() != 4:
             raise Unsupported("a convolution with groups, dilation or padding given as a string")
         if self.moves and input.shape[1] >= WIDE:
-            raise Unsupported("a wide convolution whose weights differ between problems")
+            raise Unsupported("a wide convolution with different weights for each problem")
         kernel = (weight.shape[2], weight.shape[3])
         windows = Windows(tuple(input.shape), kernel, _pair(stride), _pair(padding))
         names = self.names[id(weight)], self.name(bias)

@@ -37,7 +37,7 @@ class CallRecorder(TorchFunctionMode):
         return result
 
     def among(self, values: Iterable[Any]) -> bool:
-        """Whether one of the values is a parameter, or a list that contains one, as for torch.cat."""
+        """True if one of the values is a parameter, or a list that contains one, as for torch.cat."""
         return any(self.among(v) if isinstance(v, list | tuple) else id(v) in self.names for v in values)
 
     def name(self, t: Tensor | None) -> str | None:

@@ -12,8 +12,8 @@ from fedgauge.attacks.engine.trace import Tracer
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
-from fedgauge.attacks.matching.quasi_newton import LBFGSSearch
 from fedgauge.attacks.matching.recipes import bayes, dlg, grad_inversion, idlg, inverting_gradients, surrogate
+from fedgauge.attacks.matching.search import LBFGSSearch
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.source import FederationSource
 from tests.attacks.matching import tiny_problems
@@ -22,7 +22,7 @@ from tests.attacks.matching.tiny_problems import SHAPE, streams
 Make = Callable[..., Any]
 RECIPES: dict[str, GradientMatching] = {
     "inverting_gradients": inverting_gradients(),
-    "bayes, annealed, in a box": bayes(anneal=0.01, samples=2, radius=0.1),
+    "bayes, annealed": bayes(anneal=0.01),
     "grad_inversion, grouped": grad_inversion(),
     "surrogate": surrogate(),
     "dlg": dlg(),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Wave
+from fedgauge.attacks.engine.gradients.per_problem import whole_batch_update
 from fedgauge.attacks.engine.simulator import Simulator
-from fedgauge.attacks.engine.whole_batch import whole_batch_update
 from fedgauge.attacks.learned import learning_to_invert, shadow_updates
 from fedgauge.attacks.learned.ridge import ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, aligned_orders, flat, sketch

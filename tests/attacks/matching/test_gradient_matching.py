@@ -12,9 +12,8 @@ from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Wav
 from fedgauge.attacks.engine.distances import Distance, cosine, squared
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
-from fedgauge.attacks.matching.quasi_newton import LBFGSSearch
 from fedgauge.attacks.matching.recipes import CUTS, dlg, idlg, inverting_gradients, surrogate
-from fedgauge.attacks.matching.search import AdamSearch
+from fedgauge.attacks.matching.search import AdamSearch, LBFGSSearch
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.training import local_sgd

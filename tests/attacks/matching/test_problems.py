@@ -9,14 +9,13 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.engine.distances import Distance, cosine, squared
-from fedgauge.attacks.engine.whole_batch import whole_batch_update
+from fedgauge.attacks.engine.gradients.per_problem import whole_batch_update
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.matching import problems
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import bayes, inverting_gradients
-from fedgauge.attacks.matching.search import AdamSearch
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.chain import Chain, chain
@@ -141,24 +140,6 @@ def test_restarts_of_a_group_are_held_together() -> None:
     torch.testing.assert_close(held - free, 0.7 * 2 * apart / size, rtol=0, atol=1e-9)
     _, plain = evaluate(Objective(cosine()), z, wave, known)
     torch.testing.assert_close(higher - plain, 0.7 * apart.square().flatten(2).mean(2), rtol=0, atol=1e-9)
-
-
-@pytest.mark.usefixtures("double")
-def test_samples_in_a_box_average_the_objective() -> None:
-    wave, known, _ = scene(clients=2)
-    search = AdamSearch(samples=3, radius=0.2)
-    assert known.labels is not None
-    posed = Problems(Objective(cosine()), wave, known, known.labels, 1, torch.float64)
-    rows = torch.arange(2)
-    z = torch.randn(2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
-    nearby = search.nearby(z, [7, 7])
-    assert nearby is not None
-    assert nearby.shape == (3, 1, 2, *SHAPE)
-    assert 0.15 < float(nearby.abs().max()) <= 0.2
-    value, slopes = posed.value_and_slopes({"x": z}, rows, 1.0, nearby)
-    each = [posed.value_and_slopes({"x": z + step}, rows) for step in nearby]
-    torch.testing.assert_close(value, torch.stack([v for v, _ in each]).mean(0))
-    torch.testing.assert_close(slopes["x"], torch.stack([s["x"] for _, s in each]).mean(0))
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
