@@ -99,14 +99,9 @@ class UpdateEvidence:
     members: int
 
     @property
-    def examples(self) -> int:
-        """Examples of a local step."""
-        return min(self.local.batch_size or self.batch_size, self.batch_size)
-
-    @property
     def rows(self) -> int:
         """The highest rank of a fully connected layer's update: one row for each example of each step."""
-        return self.members * self.local.steps * self.examples
+        return self.members * self.local.steps * min(self.local.batch_size or self.batch_size, self.batch_size)
 
     @cached_property
     def layers(self) -> "NaturalZeros":

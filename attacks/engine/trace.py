@@ -8,14 +8,6 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Trace
 
-LEAST = 2  # snapshots: the first and the last
-
-
-def check_snapshots(snapshots: int) -> None:
-    """ValueError if there are too few snapshots for a trace."""
-    if snapshots < LEAST:
-        raise ValueError(f"trace must be at least {LEAST} snapshots, the first and the last, got {snapshots}")
-
 
 class Tracer:
     """Snapshots of P problems: what each would return if it stopped there.

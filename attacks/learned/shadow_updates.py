@@ -36,9 +36,9 @@ def flat(updates: Update) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def sketch(entries: int, buckets: int, signed: bool, seed: str = "sketch") -> tuple[Tensor, Tensor]:
+def sketch(entries: int, buckets: int, signed: bool) -> tuple[Tensor, Tensor]:
     """Draw each entry's bucket and sign (entries,): a fixed linear map, never formed as a matrix."""
-    rng = generator(seed, entries, buckets, signed)
+    rng = generator("sketch", entries, buckets, signed)
     bins = torch.randint(buckets, (entries,), generator=rng)
     return bins, 2.0 * torch.randint(2, (entries,), generator=rng) - 1 if signed else torch.ones(entries)
 
@@ -169,7 +169,7 @@ class ShadowTrainer:
 
     @cached_property
     def columns(self) -> int:
-        """Columns of a row; ValueError if an update has not so many entries, or a table of training data fills the memory."""
+        """Columns of a row; ValueError if there are more buckets than entries, or the training data do not fit into memory."""
         columns = self.view.buckets or self.entries
         if self.view.buckets >= self.entries:
             raise ValueError(f"buckets must be fewer than the {self.entries:,} entries of an update, got {columns:,}")

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.distances import Distance, cosine, left_out, visible_columns
-from fedgauge.attacks.engine.trace import check_snapshots
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import unrolled
 from fedgauge.attacks.matching.recipes import inverting_gradients
+from fedgauge.client.components import check_at_least
 from fedgauge.client.update import Batch
 
 
@@ -35,8 +35,11 @@ class leave_layer_out(Attack):
     rate: float = 0.1
     trace: int = 0
 
+    def __post_init__(self) -> None:
+        if self.trace:
+            check_at_least(self, 2, "trace")
+
     def traced(self, snapshots: int) -> "leave_layer_out":
-        check_snapshots(snapshots)
         return replace(self, trace=snapshots)
 
     def reconstruct(

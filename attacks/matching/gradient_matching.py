@@ -18,12 +18,13 @@ from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
 from fedgauge.attacks.engine.compatibility import doubled, parameter_problem
 from fedgauge.attacks.engine.distances import likelihood, rounding_likelihood
 from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, Variables
-from fedgauge.attacks.engine.trace import Tracer, check_snapshots
+from fedgauge.attacks.engine.trace import Tracer
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian_by_class, other_priors
 from fedgauge.attacks.matching.problems import Problems, SearchFails
 from fedgauge.attacks.matching.search import AdamSearch, Search, SearchContext
 from fedgauge.attacks.problem import refuse
+from fedgauge.client.components import check_at_least
 from fedgauge.client.models.losses import takes_probabilities
 
 
@@ -32,7 +33,7 @@ class GradientMatching(Attack):
     """The engine: searches for all observations and restarts of a wave together; a recipe is an objective and a search.
 
     Args:
-        trace: keep about this many snapshots of each problem in progress; 0: none.
+        trace: keep about this many snapshots of each problem in progress, at least 2; 0: none.
     """
 
     objective: Objective = field(default_factory=Objective)
@@ -43,7 +44,7 @@ class GradientMatching(Attack):
 
     def __post_init__(self) -> None:
         if self.trace:
-            check_snapshots(self.trace)
+            check_at_least(self, 2, "trace")
 
     @property
     def label_source(self) -> Literal["restored", "optimised"]:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
-from fedgauge.attacks.generative.gi_gip import gi_gip, gifd, l1_ball
+from fedgauge.attacks.generative.gi_gip import gi_gip
+from fedgauge.attacks.generative.gifd import gifd, l1_ball
 from fedgauge.attacks.learned.generators import Decoder, GeneratorTraining
 from fedgauge.attacks.matching.priors import LabelledEnergy, gaussian
 from fedgauge.attacks.modality.image_metrics import mse

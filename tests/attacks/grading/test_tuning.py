@@ -15,7 +15,7 @@ from fedgauge.attacks.engine.cache import TensorCache
 from fedgauge.attacks.engine.distances import (
     rounding_likelihood,
 )
-from fedgauge.attacks.generative.gi_gip import gifd
+from fedgauge.attacks.generative.gifd import gifd
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.tuning import Tuned, Tuning
 from fedgauge.attacks.learned.generators import GeneratorTraining

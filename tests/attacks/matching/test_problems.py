@@ -1,7 +1,6 @@
 """The objective: that of a plain loop, whichever way it is computed."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -184,26 +183,11 @@ def test_the_chains_own_likelihood_comes_nearer_than_the_cosine_under_laplace_no
     errors = {}
     for name in ("known", "cosine"):
         attack = bayes(name, tv=0.0, rate=0.05, decay=0.99)  # type: ignore[arg-type]
-        found = attack.reconstruct(Wave.stack(seen), known, Budget(400), streams(*range(24)))
+        found = attack.reconstruct(Wave.stack(seen), known, Budget(300), streams(*range(24)))
         errors[name] = sum(
             float((f.x - b.x).square().mean()) for f, b in zip(found, batches, strict=True) if f.x is not None
         )
     assert errors["known"] < errors["cosine"]
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("distance", [cosine(), squared()])
-def test_the_order_of_an_updates_names_means_nothing(distance: Distance) -> None:
-    wave, known, batches = scene(clients=2)
-    backwards = replace(wave, update=dict(reversed(wave.update.items())))
-    z = torch.stack([normalise(b.x) for b in batches])[:, None]
-    objective = Objective(distance)
-    for seen in (wave, backwards):
-        slopes, objectives = evaluate(objective, z, seen, known)
-        assert float(objectives.abs().max()) < 1e-9, "the truth explains what was seen"
-    elsewhere = z + 0.1
-    ours, theirs = (evaluate(objective, elsewhere, seen, known) for seen in (wave, backwards))
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_what_pruning_dropped_is_not_compared(
