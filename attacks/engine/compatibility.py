@@ -59,14 +59,12 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
         if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
             why = "has no weights before its first batch"
             return Problem("lazy", _layer(name, module), why, "give it its number of inputs")
-    with _layer_calls(model) as calls:
+    with _layer_calls(model) as (running, ended):
         try:
             logits = _passed(model, params, x)
         except Exception as error:  # a user's model may raise anything
-            layer, given = calls.running[-1] if calls.running else ("", ())
-            taken = given[0] if given and isinstance(given[0], Tensor) else x
-            why = f"cannot take a batch of {' x '.join(map(str, taken.shape))} ({error_line(error)})"
-            return Problem("forward", layer or "the model", why, "build the network for such examples")
+            why = f"cannot take a batch of {' x '.join(map(str, x.shape))} ({error_line(error)})"
+            return Problem("forward", running[-1] if running else "the model", why, "build it for such examples")
     if not isinstance(logits, Tensor):
         held = f" with {', '.join(map(str, logits))}" if isinstance(logits, dict) else ""
         why = f"returns a {type(logits).__name__}{held}, expected only the logits (B, classes)"
@@ -76,14 +74,14 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
         why = f"returns logits of shape {shape} for a batch of {len(x)}, expected {outputs or '(B, classes)'}"
         return Problem("logits", "the model", why, "its factory is offered `shape` and `classes`")
     if not logits.isfinite().all():
-        layer = next(call.layer for call in calls.ended if not all(t.isfinite().all() for t in call.outs))
+        layer = next(name for name, outs in ended if not all(t.isfinite().all() for t in outs))
         return Problem("not finite", layer, "gives numbers that are not finite", "smaller weights, or scaled data")
-    with _layer_calls(model) as again:
+    with _layer_calls(model) as (_, again):
         _passed(model, params, x, seed=1)
-    for call, other in zip(calls.ended, again.ended, strict=False):
-        if not all(map(_equal, call.outs, other.outs)):
+    for (layer, outs), (_, others) in zip(ended, again, strict=False):
+        if not all(map(_equal, outs, others)):
             why = "draws random numbers, and the attacker's differentiable update lacks its draws"
-            return Problem("draws", call.layer, why, "set its probability to 0, or put it in eval mode")
+            return Problem("draws", layer, why, "set its probability to 0, or put it in eval mode")
     return None
 
 
@@ -139,39 +137,25 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=SAME, atol=SAME * float(a.abs().max()), equal_nan=True)
 
 
-class _Ended(NamedTuple):
-    """A finished call of a layer, with its outputs of floating point."""
-
-    layer: str
-    outs: list[Tensor]
-
-
-class _LayerCalls(NamedTuple):
-    """Running calls with their inputs, and finished calls, children before parents."""
-
-    running: list[tuple[str, Any]]
-    ended: list[_Ended]
-
-
 @contextmanager
-def _layer_calls(model: nn.Module) -> Iterator[_LayerCalls]:
-    """A context that records the calls of a model's layers."""
-    calls = _LayerCalls([], [])
+def _layer_calls(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[str, list[Tensor]]]]]:
+    """A context that lists the running calls of a model's layers, and the finished ones with their outputs."""
+    running: list[str] = []
+    ended: list[tuple[str, list[Tensor]]] = []
     names = {m: _layer(name, m) for name, m in model.named_modules()}
 
     def enter(module: nn.Module, given: Any) -> None:
         if module in names:
-            calls.running.append((names[module], given))
+            running.append(names[module])
 
     def leave(module: nn.Module, given: Any, out: Any) -> None:
         if module in names:
-            calls.running.pop()
             floats = [t.clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
-            calls.ended.append(_Ended(names[module], floats))
+            ended.append((running.pop(), floats))
 
     hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
     try:
-        yield calls
+        yield running, ended
     finally:
         for hook in hooks:
             hook.remove()

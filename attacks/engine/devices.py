@@ -51,7 +51,7 @@ def devices_of(wanted: str | Sequence[str]) -> list[torch.device]:
         if not own:
             raise ValueError(
                 f'there is no device {name!r} here, where torch {torch.__version__} sees {len(every)} GPUs: expected "auto", '
-                '"cpu", "cuda" or names such as "cuda:0"; nvidia-smi lists the GPUs, and a torch without CUDA sees none'
+                '"cpu", "cuda" or names such as "cuda:0"; look at nvidia-smi, CUDA_VISIBLE_DEVICES, and whether torch has CUDA'
             )
         found += own
     if not found or len(set(found)) < len(found):
