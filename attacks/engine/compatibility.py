@@ -6,7 +6,7 @@ over all problems, vmap, or a loop over problems.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -15,8 +15,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fedgauge.attacks.base import Knowledge
@@ -24,7 +27,6 @@ from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.computation import containers, error_line, run, undisturbed
 from fedgauge.attacks.engine.gradients.factored import formed
 from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
-from fedgauge.attacks.engine.second_derivatives import twice_differentiable
 from fedgauge.attacks.problem import Problem, Unattackable, refuse
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
@@ -94,11 +96,9 @@ def parameter_problem(model: nn.Module, params: Params) -> Problem | None:
         return Problem("no parameters", "the model", "has no parameters, so there is no update to attack")
     for name, p in params.items():
         if p.is_complex():
-            why = "is complex, and updates are compared as real numbers"
-            return Problem("complex", f"parameter {name!r}", why, "keep it as a real one (torch.view_as_real)")
+            return Problem("complex", f"parameter {name!r}", "is complex", "keep it as a real one (torch.view_as_real)")
         if not p.is_floating_point():
-            why = "holds whole numbers, which are not trained"
-            return Problem("whole numbers", f"parameter {name!r}", why, "make it a buffer")
+            return Problem("whole numbers", f"parameter {name!r}", "holds whole numbers", "make it a buffer")
     return None
 
 
@@ -245,7 +245,7 @@ def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Diff
     examples = known.chain.slice_of(known.batch_size)
     like = next(iter(params.values()))
     if like.dtype not in TOLERANCE:
-        why = f"are {str(like.dtype).removeprefix('torch.')}, and the descent needs smaller differences than that precision has"
+        why = f"are {str(like.dtype).removeprefix('torch.')}, which is too coarse for a search"
         remedy = "set double = true where the attack has it, or build the model in float32 (model.float())"
         raise Unattackable(Problem("half precision", "the parameters", why, remedy))
     rng = generator("derivatives")
@@ -406,3 +406,62 @@ def _rules_alone() -> Iterator[None]:
         yield
     finally:
         switch(True)
+
+
+# --------------------------------------------------------------------------------------- layers without a second derivative
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """A context in which all layers have a second derivative; values and first derivatives stay the same.
+
+    Hard sigmoid and hard swish by clamping; weighted embedding bags by embeddings; attention by its formula instead of fused
+    kernels; recurrent layers without cuDNN.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with _Composed(), sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+class _Composed(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _COMPOSED.get(func, func)(*args, **(kwargs or {}))
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    return _given((input + 3).clamp(0, 6) / 6, input, inplace)
+
+
+def _hardswish(input: Tensor, inplace: bool = False) -> Tensor:
+    before = input.clone() if inplace else input
+    return _given(before * _hardsigmoid(before), input, inplace)
+
+
+def _given(found: Tensor, input: Tensor, inplace: bool) -> Tensor:
+    return input.copy_(found) if inplace else found
+
+
+def _embedding_bag(input: Tensor, weight: Tensor, *further: Any, **settings: Any) -> Tensor:
+    """Bags that are the rows of a matrix; anything else by the original."""
+    left = {k: v for k, v in settings.items() if k not in ("mode", "per_sample_weights")}
+    plain = not any(v for v in (*further, *left.values()) if not isinstance(v, float)) and input.dim() == 2
+    mode, weights = settings.get("mode", "mean"), settings.get("per_sample_weights")
+    if not plain or mode not in ("sum", "mean"):
+        found: Tensor = F.embedding_bag(input, weight, *further, **settings)
+        return found
+    rows = F.embedding(input, weight)
+    rows = rows if weights is None else rows * weights[..., None]
+    return rows.sum(1) if mode == "sum" else rows.mean(1)
+
+
+_COMPOSED: dict[Any, Callable[..., Any]] = {
+    F.hardsigmoid: _hardsigmoid,
+    F.hardswish: _hardswish,
+    F.embedding_bag: _embedding_bag,
+}

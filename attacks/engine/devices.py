@@ -49,9 +49,9 @@ def devices_of(wanted: str | Sequence[str]) -> list[torch.device]:
     for name in [wanted] if isinstance(wanted, str) else wanted:
         own = every if name == "cuda" else [d for d in (CPU, *every) if str(d) == name]
         if not own:
+            here = f"torch {torch.__version__} sees {len(every)} GPUs (check nvidia-smi and CUDA_VISIBLE_DEVICES)"
             raise ValueError(
-                f'there is no device {name!r} here, where torch {torch.__version__} sees {len(every)} GPUs: expected "auto", '
-                '"cpu", "cuda" or names such as "cuda:0"; look at nvidia-smi, CUDA_VISIBLE_DEVICES, and whether torch has CUDA'
+                f'there is no device {name!r}; expected "auto", "cpu", "cuda" or "cuda:0" and so on; {here}'
             )
         found += own
     if not found or len(set(found)) < len(found):

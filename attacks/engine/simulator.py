@@ -13,8 +13,8 @@ from torch import Generator, Tensor
 from torch.func import vmap
 
 from fedgauge.attacks.base import Knowledge
+from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, whole_batch_update
-from fedgauge.attacks.engine.gradients.recording import Unsupported
 from fedgauge.client.chain import Chain
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.training import gradient

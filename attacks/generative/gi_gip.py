@@ -178,7 +178,8 @@ class gi_gip(GeneratorSearch):
             yield [z], made(generator, z, None), z
             adam.step()
         z.requires_grad_(False)
-        weights = {name: t.expand(len(z), *t.shape).clone().requires_grad_() for name, t in generator.weights.items()}
+        own = {name: p.detach() for name, p in generator.network.named_parameters()}
+        weights = {name: t.expand(len(z), *t.shape).clone().requires_grad_() for name, t in own.items()}
         moving = list(weights.values())
         adam = torch.optim.Adam(moving, lr=self.weight_rate, fused=True)  # unfused, it takes half of an iteration
         for _ in range(iterations - first):

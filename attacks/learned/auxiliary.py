@@ -104,7 +104,5 @@ def auxiliary_of(known: Knowledge, least: int = 1) -> Batch:
     found = known.auxiliary
     if found is None or tuple(found.x.shape[1:]) != tuple(known.shape) or len(found.x) < least:
         got = "none" if found is None else f"{len(found.x)} of shape {tuple(found.x.shape[1:])}"
-        raise ValueError(
-            f"it needs at least {least} auxiliary examples of the clients' shape {tuple(known.shape)}, got {got}"
-        )
+        raise ValueError(f"it needs at least {least} auxiliary examples of shape {tuple(known.shape)}, got {got}")
     return found

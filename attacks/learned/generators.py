@@ -55,11 +55,6 @@ class ImageGenerator:
         """Latents of one image."""
         return math.prod(self.latent)
 
-    @property
-    def weights(self) -> Params:
-        """The weights that an attack can optimise."""
-        return {name: p.detach() for name, p in self.network.named_parameters()}
-
     def __call__(self, z: Tensor, weights: Params | None = None) -> Tensor:
         """Latents (N, numbers) to images (N, C, H, W) in [0, 1]."""
         z = z.view(len(z), *self.latent)
@@ -238,10 +233,8 @@ def own(table: Table, shape: Shape) -> ImageGenerator:
     except (RuntimeError, AttributeError) as error:
         raise ValueError(f"{WHERE}: expected images of the clients' shape {tuple(shape)}: {error}") from error
     if not (float(images.min()) >= -_SLACK and float(images.max()) <= 1 + _SLACK):
-        raise ValueError(
-            f"{WHERE}: expected values in [{found.low:g}, {found.high:g}], and its images leave them; set "
-            "range = [black, white], which is [-1, 1] after a tanh"
-        )
+        remedy = "set range = [black, white], which is [-1, 1] after a tanh"
+        raise ValueError(f"{WHERE}: expected values in [{found.low:g}, {found.high:g}]; {remedy}")
     return found
 
 
@@ -265,6 +258,4 @@ def _latents(network: nn.Module, latent: int | None) -> tuple[int, ...]:
             with suppress(Exception):  # a user's code may raise anything; trying it shows which latents it takes
                 network(torch.zeros(2, *shape))
                 return shape
-    raise ValueError(
-        f"{WHERE}: it takes no latents (N, n) or (N, n, 1, 1) of {latent or 'the size of a layer'}: set latent = n"
-    )
+    raise ValueError(f"{WHERE}: expected latents (N, n) or (N, n, 1, 1) of {latent or 'a layer size'}: set latent = n")

@@ -176,10 +176,8 @@ class ShadowTrainer:
         rows = self.passes * (len(self.split[0]) // self.known.batch_size) * self.each
         available = free_bytes(self.device)
         if available is not None and 4 * rows * columns > SHARE * available:
-            raise ValueError(
-                f"{rows:,} simulated updates of {columns:,} numbers need {4 * rows * columns / 2**30:.1f} GiB, and "
-                f"{available / 2**30:.1f} are free: set buckets to at most {int(SHARE * available) // (4 * rows):,}"
-            )
+            need = f"{rows:,} simulated updates of {columns:,} numbers need {4 * rows * columns / 2**30:.1f} GiB"
+            raise ValueError(f"{need}: set buckets to at most {int(SHARE * available) // (4 * rows):,}")
         return columns
 
     @cached_property

@@ -45,16 +45,15 @@ class leave_layer_out(Attack):
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        layers = [f"{n}.weight" for n, m in known.model.named_modules() if isinstance(m, nn.Linear)]
         if self.layer == "auto" and known.chain.hidden:
             return self._without(known.chain.hidden, wave, known, budget, streams)
+        layers = [f"{n}.weight" for n, m in known.model.named_modules() if isinstance(m, nn.Linear)]
         trials = layers if self.layer == "auto" else [f"{self.layer}.weight"]
         if not trials or not set(trials) <= set(layers):
             named = "no fully connected layer" if not layers else f"no fully connected layer {self.layer!r}"
             return not_applicable(wave, f"the model has {named} to leave out")
         if budget.iterations < len(trials):
-            reason = f"{len(trials)} layers to try are more than {budget.iterations} iterations"
-            return not_applicable(wave, reason)
+            return not_applicable(wave, f"{len(trials)} layers to try are more than {budget.iterations} iterations")
         (each, rest), seconds = divmod(budget.iterations, len(trials)), budget.seconds and budget.seconds / len(trials)
         found = [
             self._without(

@@ -47,9 +47,7 @@ class CompiledStep:
 
     def __init__(self, problems: Problems, limiter: BatchLimiter) -> None:
         if reason := missing(next(iter(problems.params.values())).device):
-            raise SearchFails(
-                f"compile needs {reason}, and this machine has none; set compile = false: same result, slower"
-            )
+            raise SearchFails(f"compile needs {reason}, missing here; set compile = false: same result, slower")
         self.problems, self.limiter = problems, limiter
         self._steps: dict[int, Step] = {}
         self._keys: tuple[tuple[str, ...], ...] | None = None

@@ -45,10 +45,7 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
 
     def __post_init__(self) -> None:
         if not self.inner.starts_from_images:
-            raise ValueError(
-                f"feedback blending needs an attack that can start from given images, and {self.attack} cannot: "
-                "name a recipe of gradient matching, such as idlg"
-            )
+            raise ValueError(f"{self.attack} cannot start from images: name a gradient-matching recipe such as idlg")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be from 0 to 1, got {self.alpha}")
 

@@ -22,15 +22,11 @@ def epochs(chain: Chain, batch_size: int) -> int:
     if chain.slice_of(batch_size) * chain.parts >= batch_size or local.batch_size is None:
         return 1
     if chain.parts > 1:
-        raise ValueError(
-            "epochs of unknown order can be tied for one client's update only, and this one is a sum of several"
-        )
+        raise ValueError("epochs of unknown order can be tied for one client's update only, not for a sum of several")
     slices = -(-batch_size // local.batch_size)
     if local.plain and batch_size % local.batch_size:
-        raise ValueError(
-            f"slices of {local.batch_size} do not divide {batch_size} examples, and epochs of unknown order can then be tied "
-            "only where local_training describes them"
-        )
+        why = f"slices of {local.batch_size} do not divide {batch_size} examples"
+        raise ValueError(f"{why}: describe the training by local_training to tie its epochs")
     return -(-local.gradients(batch_size) // slices)
 
 

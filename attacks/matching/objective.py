@@ -149,9 +149,7 @@ def _noise_sizes(known: Knowledge) -> dict[str, tuple[int, int, int]]:
     steps, links = known.chain.local, known.chain.links
     layers = {n: m.drawn for n, m in known.model.named_modules() if isinstance(m, StochasticLayer) and m.drawn}
     if layers and known.batch_size > 1 and any(map(is_per_example, links)):
-        raise ValueError(
-            "the chain trains on each example separately, so one variable cannot represent the noise of all of them"
-        )
+        raise ValueError("the chain trains on each example separately, so the noise has no common variable")
     # in a sum, one client's steps follow the other's
     total = steps.gradients(known.batch_size // known.chain.parts) * known.chain.parts
     return {f"{NOISE}{n}": (total, known.chain.slice_of(known.batch_size), numbers) for n, numbers in layers.items()}

@@ -143,10 +143,8 @@ class batch_statistics(Prior):
 def _estimated(known: Knowledge, params: Params, layers: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
     """The mean, over batches of auxiliary images, of a batch's mean and variance at each use of these layers."""
     if known.auxiliary is None or len(known.auxiliary.x) < known.batch_size:
-        raise ValueError(
-            f"statistics are estimated on batches of auxiliary images, and the attacker has fewer than {known.batch_size}: raise "
-            '[data] auxiliary, or set of = "running"'
-        )
+        remedy = 'raise [data] auxiliary, or set of = "running"'
+        raise ValueError(f"estimating statistics needs at least {known.batch_size} auxiliary images: {remedy}")
     batches = [some for some in known.auxiliary.x.split(known.batch_size)[:ESTIMATED] if len(some) == known.batch_size]
     with torch.no_grad():
         uses = zip(*(layer_inputs(known.model, params, layers, known.normalise(some)) for some in batches), strict=True)
@@ -179,9 +177,7 @@ class gaussian(Prior):
         if self.mean is not None and self.covariance is not None:
             fitted = GaussianPrior.of(self.mean, self.covariance)
         elif known.auxiliary is None:
-            raise ValueError(
-                "a Gaussian prior is fitted to auxiliary images, and the attacker has none; give mean and covariance"
-            )
+            raise ValueError("a Gaussian prior is fitted to auxiliary images, and the attacker has none")
         else:
             fitted = GaussianPrior.fit(deviations(known.auxiliary) if self.by_class else known.auxiliary.x)
         if known.auxiliary is None or self.mean is not None or not self.by_class:

@@ -15,17 +15,10 @@ from torch.func import grad_and_value, vmap
 from fedgauge.attacks.base import Knowledge, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.compatibility import Route, differentiation_of
-from fedgauge.attacks.engine.distances import (
-    InnerProducts,
-    between,
-    left_out,
-    likelihood,
-    visible,
-    visible_columns,
-)
+from fedgauge.attacks.engine.distances import InnerProducts, between, left_out, likelihood, visible, visible_columns
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradients, factored, flattened
+from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, whole_batch_update
-from fedgauge.attacks.engine.gradients.recording import Unsupported
 from fedgauge.attacks.engine.scheduler import Variables
 from fedgauge.attacks.matching import local_steps
 from fedgauge.attacks.matching.objective import Objective
@@ -339,10 +332,8 @@ class Problems:
                 if exhausted(error):
                     raise
                 if self.way.route == "loop":
-                    raise SearchFails(
-                        f"the model or the chain fails on images of the descent ({type(error).__name__}: {error}): they may be "
-                        "any, also beyond black and white; let it take them, or use an attack that needs no derivative"
-                    ) from error
+                    why = f"the model or the chain fails on images of the descent ({type(error).__name__}: {error})"
+                    raise SearchFails(f"{why}: let it accept any pixels") from error
                 self._go("vmap" if self.step is not None else "loop")
 
     def _go(self, route: Route) -> None:

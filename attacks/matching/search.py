@@ -10,17 +10,8 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
-from fedgauge.attacks.engine.optimizers import (
-    Callback,
-    Descent,
-    adam,
-    lbfgs,
-    minimise,
-    per_iteration_count,
-    restarted,
-)
-from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, OptimizerState, Variables, advance
-from fedgauge.attacks.engine.trace import Tracer
+from fedgauge.attacks.engine.optimizers import Callback, Descent, adam, lbfgs, minimise, per_iteration_count, restarted
+from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, OptimizerState, Tracer, Variables, advance
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.client.components import check_above_zero, check_at_least, check_part
 

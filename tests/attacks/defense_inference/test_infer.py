@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks.defense_inference.evidence import Inferred
-from fedgauge.attacks.defense_inference.infer import infer
+from fedgauge.attacks.defense_inference.infer import Inferred, infer
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.plan import PlannedAttack

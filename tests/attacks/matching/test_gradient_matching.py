@@ -18,15 +18,7 @@ from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
-from tests.attacks.matching.tiny_problems import (
-    CLASSES,
-    MEAN,
-    SHAPE,
-    STD,
-    plain_objective,
-    scene,
-    streams,
-)
+from tests.attacks.matching.tiny_problems import CLASSES, MEAN, SHAPE, STD, plain_objective, scene, streams
 
 
 def plain_attack(
