@@ -22,7 +22,7 @@ from fedgauge.client.components import Table, check_above_zero, check_at_least
 from fedgauge.client.update import Params
 
 TOGETHER = 16  # problems at once, each with its own generator
-# of each iteration: variables, images (n, B, C, H, W), and latents if they are moved; the objectives come back
+# yields the variables, images (n, B, C, H, W) and moved latents of each iteration; receives their objectives
 Steps = Generator[tuple[list[Tensor], Tensor, Tensor | None], Tensor | None, None]
 
 
