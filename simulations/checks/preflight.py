@@ -33,8 +33,8 @@ from fedgauge.client.transforms import is_identity
 from fedgauge.client.update import Batch
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.assurance.gate import EPSILON, Measurement
 from fedgauge.server.views.formatting import decibel, finite, in_unit, percent
+from fedgauge.server.views.gate import EPSILON, Measurement
 from fedgauge.simulations.checks.network_check import try_softmax
 
 SIMULATED = 8  # clients, with batches of auxiliary images

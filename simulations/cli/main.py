@@ -25,7 +25,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "watch": "show runs in the browser, while they work and afterwards; Ctrl-C ends it.",
         "report": "write the HTML report of each run, and compare several; figures if asked for.",
         "gate": "compare what a run's attacks reached with thresholds; the exit status says whether they hold.",
-        "export": "every score as CSV or parquet.",
+        "export": "every score as CSV.",
         "client-report": "what a client of a deployment sent, answered and leaked, from its own log.",
     },
     "experiment_commands": {

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.views.assurance.gate import GateResult, Threshold
+from fedgauge.server.views.gate import GateResult, Threshold
 from fedgauge.simulations.cli.finding_runs import find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, flag, path, port, refuse, tell
 from fedgauge.simulations.cli.run_summary import wide_console
@@ -33,8 +33,7 @@ def add_to(commands: Commands) -> None:
     path(written, "--output -o", "FILE", text)
     add_gate(commands.add(gate))
     table = commands.add(export)
-    table.add_argument("--to", choices=("csv", "parquet"), default="csv")
-    path(table, "--output -o", "PATH", "default: standard output (csv), or scores.parquet in the run")
+    path(table, "--output -o", "PATH", "default: standard output")
     path(commands.add(client_report, with_run=False), "file", "CLIENT.toml", "the owner's file")
 
 
@@ -100,7 +99,7 @@ def report(options: argparse.Namespace) -> int:
 
 def gate(options: argparse.Namespace) -> int:
     """fedgauge gate RUN: compare what a run's attacks reached with thresholds; the exit status says whether they hold."""
-    from fedgauge.server.views.assurance.gate import gate_of_run
+    from fedgauge.server.views.gate import gate_of_run
     from fedgauge.server.views.reading import read_once
 
     thresholds = chosen_thresholds(options)
@@ -134,13 +133,11 @@ def conclude_gate(options: argparse.Namespace, results: Sequence[GateResult], of
 
 
 def export(options: argparse.Namespace) -> int:
-    """fedgauge export RUN: every score as CSV or parquet."""
-    from fedgauge.simulations.reports.export import save_csv, write_csv, write_parquet
+    """fedgauge export RUN: every score as CSV."""
+    from fedgauge.simulations.reports.export import save_csv, write_csv
 
     run = find_run(options.run, options.runs)
-    if options.to == "parquet":
-        print(write_parquet(run, options.output))
-    elif options.output:
+    if options.output:
         save_csv(run, options.output)
         print(options.output)
     else:

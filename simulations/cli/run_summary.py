@@ -8,10 +8,10 @@ from fedgauge.client.deployment.self_grading import NOT_ALLOWED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import printable
-from fedgauge.server.views.leak_tables import rounds_table, without_truth
+from fedgauge.server.views.leak_tables import rounds_table
 from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on, failure, inapplicable, none_accepted
-from fedgauge.server.views.participation import app_clients, guarded, numbering, other_sizes, participation
+from fedgauge.server.views.participation import guarded, other_sizes, participation
 from fedgauge.server.views.privacy import canaries
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
@@ -21,7 +21,17 @@ from fedgauge.simulations.live import json_log
 from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.reports.terminal import rich_table
 
-SHOWN = ("round", "accuracy", "attack", "mean", "worst", "baseline", "labels", "lost")  # columns of the results
+SHOWN = (
+    "round",
+    "accuracy",
+    "attack",
+    "mean",
+    "worst",
+    "baseline",
+    "labels",
+    "lost",
+    "ungraded",
+)  # columns of the results
 
 
 def print_summary(run: Run, log: Log) -> None:
@@ -70,7 +80,7 @@ def wide_console() -> Console:
 def _problems(reading: Reading) -> list[str]:
     """Return doubts about the figures, failures, and the next step."""
     ledger = reading.ledger
-    sizes = other_sizes(app_clients(ledger), reading.tables["data"].get("batch_size", 1))
+    sizes = other_sizes(ledger, reading.tables["data"].get("batch_size", 1))
     doubts = [f"WARNING: {text}" for text in (sizes, reading.meta.get("truth_doubts")) if text]
     failures = none_accepted(ledger), failure(ledger), inapplicable(ledger), reading.plan_coverage.words
     return [*doubts, *filter(None, (*failures, next_step(reading.run, ledger)))]
@@ -80,17 +90,14 @@ def _print_results(reading: Reading) -> None:
     """Print the table of scores, failures, and what to do next."""
     console = wide_console()
     ledger, meta = reading.ledger, reading.meta
-    table, ungraded = rounds_table(reading).only(*SHOWN), without_truth(reading)
-    graded = any(row.get("mean") is not None for row in table.records) or (table.rows and not ungraded.rows)
-    if graded:
+    table = rounds_table(reading).only(*SHOWN)
+    if table.rows:
         console.print(rich_table(table))
-    elif not ungraded.rows:
+    else:
         _print_line(console, f"no table: {verdict_of(reading).sentence}")
-    if ungraded.rows:
-        console.print(rich_table(ungraded))
-        if reason := ungraded_reason(reading):
-            _print_line(console, f"these reconstructions, which the report shows, were not graded: {reason}")
-    if ledger.attacks() and (graded or ungraded.rows):
+    if reading.scores.left_ungraded and (reason := ungraded_reason(reading)):
+        _print_line(console, f"reconstructions without a grade, which the report shows: {reason}")
+    if ledger.attacks() and table.rows:
         for text in members_sentences(verdict_of(reading).members, ledger):
             _print_line(console, text)
     if "replay_detail" in meta:
@@ -102,7 +109,6 @@ def _print_results(reading: Reading) -> None:
         canaries(reading).words,
         *(f"malicious server, {name}: {effect}" for name, effect in effects.items()),
         attacked_on(ledger),
-        numbering(app_clients(ledger)),
         _clients(ledger),
         _grading(ledger),
         *(f"{row['attack']} ({row['jobs']} x): {row['reason']}" for row in reasons[:MOST_REASONS]),

@@ -70,7 +70,7 @@ def schema(options: argparse.Namespace) -> int:
 def preflight(options: argparse.Namespace) -> int:
     """fedgauge preflight SCENARIO.toml: what would leak, in seconds and before any training, and what to change."""
     from fedgauge.attacks.modality.registry import modality_of
-    from fedgauge.server.views.assurance.gate import check_thresholds, judged
+    from fedgauge.server.views.gate import check_thresholds, judged
     from fedgauge.simulations.checks.preflight import NOT_BEFORE_TRAINING, show
     from fedgauge.simulations.checks.preflight import preflight as examine
     from fedgauge.simulations.checks.scenario_check import refuse_misfit

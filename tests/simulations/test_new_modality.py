@@ -68,12 +68,10 @@ def test_the_page_shows_every_number_and_the_verdict_counts_them(run: Run) -> No
         gallery = Gallery(reading)
         page, told, worst = in_json(gallery.page(Query())), overview(reading), worst_cases(gallery, 3)
         found = verdict_of(reading)
-        strength, modality = gallery.attacked().strength, gallery.scores.modality
+        strengths, modality = gallery.attacked(), gallery.scores.modality
         lower = type("Lower", (modality,), {"main": replace(modality.main, higher_is_better=False)})
         gallery.__dict__["scores"] = replace(gallery.scores, modality=lower)
-        assert list(gallery.attacked().strength) == list(-strength), (
-            "where a lower value leaks more, it is the first shown"
-        )
+        assert gallery.attacked() == {place: -s for place, s in strengths.items()}, "a lower value leaks more"
     assert (page["kind"], page["noun"], page["total"]) == ("text", "number", 6)
     for card in page["cards"]:
         (tile,) = card["tiles"]

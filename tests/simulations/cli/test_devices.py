@@ -16,7 +16,7 @@ from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.run.create import create_run
 from tests.simulations.cli.conftest import scenario_file
 
-NO_CUDA = "a torch without CUDA sees none"
+NO_CUDA = "sees 0 GPUs"
 
 
 @pytest.fixture(autouse=True)

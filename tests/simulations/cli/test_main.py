@@ -62,7 +62,6 @@ def test_a_place_where_nothing_can_be_written_is_a_mistake_in_words(
     for arguments in (
         ["init", str(tmp_path / "none" / "x.toml")],
         ["export", str(attacked.folder), "-o", str(tmp_path / "file" / "x.csv")],
-        ["export", str(attacked.folder), "--to", "parquet", "-o", str(tmp_path / "file" / "x.parquet")],
     ):
         assert main(arguments) == 2
         told = capsys.readouterr()
