@@ -67,6 +67,7 @@ class AdamSearch(adam, Search):
     Args:
         box: keep pixels in [0, 1] after each step.
         anneal: the likelihood's weight at the start; it grows geometrically to 1 over the first half of the iterations.
+        samples, radius: average the objective over images drawn uniformly from a box of this half-width around the guess.
         group: pulls an observation's restarts towards their mean (GradInversion).
         flat: weight of a penalty on the length of the objective's gradient by the images (Fan et al., 2025). The penalty's
             gradient is a difference over the distance `reach`, so each iteration evaluates two gradients.
@@ -77,6 +78,8 @@ class AdamSearch(adam, Search):
 
     box: bool = True
     anneal: float = 1.0
+    samples: int = 1
+    radius: float = 0.0
     group: float = 0.0
     flat: float = 0.0
     reach: float = 1e-2
@@ -84,7 +87,8 @@ class AdamSearch(adam, Search):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 0, "group", "flat")
+        check_at_least(self, 0, "group", "radius", "flat")
+        check_at_least(self, 1, "samples")
         check_above_zero(self, "reach")
         check_part(self, "anneal")
 
@@ -121,11 +125,12 @@ class AdamSearch(adam, Search):
             at = [count + done for count in counts]
             like = variables["x"].new_zeros(len(at))
             weight = per_iteration_count(lambda n: self.anneal ** max(0.0, 1 - 2 * n / iterations), at, like)
-            value, slopes = step(variables, rows, weight)
+            value, slopes = self._sampled(step, variables, rows, weight, at)
             if self.flat:
                 slopes = self._with_penalty(step, variables, rows, weight, slopes)
             part.finite.logical_or_(value.isfinite())
-            self._keep(context, variables, rows, at, value if isinstance(weight, float) and weight == 1 else None)
+            whole = not self.radius and isinstance(weight, float) and weight == 1
+            self._keep(context, variables, rows, at, value if whole else None)
             for name, t in variables.items():
                 slope = slopes[name].nan_to_num(0.0, 0.0, 0.0)
                 slope = slope.sign() if self.signed and name in problems.signed else slope
@@ -133,6 +138,21 @@ class AdamSearch(adam, Search):
             for name, (low, high) in bounds.items():
                 torch.clamp(variables[name], low, high, out=variables[name])
         return length
+
+    def _sampled(
+        self, step: Step, variables: Variables, rows: Tensor, weight: Tensor | float, at: Sequence[int]
+    ) -> tuple[Tensor, Variables]:
+        """The objective and its gradient, averaged over images near the guess; an iteration has the same draws in every wave."""
+        if not self.radius:
+            return step(variables, rows, weight)
+        x, drawn = variables["x"], []
+        for n in at:
+            unit = torch.rand(self.samples, *x.shape[1:], generator=torch.Generator().manual_seed(n))
+            drawn.append(self.radius * (2 * unit - 1))
+        near = [step({**variables, "x": x + away.to(x)}, rows, weight) for away in torch.stack(drawn, 1)]
+        values, slopes = zip(*near, strict=True)
+        mean = {name: torch.stack([each[name] for each in slopes]).mean(0) for name in variables}
+        return torch.stack(values).mean(0), mean
 
     def _with_penalty(
         self, step: Step, variables: Variables, rows: Tensor, weight: Tensor | float, slopes: Variables

@@ -154,9 +154,9 @@ ATTACKS = {
         AdamSearch(0.1, True, CUTS),
         trace=6,
     ),
-    "annealed, decaying": GradientMatching(
+    "annealed, decaying, sampled": GradientMatching(
         Objective(cosine(), (total_variation(0.01),)),
-        AdamSearch(0.1, decay=0.99, anneal=0.1),
+        AdamSearch(0.1, decay=0.99, anneal=0.1, samples=2, radius=0.05),
         trace=6,
     ),
 }
