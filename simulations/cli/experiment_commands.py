@@ -1,4 +1,4 @@
-"""`fedgauge sweep` and `reproduce`: experiments, each a grid in a TOML file."""
+"""`fedgauge sweep`, `reproduce` and `compare`: experiments, each a grid in a TOML file."""
 
 import argparse
 
@@ -29,6 +29,8 @@ def add_to(commands: Commands) -> None:
     for option, of in (("--cells", "settings"), ("--attacks", "attacks")):
         table.add_argument(option, metavar="PATTERN", help=f"only these {of}: part of their name, or with * and ?")
     path(table, "--output -o", "FILE", "keep the figures too, and continue what it holds")
+    text = "what fedgauge reproduce --output wrote; or suite_small: the figures that fedgauge keeps of it"
+    path(commands.add(compare, with_run=False), "files", "FILE", text, nargs="+")
 
 
 def sweep(options: argparse.Namespace) -> int:
@@ -51,4 +53,12 @@ def reproduce(options: argparse.Namespace) -> int:
         always = [submitted(text)[0] for text in options.attack]
         paper_table = restrict(paper_table, None, None, "*", options.attacks, always)
     reproduce_table(paper_table, options.output, options.jobs)
+    return 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """fedgauge compare FILE ...: show the figures of several files of the same table in columns."""
+    from fedgauge.simulations.experiments.results import compared, print_table, read_results
+
+    print_table(compared({str(file): read_results(file) for file in options.files}))
     return 0

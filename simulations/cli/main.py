@@ -31,6 +31,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "experiment_commands": {
         "sweep": "train and attack a grid of defenses, attacks and seeds in memory; continues where it stopped.",
         "reproduce": "attack what a paper attacked, and print its figures next to ours.",
+        "compare": "show the figures of several files of the same table in columns.",
     },
     "deploy_commands": {
         "deploy": "a federation of real processes, each client its own, here or in containers.",

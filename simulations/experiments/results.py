@@ -19,6 +19,7 @@ from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import finite
 from fedgauge.server.views.tables import Column, Table
 from fedgauge.simulations.experiments.measures import ComparedFigure
+from fedgauge.simulations.experiments.paper_table_files import PAPERS
 from fedgauge.simulations.experiments.paper_tables import PaperTable
 from fedgauge.simulations.reports.terminal import rich_table
 from fedgauge.simulations.run.environment import environment
@@ -69,7 +70,9 @@ class ResultsFile(Generic[Row]):
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Read a file of results; SpecError if it is none."""
+    """Read a file of results, or a kept one by the name of its table; SpecError if it is none."""
+    if not path.exists():
+        path = next(PAPERS.glob(f"*/results/{path}.json"), path)
     try:
         kept: dict[str, Any] = json.loads(read_file(path, LARGEST_FILE))
         for key, kind in {"name": str, "environment": dict, "seconds": float, "rows": list}.items():
@@ -150,3 +153,41 @@ def _texts(row: ComparedFigure) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+def compared(files: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return a table of several files' figures: a line for each cell, attack and metric, a column for each file.
+
+    Raises:
+        SpecError: the files have different tables, or different settings for the same attack of a cell.
+    """
+    (first, head), *others = files.items()
+    for name, other in others:
+        if any(other.get(key, 1) != head.get(key, 1) for key in ("name", "version")):
+            raise SpecError(f"{first} and {name} hold figures of different tables or versions: they do not compare")
+        for key in other["computed"].keys() & head["computed"].keys():
+            if other["computed"][key] != head["computed"][key]:
+                raise SpecError(f"{name}: {key} was computed with another seed, n, budget or setting than in {first}")
+    found: dict[tuple[str, str, str], dict[str, ComparedFigure]] = {}
+    for name, kept in files.items():
+        for row in rows_of(kept, ComparedFigure, name):
+            found.setdefault((row.cell, row.attack, row.metric), {})[name] = row
+    lines = []
+    for key, by_file in found.items():
+        floor = next((row.floor for row in by_file.values() if row.floor is not None), None)
+        lines.append([*key, *(_compared(by_file.get(name)) for name in files), _number(floor)])
+    caption = "\n".join(f"{name}: {_computed_with(kept)}" for name, kept in files.items())
+    return texts(caption, ["setting", "attack", "metric", *files, "baseline"], lines)
+
+
+def _compared(row: ComparedFigure | None) -> str:
+    if row is None or row.here is None:
+        return "-"
+    within = "" if row.low is None else f" ({row.low:.4g} to {row.high:.4g})"
+    return f"{row.here:.4g}{within}, n {row.n}"
+
+
+def _computed_with(kept: Mapping[str, Any]) -> str:
+    packages = kept["environment"]["packages"]
+    versions = ", ".join(f"{name} {packages.get(name, '?')}" for name in ("fedgauge", "torch"))
+    return f"{kept['name']}, version {kept.get('version', 1)}, seed {kept.get('seed')}, {kept.get('date')}, with {versions}"

@@ -13,7 +13,7 @@ from fedgauge.simulations.experiments import reproduce as reproducing
 from fedgauge.simulations.experiments.measures import ComparedFigure
 from fedgauge.simulations.experiments.paper_tables import PaperTable
 from fedgauge.simulations.experiments.reproduce import reproduce
-from fedgauge.simulations.experiments.results import ResultsFile, head_of
+from fedgauge.simulations.experiments.results import ResultsFile, compared, head_of, read_results
 from tests.simulations.experiments.small_tables import ANALYTIC, paper_table
 from tests.test_docs_code import write
 
@@ -128,3 +128,18 @@ def test_cells_in_processes_give_the_same_figures(tmp_path: Path) -> None:
     one, several = (sorted((r["cell"], r["here"]) for r in json.loads(path.read_text())["rows"]) for path in paths)
     assert [cell for cell, _ in one] == [cell for cell, _ in several] == ["none", "sign"]
     assert [here for _, here in one] == pytest.approx([here for _, here in several])
+
+
+def test_only_figures_of_equal_settings_are_compared(tmp_path: Path) -> None:
+    kept = json.loads((paper_table_files.PAPERS / "suite" / "results" / "suite_small.json").read_text())
+    theirs = {**kept, "rows": [{**row, "here": None} for row in kept["rows"][1:]]}
+    path = tmp_path / "theirs.json"
+    path.write_text(json.dumps(theirs))
+    table = compared({"ours": read_results(Path("suite_small")), "theirs": read_results(path)})
+    assert len(table.rows) == len({(row["cell"], row["attack"], row["metric"]) for row in kept["rows"]})
+    assert {row[4] for row in table.rows} == {"-"} and {row[3] for row in table.rows} != {"-"}
+    assert main(["compare", "suite_small", str(path)]) == 0
+    first = next(iter(kept["computed"]))
+    for change in ({"computed": {**kept["computed"], first: "another"}}, {"version": -1}, {"rows": 3}):
+        path.write_text(json.dumps({**theirs, **change}))
+        assert main(["compare", "suite_small", str(path)]) == 2
