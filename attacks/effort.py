@@ -18,6 +18,7 @@ from fedgauge.attacks.exact.recursive import stages_of
 from fedgauge.attacks.limits import noise_is_known
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import ATTACK, MEMBERSHIP
+from fedgauge.attacks.problem import Unattackable
 from fedgauge.client.components import Table
 from fedgauge.client.federation import Federation
 from fedgauge.client.training import StochasticLayer
@@ -84,7 +85,7 @@ class _Setting:
         """Whether the network begins with a convolution and is a chain of layers that can be solved one after the other."""
         try:
             return self.dense is None and bool(stages_of(self.federation.model, self.federation.shards.dataset.shape))
-        except Exception:  # what is wrong with the network is the doctor's to report
+        except Unattackable:
             return False
 
     def repeats(self) -> bool:

@@ -199,8 +199,7 @@ def test_every_toml_is_readable_and_names_components_that_there_are(page: Path) 
 def test_every_block_of_code_can_be_read(page: Path) -> None:
     """Those of Python, YAML and the shell; TOML is above, and what the tests run is nearer to it."""
     text = page.read_text()
-    by_hand = re.sub(r"<!-- generated: signatures .*?<!-- end -->", "", text, flags=re.DOTALL)  # these have no bodies
-    for block in [*blocks(by_hand, "py"), *blocks(by_hand, "python")]:
+    for block in [*blocks(text, "py"), *blocks(text, "python")]:
         ast.parse(re.sub(r"^%.*$", "", block, flags=re.MULTILINE))  # a notebook's own commands
     for block in blocks(text, "yaml"):
         assert yaml.safe_load(block)

@@ -1,1 +1,1 @@
-"""Which defense the clients use, read off their updates."""
+"""Inference of the clients' defense from their updates."""

@@ -1,30 +1,242 @@
-"""Infers the clients' defense from the traces that it leaves in their updates.
+"""Infers the clients' defense from its traces in their updates.
 
 A sign leaves one magnitude, a clip the same norm at several clients, pruning the same share in every tensor, a mask zeros
 independent of size. Zeros also occur without a defense: a unit that is off for every example has no gradient. So sparsity
 is judged only where no network makes zeros. The classifier's signals p - y are never zero, hence a column of its weight is
 zero as a whole or not at all; a bias is zero only with its whole row, a normalisation's weight only with its bias. One
-defense is inferred; several together are reported as the first that fits.
+defense is inferred, on the finished update or in a single local step; several are reported as the first that fits.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from fedgauge.attacks.base import Wave
-from fedgauge.attacks.defense_inference.evidence import FEW, SAME_SIZE, Inferred, UpdateEvidence
-from fedgauge.attacks.defense_inference.sparsity import find_sparsity
+from fedgauge.client.chain import Chain
+from fedgauge.client.models.vision import last_linear, layer_parameters
 from fedgauge.client.training import local_sgd
-from fedgauge.client.update import Update, norm
+from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
+from fedgauge.client.update import Update, UpdateFn, norm
 
+Kind = Literal["none", "sign", "prune", "mask", "clip", "noise"]
+SAME_SIZE = 1e-5  # and two magnitudes
+FEW = 20  # entries below which a share is too uncertain
+TINY = 1e-3  # part of a matrix's largest entry
 SAME_NORM = 1e-5  # relative distance at which two norms are one: float32 rounds a sum of squares by about 1e-6
 RANK = 1e-5  # share of a matrix's norm beyond its rank that is more than rounding
 SUBMATRIX = 512  # rows and columns that suffice to estimate a rank
 BEYOND = 4  # rows and columns beyond the rank that suffice to test the rest
-LEVELS = 64  # sums of up to this many signs are told apart from other values
+
+
+# ---------------------------------------------------------------------------------------------------------- evidence
+
+
+@dataclass(frozen=True)
+class InferredLink(UpdateTransform):
+    """The attacker's form of a defense that it inferred.
+
+    Args:
+        value: max_norm of a clip, scale of a sign, keep of pruning or of an unknown mask, sigma of noise.
+        places: of a public mask, the entries that it shows.
+    """
+
+    kind: Kind
+    value: float
+    places: Mapping[str, Tensor] | None = field(default=None, compare=False)
+
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        return compute if self.kind == "noise" else super().__call__(compute)
+
+    def apply(self, update: Update, rng: Generator | None) -> Update:
+        if self.kind == "clip":
+            factor = (self.value / norm(update).clamp_min(1e-12)).clamp(max=1.0)
+            return {k: t * factor for k, t in update.items()}
+        if self.kind == "sign":  # which has no useful derivative
+            return {k: self.value * t / (t.abs() + t.abs().mean() + 1e-12) for k, t in update.items()}
+        if self.kind == "prune":
+            return {k: self._largest(t) for k, t in update.items()}
+        if self.places is not None:
+            return {k: t.where(self.places[k], 0.0) for k, t in update.items()}
+        return {k: self.value * t for k, t in update.items()}  # the average over all masks
+
+    def _largest(self, t: Tensor) -> Tensor:
+        kept = min(t.numel(), max(1, round(self.value * t.numel())))
+        return t.where(t.abs() >= t.detach().abs().flatten().topk(kept).values[-1], 0.0)
+
+    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
+        if self.kind == "noise":
+            return replace(before, sigma=self.value)
+        if self.kind == "sign":
+            return replace(before, signed=True)
+        if self.kind == "clip" or self.places is not None:
+            return before
+        return replace(before, sparse=True, shrink=before.shrink * (self.value if self.kind == "mask" else 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Inferred:
+    """The clients' chain as inferred from their updates.
+
+    Args:
+        kind: the defense that explains them best, or none. Other defenses (a quantiser, the largest entries of the whole
+            update) are reported as the nearest of these. Noise is reported only if a layer's rank shows it.
+        parameters: of the defense, in the units of its position in the chain; a mask's keep is the share left after all
+            local steps.
+        chain: local training with that defense, built from the attacker's own links.
+        evidence: the reason, in words.
+        updates: how many were read.
+    """
+
+    kind: Kind
+    parameters: Mapping[str, float]
+    chain: Chain
+    evidence: str
+    updates: int
+
+    def __str__(self) -> str:
+        arguments = ", ".join(f"{k}~{v:.3g}" for k, v in self.parameters.items())
+        what = f"{self.kind}({arguments})" if arguments else self.kind
+        return f"{what} from {self.updates} update{'' if self.updates == 1 else 's'}"
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateEvidence:
+    """Updates, and the zeros that would occur in them without a defense."""
+
+    updates: Sequence[Update]
+    model: nn.Module
+    local: local_sgd
+    batch_size: int
+    members: int
+
+    @property
+    def rows(self) -> int:
+        """The highest rank of a fully connected layer's update: one row for each example of each step."""
+        return self.members * self.local.steps * min(self.local.batch_size or self.batch_size, self.batch_size)
+
+    @cached_property
+    def layers(self) -> "NaturalZeros":
+        return NaturalZeros.of(self.model)
+
+    @cached_property
+    def tallies(self) -> list[list["TensorEvidence"]]:
+        """The evidence of each tensor, by update."""
+        return [
+            [TensorEvidence.of(u[name], live) for name, live in self.layers.live(u, self.rows).items()]
+            for u in self.updates
+        ]
+
+    @property
+    def every(self) -> list["TensorEvidence"]:
+        return [tally for tallies in self.tallies for tally in tallies]
+
+    @property
+    def certain(self) -> list["TensorEvidence"]:
+        """Tensors with entries that are never zero without a defense."""
+        return [tally for tally in self.every if tally.live]
+
+    @property
+    def holes(self) -> int:
+        """Number of zero entries that are never zero without a defense."""
+        return sum(tally.live - tally.shown for tally in self.certain)
+
+    def verdict(
+        self, kind: Kind, parameters: Mapping[str, float], evidence: str, places: Mapping[str, Tensor] | None = None
+    ) -> Inferred:
+        """The result with a link on the finished update."""
+        links = [InferredLink(kind, value, places) for value in parameters.values()]
+        return Inferred(kind, parameters, Chain((self.local, *links)), evidence, len(self.updates))
+
+
+@dataclass(frozen=True)
+class NaturalZeros:
+    """Names of weights and biases, and which of them have zeros together without a defense."""
+
+    classifier: str | None
+    linear: tuple[str, ...]
+    biased: tuple[tuple[str, str], ...]  # a bias is zero only if its row of the weight is
+    norms: tuple[tuple[str, str], ...]  # a weight is zero exactly where its bias is
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "NaturalZeros":
+        modules = dict(model.named_modules())
+        linear = tuple(layer_parameters(name)[0] for name, m in modules.items() if isinstance(m, nn.Linear))
+        norms = tuple(
+            layer_parameters(name)
+            for name, m in modules.items()
+            if isinstance(m, nn.modules.batchnorm._BatchNorm | nn.GroupNorm | nn.LayerNorm)
+        )
+        # a normalisation after a convolution makes its bias's gradient zero up to rounding
+        kinds = nn.Linear if norms else (nn.Linear, nn.Conv2d)
+        biased = tuple(layer_parameters(name) for name, m in modules.items() if isinstance(m, kinds))
+        return cls(layer_parameters(last_linear(model))[0] if linear else None, linear, biased, norms)
+
+    def live(self, update: Update, rows: int) -> dict[str, Tensor]:
+        """Entries that are never zero without a defense, judged by their neighbours and not by the entries themselves."""
+        live = {name: torch.zeros_like(t, dtype=torch.bool) for name, t in update.items()}
+        # the update by one example is one row times one column: zero in whole rows and columns only
+        for name in self.linear if rows == 1 else (self.classifier,):
+            if name in update:
+                live[name] = live_by_neighbours(update[name])
+        for weight, bias in self.biased:
+            if weight in update and bias in update:
+                live[bias] = update[weight].flatten(1).any(1)
+        for weight, bias in self.norms:
+            if weight in update and bias in update:
+                live[weight], live[bias] = update[bias] != 0, update[weight] != 0
+        return live
+
+
+def live_by_neighbours(matrix: Tensor) -> Tensor:
+    """Entries of a matrix with another nonzero entry in their row, and one in their column that is not tiny.
+
+    A tiny one may come from an example of almost no loss: the signal p - 1 of its label was rounded to zero.
+    """
+    seen, large = matrix != 0, matrix.abs() > TINY * matrix.abs().max()
+    return (large.sum(0, keepdim=True) > large.long()) & (seen.sum(1, keepdim=True) > seen.long())
+
+
+@dataclass(frozen=True, eq=False)
+class TensorEvidence:
+    """The evidence in one tensor of one update.
+
+    Args:
+        size, seen: entries, and nonzero ones.
+        tied: nonzero entries of the smallest magnitude.
+        live, shown: entries that are never zero without a defense, and those of them that are not zero here.
+        sizes: distinct nonzero magnitudes.
+    """
+
+    size: int
+    seen: int
+    tied: int
+    live: int
+    shown: int
+    sizes: Tensor = field(repr=False)
+
+    @classmethod
+    def of(cls, t: Tensor, live: Tensor) -> "TensorEvidence":
+        sizes, counts = t[t != 0].abs().unique(return_counts=True)
+        tied = int(counts[sizes <= sizes[0] * (1 + SAME_SIZE)].sum()) if len(sizes) else 0
+        return cls(t.numel(), int(counts.sum()), tied, int(live.sum()), int((live & (t != 0)).sum()), sizes)
+
+    def fits(self, keep: float) -> bool:
+        """True if pruning with this keep leaves the observed count."""
+        return self.seen - self.tied < max(1, round(keep * self.size)) <= self.seen
+
+    @property
+    def pierced(self) -> bool:
+        """True if an entry is zero that is never zero without a defense."""
+        return self.shown < self.live
+
+
+# --------------------------------------------------------------------------------------------------------- inference
 
 
 def infer(
@@ -33,7 +245,7 @@ def infer(
     """The defense that explains the updates of one round or of several.
 
     Args:
-        model: tells which tensors can have zeros without a defense.
+        model: decides which tensors can have zeros without a defense.
         local: the local training, as agreed in the federation.
         batch_size: examples that a client trains on in a round.
         members: clients averaged in each update, under a secure sum.
@@ -50,23 +262,13 @@ def infer(
 
 
 def find_sign(read: UpdateEvidence) -> Inferred | None:
-    """A sign: one magnitude everywhere, or whole multiples of a fraction of it if several signs were summed."""
-    sizes = torch.cat([tally.sizes for tally in read.every]).unique().double()
-    largest, count = float(sizes[-1]), sum(tally.seen for tally in read.every)
-    summed = [n for n in (1, read.members, read.local.steps, read.examples, read.rows) if n <= min(LEVELS, count / FEW)]
-    fitting = (n for n in summed if _are_multiples(sizes, largest / n))
-    if (n := next(fitting, None)) is None:
+    """A sign: one magnitude in all nonzero entries."""
+    sizes = torch.cat([tally.sizes for tally in read.every]).double()
+    largest, count = float(sizes.max()), sum(tally.seen for tally in read.every)
+    if count < FEW or float(sizes.min()) < largest * (1 - SAME_SIZE):
         return None
-    # opposite signs of two steps leave a zero
-    if n == 1 and not (read.holes and read.local.steps % 2 == 0):
-        evidence = f"all {count:,} entries that are not zero have the magnitude {largest:.4g}"
-        return read.verdict("sign", {"scale": largest}, evidence)
-    evidence = f"every entry is a multiple of {largest / n:.4g}, up to {n} times"
-    return read.summed("sign", {"scale": largest}, f"{evidence}: signs were summed")
-
-
-def _are_multiples(sizes: Tensor, unit: float) -> bool:
-    return bool(((sizes / unit).round() * unit - sizes).abs().max() <= SAME_SIZE * sizes[-1])
+    evidence = f"all {count:,} entries that are not zero have the magnitude {largest:.4g}"
+    return read.verdict("sign", {"scale": largest}, evidence)
 
 
 def find_clip(read: UpdateEvidence) -> Inferred | None:
@@ -94,7 +296,7 @@ def find_noise(read: UpdateEvidence) -> Inferred:
 
 
 def _beyond_rank(matrix: Tensor, rows: int) -> tuple[float, int, bool] | None:
-    """The square of what a matrix has beyond a rank, for how many entries it counts, and whether no value of it stands out.
+    """The square of a matrix's part beyond a rank, the entries it represents, and True if that part looks like white noise.
 
     The largest singular value of noise is Marchenko and Pastur's edge. None: the matrix is too small.
     """
@@ -107,3 +309,80 @@ def _beyond_rank(matrix: Tensor, rows: int) -> tuple[float, int, bool] | None:
     edge = (math.sqrt(high) + math.sqrt(wide)) * size / math.sqrt(high * wide)
     noisy = whole > 0 and size / whole > RANK and float(values[rows]) < 1.5 * edge  # with a margin
     return size**2, high * wide, noisy
+
+
+def find_sparsity(read: UpdateEvidence) -> Inferred | None:
+    if not read.holes:
+        return None
+    zeros = f"{read.holes:,} of {sum(t.live for t in read.certain):,} entries that no network makes zero are zero"
+    if (keeps := _common_keep(read.every)) is not None:
+        keep = _roundest(*keeps, [t for t in read.every if t.pierced])
+        evidence = f"{zeros}; every tensor keeps a share from {keeps[0]:.6g} to {keeps[1]:.6g} of its entries, or fewer"
+        return read.verdict("prune", {"keep": keep}, evidence)
+    evidence = f"{zeros}; the other entries are small as well as large"
+    common = _shared(read, _share(read, 1))
+    keep = _share(read, len(read.updates) if common is None else 1)
+    if common is None:
+        return read.verdict("mask", {"keep": keep}, evidence)
+    evidence += f"; the same entries in all {len(read.updates)} updates: a public mask"
+    return read.verdict("mask", {"keep": keep}, evidence, common)
+
+
+def _common_keep(tallies: Sequence[TensorEvidence]) -> tuple[float, float] | None:
+    """The lowest and the highest keep that explain every tensor's count; None if there are none.
+
+    Pruning keeps max(1, round(keep * size)) entries and those tied with the last of them, or fewer if the gradient has fewer.
+    """
+    pierced = [t for t in tallies if t.pierced]
+    low, densest = 0.0, pierced[0]
+    for t in tallies:
+        if t.seen > t.tied and (t.seen - t.tied + 0.5) / t.size > low:
+            low, densest = (t.seen - t.tied + 0.5) / t.size, t
+    high = min(1.0, *((t.seen + 0.5) / t.size for t in pierced))
+    if low > high or any(t.seen == 0 for t in pierced):
+        return None
+    # that the densest tensor lies between the others' limits is hardly a coincidence
+    return low, min(high, (densest.seen + 0.5) / densest.size)
+
+
+def _roundest(low: float, high: float, pierced: Sequence[TensorEvidence]) -> float:
+    """The keep with the fewest digits between two limits that leaves the observed counts: people choose round numbers."""
+    middle = (low + high) / 2
+    rounded = (float(f"{middle:.{digits}g}") for digits in range(1, 16))
+    fitting = (r for r in rounded if low <= r <= high and all(t.fits(r) for t in pierced))
+    return next(fitting, middle)
+
+
+def _share(read: UpdateEvidence, masks: int) -> float:
+    """The share that this many masks keep: other zeros only lower it, so the densest set of enough entries decides."""
+    places = [(sum(t.shown for t in read.certain), sum(t.live for t in read.certain))]
+    places += [(sum(t.seen for t in ts), sum(t.size for t in ts)) for ts in zip(*read.tallies, strict=True)]
+    for name in read.layers.linear:
+        neighboured = [(u[name][live_by_neighbours(u[name])] != 0) for u in read.updates if name in u]
+        places.append((sum(int(s.sum()) for s in neighboured), sum(len(s) for s in neighboured)))
+    copies = len(read.updates) / masks
+    seen, size = max((p for p in places if p[1]), key=lambda place: _at_least(place[0] / copies, place[1] / copies))
+    return seen / size
+
+
+def _at_least(seen: float, size: float) -> float:
+    """Wilson's lower limit of a share at 3 standard errors, since many sets are compared."""
+    share, z = seen / size, 3.0
+    spread = math.sqrt(share * (1 - share) / size + z**2 / (4 * size**2))
+    return (share + z**2 / (2 * size) - z * spread) / (1 + z**2 / size)
+
+
+def _shared(read: UpdateEvidence, keep: float) -> dict[str, Tensor] | None:
+    """The entries that are nonzero in any update, if all have their zeros in the same places; else None."""
+    seen = [torch.cat([(t != 0).flatten() for t in u.values()]) for u in read.updates]
+    live = [torch.cat([t.flatten() for t in read.layers.live(u, read.rows).values()]) for u in read.updates]
+    both = either = 0
+    for sure in (True, False):  # entries that are never zero without a defense, if they are enough
+        if either < FEW:
+            pairs = zip(pairwise(seen), pairwise(live), strict=True)
+            shown = [(a[among], b[among]) for (a, b), (la, lb) in pairs for among in [la & lb if sure else a | b]]
+            both, either = (sum(int(op(a, b).sum()) for a, b in shown) for op in (torch.logical_and, torch.logical_or))
+    by_chance = keep / (2 - keep)
+    if not either or both / either < (1 + by_chance) / 2:
+        return None
+    return {k: torch.stack([u[k] != 0 for u in read.updates]).any(0) for k in read.updates[0]}

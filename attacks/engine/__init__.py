@@ -1,1 +1,1 @@
-"""What every optimising attack runs on: batched gradients, distances, optimisers, the scheduler and its memory limit."""
+"""The engine of optimising attacks: batched gradients, distances, optimisers, the scheduler and its memory limit."""

@@ -1,4 +1,4 @@
-"""Chooses how many problems fit into memory together: estimated by a dry run, halved when memory runs out after all."""
+"""Limits the problems of a pass to the free memory: estimated by a dry run, halved when memory still runs out."""
 
 import ctypes
 import weakref
@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 Result = TypeVar("Result")
 
-SHARE = 0.5  # of the free memory: other workers measure the same memory at the same time, and kernels need their own buffers
+SHARE = 0.5  # of the free memory: other workers measure it at the same time, and kernels need buffers
 
 
 class BatchLimiter:
-    """How many problems advance together.
+    """The number of problems that advance together.
 
     Args:
-        count: at the start; halved for good whenever memory runs out.
+        count: at the start; halved permanently whenever memory runs out.
     """
 
     def __init__(self, count: int) -> None:
@@ -46,7 +46,7 @@ class BatchLimiter:
                 torch.cuda.empty_cache()
 
     def each(self, work: Callable[[Tensor], Result], items: Tensor) -> list[Result]:
-        """The results of work on all items, in order: together, or in parts that fit into memory."""
+        """Apply work to all items, in parts that fit into memory; return the results in order."""
         results: list[Result] = []
         done = 0
         while done < len(items):
@@ -58,24 +58,22 @@ class BatchLimiter:
 
 
 def exhausted(error: BaseException) -> bool:
-    """Whether an error says that memory ran out."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return "can't allocate memory" in str(error)
+    """True if an error reports that memory ran out."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 # ------------------------------------------------------------------------------------------------------ ahead of time
 
 
 def largest_batch(work: Callable[[int], object], most: int, device: torch.device, held: int = 0) -> int:
-    """How many of at most `most` problems fit into the free memory, measured by a dry run of two.
+    """Measure by a dry run how many of at most `most` problems fit into the free memory.
 
-    Two, since a single problem may be computed in another way. There is no dry run for one or two problems, and all
-    problems run together if the free memory is unknown.
+    The dry run computes two problems, since a single one may take another route. All problems run together if the free
+    memory is unknown.
 
     Args:
         work: computes this many problems.
-        held: bytes that will be in use besides the work.
+        held: bytes that will be in use in addition to the work.
     """
     available = free_bytes(device)
     if most <= 2 or available is None:
@@ -88,10 +86,9 @@ def largest_batch(work: Callable[[int], object], most: int, device: torch.device
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Peak bytes that a piece of work holds beyond what was in use before.
+    """Peak memory of a piece of work, in bytes, without the memory that was in use before.
 
-    On an accelerator the allocator counts them; elsewhere the results of torch's operators are counted, without temporary
-    buffers inside the operators.
+    On a GPU the allocator counts it; elsewhere the results of torch's operators are counted, without their inner buffers.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -105,7 +102,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
 
 
 class _Allocations(TorchDispatchMode):
-    """Counts the bytes of the storages that operators allocate, as long as anything (autograd's graph too) keeps them alive."""
+    """Counts the bytes of the live storages that operators allocated, including those in autograd's graph."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -148,7 +145,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that the system and every control group of this process still grant; None if none of them reports it."""
+    """Free bytes within the limits of the system and of this process's control groups; None if none reports them."""
     limits = [int(v.split()[0]) * 1024 for name, v in _pairs(root / "proc/meminfo", ":") if name == "MemAvailable"]
     base = root / "sys/fs/cgroup"
     for name, path in _pairs(root / "proc/self/cgroup", "::"):
@@ -168,10 +165,9 @@ def _pairs(path: Path, between: str) -> list[tuple[str, str]]:
 
 
 def keep_freed_memory() -> None:
-    """Tell the C library to keep freed memory: matching allocates the same large tensors in every iteration.
+    """Make glibc keep freed memory: matching allocates the same large tensors in every iteration.
 
-    Returning them to the system and faulting them in again takes a tenth of an attack's time. Use it in processes that only
-    attack; it has no effect if the C library is not glibc.
+    Returning them to the system and faulting them in again takes a tenth of an attack's time. For processes that only attack.
     """
     trim_threshold, mmap_threshold = -1, -3  # mallopt(3)
     library = ctypes.CDLL(None)

@@ -39,7 +39,7 @@ _RENAMED = re.compile(rf"\b({'|'.join(FORMER_NAMES)})\b")
 
 
 def digest(*parts: object) -> str:
-    """A name that depends on every part: tensors (alone, in mappings or in sequences) by value, other objects by repr."""
+    """Hash every part: tensors, mappings and sequences by value, other objects by repr."""
     found = sha256()
     for part in parts:
         if isinstance(part, Tensor):
@@ -50,7 +50,7 @@ def digest(*parts: object) -> str:
                 found.update(digest(key, part[key]).encode())
         elif isinstance(part, tuple | list):
             found.update(f"{len(part)}:".encode() + "".join(map(digest, part)).encode())
-        elif isinstance(part, FunctionType):  # whose repr has a memory address
+        elif isinstance(part, FunctionType):  # its repr contains a memory address
             found.update(f"{part.__module__.removeprefix('fedgauge.')}:{part.__qualname__}".encode())
         else:
             found.update(_RENAMED.sub(lambda match: FORMER_NAMES[match[0]], repr(part)).encode())
@@ -63,8 +63,8 @@ class TensorCache:
     """A folder of safetensors files.
 
     Args:
-        bound: bytes of all files together; larger entries are not kept at all.
-        device: where tensors come out.
+        bound: bytes of all files together; larger entries are not cached.
+        device: of the tensors that are returned.
     """
 
     folder: Path
@@ -77,7 +77,7 @@ class TensorCache:
         return cls(cache_folder() / "learned")
 
     def get(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The tensors of a name, computed if they are missing; one process computes them, and the others wait."""
+        """Return the tensors of a name; if they are missing, one process computes them and the others wait."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (self.folder / f"{name}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # released when the process dies

@@ -1,12 +1,12 @@
-"""Whether and how a model can be attacked, tried once for each model: its parameters, its forward pass and its derivatives.
+"""Checks of a model before an attack: its parameters, its forward pass and its derivatives.
 
-`parameter_problem`, `forward_problem` and `lookup_problem` name what is wrong with a model, with the layer and the remedy.
-`differentiation_of` finds the fastest way to differentiate its gradients that gives what plain autograd gives: in one pass
-over all problems, by vmap, or one problem after the other, each tried on two problems of random examples.
+`parameter_problem`, `forward_problem` and `lookup_problem` return a model's fault, with the layer and the remedy.
+`differentiation_of` chooses the fastest route that agrees with plain autograd on two problems of random examples: one pass
+over all problems, vmap, or a loop over problems.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -15,16 +15,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.batch_limiter import exhausted
-from fedgauge.attacks.engine.computation import containers, run, undisturbed
+from fedgauge.attacks.engine.computation import containers, error_line, run, undisturbed
 from fedgauge.attacks.engine.gradients.factored import formed
 from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
-from fedgauge.attacks.engine.second_derivatives import twice_differentiable
 from fedgauge.attacks.problem import Problem, Unattackable, refuse
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
@@ -33,17 +35,13 @@ from fedgauge.client.update import Batch, Params, Update
 SAME = 1e-4  # relative difference between two passes up to which they are equal
 Route = Literal["one pass", "vmap", "loop"]
 PROBLEMS = 2
-# relative to a tensor's norm. A wrong derivative is wrong by as much as its size; layers that compute in float32 whatever
-# they are given differ by about 1e-6, and deep networks in float32 by up to 1e-3
+# relative to a tensor's norm. The error of a wrong derivative is as large as the derivative; layers that always compute in
+# float32 differ by about 1e-6, and deep networks in float32 by up to 1e-3
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}
-DISPLACEMENTS = (
-    1e-6,
-    1e-7,
-    1e-8,
-)  # of pixels: a kink (relu, max pooling) may lie within one of them, hardly within all
-NEGLIGIBLE = 1e-3  # of the largest tensor's norm: below, a tensor's rounding may be as large as itself
-SLOPE = 1e-2  # relative difference between a derivative and the quotient of differences, which holds rounding too
-READING = (".item()", "control flow", "data pointer", "aten::equal", "dynamic shape")  # vmap's words for reading values
+DISPLACEMENTS = (1e-6, 1e-7, 1e-8)  # of pixels: one of them may cross a kink (relu, max pooling), hardly all
+NEGLIGIBLE = 1e-3  # of the largest tensor's norm: a smaller tensor may consist of rounding errors only
+SLOPE = 1e-2  # relative difference between a derivative and the quotient of differences, which includes rounding
+READING = (".item()", "control flow", "data pointer", "aten::equal", "dynamic shape")  # in vmap's errors on value reads
 INCOMPLETE = (
     "the descent is approximate: the model's second derivative lacks a part, as with detach(), a rounding, or a custom "
     "autograd function that gives a first derivative only"
@@ -54,7 +52,7 @@ INCOMPLETE = (
 
 
 def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[int, ...] = ()) -> Problem | None:
-    """Why a model cannot be run on a batch of examples x (B, ...).
+    """Run a model on a batch of examples x (B, ...) and return its problem, if any.
 
     Args:
         outputs: the shape that its logits must have; empty: any number of classes.
@@ -63,53 +61,49 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
         if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
             why = "has no weights before its first batch"
             return Problem("lazy", _layer(name, module), why, "give it its number of inputs")
-    with _layer_calls(model) as calls:
+    with _layer_calls(model) as (running, ended):
         try:
             logits = _passed(model, params, x)
         except Exception as error:  # a user's model may raise anything
-            layer, given = calls.running[-1] if calls.running else ("", ())
-            taken = given[0] if given and isinstance(given[0], Tensor) else x
-            why = f"cannot take a batch of {' x '.join(map(str, taken.shape))} ({_line(error)})"
-            return Problem("forward", layer or "the model", why, "build the network for such examples")
+            why = f"cannot take a batch of {' x '.join(map(str, x.shape))} ({error_line(error)})"
+            return Problem("forward", running[-1] if running else "the model", why, "build it for such examples")
     if not isinstance(logits, Tensor):
         held = f" with {', '.join(map(str, logits))}" if isinstance(logits, dict) else ""
-        why = f"returns a {type(logits).__name__}{held}, expected the logits (B, classes) alone"
+        why = f"returns a {type(logits).__name__}{held}, expected only the logits (B, classes)"
         return Problem("no logits", "the model", why, "wrap it in a module that returns them")
     shape = tuple(logits.shape)
     if len(shape) < 2 or len(logits) != len(x) or (outputs and shape != outputs):
         why = f"returns logits of shape {shape} for a batch of {len(x)}, expected {outputs or '(B, classes)'}"
         return Problem("logits", "the model", why, "its factory is offered `shape` and `classes`")
     if not logits.isfinite().all():
-        layer = next(call.layer for call in calls.ended if not all(t.isfinite().all() for t in call.outs))
+        layer = next(name for name, outs in ended if not all(t.isfinite().all() for t in outs))
         return Problem("not finite", layer, "gives numbers that are not finite", "smaller weights, or scaled data")
-    with _layer_calls(model) as again:
+    with _layer_calls(model) as (_, again):
         _passed(model, params, x, seed=1)
-    for call, other in zip(calls.ended, again.ended, strict=False):
-        if not all(map(_equal, call.outs, other.outs)):
+    for (layer, outs), (_, others) in zip(ended, again, strict=False):
+        if not all(map(_equal, outs, others)):
             why = "draws random numbers, and the attacker's differentiable update lacks its draws"
-            return Problem("draws", call.layer, why, "set its probability to 0, or put it in eval mode")
+            return Problem("draws", layer, why, "set its probability to 0, or put it in eval mode")
     return None
 
 
 def parameter_problem(model: nn.Module, params: Params) -> Problem | None:
-    """What has no real gradient, or takes no weights."""
+    """Return the problem of parameters without a real gradient, or of a model that accepts no weights."""
     if scripted := [name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]:
         why = "is TorchScript, into which an attack cannot hand weights safely"
         return Problem("scripted", f"layer {scripted[0]!r}", why, "build it from the modules that were scripted")
     if not params:
-        return Problem("no parameters", "the model", "has no parameters, so its update says nothing")
+        return Problem("no parameters", "the model", "has no parameters, so there is no update to attack")
     for name, p in params.items():
         if p.is_complex():
-            why = "is complex, and updates are compared as real numbers"
-            return Problem("complex", f"parameter {name!r}", why, "keep it as a real one (torch.view_as_real)")
+            return Problem("complex", f"parameter {name!r}", "is complex", "keep it as a real one (torch.view_as_real)")
         if not p.is_floating_point():
-            why = "holds whole numbers, which are not trained"
-            return Problem("whole numbers", f"parameter {name!r}", why, "make it a buffer")
+            return Problem("whole numbers", f"parameter {name!r}", "holds whole numbers", "make it a buffer")
     return None
 
 
 def lookup_problem(model: nn.Module, params: Params, x: Tensor) -> Problem | None:
-    """The parameter that a model reads elsewhere than under its name, so that its gradient is missed."""
+    """Return the problem of a parameter that the model does not read under its name, so that its gradient is missed."""
     leaves = {k: p.detach().clone().requires_grad_() for k, p in params.items()}
     before = {id(t) for t in (*model.parameters(), *model.buffers(), *leaves.values())}
     own = {k: p for k, p in model.named_parameters() if p.requires_grad}
@@ -118,20 +112,16 @@ def lookup_problem(model: nn.Module, params: Params, x: Tensor) -> Problem | Non
         for name, module in model.named_modules():
             kept = [t for t in tree_leaves(containers(module)) if isinstance(t, Tensor) and id(t) not in before]
             if any(t.requires_grad for t in kept):
-                why = "keeps what it made of its parameters from one pass to the next, so their gradient is missed"
+                why = "caches values computed from its parameters between passes, so their gradient is missed"
                 return Problem("kept", _layer(name, module), why, "compute it in every pass, or use train mode")
     if not out.requires_grad:
         return None
-    # none of them took part, unless the forward pass found it elsewhere
+    # a gradient here means that the forward pass read the model's own parameter instead of the one given
     slopes = torch.autograd.grad(out.square().sum(), list(own.values()), allow_unused=True)
     if found := [name for name, slope in zip(own, slopes, strict=True) if slope is not None]:
         why = "is read from a list, dict or other object, where weights that are handed in do not reach it"
         return Problem("lookup", f"parameter {found[0]!r}", why, "read it by its module's attribute")
     return None
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _layer(name: str, module: nn.Module) -> str:
@@ -147,85 +137,33 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=SAME, atol=SAME * float(a.abs().max()), equal_nan=True)
 
 
-class _Ended(NamedTuple):
-    """A finished call of a layer, with its outputs of floating point."""
-
-    layer: str
-    module: nn.Module
-    given: Any
-    outs: list[Tensor]
-
-
-class _LayerCalls(NamedTuple):
-    """Layers at work with their inputs, and finished calls, children before parents."""
-
-    running: list[tuple[str, Any]]
-    ended: list[_Ended]
-
-
 @contextmanager
-def _layer_calls(model: nn.Module) -> Iterator[_LayerCalls]:
-    """A context that records the calls of a model's layers."""
-    calls = _LayerCalls([], [])
+def _layer_calls(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[str, list[Tensor]]]]]:
+    """A context that lists the running calls of a model's layers, and the finished ones with their outputs."""
+    running: list[str] = []
+    ended: list[tuple[str, list[Tensor]]] = []
     names = {m: _layer(name, m) for name, m in model.named_modules()}
 
     def enter(module: nn.Module, given: Any) -> None:
         if module in names:
-            calls.running.append((names[module], given))
+            running.append(names[module])
 
     def leave(module: nn.Module, given: Any, out: Any) -> None:
         if module in names:
-            calls.running.pop()
             floats = [t.clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
-            calls.ended.append(_Ended(names[module], module, given, floats))
+            ended.append((running.pop(), floats))
 
     hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
     try:
-        yield calls
+        yield running, ended
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _not_twice(model: nn.Module, params: Params, x: Tensor, error: Exception) -> Problem:
-    """A model without a second derivative; named is the innermost layer that fails by itself."""
-    with _layer_calls(model) as calls:
-        _passed(model, params, x)
-    for call in calls.ended:
-        floats = [t for t in tree_leaves(call.given) if isinstance(t, Tensor) and t.is_floating_point()]
-        if floats and not _twice(call.module, call.given):
-            return _undifferentiable(error, call.layer)
-    return _undifferentiable(error)
-
-
-def _undifferentiable(error: Exception, layer: str = "the model") -> Problem:
-    why = f"cannot be differentiated twice ({_line(error)})"
-    return Problem("derivative", layer, why, "replace it, or use an attack that needs no derivative")
-
-
-def _twice(module: nn.Module, inputs: Any) -> bool:
-    """Whether a module by itself can be differentiated twice."""
-    leaves: list[Tensor] = []
-
-    def leaf(t: Any) -> Any:
-        if not isinstance(t, Tensor) or not t.is_floating_point():
-            return t
-        leaves.append(t.detach().requires_grad_())
-        return leaves[-1].clone()
-
-    try:
-        with torch.enable_grad():
-            moved = tree_map(leaf, inputs)
-            own = {k: p.to(leaves[0].dtype) for k, p in module.named_parameters()}  # the trial may be in float64
-            outs = tree_leaves(functional_call(module, own, moved))
-            total = torch.stack([o.tanh().sum() for o in outs if isinstance(o, Tensor) and o.requires_grad]).sum()
-            slopes = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True)
-            square = torch.stack([s.square().sum() for s in slopes]).sum()
-            if square.requires_grad:
-                torch.autograd.grad(square, leaves, materialize_grads=True)
-    except RuntimeError:
-        return False
-    return True
+def _undifferentiable(error: Exception) -> Problem:
+    why = f"cannot be differentiated twice ({error_line(error)})"
+    return Problem("derivative", "the model", why, "replace the layer, or use an attack that needs no derivative")
 
 
 # ------------------------------------------------------------------------------------------------------- differentiation
@@ -233,11 +171,11 @@ def _twice(module: nn.Module, inputs: Any) -> bool:
 
 @dataclass(frozen=True)
 class Differentiation:
-    """How a model's gradients are computed and differentiated.
+    """The route by which a model's gradients are computed and differentiated.
 
     Args:
         composed: layers without a second derivative are computed by `twice_differentiable`.
-        note: what its user should know; usually nothing.
+        note: a warning for the user, usually empty.
     """
 
     route: Route
@@ -268,7 +206,7 @@ class _Trial:
     weights: Update
 
     def doubled(self) -> "_Trial":
-        """The trial in float64 where the model computes in it, else as it is."""
+        """Return the trial in float64, or unchanged if the model does not compute in float64."""
         try:
             params, weights = ({k: t.double() for k, t in part.items()} for part in (self.params, self.weights))
             trial = replace(self, known=doubled(self.known), params=params, x=self.x.double(), weights=weights)
@@ -295,10 +233,10 @@ _chosen: WeakKeyDictionary[nn.Module, dict[Any, Differentiation]] = WeakKeyDicti
 
 
 def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Differentiation:
-    """How a model under an attacker's knowledge is differentiated.
+    """Choose a route of differentiation for a model under an attacker's knowledge.
 
     Args:
-        one_pass: whether the chain allows one pass.
+        one_pass: True if the chain allows one pass.
 
     Raises:
         Unattackable: the model cannot be run or differentiated twice.
@@ -307,7 +245,7 @@ def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Diff
     examples = known.chain.slice_of(known.batch_size)
     like = next(iter(params.values()))
     if like.dtype not in TOLERANCE:
-        why = f"are {str(like.dtype).removeprefix('torch.')}, too coarse for the differences that the descent follows"
+        why = f"are {str(like.dtype).removeprefix('torch.')}, which is too coarse for a search"
         remedy = "set double = true where the attack has it, or build the model in float32 (model.float())"
         raise Unattackable(Problem("half precision", "the parameters", why, remedy))
     rng = generator("derivatives")
@@ -336,8 +274,8 @@ def doubled(known: Knowledge) -> Knowledge:
     try:
         model = copy.deepcopy(known.model).double()
         loss = copy.deepcopy(known.loss).double() if isinstance(known.loss, nn.Module) else known.loss
-    except Exception as error:  # whatever the model holds may refuse in its own words
-        why = f"cannot be copied ({_line(error)}), and float64 needs a copy"
+    except Exception as error:  # a user's object may raise anything
+        why = f"cannot be copied ({error_line(error)}), and float64 needs a copy"
         remedy = "set double = false, or keep what cannot be copied out of the module"
         raise Unattackable(Problem("copy", "the model", why, remedy)) from error
     return replace(known, model=model, loss=loss)
@@ -357,7 +295,7 @@ def _choose(trial: _Trial, one_pass: bool) -> Differentiation:
 
 
 def _is_slope(trial: _Trial, slopes: Tensor) -> bool:
-    """Whether the second derivative is how the first one changes; True where rounding would hide it."""
+    """Compare the second derivative with differences of the first one; True where rounding would hide a fault."""
     if trial.x.dtype != torch.float64:
         return True
     direction = torch.randn(trial.x.shape, generator=generator("direction")).to(trial.x)
@@ -373,31 +311,28 @@ def _is_slope(trial: _Trial, slopes: Tensor) -> bool:
 
 
 def _expected(trial: _Trial) -> tuple[_Derivatives, bool]:
-    """What plain autograd gives, and whether it needs layers to be composed; ValueError without a second derivative."""
-    try:
-        plain = _by_autograd(trial)
-    except RuntimeError as error:
-        if exhausted(error):
-            raise
-    else:
-        if any(bool(t.any()) for t in plain.updates.values()):
-            return plain, False
-        zero = RuntimeError("every gradient is zero, as reentrant checkpointing makes them")
-        raise Unattackable(_not_twice(trial.known.model, trial.params, trial.x[0], zero))
-    with twice_differentiable():
+    """Differentiate by plain autograd; True if layers must be composed. Unattackable without a second derivative."""
+    for composed in (False, True):
         try:
-            return _by_autograd(trial), True
+            with Differentiation("loop", composed)():
+                found = _differentiated(trial, trial.updates)
         except RuntimeError as error:
             if exhausted(error):
                 raise
-            raise Unattackable(_not_twice(trial.known.model, trial.params, trial.x[0], error)) from error
+            failure = error
+            continue
+        if composed or any(bool(t.any()) for t in found.updates.values()):
+            return found, composed
+        failure = RuntimeError("every gradient is zero, as reentrant checkpointing makes them")
+        break
+    raise Unattackable(_undifferentiable(failure)) from failure
 
 
 def _agrees(way: Differentiation, differentiate: Differentiate, trial: _Trial, expected: _Derivatives) -> bool:
     try:
         with way():
             found = differentiate(trial)
-    except Exception as error:  # a user's model may raise anything under vmap, and the next way may do
+    except Exception as error:  # a user's model may raise anything under vmap, and the next route may work
         if exhausted(error):
             raise
         return False
@@ -407,7 +342,7 @@ def _agrees(way: Differentiation, differentiate: Differentiate, trial: _Trial, e
 
 
 def _reads_values(way: Differentiation, trial: _Trial) -> bool:
-    """Whether training reads values of the batch, so that problems in one pass would share what follows from them."""
+    """Detect control flow that depends on the batch's values, which problems in one pass would share."""
     known = trial.known
 
     def one(x: Tensor, y: Tensor) -> Tensor:
@@ -427,11 +362,7 @@ def _close(found: Update, expected: Update, tolerance: float) -> bool:
     return all(gap <= tolerance * (float(expected[k].norm()) + floor) for k, gap in apart.items())
 
 
-# ------------------------------------------------------------------------------------------------------------- the ways
-
-
-def _by_autograd(trial: _Trial) -> _Derivatives:
-    return _differentiated(trial, trial.updates)
+# ----------------------------------------------------------------------------------------------------------- the routes
 
 
 def _in_one_pass(trial: _Trial) -> _Derivatives:
@@ -468,10 +399,69 @@ def _by_vmap(trial: _Trial) -> _Derivatives:
 
 @contextmanager
 def _rules_alone() -> Iterator[None]:
-    """A context in which vmap fails without a rule: else it would loop over the problems, slower than the loop itself."""
+    """A context in which vmap fails without a rule, instead of a fallback loop that is slower than ours."""
     switch: Callable[[bool], None] = getattr(torch._C._functorch, "_set_vmap_fallback_enabled")  # noqa: B009  # has no stub
     switch(False)
     try:
         yield
     finally:
         switch(True)
+
+
+# --------------------------------------------------------------------------------------- layers without a second derivative
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """A context in which all layers have a second derivative; values and first derivatives stay the same.
+
+    Hard sigmoid and hard swish by clamping; weighted embedding bags by embeddings; attention by its formula instead of fused
+    kernels; recurrent layers without cuDNN.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with _Composed(), sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+class _Composed(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _COMPOSED.get(func, func)(*args, **(kwargs or {}))
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    return _given((input + 3).clamp(0, 6) / 6, input, inplace)
+
+
+def _hardswish(input: Tensor, inplace: bool = False) -> Tensor:
+    before = input.clone() if inplace else input
+    return _given(before * _hardsigmoid(before), input, inplace)
+
+
+def _given(found: Tensor, input: Tensor, inplace: bool) -> Tensor:
+    return input.copy_(found) if inplace else found
+
+
+def _embedding_bag(input: Tensor, weight: Tensor, *further: Any, **settings: Any) -> Tensor:
+    """Bags that are the rows of a matrix; anything else by the original."""
+    left = {k: v for k, v in settings.items() if k not in ("mode", "per_sample_weights")}
+    plain = not any(v for v in (*further, *left.values()) if not isinstance(v, float)) and input.dim() == 2
+    mode, weights = settings.get("mode", "mean"), settings.get("per_sample_weights")
+    if not plain or mode not in ("sum", "mean"):
+        found: Tensor = F.embedding_bag(input, weight, *further, **settings)
+        return found
+    rows = F.embedding(input, weight)
+    rows = rows if weights is None else rows * weights[..., None]
+    return rows.sum(1) if mode == "sum" else rows.mean(1)
+
+
+_COMPOSED: dict[Any, Callable[..., Any]] = {
+    F.hardsigmoid: _hardsigmoid,
+    F.hardswish: _hardswish,
+    F.embedding_bag: _embedding_bag,
+}

@@ -1,4 +1,4 @@
-"""Facts of a network, read from its computation: which layers read the example, and what becomes of their outputs.
+"""Facts of a network, read from its computation: the layers that read the example, and the use of their outputs.
 
 The network runs once on made-up examples under a TorchFunctionMode. A fact therefore does not depend on how the network is
 written: nn.ReLU, F.relu and .relu() are alike, in whatever order its modules are registered.
@@ -41,7 +41,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One call of a fully connected layer or a convolution whose weight is trained.
+    """One call of a fully connected layer or a convolution with a trained weight.
 
     Args:
         weight, bias: the parameters' names; an empty bias: none.
@@ -64,7 +64,7 @@ class LayerCall:
 
     @property
     def dense(self) -> bool:
-        """Whether the layer is fully connected."""
+        """True if the layer is fully connected."""
         return not self.settings
 
 
@@ -76,7 +76,7 @@ class InputLayer:
         scale, shift: of each value, in the shape of an example.
         follows: the calls of the network after this one, in their order.
         relu: whether the layer's error signals are zero where its output is negative.
-        only: whether this call alone makes the gradient of the layer's parameters.
+        only: True if no other call contributes to the gradient of the layer's parameters.
     """
 
     call: LayerCall
@@ -93,11 +93,11 @@ class InputLayer:
 
     @property
     def dense(self) -> bool:
-        """Whether the layer is fully connected over the whole example."""
+        """True if the layer is fully connected over the whole example."""
         return self.call.dense
 
     def read(self, x: Tensor) -> Tensor:
-        """What the layer reads of the network's input (..., *shape), in the same shape."""
+        """The layer's input, computed from the network's input (..., *shape), in the same shape."""
         return x * self.scale.to(x) + self.shift.to(x)
 
     def example(self, read: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ _classifiers: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], str]] = WeakKey
 
 
 def classifier(model: nn.Module, shape: Sequence[int]) -> str:
-    """The name of the fully connected layer whose output is the network's; else of the last one that is called.
+    """The name of the fully connected layer that computes the logits; else of the last one that is called.
 
     Raises:
         ValueError: there is none, or the model fails on made-up examples of this shape.
@@ -159,8 +159,13 @@ def _failures_named(shape: Sequence[int]) -> Iterator[None]:
     except Exception as error:  # a user's model may raise anything
         if exhausted(error):
             raise
-        words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise ValueError(f"the model fails on made-up examples of shape {tuple(shape)} ({words})") from error
+        line = error_line(error)
+        raise ValueError(f"the model fails on made-up examples of shape {tuple(shape)} ({line})") from error
+
+
+def error_line(error: Exception) -> str:
+    """The class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _tried(model: nn.Module, x: Tensor) -> tuple[Params, Tensor, Any, list[LayerCall]]:
@@ -228,7 +233,7 @@ def undisturbed(model: nn.Module, device: torch.device, seed: int = 0) -> Iterat
 
 
 def containers(module: nn.Module) -> dict[str, Any]:
-    """A module's own attributes that may hold tensors, beside its parameters and buffers."""
+    """A module's own dicts and lists, without its parameters and buffers."""
     own = ("_parameters", "_buffers", "_modules")
     return {k: v for k, v in vars(module).items() if k not in own and isinstance(v, dict | list)}
 
@@ -295,7 +300,7 @@ def activation_between(below: LayerCall, above: LayerCall) -> str:
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal but for rounding."""
+    """True if two tensors are equal up to rounding."""
     return a.shape == b.shape and bool((a - b).norm() <= SAME * b.norm())
 
 

@@ -1,4 +1,4 @@
-"""The devices that attacks run on, and how these compute: equal waves give equal bits on one device."""
+"""The devices of attacks and their numerics: equal waves give equal bits on one device."""
 
 import os
 import platform
@@ -16,12 +16,12 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS gives equal bits in workspaces o
 
 @dataclass(frozen=True)
 class Numerics:
-    """What decides the last digits of a result.
+    """Settings and versions that decide the last digits of a result.
 
     Args:
         device: "cpu", "cuda:0" and so on; name: its model's.
         precision: ieee: float32 throughout; tf32: products of 10 bits of mantissa, sums in float32.
-        deterministic: whether every operator gave equal bits for equal inputs.
+        deterministic: True if every operator gave equal bits for equal inputs.
         torch: version; driver: the GPU's, "" without one.
     """
 
@@ -34,40 +34,29 @@ class Numerics:
 
 
 def devices_of(wanted: str | Sequence[str]) -> list[torch.device]:
-    """The devices that a setting names.
+    """Parse a setting of devices.
 
     Args:
         wanted: "auto": every GPU, or the CPU where there is none; "cpu"; "cuda": every GPU; or names such as "cuda:1".
 
     Raises:
-        ValueError: there is no such device here, or none that torch can use; the message says what to do.
+        ValueError: torch sees no such device here; the message names the remedy.
     """
     every = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     if wanted == "auto":
         return every or [CPU]
     found: list[torch.device] = []
     for name in [wanted] if isinstance(wanted, str) else wanted:
-        try:
-            device = torch.device(name)
-        except RuntimeError:
-            device = torch.device("meta")
-        if device.type == "cuda":
-            _check_cuda(device)
-        elif device.type != "cpu" or device.index:
-            raise ValueError(f'there is no device {name!r}; expected "auto", "cpu", "cuda" or names such as "cuda:0"')
-        found += every if device == torch.device("cuda") else [device]
+        own = every if name == "cuda" else [d for d in (CPU, *every) if str(d) == name]
+        if not own:
+            here = f"torch {torch.__version__} sees {len(every)} GPUs (check nvidia-smi and CUDA_VISIBLE_DEVICES)"
+            raise ValueError(
+                f'there is no device {name!r}; expected "auto", "cpu", "cuda" or "cuda:0" and so on; {here}'
+            )
+        found += own
     if not found or len(set(found)) < len(found):
-        raise ValueError(f"devices names none, or one twice ({', '.join(map(str, found))}): name each once")
+        raise ValueError(f"devices must list each device once, got {', '.join(map(str, found)) or 'none'}")
     return found
-
-
-def _check_cuda(device: torch.device) -> None:
-    count = torch.cuda.device_count()
-    if (device.index or 0) >= count:
-        raise ValueError(
-            f"device {device}: torch {torch.__version__} sees {count} GPUs here (nvidia-smi and CUDA_VISIBLE_DEVICES say which "
-            'there are; a torch without CUDA sees none): mend that, or set devices = "cpu"'
-        )
 
 
 def compute_on(device: torch.device, precision: Precision = "ieee", deterministic: bool = True) -> None:
@@ -76,7 +65,7 @@ def compute_on(device: torch.device, precision: Precision = "ieee", deterministi
     TF32 is torch's default for convolutions on a GPU; attention by fused kernels has no second derivative.
 
     Args:
-        deterministic: refuse operators whose bits change from call to call.
+        deterministic: refuse operators with results that vary in their last bits.
     """
     if device.type != "cuda":
         return
@@ -91,7 +80,7 @@ def compute_on(device: torch.device, precision: Precision = "ieee", deterministi
 
 
 def numerics(device: torch.device, precision: Precision = "ieee", deterministic: bool = True) -> Numerics:
-    """What is to be known of results from a device."""
+    """Describe how a device computes."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return Numerics(str(device), name, precision, deterministic, torch.__version__, driver())

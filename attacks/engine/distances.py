@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedgauge.client.components import check_part
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Update, norm
 
@@ -26,21 +27,21 @@ class InnerProducts(NamedTuple):
 
 
 class Distance(ABC):
-    """A frozen dataclass whose fields are the distance's parameters."""
+    """A frozen dataclass: its fields are the distance's parameters."""
 
     @property
     def density(self) -> bool:
-        """Whether it is -log p(seen | expected) up to a constant, so that a prior's density adds to it at weight 1."""
+        """True for -log p(seen | expected) up to a constant, to which a prior's density adds at weight 1."""
         return False
 
     @property
     def by_products(self) -> bool:
-        """Whether it depends on inner products alone (`of`), so that large gradients need not be formed."""
+        """True if it depends on inner products only (`of`), so that large gradients need not be formed."""
         return False
 
     @property
     def joint(self) -> bool:
-        """Whether only the products of whole updates matter (`between`), not those of each tensor."""
+        """True if it depends on the products of whole updates (`between`), not on those of each tensor."""
         return False
 
     @abstractmethod
@@ -118,8 +119,8 @@ class gaussian_likelihood(_Joint):
 class rounding_likelihood(Distance):
     """|seen - expected|^2 / (2 variance) of each tensor, for entries rounded at random to multiples of size / levels.
 
-    A normal distribution stands for the rounding. Its variance is read from the update: rounding without bias adds it to the
-    square of the norm, and the norm is levels times the smallest entry that is not zero.
+    A normal distribution replaces the rounding. Its variance is read from the update: unbiased rounding adds it to the
+    square of the norm, and the norm is levels times the smallest nonzero entry.
     """
 
     levels: int
@@ -184,6 +185,9 @@ class largest(_OverOther):
     """Another distance over a share of each tensor's entries: those that are largest in the observed update."""
 
     keep: float
+
+    def __post_init__(self) -> None:
+        check_part(self, "keep")
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         kept = {k: self._kept(seen[k]) for k in expected}

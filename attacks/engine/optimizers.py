@@ -28,19 +28,15 @@ class adam:
         signed: use the gradient's sign (Inverting Gradients).
         cuts: the rate is divided by ten at each of these fractions of the iterations.
         decay: the rate is multiplied by this after every iteration.
-        patience: a problem ends when its objective has not fallen for this many iterations (of those at the likelihood's full
-            weight); 0: never, as in the published schedules, since a later cut of the rate may make it fall again.
     """
 
     rate: float = 0.1
     signed: bool = False
     cuts: tuple[float, ...] = ()
     decay: float = 1.0
-    patience: int = 0
 
     def __post_init__(self) -> None:
         check_above_zero(self, "rate")
-        check_at_least(self, 0, "patience")
 
     @property
     def state_per_variable(self) -> int:

@@ -1,6 +1,6 @@
-"""Simulates the updates that clients would send for any examples, through the chain as the attacker knows it.
+"""Simulates clients' updates for any examples, through the chain as the attacker knows it.
 
-The chain's own links draw noise from the attacker's generator; noise-free forms are for attacks that need gradients.
+The chain's links draw noise from the attacker's generator; attacks that need gradients use noise-free forms.
 """
 
 import warnings
@@ -13,9 +13,8 @@ from torch import Generator, Tensor
 from torch.func import vmap
 
 from fedgauge.attacks.base import Knowledge
-from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent
-from fedgauge.attacks.engine.gradients.recording import Unsupported
-from fedgauge.attacks.engine.whole_batch import whole_batch_update
+from fedgauge.attacks.engine.gradients.layers import Unsupported
+from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, whole_batch_update
 from fedgauge.client.chain import Chain
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.training import gradient
@@ -58,7 +57,7 @@ class Simulator:
         for some, labels in zip(x.split(chunk), y.split(chunk), strict=True):
             batches = self._apart(some, labels)
             found = self._together(batches, rng) if together else None
-            together = found is not None  # else the chain itself, from now on
+            together = found is not None  # else the chain itself, also for the remaining batches
             found = self._by_chain(batches, rng) if found is None else found
             yield self._summed({k: t.detach() for k, t in found.items()})
 
@@ -101,7 +100,7 @@ class Simulator:
         if len(batches.x) > 1:
             try:
                 return _mapped(client, self.params, batches, rng)
-            except (RuntimeError, ValueError):  # as where a link branches on values: then one client after the other
+            except (RuntimeError, ValueError):  # such as a link that branches on values: then one client at a time
                 rng.set_state(state)
         alone = [client(self.params, Batch(x, y), rng) for x, y in zip(*batches, strict=True)]
         return {k: torch.stack([one[k] for one in alone]) for k in alone[0]}

@@ -36,6 +36,7 @@ SPREAD = 1.0  # prior standard deviation of what a layer reads
 CERTAIN = 5.0  # standard deviations from an activation's flat part beyond which a value lies outside
 SINGULAR = 1e-12  # eigenvalues of a Gram matrix, relative to the largest, that count as zero
 EXACT = 1e-5  # relative error of the update, below which nothing is refined
+INEXACT = 1e-3  # relative error above which the example is not the one behind the update
 REFINED = 100  # steps of the refinement
 AT_ONCE = 256  # unit vectors whose patches are formed together
 ORDER = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -428,6 +429,8 @@ def _inverted(stages: Sequence[_Stage], alone: Wave, known: Knowledge) -> Recons
         if not off < EXACT:
             x, spent = _refined(x, y, mean, noise, gradient, params, known)
             off = error(x, y)
+        if off > INEXACT:
+            notes.append(f"the example explains the update only to {off:.1%}")
     return Reconstruction(known.examples(x).float(), y, off, spent, 0.0, "converged", "; ".join(notes))
 
 

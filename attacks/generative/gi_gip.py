@@ -2,7 +2,7 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -22,6 +22,8 @@ from fedgauge.client.components import Table, check_above_zero, check_at_least
 from fedgauge.client.update import Params
 
 TOGETHER = 16  # problems at once, each with its own generator
+# yields the variables, images (n, B, C, H, W) and moved latents of each iteration; receives their objectives
+Steps = Generator[tuple[list[Tensor], Tensor, Tensor | None], Tensor | None, None]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class GeneratorSearch(Attack):
         latent, width, training: of the generator trained on auxiliary images: its latents, channels and Adam steps.
         rate: of Adam on the latents.
         prior: weight of the latents' normal density, as a mean square; tv: of the total variation.
-        normal: weight of normal densities around the class means, fitted to auxiliary images; 1 beside noise of a known density.
+        normal: weight of normal densities around the class means, fitted to auxiliary images; 1 for noise of a known density.
     """
 
     latent: int = 128
@@ -58,11 +60,6 @@ class GeneratorSearch(Attack):
     def trains_first(self) -> bool:
         return self.own_generator is None
 
-    @property
-    def image_priors(self) -> tuple[Prior, ...]:
-        """What it expects of the generator's images."""
-        return total_variation(self.tv), gaussian(self.normal, by_class=True)
-
     def variants(self, known: Knowledge) -> Mapping[str, Self]:
         """The priors that a search of pixels is tried with from the same total variation, on the generator's images."""
         density = likelihood(known.chain.update_distribution, known.batch_size).density
@@ -86,12 +83,18 @@ class GeneratorSearch(Attack):
             generator = generator_of(self.own_generator, trained, known).to(like)
             labels = labelling.restore(wave, known)
             each = labels.repeat_interleave(budget.restarts, 0)
-            problems = Problems(Objective(priors=self.image_priors), wave, known, each, budget.restarts, like.dtype)
+            objective = Objective(priors=(total_variation(self.tv), gaussian(self.normal, by_class=True)))
+            problems = Problems(objective, wave, known, each, budget.restarts, like.dtype)
         except ValueError as error:
             return not_applicable(wave, str(error))
         size = (known.batch_size, generator.numbers)
         z = [torch.randn(size, generator=stream("latent", r)) for stream in streams for r in range(budget.restarts)]
-        images, objectives, spent = self._search(problems, generator, torch.stack(z).to(like), budget, started)
+        latents, clock = torch.stack(z).to(like), Deadline(started, budget.seconds)
+        parts = [
+            self._search(problems, generator, rows, latents[rows].clone(), budget.iterations, clock)
+            for rows in torch.arange(problems.count).split(TOGETHER)
+        ]
+        images, objectives, spent = (torch.cat(part) for part in zip(*parts, strict=True))
         seconds, found = (time.perf_counter() - started) / len(wave), []
         for k, own in enumerate(torch.arange(problems.count).view(-1, budget.restarts)):
             best, done = own[objectives[own].argmin()], int(spent[own].max())
@@ -119,15 +122,25 @@ class GeneratorSearch(Attack):
             leaf.grad = slope
         return value
 
-    @abstractmethod
     def _search(
-        self, problems: Problems, generator: ImageGenerator, z: Tensor, budget: Budget, started: float
+        self, problems: Problems, generator: ImageGenerator, rows: Tensor, z: Tensor, iterations: int, clock: Deadline
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The images in [0, 1] of lowest objective, from latents z (P, B, numbers); that objective, and iterations.
+        """For some problems, from latents z: the images in [0, 1] of lowest objective, that objective, and iterations."""
+        best, lowest, spent = made(generator, z, None), z.new_full((len(rows),), torch.inf), 0
+        steps, value = self._steps(generator, z, iterations), None
+        while spent < iterations and not clock.over():
+            with torch.enable_grad():
+                leaves, x, latents = steps.send(value)
+                value = self.pull(problems, rows, x, latents, leaves)
+            better = value < lowest
+            lowest = torch.where(better, value, lowest)
+            best = torch.where(better.view(-1, 1, 1, 1, 1), x.detach(), best)
+            spent += 1
+        return best, lowest, torch.full((len(rows),), spent)
 
-        Args:
-            started: when the attack began, for its budget of seconds.
-        """
+    @abstractmethod
+    def _steps(self, generator: ImageGenerator, z: Tensor, iterations: int) -> Steps:
+        """Yield the variables, images and moved latents of each iteration, and move the variables by their gradients."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +162,7 @@ class gi_gip(GeneratorSearch):
         super().__post_init__()
         check_above_zero(self, "weight_rate")
         if not 0 <= self.share <= 1:
-            raise ValueError(f"share must lie in 0..1, got {self.share}")
+            raise ValueError(f"share must be from 0 to 1, got {self.share}")
         if self.generator is not None:
             check(self.generator)
 
@@ -157,55 +170,24 @@ class gi_gip(GeneratorSearch):
     def own_generator(self) -> Table | None:
         return self.generator
 
-    def _search(
-        self, problems: Problems, generator: ImageGenerator, z: Tensor, budget: Budget, started: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        clock = Deadline(started, budget.seconds)
-        found = [
-            self._search_some(problems, generator, rows, z[rows].clone(), budget.iterations, clock)
-            for rows in torch.arange(problems.count).split(TOGETHER)
-        ]
-        images, objectives, spent = (torch.cat(part) for part in zip(*found, strict=True))
-        return images, objectives, spent
-
-    def _search_some(
-        self, problems: Problems, generator: ImageGenerator, rows: Tensor, z: Tensor, iterations: int, clock: Deadline
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """For some problems, from latents z: the images in [0, 1] of lowest objective, that objective, and iterations."""
-        best, lowest, spent = _made(generator, z, None), z.new_full((len(rows),), torch.inf), 0
-        for moving, weights, adam in self._phases(generator, z, iterations):
-            if clock.over():
-                break
-            with torch.enable_grad():
-                x = _made(generator, z, weights)
-                value = self.pull(problems, rows, x, None if weights else z, moving)
-            better = value < lowest
-            lowest = torch.where(better, value, lowest)
-            best = torch.where(better.view(-1, 1, 1, 1, 1), x.detach(), best)
-            adam.step()
-            spent += 1
-        return best, lowest, torch.full((len(rows),), spent)
-
-    def _phases(
-        self, generator: ImageGenerator, z: Tensor, iterations: int
-    ) -> Iterator[tuple[list[Tensor], Params | None, torch.optim.Adam]]:
-        """For each iteration: the variables, each problem's own weights (None at first), and their optimiser.
-
-        Adam is elementwise, so one instance serves all problems.
-        """
+    def _steps(self, generator: ImageGenerator, z: Tensor, iterations: int) -> Steps:
+        """Adam is elementwise, so one instance serves all problems."""
         first = round(self.share * iterations)
         adam = torch.optim.Adam([z.requires_grad_()], lr=self.rate)
         for _ in range(first):
-            yield [z], None, adam
+            yield [z], made(generator, z, None), z
+            adam.step()
         z.requires_grad_(False)
-        weights = {name: t.expand(len(z), *t.shape).clone().requires_grad_() for name, t in generator.weights.items()}
+        own = {name: p.detach() for name, p in generator.network.named_parameters()}
+        weights = {name: t.expand(len(z), *t.shape).clone().requires_grad_() for name, t in own.items()}
         moving = list(weights.values())
         adam = torch.optim.Adam(moving, lr=self.weight_rate, fused=True)  # unfused, it takes half of an iteration
         for _ in range(iterations - first):
-            yield moving, weights, adam
+            yield moving, made(generator, z, weights), None
+            adam.step()
 
 
-def _made(generator: ImageGenerator, z: Tensor, weights: Params | None) -> Tensor:
+def made(generator: ImageGenerator, z: Tensor, weights: Params | None) -> Tensor:
     """Images (P, B, C, H, W) in [0, 1] from latents (P, B, numbers), with shared weights or each problem's own."""
     if weights is None:
         return generator(z.flatten(0, 1)).view(*z.shape[:2], *generator.shape)

@@ -9,8 +9,7 @@ from functools import cached_property, partial
 import torch
 
 from fedgauge.attacks.base import Attack, ClientState, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
-from fedgauge.attacks.defense_inference.evidence import Inferred
-from fedgauge.attacks.defense_inference.infer import infer
+from fedgauge.attacks.defense_inference.infer import Inferred, infer
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.grading.scores import Grader, ungraded_rows
 from fedgauge.attacks.grading.tuning import Tuning

@@ -1,7 +1,7 @@
-"""The attacker's auxiliary images: how many, of which classes, and pseudo-images that it draws itself.
+"""The attacker's auxiliary images, by number and classes, and pseudo-images drawn from their statistics.
 
-The out-of-distribution attackers of Learning To Invert (Wu et al., UAI 2023, section 4.4) lack the clients' classes, and add
-pseudo-images whose coefficients of the discrete cosine transform are drawn from independent normal distributions.
+The out-of-distribution attackers of Learning To Invert (Wu et al., UAI 2023, section 4.4) lack the clients' classes. They add
+pseudo-images: each coefficient of the discrete cosine transform is drawn from its own normal distribution.
 """
 
 import math
@@ -52,7 +52,7 @@ class Auxiliary:
 
     def _chosen(self, y: Tensor, classes: int, rng: Generator) -> Tensor:
         if unknown := [c for c in self.classes if not 0 <= c < classes]:
-            raise ValueError(f"auxiliary classes lie in 0..{classes - 1}, got {unknown[0]}")
+            raise ValueError(f"auxiliary classes must be from 0 to {classes - 1}, got {unknown[0]}")
         order = torch.randperm(len(y), generator=rng)
         if not self.classes:
             return self._first(order, self.size or len(order), "auxiliary images")
@@ -73,15 +73,13 @@ class Auxiliary:
         """For the knowledge card, after the number of images."""
         words = "auxiliary images of the same distribution"
         if self.classes:
-            words = (
-                f"auxiliary images, {1 - self.beta:.0%} of them of classes {', '.join(map(str, self.classes))} alone"
-            )
+            words = f"auxiliary images, {1 - self.beta:.0%} of them of classes {', '.join(map(str, self.classes))}"
         made = {"dct": "cosine transform", "pixel": "pixels"}[self.transform]
         return words + (f" and {self.pseudo:,} pseudo-images, normal in the {made}" if self.pseudo else "")
 
 
 def _most(there: int, share: float) -> int:
-    """The largest mixture of which `there` images are this share."""
+    """The size of the largest mixture in which `there` images have this share."""
     return there if share == 1 else math.floor(there / share + 1e-9) if share else 2**62
 
 
@@ -102,11 +100,9 @@ def cosine_matrix(n: int) -> Tensor:
 
 
 def auxiliary_of(known: Knowledge, least: int = 1) -> Batch:
-    """The attacker's auxiliary examples; ValueError if there are none, too few, or of another shape than the clients'."""
+    """The attacker's auxiliary examples; ValueError if they are too few or of another shape than the clients'."""
     found = known.auxiliary
     if found is None or tuple(found.x.shape[1:]) != tuple(known.shape) or len(found.x) < least:
         got = "none" if found is None else f"{len(found.x)} of shape {tuple(found.x.shape[1:])}"
-        raise ValueError(
-            f"it needs at least {least} auxiliary examples of the clients' shape {tuple(known.shape)}, got {got}"
-        )
+        raise ValueError(f"it needs at least {least} auxiliary examples of shape {tuple(known.shape)}, got {got}")
     return found

@@ -55,11 +55,6 @@ class ImageGenerator:
         """Latents of one image."""
         return math.prod(self.latent)
 
-    @property
-    def weights(self) -> Params:
-        """The weights that an attack can optimise."""
-        return {name: p.detach() for name, p in self.network.named_parameters()}
-
     def __call__(self, z: Tensor, weights: Params | None = None) -> Tensor:
         """Latents (N, numbers) to images (N, C, H, W) in [0, 1]."""
         z = z.view(len(z), *self.latent)
@@ -97,7 +92,7 @@ class Decoder(nn.Module):
         return self.image(z, 0)
 
     def inner(self, at: Tensor, layer: int) -> Tensor:
-        """What a layer makes of its input: 0 of latents, 1 of the first features."""
+        """The output of an inner layer: 0 for latents, 1 for the first features."""
         if layer == 0:
             return F.relu(self.linear(at)).view(-1, 2 * self.width, *self.small)
         return F.relu(self.up1(at))
@@ -127,7 +122,7 @@ class Encoder(nn.Module):
 
 @dataclass(frozen=True)
 class GeneratorTraining:
-    """How a generator is trained on auxiliary images.
+    """The training of a generator on auxiliary images.
 
     Args:
         latent: latents of an image; width: channels of the last layer but one.
@@ -192,7 +187,7 @@ def fully_connected(
 
 @dataclass(frozen=True)
 class GeneratorFile:
-    """The part of a generator's table beside its component's arguments.
+    """The keys of a generator's table that are not its component's arguments.
 
     Args:
         weights: a file for `fedgauge.client.models.vision.load_weights`.
@@ -238,10 +233,8 @@ def own(table: Table, shape: Shape) -> ImageGenerator:
     except (RuntimeError, AttributeError) as error:
         raise ValueError(f"{WHERE}: expected images of the clients' shape {tuple(shape)}: {error}") from error
     if not (float(images.min()) >= -_SLACK and float(images.max()) <= 1 + _SLACK):
-        raise ValueError(
-            f"{WHERE}: expected values in [{found.low:g}, {found.high:g}], and its images leave them; set "
-            "range = [black, white], which is [-1, 1] after a tanh"
-        )
+        remedy = "set range = [black, white], which is [-1, 1] after a tanh"
+        raise ValueError(f"{WHERE}: expected values in [{found.low:g}, {found.high:g}]; {remedy}")
     return found
 
 
@@ -265,6 +258,4 @@ def _latents(network: nn.Module, latent: int | None) -> tuple[int, ...]:
             with suppress(Exception):  # a user's code may raise anything; trying it shows which latents it takes
                 network(torch.zeros(2, *shape))
                 return shape
-    raise ValueError(
-        f"{WHERE}: it takes no latents (N, n) or (N, n, 1, 1) of {latent or 'the size of a layer'}: set latent = n"
-    )
+    raise ValueError(f"{WHERE}: expected latents (N, n) or (N, n, 1, 1) of {latent or 'a layer size'}: set latent = n")

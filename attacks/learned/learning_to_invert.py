@@ -48,9 +48,9 @@ class learning_to_invert(StatefulAttack):
     weights are used.
 
     Args:
-        architecture: published: the perceptron. refined: ridge inversion in closed form, whose answers are then optimised
-            under the chain's likelihood and the auxiliary images' normal density (attacks/learned/refinement.py); of the
-            arguments below it uses only buckets (signed) and passes, and it keeps no state.
+        architecture: published: the perceptron. refined: ridge inversion in closed form, then an optimisation of its answers
+            under the chain's likelihood and the auxiliary images' normal density (attacks/learned/refinement.py). It uses
+            only buckets (signed) and passes of the arguments below, and keeps no state.
         hidden: units of each hidden layer; 3,000 for one image and 10,000 for four in the paper. layers: their number,
             including the output layer.
         batch, rate: of Adam; the rate is divided by ten at 3/4 of the steps.
@@ -114,7 +114,8 @@ class learning_to_invert(StatefulAttack):
         """The inverter, from the cache or trained now, and its name in the cache.
 
         Args:
-            parent: the name of the network to start from; empty, or no longer in the cache: it starts from scratch.
+            parent: the name of the network to start from. It starts from scratch without one, or if the network is no longer
+                in the cache or was trained on batches of another size.
         """
         known, name = shadow.known, digest(shadow.key, self, budget, parent)
         outputs = math.prod(known.shape) * (1 if self.by_label else known.batch_size)
@@ -127,12 +128,8 @@ class learning_to_invert(StatefulAttack):
 
         def train() -> dict[str, Tensor]:
             planned = budget.iterations
-            if parent and (before := shadow.cache.read(f"image-inverter-{parent}")) is not None:
-                if (trained := int(before["images"])) != known.batch_size:
-                    raise ValueError(
-                        f"the inverter of the previous round was trained on batches of {trained}, and these updates are of "
-                        f"batches of {known.batch_size}: attack them as a new client"
-                    )
+            before = shadow.cache.read(f"image-inverter-{parent}") if parent else None
+            if before is not None and int(before["images"]) == known.batch_size:
                 load(network, before)
                 planned = max(1, round(planned * self.again))
             kept = train_inverter(shadow, name, network, loss, self.batch, self.rate, self.patience, planned, clock)

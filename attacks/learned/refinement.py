@@ -87,7 +87,7 @@ class UpdateLikelihood:
 
     @property
     def sparse(self) -> bool:
-        """Whether entries were dropped and are exactly zero."""
+        """True if entries were dropped and are exactly zero."""
         noise = self.known.chain.update_distribution
         return noise is not None and noise.sparse
 
@@ -133,7 +133,7 @@ class Refinement:
 
     @cached_property
     def shadow(self) -> ShadowTrainer:
-        """What the linear inverter was fitted to."""
+        """The training data of the linear inverter."""
         return self.linear.shadow
 
     @cached_property

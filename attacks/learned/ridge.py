@@ -1,7 +1,7 @@
 """Ridge inversion: the best linear map from updates to images, in closed form.
 
 The baseline for learned attacks, and often close to them. For additive noise of known size, ridge regression on noise-free
-updates is the linear inverter of least expected error, and its regulariser stands for the noise.
+updates is the linear inverter of least expected error: its regulariser represents the noise.
 """
 
 import math
@@ -19,7 +19,6 @@ from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures
 from fedgauge.attacks.learned.trainer import TrainingRecord
 from fedgauge.client.components import check_at_least
-from fedgauge.client.rng import generator
 from fedgauge.client.update import Update
 
 BONDS = (0.0, 1.0, 10.0)
@@ -51,7 +50,6 @@ class Ridge:
         centre: (k,) mean row; base: (d,) mean target.
         regulariser: as a multiple of the mean squared length of phi; for noise of variance s^2 in n rows about n s^2.
         error: mean squared error on held-out rows, values clamped to [0, 1].
-        basis: directions of its inputs that are used; None: all.
     """
 
     weights: Tensor
@@ -62,12 +60,10 @@ class Ridge:
     classes: int
     regulariser: float
     error: float = math.nan
-    basis: Tensor | None = None
 
     def __call__(self, new: RidgeInputs) -> Tensor:
         """Targets (m, d) in [0, 1]."""
-        shown = new if self.basis is None else RidgeInputs(new.x @ self.basis, new.labels)
-        return (self.products(shown) @ self.weights + self.base).clamp(0, 1)
+        return (self.products(new) @ self.weights + self.base).clamp(0, 1)
 
     def products(self, new: RidgeInputs) -> Tensor:
         """phi of new rows, or its inner products with phi of the rows that the weights are over."""
@@ -151,18 +147,6 @@ def kernel(new: RidgeInputs, rows: RidgeInputs, centre: Tensor, bond: float) -> 
     return found
 
 
-def principal(rows: Tensor, count: int, rng: torch.Generator) -> Tensor:
-    """Directions (k, count) in which rows (n, k) vary most, by random sums refined twice (Halko et al., 2011)."""
-    centred = rows - rows.mean(0)
-    sums = torch.randn(min(count + 16, *rows.shape), len(rows), generator=rng).to(rows)
-    basis = torch.linalg.qr((sums @ centred).T).Q
-    for _ in range(2):
-        basis = torch.linalg.qr(centred.T @ torch.linalg.qr(centred @ basis).Q).Q
-    _, _, turned = torch.linalg.svd(centred @ basis, full_matrices=False)
-    directions: Tensor = basis @ turned.T
-    return directions[:, :count]
-
-
 # ---------------------------------------------------------------------------------------------------------- the attack
 
 
@@ -175,16 +159,14 @@ class ridge_inversion(Attack):
 
     Args:
         buckets: of signed feature hashing; 0: none.
-        components: how many principal directions of the updates are used; 0: all.
         passes: how often each auxiliary image is grouped with others, for batches of several.
     """
 
     buckets: int = 0
-    components: int = 0
     passes: int = 1
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "buckets", "components")
+        check_at_least(self, 0, "buckets")
         check_at_least(self, 1, "passes")
 
     def reconstruct(
@@ -215,12 +197,10 @@ class FittedRidge:
     def inverter(self) -> Ridge:
         """The ridge, from the cache or fitted now."""
         kept = self.shadow.cache.get(f"ridge-{digest(self.shadow.key, self.attack)}", self._fit)
-        basis, rows = kept.get("basis"), None
         dual, quiet, bond, regulariser, error = (float(kept[k]) for k in NUMBERS)
-        if dual:
-            rows = self._inputs(self.shadow.shadow_data(False, quiet=bool(quiet)), basis)
+        rows = _inputs(self.shadow.shadow_data(False, quiet=bool(quiet))) if dual else None
         classes = self.shadow.known.classes
-        return Ridge(kept["weights"], rows, kept["centre"], kept["base"], bond, classes, regulariser, error, basis)
+        return Ridge(kept["weights"], rows, kept["centre"], kept["base"], bond, classes, regulariser, error)
 
     def images(self, updates: Update, labels: Tensor) -> Tensor:
         """The most likely images (n, B, C, H, W) of updates (n, ...) with labels (n, B)."""
@@ -229,19 +209,15 @@ class FittedRidge:
             found = inverter(RidgeInputs(self.shadow.view.rows(known, updates, labels), labels.flatten()))
         return found.to(self.shadow.auxiliary.x).view(*labels.shape, *known.shape)
 
-    def _inputs(self, data: ShadowDataset, basis: Tensor | None) -> RidgeInputs:
-        return RidgeInputs(data.rows if basis is None else data.rows @ basis, data.labels.flatten())
-
     def _fit(self) -> dict[str, Tensor]:
         quiet, bond, start = self._choice()
         found = self._ridge(self.shadow.shadow_data(False, quiet=quiet), bond, start)
         numbers = (found.rows is not None, quiet, bond, found.regulariser, found.error)
         kept = {k: torch.tensor(v, dtype=torch.float64) for k, v in zip(NUMBERS, numbers, strict=True)}
-        kept |= {"weights": found.weights, "centre": found.centre, "base": found.base}
-        return kept if found.basis is None else {**kept, "basis": found.basis}
+        return kept | {"weights": found.weights, "centre": found.centre, "base": found.base}
 
     def _choice(self) -> tuple[bool, float, float]:
-        """Whether to train on noise-free updates, bond and regulariser, as a small sample finds them best."""
+        """Choose on a small sample: noise-free training updates or not, bond, and regulariser."""
         chain, found = self.shadow.known.chain, []
         for quiet in (False, True)[: 1 + (chain.mean != chain)]:
             few = self.shadow.shadow_data(False, quiet=quiet, most=max(1, PILOT // self.shadow.known.batch_size))
@@ -251,10 +227,10 @@ class FittedRidge:
         return min(found)[1:]
 
     def _ridge(self, data: ShadowDataset, bond: float, start: float) -> Ridge:
-        held, basis, images = self.shadow.shadow_data(True), None, self.shadow.auxiliary.x
-        if self.attack.components:
-            basis = principal(data.rows, self.attack.components, generator("principal", self.shadow.key))
+        held, images = self.shadow.shadow_data(True), self.shadow.auxiliary.x
         targets, truth = (images[some.groups.flatten()].flatten(1) for some in (data, held))
-        rows, others = self._inputs(data, basis), self._inputs(held, basis)
-        found = fit(rows, targets, others, truth, bond, self.shadow.known.classes, start)
-        return replace(found, basis=basis)
+        return fit(_inputs(data), targets, _inputs(held), truth, bond, self.shadow.known.classes, start)
+
+
+def _inputs(data: ShadowDataset) -> RidgeInputs:
+    return RidgeInputs(data.rows, data.labels.flatten())

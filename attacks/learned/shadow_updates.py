@@ -1,8 +1,8 @@
-"""Shadow updates: what learned attacks are trained on, pairs of auxiliary images and the update that clients would send of them.
+"""Shadow updates, the training data of learned attacks: auxiliary images and the updates that clients would send for them.
 
-A learned attack adapts to a defense since its updates went through that defense. Feature hashing adds up an update's entries in
-random buckets, so that an inverter has fewer inputs than the model weights: with random signs (count-sketch: Charikar et al., 2002;
-Weinberger et al., 2009) inner products are preserved on average; Learning To Invert (Wu et al., UAI 2023) uses none.
+A learned attack adapts to a defense since its training updates pass through that defense. Feature hashing adds up an update's
+entries in random buckets, so that an inverter has fewer inputs than the model has weights. Random signs (count-sketch: Charikar et
+al., 2002; Weinberger et al., 2009) preserve inner products on average; Learning To Invert (Wu et al., UAI 2023) uses none.
 """
 
 from dataclasses import dataclass, replace
@@ -36,9 +36,9 @@ def flat(updates: Update) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def sketch(entries: int, buckets: int, signed: bool, seed: str = "sketch") -> tuple[Tensor, Tensor]:
-    """Each entry's bucket and sign (entries,), drawn at random: a fixed linear map whose matrix is never formed."""
-    rng = generator(seed, entries, buckets, signed)
+def sketch(entries: int, buckets: int, signed: bool) -> tuple[Tensor, Tensor]:
+    """Draw each entry's bucket and sign (entries,): a fixed linear map, never formed as a matrix."""
+    rng = generator("sketch", entries, buckets, signed)
     bins = torch.randint(buckets, (entries,), generator=rng)
     return bins, 2.0 * torch.randint(2, (entries,), generator=rng) - 1 if signed else torch.ones(entries)
 
@@ -131,12 +131,12 @@ class ShadowTrainer:
 
     @cached_property
     def cache(self) -> TensorCache:
-        """Where training data and trained networks are kept."""
+        """The cache of training data and trained networks."""
         return replace(TensorCache.own(), device=self.device)
 
     @cached_property
     def auxiliary(self) -> Batch:
-        """The auxiliary images; ValueError if there are none, too few, or of another shape."""
+        """The auxiliary images; ValueError if they are too few or of another shape."""
         return auxiliary_of(self.known, FEWEST * self.known.batch_size)
 
     @cached_property
@@ -169,17 +169,15 @@ class ShadowTrainer:
 
     @cached_property
     def columns(self) -> int:
-        """Columns of a row; ValueError if an update has not so many entries, or a table of training data fills the memory."""
+        """Columns of a row; ValueError if there are more buckets than entries, or the training data do not fit into memory."""
         columns = self.view.buckets or self.entries
         if self.view.buckets >= self.entries:
             raise ValueError(f"buckets must be fewer than the {self.entries:,} entries of an update, got {columns:,}")
         rows = self.passes * (len(self.split[0]) // self.known.batch_size) * self.each
         available = free_bytes(self.device)
         if available is not None and 4 * rows * columns > SHARE * available:
-            raise ValueError(
-                f"{rows:,} simulated updates of {columns:,} numbers need {4 * rows * columns / 2**30:.1f} GiB, and "
-                f"{available / 2**30:.1f} are free: set buckets to at most {int(SHARE * available) // (4 * rows):,}"
-            )
+            need = f"{rows:,} simulated updates of {columns:,} numbers need {4 * rows * columns / 2**30:.1f} GiB"
+            raise ValueError(f"{need}: set buckets to at most {int(SHARE * available) // (4 * rows):,}")
         return columns
 
     @cached_property
@@ -216,7 +214,7 @@ class ShadowTrainer:
 
     @property
     def device(self) -> torch.device:
-        """Where updates are simulated."""
+        """The device of the simulation."""
         return next(iter(self.params.values())).device
 
     def _simulated(self, groups: Tensor, name: str, quiet: bool) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """The training of all learned attacks and language priors: Adam until held-out data no longer improve.
 
-Inverters are trained on shadow updates (`train_inverter`), whose noise is drawn anew in each step where its density allows that.
+Inverters are trained on shadow updates (`train_inverter`); normal noise is drawn anew in each step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

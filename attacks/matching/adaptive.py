@@ -1,4 +1,4 @@
-"""Adaptive attacks on one defense each, which use knowledge of what the defense hides and where."""
+"""Adaptive attacks on Soteria and PRECODE, which use knowledge of the entries or noise that the defense hides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.distances import Distance, cosine, left_out, visible_columns
-from fedgauge.attacks.engine.trace import check_snapshots
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import unrolled
 from fedgauge.attacks.matching.recipes import inverting_gradients
+from fedgauge.client.components import check_at_least
 from fedgauge.client.update import Batch
 
 
@@ -21,10 +21,10 @@ class leave_layer_out(Attack):
 
     Args:
         layer: name of a fully connected layer, or "auto": the one that the attacker's chain hides. If the chain hides
-            none, every fully connected layer is left out in turn, with an equal share of the budget. The chosen
-            reconstruction is the one whose update is nearest to the observed one over the tensors that no trial left out.
-        columns: match the layer's nonzero columns, which are unchanged as long as one mask was drawn for the round and no
-            other defense changed them.
+            none, every fully connected layer is left out in turn, with an equal share of the budget. The update of the
+            chosen reconstruction is nearest to the observed one over the tensors that no trial left out.
+        columns: match the layer's nonzero columns, which are unchanged if one mask was drawn for the round and no other
+            defense changed them.
         tv, rate: of total variation and of Adam.
         trace: keep about this many snapshots of the chosen trial; 0: none.
     """
@@ -35,23 +35,25 @@ class leave_layer_out(Attack):
     rate: float = 0.1
     trace: int = 0
 
+    def __post_init__(self) -> None:
+        if self.trace:
+            check_at_least(self, 2, "trace")
+
     def traced(self, snapshots: int) -> "leave_layer_out":
-        check_snapshots(snapshots)
         return replace(self, trace=snapshots)
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        layers = [f"{n}.weight" for n, m in known.model.named_modules() if isinstance(m, nn.Linear)]
         if self.layer == "auto" and known.chain.hidden:
             return self._without(known.chain.hidden, wave, known, budget, streams)
+        layers = [f"{n}.weight" for n, m in known.model.named_modules() if isinstance(m, nn.Linear)]
         trials = layers if self.layer == "auto" else [f"{self.layer}.weight"]
         if not trials or not set(trials) <= set(layers):
             named = "no fully connected layer" if not layers else f"no fully connected layer {self.layer!r}"
             return not_applicable(wave, f"the model has {named} to leave out")
         if budget.iterations < len(trials):
-            reason = f"{len(trials)} layers to try are more than {budget.iterations} iterations"
-            return not_applicable(wave, reason)
+            return not_applicable(wave, f"{len(trials)} layers to try are more than {budget.iterations} iterations")
         (each, rest), seconds = divmod(budget.iterations, len(trials)), budget.seconds and budget.seconds / len(trials)
         found = [
             self._without(

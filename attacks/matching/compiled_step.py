@@ -17,15 +17,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.scheduler import Variables
-from fedgauge.attacks.matching.observed_updates import ObservedUpdates
-from fedgauge.attacks.matching.problems import Problems, SearchFails
+from fedgauge.attacks.matching.problems import ObservedUpdates, Problems, SearchFails
 
 ValueAndSlopes = tuple[Tensor, Variables]
 Step = Callable[..., ValueAndSlopes]
 
 
 def missing(device: torch.device) -> str:
-    """What torch.compile lacks on this machine, in words; empty if nothing is missing."""
+    """Name the part that torch.compile lacks on this machine; empty if nothing is missing."""
     if device.type == "cuda":
         return "" if importlib.util.find_spec("triton") else "the package triton"
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -48,15 +47,13 @@ class CompiledStep:
 
     def __init__(self, problems: Problems, limiter: BatchLimiter) -> None:
         if reason := missing(next(iter(problems.params.values())).device):
-            raise SearchFails(
-                f"compile needs {reason}, and this machine has none; set compile = false: same result, slower"
-            )
+            raise SearchFails(f"compile needs {reason}, missing here; set compile = false: same result, slower")
         self.problems, self.limiter = problems, limiter
-        self._steps: dict[tuple[int, bool], Step] = {}
+        self._steps: dict[int, Step] = {}
         self._keys: tuple[tuple[str, ...], ...] | None = None
 
     def value_and_slopes(
-        self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0, nearby: Tensor | None = None
+        self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0
     ) -> ValueAndSlopes:
         """Like `Problems.value_and_slopes`."""
         count, units = len(rows), self.problems.units
@@ -66,29 +63,23 @@ class CompiledStep:
             variables, rows = {name: t[padding] for name, t in variables.items()}, rows[padding]
             if isinstance(likelihood_weight, Tensor):
                 likelihood_weight = likelihood_weight[padding]
-            nearby = nearby[:, padding] if nearby is not None and nearby.shape[1] > 1 else nearby
-        value, slopes = self._full(variables, rows, likelihood_weight, nearby)
+        value, slopes = self._full(variables, rows, likelihood_weight)
         return value[:count], {name: t[:count] for name, t in slopes.items()}
 
-    def _full(
-        self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float, nearby: Tensor | None
-    ) -> ValueAndSlopes:
+    def _full(self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float) -> ValueAndSlopes:
         seen, labels = self.problems.chosen(rows)
         if self._keys is None:  # the first step decides how the model is differentiated, and which forms it needs
-            result = self.problems.value_and_slopes(variables, rows, likelihood_weight, nearby)
+            result = self.problems.value_and_slopes(variables, rows, likelihood_weight)
             self._keys = tuple(seen.forms)
             return result
         forms = {key: seen.form(*key) for key in self._keys}
         if not isinstance(likelihood_weight, Tensor):
             likelihood_weight = torch.full((len(rows),), likelihood_weight).to(variables["x"])
-        if nearby is not None:
-            nearby = nearby.expand(-1, len(rows), *nearby.shape[2:]).contiguous()
-        tensors = (variables, forms, labels, likelihood_weight, nearby)
-        shape = (len(rows), nearby is None)
-        if shape not in self._steps:
-            self._steps[shape] = self._recorded(seen, *tensors)
+        tensors = (variables, forms, labels, likelihood_weight)
+        if len(rows) not in self._steps:
+            self._steps[len(rows)] = self._recorded(seen, *tensors)
         with torch.no_grad():
-            return self._steps[shape](*tensors)
+            return self._steps[len(rows)](*tensors)
 
     def _recorded(self, seen: ObservedUpdates, *tensors: Any) -> Step:
         """A compiled function of the tensors that change between steps and problems; everything else is constant in it."""
@@ -96,10 +87,8 @@ class CompiledStep:
         names = list(tensors[0])
 
         def step(*leaves: Tensor) -> list[Tensor]:
-            variables, forms, labels, likelihood_weight, nearby = tree_unflatten(list(leaves), layout)
-            value, slopes = self.problems.differentiated(
-                variables, seen.with_forms(forms), labels, likelihood_weight, nearby
-            )
+            variables, forms, labels, likelihood_weight = tree_unflatten(list(leaves), layout)
+            value, slopes = self.problems.differentiated(variables, seen.with_forms(forms), labels, likelihood_weight)
             return [value, *slopes.values()]
 
         compiled = torch.compile(make_fx(step)(*leaves), dynamic=False)

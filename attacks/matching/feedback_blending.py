@@ -25,16 +25,16 @@ from fedgauge.attacks.delegating import DelegatingAttack
 class feedback_blending(StatefulAttack, DelegatingAttack):
     """Feedback blending (Leite et al., 2024): iDLG-FB, DLG-FB and, with the failures, their NF variants.
 
-    Another attack starts from a blend of its earlier reconstructions of a client. The state holds `images`, how many are in
-    the blend, and `blend` (B, C, H, W), once there is one.
+    Another attack starts from a blend of its earlier reconstructions of a client. The state holds `images`, the number of
+    images in the blend, and `blend` (B, C, H, W), if there is one.
 
     Args:
         attack: a recipe of gradient matching, by its name or as a table: {use = "dlg", double = false}.
         alpha: the share of older images in a blend.
         discard_failures: blend in only successes; False is the paper's NF variant, which collapses.
         fit: the attack's whole objective up to which a reconstruction is a success; 1e-4 suits DLG and iDLG.
-        start: "blend", from noise until there are two images; the controls "half" (constant 1/2), "mean" (the mean auxiliary
-            image) and "noise" show how much of the gain is due to the start alone.
+        start: "blend", from noise until there are two images. The controls "half" (constant 1/2), "mean" (the mean auxiliary
+            image) and "noise" measure the effect of the start by itself.
     """
 
     attack: str | Mapping[str, Any] | Attack = "idlg"
@@ -45,12 +45,9 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
 
     def __post_init__(self) -> None:
         if not self.inner.starts_from_images:
-            raise ValueError(
-                f"feedback blending needs an attack that can start from given images, and {self.attack} cannot: "
-                "name a recipe of gradient matching, such as idlg"
-            )
+            raise ValueError(f"{self.attack} cannot start from images: name a gradient-matching recipe such as idlg")
         if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha must lie in 0..1, got {self.alpha}")
+            raise ValueError(f"alpha must be from 0 to 1, got {self.alpha}")
 
     @property
     def label_source(self) -> Literal["restored", "optimised"]:

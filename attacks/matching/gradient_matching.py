@@ -1,4 +1,4 @@
-"""Gradient matching: find the images whose update is the observed one, under a prior.
+"""Gradient matching: find images with the observed update, under a prior.
 
 It reconstructs argmin_x likelihood(seen, forward(x)) + sum of weight * prior(x), for K observations x R restarts together.
 """
@@ -17,13 +17,13 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Sta
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
 from fedgauge.attacks.engine.compatibility import doubled, parameter_problem
 from fedgauge.attacks.engine.distances import likelihood, rounding_likelihood
-from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, Variables
-from fedgauge.attacks.engine.trace import Tracer, check_snapshots
+from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, Tracer, Variables
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian_by_class, other_priors
 from fedgauge.attacks.matching.problems import Problems, SearchFails
 from fedgauge.attacks.matching.search import AdamSearch, Search, SearchContext
 from fedgauge.attacks.problem import refuse
+from fedgauge.client.components import check_at_least
 from fedgauge.client.models.losses import takes_probabilities
 
 
@@ -32,7 +32,7 @@ class GradientMatching(Attack):
     """The engine: searches for all observations and restarts of a wave together; a recipe is an objective and a search.
 
     Args:
-        trace: keep about this many snapshots of each problem in progress; 0: none.
+        trace: keep about this many snapshots of each problem in progress, at least 2; 0: none.
     """
 
     objective: Objective = field(default_factory=Objective)
@@ -43,7 +43,7 @@ class GradientMatching(Attack):
 
     def __post_init__(self) -> None:
         if self.trace:
-            check_snapshots(self.trace)
+            check_at_least(self, 2, "trace")
 
     @property
     def label_source(self) -> Literal["restored", "optimised"]:
@@ -92,7 +92,7 @@ class GradientMatching(Attack):
     def search_all(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], start: Tensor | None = None
     ) -> "EveryRestart":
-        """Where every restart of every observation ended; SearchFails if they cannot be searched for."""
+        """Search with every restart of every observation; SearchFails if that is impossible."""
         started = time.perf_counter()
         try:
             problems = self._problems(wave, known, budget.restarts, streams)
@@ -139,13 +139,13 @@ class GradientMatching(Attack):
         return torch.cat([order[torch.arange(restarts) % len(order)] for order in orders])
 
     def _batch_limiter(self, problems: Problems, variables: Variables) -> BatchLimiter:
-        """Limits the problems to what fits into free memory besides the search's state of all of them."""
+        """Limit the problems to the free memory, after the search's state of all of them."""
         x, units = variables["x"], problems.units
 
         def dry(count: int) -> None:
             rows = units[:count].flatten()
             part = {name: t[rows] for name, t in variables.items()}
-            problems.value_and_slopes(part, rows, 1.0, self.search.nearby(part["x"], [0]))
+            problems.value_and_slopes(part, rows)
 
         held = self.search.state_per_variable * sum(t.numel() * t.element_size() for t in variables.values())
         return BatchLimiter(largest_batch(dry, len(units), x.device, held))
@@ -153,7 +153,7 @@ class GradientMatching(Attack):
 
 @dataclass(frozen=True, eq=False)
 class EveryRestart:
-    """Where the P = K * R searches of a wave ended: images (P, B, ...), as the network takes them, and labels (P, B)."""
+    """The results of the P = K * R searches of a wave: normalised images (P, B, ...) and labels (P, B)."""
 
     images: Tensor
     labels: Tensor
@@ -169,7 +169,7 @@ class EveryRestart:
         return torch.where(found.isfinite(), found, torch.inf).view(-1, self.problems.restarts)
 
     def ended(self, k: int, x: Tensor, budget: Budget) -> tuple[Status, str, int]:
-        """How the k-th observation's searches ended, with a result x: status, reason, iterations."""
+        """Status, reason and iterations of the k-th observation's searches, with a result x."""
         own = slice(k * self.problems.restarts, (k + 1) * self.problems.restarts)
         done = int(self.outcome.spent[own].max())
         if not torch.isfinite(self.objectives[k].min()) or not torch.isfinite(x).all():

@@ -1,11 +1,9 @@
 """Local steps over slices in an unknown order: each epoch has its own copy of the images, tied by an order-invariant term.
 
 Data leakage in federated averaging (Dimitrov et al., TMLR 2022, section 4.2). With one set of images, the search would have
-to know which of them are in which slice of which epoch. With a copy for every epoch it need not, but each copy can be wrong
-in its own way. The tie takes that freedom away; at the end the copies are paired and averaged.
+to know the slice of each image in each epoch. A copy for every epoch removes that need, but adds freedom: each copy can be
+wrong in a different way. The tie limits that freedom; at the end the copies are paired and averaged.
 """
-
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,11 +11,9 @@ from torch import Tensor
 from fedgauge.client.chain import Chain
 from fedgauge.client.pairing import assigned
 
-Aggregate = Literal["mean", "max"]
-
 
 def epochs(chain: Chain, batch_size: int) -> int:
-    """How often the local steps go through the batch; 1 if every step takes the whole batch.
+    """Count the passes of the local steps through the batch; 1 if every step takes the whole batch.
 
     Raises:
         ValueError: local_sgd's slices do not divide the batch, or it is a sum of several clients.
@@ -26,26 +22,21 @@ def epochs(chain: Chain, batch_size: int) -> int:
     if chain.slice_of(batch_size) * chain.parts >= batch_size or local.batch_size is None:
         return 1
     if chain.parts > 1:
-        raise ValueError(
-            "epochs of unknown order can be tied for one client's update only, and this one is a sum of several"
-        )
+        raise ValueError("epochs of unknown order can be tied for one client's update only, not for a sum of several")
     slices = -(-batch_size // local.batch_size)
     if local.plain and batch_size % local.batch_size:
-        raise ValueError(
-            f"slices of {local.batch_size} do not divide {batch_size} examples, and epochs of unknown order can then be tied "
-            "only where local_training describes them"
-        )
+        why = f"slices of {local.batch_size} do not divide {batch_size} examples"
+        raise ValueError(f"{why}: describe the training by local_training to tie its epochs")
     return -(-local.gradients(batch_size) // slices)
 
 
-def aggregate_gap(x: Tensor, count: int, aggregate: Aggregate) -> Tensor:
-    """The distance (N,) between the epochs' aggregates, for copies x (N, count * B, ...).
+def aggregate_gap(x: Tensor, count: int) -> Tensor:
+    """The distance (N,) between the epochs' mean images, for copies x (N, count * B, ...).
 
     The mean over all pairs of epochs of |g(copies of one) - g(copies of the other)|^2 / entries (the paper's L_inv with
-    the squared distance), g the mean or the maximum over an epoch's images.
+    the squared distance), g the mean over an epoch's images.
     """
-    copies = _apart(x, count)
-    aggregates = copies.mean(2) if aggregate == "mean" else copies.amax(2)
+    aggregates = _apart(x, count).mean(2)
     centred = aggregates - aggregates.mean(1, keepdim=True)  # the mean over pairs is twice the variance
     return 2 * centred.square().flatten(1).mean(1)
 

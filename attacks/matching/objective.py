@@ -1,4 +1,4 @@
-"""What gradient matching minimises: how far the update of a guess is from the observed one, plus priors on the guess."""
+"""The objective of gradient matching: the distance of a guess's update from the observed one, plus priors on the guess."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class TrainingModel:
         return 1
 
     def variables(self, known: Knowledge) -> Variables:
-        """Where one problem's own variables start, besides images and labels; ValueError if they cannot be searched for."""
+        """Start values of variables other than images and labels; ValueError if they cannot be searched for."""
         return {}
 
     def update(self, known: Knowledge, params: Params, x: Tensor, y: Tensor, seen: Update, own: Variables) -> Update:
@@ -48,8 +48,8 @@ class unrolled(TrainingModel):
     """The clients' whole chain, step by step.
 
     Args:
-        latent: for a model whose layers draw noise: optimise the noise too, with its normal density at this weight (times
-            half the mean square); None: use the layers' mean.
+        latent: for a model with layers that draw noise: also optimise the noise, with its normal density at this weight
+            (times half the mean square); None: use the layers' mean.
     """
 
     latent: float | None = None
@@ -74,11 +74,9 @@ class tied_epochs(TrainingModel):
 
     Args:
         tied: weight of the term that ties the copies (fedgauge.attacks.matching.local_steps).
-        aggregate: the statistic of an epoch's images that is tied.
     """
 
     tied: float = 1.0
-    aggregate: local_steps.Aggregate = "mean"
     order_known: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -89,7 +87,7 @@ class tied_epochs(TrainingModel):
 
     def terms(self, x: Tensor, epochs: int, own: Variables) -> Iterator[Tensor]:
         if epochs > 1:
-            yield self.tied * local_steps.aggregate_gap(x, epochs, self.aggregate)
+            yield self.tied * local_steps.aggregate_gap(x, epochs)
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class Parametrisation(Protocol):
         ...
 
     def starts(self, normal: Tensor) -> Tensor:
-        """Where the search starts, from standard normal numbers."""
+        """The start of the search, from standard normal numbers."""
         ...
 
 
@@ -151,7 +149,7 @@ def _noise_sizes(known: Knowledge) -> dict[str, tuple[int, int, int]]:
     steps, links = known.chain.local, known.chain.links
     layers = {n: m.drawn for n, m in known.model.named_modules() if isinstance(m, StochasticLayer) and m.drawn}
     if layers and known.batch_size > 1 and any(map(is_per_example, links)):
-        raise ValueError("the chain trains on each example separately, so their noise cannot be told apart")
+        raise ValueError("the chain trains on each example separately, so the noise has no common variable")
     # in a sum, one client's steps follow the other's
     total = steps.gradients(known.batch_size // known.chain.parts) * known.chain.parts
     return {f"{NOISE}{n}": (total, known.chain.slice_of(known.batch_size), numbers) for n, numbers in layers.items()}

@@ -53,7 +53,7 @@ class Prior(ABC):
 
     @property
     def trains_first(self) -> bool:
-        """Whether `bind` trains a network on auxiliary images."""
+        """True if `bind` trains a network on auxiliary images."""
         return False
 
     @abstractmethod
@@ -73,28 +73,21 @@ class total_variation(Prior):
     """Differences between neighbouring pixels.
 
     Args:
-        isotropic: use the length of (dx, dy) at each pixel instead of |dx| + |dy|.
         power: 1: the means of |dx| and |dy| (Inverting Gradients, eq. 4); 2: the sums of their squares over the pixels, as
             in GradInversion; the weights of the two differ by the number of pixels.
     """
 
     weight: float
-    isotropic: bool = False
     power: Literal[1, 2] = 1
 
     def bind(self, known: Knowledge, params: Params) -> Energy:
-        return self._isotropic if self.isotropic else self._anisotropic
+        return self._energy
 
-    def _anisotropic(self, x: Tensor) -> Tensor:
+    def _energy(self, x: Tensor) -> Tensor:
         dx, dy = x[..., :, 1:] - x[..., :, :-1], x[..., 1:, :] - x[..., :-1, :]
         if self.power == 2:
             return dx.square().sum() + dy.square().sum()
         return _mean(dx.abs()) + _mean(dy.abs())
-
-    def _isotropic(self, x: Tensor) -> Tensor:
-        dx, dy = x[..., :-1, 1:] - x[..., :-1, :-1], x[..., 1:, :-1] - x[..., :-1, :-1]
-        squares = dx.square() + dy.square()
-        return squares.sum() if self.power == 2 else _mean((squares + 1e-12).sqrt())
 
 
 def _mean(differences: Tensor) -> Tensor:
@@ -120,8 +113,8 @@ class batch_statistics(Prior):
     for a model without running statistics.
 
     Args:
-        of: "running": the running statistics, or in train mode those of the client's own batch, as the buffers that it returns
-            tell them (GIA Running); "auxiliary": the mean of those of batches of auxiliary images (GIA Estimate).
+        of: "running": the running statistics; in train mode those of the client's own batch, computed from the buffers that it
+            returns (GIA Running). "auxiliary": the mean over batches of auxiliary images (GIA Estimate).
     """
 
     weight: float
@@ -150,10 +143,8 @@ class batch_statistics(Prior):
 def _estimated(known: Knowledge, params: Params, layers: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
     """The mean, over batches of auxiliary images, of a batch's mean and variance at each use of these layers."""
     if known.auxiliary is None or len(known.auxiliary.x) < known.batch_size:
-        raise ValueError(
-            f"statistics are estimated on batches of auxiliary images, and the attacker has fewer than {known.batch_size}: raise "
-            '[data] auxiliary, or set of = "running"'
-        )
+        remedy = 'raise [data] auxiliary, or set of = "running"'
+        raise ValueError(f"estimating statistics needs at least {known.batch_size} auxiliary images: {remedy}")
     batches = [some for some in known.auxiliary.x.split(known.batch_size)[:ESTIMATED] if len(some) == known.batch_size]
     with torch.no_grad():
         uses = zip(*(layer_inputs(known.model, params, layers, known.normalise(some)) for some in batches), strict=True)
@@ -186,9 +177,7 @@ class gaussian(Prior):
         if self.mean is not None and self.covariance is not None:
             fitted = GaussianPrior.of(self.mean, self.covariance)
         elif known.auxiliary is None:
-            raise ValueError(
-                "a Gaussian prior is fitted to auxiliary images, and the attacker has none; give mean and covariance"
-            )
+            raise ValueError("a Gaussian prior is fitted to auxiliary images, and the attacker has none")
         else:
             fitted = GaussianPrior.fit(deviations(known.auxiliary) if self.by_class else known.auxiliary.x)
         if known.auxiliary is None or self.mean is not None or not self.by_class:

@@ -1,26 +1,27 @@
 """The problems of a wave: each one's objective (likelihood and priors) as a function of its images, and its gradient."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.func import grad_and_value, vmap
 
 from fedgauge.attacks.base import Knowledge, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.compatibility import Route, differentiation_of
-from fedgauge.attacks.engine.distances import left_out, likelihood, visible, visible_columns
-from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradients, flattened
-from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent
-from fedgauge.attacks.engine.gradients.recording import Unsupported
+from fedgauge.attacks.engine.distances import InnerProducts, between, left_out, likelihood, visible, visible_columns
+from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradients, factored, flattened
+from fedgauge.attacks.engine.gradients.layers import Unsupported
+from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, whole_batch_update
 from fedgauge.attacks.engine.scheduler import Variables
-from fedgauge.attacks.engine.whole_batch import whole_batch_update
 from fedgauge.attacks.matching import local_steps
 from fedgauge.attacks.matching.objective import Objective
-from fedgauge.attacks.matching.observed_updates import ObservedUpdates
-from fedgauge.attacks.matching.over_problems import KnownGradient, over_problems, with_slopes
 from fedgauge.attacks.matching.priors import LabelledEnergy, LatentPrior
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.update import Update
@@ -30,6 +31,149 @@ NEAR = 0.1  # deviation of starts from the images that a prior finds likeliest
 
 class SearchFails(ValueError):
     """A search cannot begin or go on, as where the model raises in the middle of it; the message says why."""
+
+
+Forms = dict[tuple[str, ...], tuple[Tensor, ...]]
+
+
+class ObservedUpdates:
+    """The observed updates of some problems; each form is gathered when it is first needed.
+
+    Args:
+        update: of all K observations.
+        owners: (N,) each problem's observation.
+        factors: of large layers' updates (K, ...) that are products; filled here and kept for other problems.
+
+    Attributes:
+        forms: those gathered so far: all that the same matching of other problems needs.
+    """
+
+    def __init__(self, update: Update, owners: Tensor, factors: dict[str, FactoredGradient | None]) -> None:
+        self.update, self.owners, self.factors = update, owners, factors
+        self.whole = torch.equal(owners, torch.arange(len(next(iter(update.values())))))
+        self.forms: Forms = {}
+
+    def with_forms(self, forms: Forms) -> "ObservedUpdates":
+        """The same, with given tensors instead of gathered ones."""
+        other = copy.copy(self)
+        other.forms = forms
+        return other
+
+    def form(self, kind: str, *names: str) -> tuple[Tensor, ...]:
+        """One of the forms (tensor, flat, square, factors, columns), gathered on first use."""
+        key = (kind, *names)
+        if key not in self.forms:
+            self.forms[key] = getattr(self, f"_{kind}")(*names)
+        return self.forms[key]
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor (N, ...)."""
+        return self.form("tensor", name)[0]
+
+    def formed(self) -> Update:
+        """The updates."""
+        return {name: self.tensor(name) for name in self.update}
+
+    def together(self, expected: Update) -> InnerProducts:
+        """Inner products with some tensors of another update, taken as one vector."""
+        *matrices, square = self.form("flat", *expected)
+        return between(matrices, flattened(expected), square)
+
+    def columns_of(self, name: str, expected: Tensor | FactoredGradient) -> Tensor | FactoredGradient:
+        """Another update's matrix (N, out, in) with the columns set to zero that are zero here."""
+        columns = self.form("columns", name)[0][:, None]
+        if isinstance(expected, FactoredGradient):
+            return FactoredGradient(expected.signal, expected.input * columns)
+        return expected * columns
+
+    def products(self, name: str, expected: Tensor | FactoredGradient) -> InnerProducts:
+        """Inner products with a tensor of another update."""
+        if not isinstance(expected, FactoredGradient):
+            return self.together({name: expected})
+        (square,) = self.form("square", name)
+        if name not in self.factors:
+            self.factors[name] = factored(self.update[name], expected.rows)
+        other = self.tensor(name) if self.factors[name] is None else FactoredGradient(*self.form("factors", name))
+        inner, own = expected.products(other)
+        return InnerProducts(inner, square, own)
+
+    def _tensor(self, name: str) -> tuple[Tensor, ...]:
+        return (self.update[name] if self.whole else self.update[name][self.owners],)
+
+    def _flat(self, *names: str) -> tuple[Tensor, ...]:
+        matrices = flattened({name: self._tensor(name)[0] for name in names})  # the single tensors are not kept as well
+        return *matrices, torch.stack([t.square().sum(1) for t in matrices]).sum(0)
+
+    def _square(self, name: str) -> tuple[Tensor, ...]:
+        return (torch.stack([torch.dot(t, t) for t in self.update[name].flatten(1)])[self.owners],)
+
+    def _columns(self, name: str) -> tuple[Tensor, ...]:
+        matrices = self.update[name]
+        return ((matrices != 0).any(1).to(matrices)[self.owners],)
+
+    def _factors(self, name: str) -> tuple[Tensor, ...]:
+        factors = self.factors[name]
+        assert factors is not None
+        return tuple(factors.of(self.owners))
+
+
+def over_problems(function: Callable[..., Tensor], *arguments: Tensor | Update, loop: bool = False) -> Tensor:
+    """A function of one problem, mapped over the first axis of every tensor; without vmap for a single problem or in a loop."""
+    first = arguments[0]
+    count = len(first if isinstance(first, Tensor) else next(iter(first.values())))
+    if count > 1 and not loop:
+        mapped: Tensor = vmap(function)(*arguments)
+        return mapped
+    return torch.stack([function(*_problem(arguments, i)) for i in range(count)])
+
+
+def _problem(arguments: tuple[Tensor | Update, ...], i: int) -> list[Tensor | Update]:
+    return [a[i] if isinstance(a, Tensor) else {k: t[i] for k, t in a.items()} for a in arguments]
+
+
+def with_slopes(
+    function: Callable[..., Tensor],
+    by: tuple[int, ...],
+    *arguments: Tensor | Update,
+    loop: bool,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The gradients by some arguments of a function of one problem, and its values, for all problems.
+
+    Args:
+        loop: by plain autograd in turn, for functions that torch.func or vmap refuse.
+    """
+    if not loop and len(cast(Tensor, arguments[0])) > 1:
+        slopes, value = vmap(grad_and_value(function, by))(*arguments)
+        return slopes, value
+    if not loop:
+        slopes, value = grad_and_value(function, by)(*_problem(arguments, 0))
+        return tuple(s[None] for s in slopes), value[None]
+    values, slopes = [], []
+    for i in range(len(cast(Tensor, arguments[0]))):
+        alone = _problem(arguments, i)
+        leaves = [cast(Tensor, alone[place]).detach().requires_grad_() for place in by]
+        for place, leaf in zip(by, leaves, strict=True):
+            alone[place] = leaf
+        with torch.enable_grad():
+            value = function(*alone)
+            slopes.append(torch.autograd.grad(value, leaves, materialize_grads=True))
+        values.append(value.detach())
+    return tuple(torch.stack(same) for same in zip(*slopes, strict=True)), torch.stack(values)
+
+
+class KnownGradient(Function):
+    """A value (N,) with known gradients by its inputs (N, ...): inputs first, then as many gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, inputs: int, *both: Tensor) -> Tensor:
+        ctx.save_for_backward(*both[inputs:])
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        slopes = [s * g.view(-1, *[1] * (s.dim() - 1)) for s in ctx.saved_tensors]
+        return None, None, *slopes, *[None] * len(slopes)
 
 
 class Problems:
@@ -82,17 +226,17 @@ class Problems:
 
     @cached_property
     def plain(self) -> Knowledge:
-        """What the attacker knows, to be differentiated by plain autograd."""
+        """The attacker's knowledge, to be differentiated by plain autograd."""
         return replace(self.known, plain=True)
 
     @property
     def one_path(self) -> bool:
-        """Whether a step always takes the same path, so that it can be recorded: a loop may branch."""
+        """True if a step always takes the same path, so that it can be recorded: a loop may branch."""
         return self.way.route != "loop"
 
     @property
     def signed(self) -> set[str]:
-        """The variables whose gradient's sign alone a signed optimiser uses."""
+        """The variables that a signed optimiser moves by the sign of the gradient."""
         return {"x", "y", *self.own} - self.training.bounds.keys()
 
     @property
@@ -164,23 +308,17 @@ class Problems:
         return self.value_and_slopes(variables, rows)[0]
 
     def value_and_slopes(
-        self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0, nearby: Tensor | None = None
+        self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0
     ) -> tuple[Tensor, Variables]:
         """Objectives (N,), and the gradient of their sum by the variables.
 
         Args:
             likelihood_weight: (N,) or one for all.
-            nearby: displacements of the images (samples, N or 1, images, C, H, W), over which the objective is averaged.
         """
-        return self.differentiated(variables, *self.chosen(rows), likelihood_weight, nearby)
+        return self.differentiated(variables, *self.chosen(rows), likelihood_weight)
 
     def differentiated(
-        self,
-        variables: Variables,
-        seen: ObservedUpdates,
-        labels: Tensor | None,
-        likelihood_weight: Tensor | float,
-        nearby: Tensor | None,
+        self, variables: Variables, seen: ObservedUpdates, labels: Tensor | None, likelihood_weight: Tensor | float
     ) -> tuple[Tensor, Variables]:
         """`value_and_slopes` of problems given by their observed updates and labels: tensors in, tensors out.
 
@@ -189,38 +327,24 @@ class Problems:
         while True:
             try:
                 with self.way():
-                    return self._differentiated(variables, seen, labels, likelihood_weight, nearby)
+                    return self._differentiated(variables, seen, labels, likelihood_weight)
             except Exception as error:  # a user's model may raise anything
                 if exhausted(error):
                     raise
                 if self.way.route == "loop":
-                    raise SearchFails(
-                        f"the model or the chain fails on images of the descent ({type(error).__name__}: {error}): they may be "
-                        "any, also beyond black and white; let it take them, or use an attack that needs no derivative"
-                    ) from error
+                    why = f"the model or the chain fails on images of the descent ({type(error).__name__}: {error})"
+                    raise SearchFails(f"{why}: let it accept any pixels") from error
                 self._go("vmap" if self.step is not None else "loop")
 
     def _go(self, route: Route) -> None:
         self.way, self.step = replace(self.way, route=route), None
 
     def _differentiated(
-        self,
-        variables: Variables,
-        seen: ObservedUpdates,
-        labels: Tensor | None,
-        likelihood_weight: Tensor | float,
-        nearby: Tensor | None,
+        self, variables: Variables, seen: ObservedUpdates, labels: Tensor | None, likelihood_weight: Tensor | float
     ) -> tuple[Tensor, Variables]:
         leaves = {name: t.detach().requires_grad_() for name, t in variables.items()}
         with torch.enable_grad():
-            if nearby is None:
-                value = self._objectives(leaves, seen, labels, likelihood_weight)
-            else:
-                moved = [
-                    self._objectives({**leaves, "x": leaves["x"] + step}, seen, labels, likelihood_weight)
-                    for step in nearby
-                ]
-                value = torch.stack(moved).mean(0)
+            value = self._objectives(leaves, seen, labels, likelihood_weight)
             total = value.sum()
         if not total.requires_grad:  # the chain's output does not depend on the images
             return value.detach(), {name: torch.zeros_like(t) for name, t in variables.items()}

@@ -3,12 +3,10 @@
 from typing import Literal
 
 from fedgauge.attacks.engine.distances import cosine, largest, squared
-from fedgauge.attacks.matching import local_steps
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective, surrogate_gradient, tied_epochs, unrolled
 from fedgauge.attacks.matching.priors import PRIOR, Prior, batch_statistics, magnitude, total_variation
-from fedgauge.attacks.matching.quasi_newton import LBFGSSearch
-from fedgauge.attacks.matching.search import AdamSearch
+from fedgauge.attacks.matching.search import AdamSearch, LBFGSSearch
 from fedgauge.client.components import Table, build
 
 CUTS = (3 / 8, 5 / 8, 7 / 8)
@@ -22,18 +20,16 @@ def _with(prior: Table | None, *others: Prior) -> tuple[Prior, ...]:
 def inverting_gradients(
     tv: float = 0.01,
     rate: float = 0.1,
-    patience: int = 0,
     compile: bool = False,
     prior: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it; `build` checks what is in it
 ) -> GradientMatching:
     """Inverting Gradients (Geiping et al., NeurIPS 2020): cosine, total variation, signed Adam, three cuts of the rate.
 
     Args:
-        patience: iterations without a fall after which a problem ends; 0: the paper's whole schedule.
         compile: compile the whole step; see AdamSearch.
         prior: an additional prior, such as {use = "generator_prior", weight = 1e-5}.
     """
-    search = AdamSearch(rate, signed=True, cuts=CUTS, patience=patience, compile=compile)
+    search = AdamSearch(rate, signed=True, cuts=CUTS, compile=compile)
     return GradientMatching(Objective(cosine(), _with(prior, total_variation(tv))), search)
 
 
@@ -64,7 +60,6 @@ def bayes(
     anneal: float = 1.0,
     samples: int = 1,
     radius: float = 0.0,
-    box: bool = True,
     prior: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it; `build` checks what is in it
 ) -> GradientMatching:
     """The Bayesian framework's attack (Balunović et al., ICLR 2022, Algorithm 1): the chain's own likelihood, total variation.
@@ -73,11 +68,11 @@ def bayes(
         conditional: "known": of the chain's noise and masks; the two others are the paper's baselines.
         tv: the prior's weight beta, relative to the likelihood's own scale.
         decay: of the rate at each iteration; anneal: the likelihood's weight at the start.
-        samples, radius: k and delta; radius 0 evaluates at the centre, as in the paper's tables.
+        samples, radius: k and delta; radius 0 evaluates at the guess itself, as in the paper's tables.
         prior: an additional prior, such as {use = "generator_prior"}; with tv = 0 it is the only one.
     """
     chosen = {"known": None, "squared": squared(), "cosine": cosine()}[conditional]
-    search = AdamSearch(rate, decay=decay, box=box, anneal=anneal, samples=samples, radius=radius)
+    search = AdamSearch(rate, decay=decay, anneal=anneal, samples=samples, radius=radius)
     return GradientMatching(Objective(chosen, _with(prior, total_variation(tv))), search)
 
 
@@ -100,39 +95,34 @@ def partial_matching(
 ) -> GradientMatching:
     """Partial gradient matching with a gradient penalty, after Fan et al. (USENIX Security 2025): a part of the update is matched.
 
-    An objective whose slope by the images is long is penalised, so that the search ends where it is flat. The rest is that of
-    Inverting Gradients. Which entries are matched, and both weights, are chosen here and not the paper's.
+    The length of the objective's gradient is penalised, so that the search ends where the objective is flat. The rest is
+    Inverting Gradients. The choice of entries and both weights are ours, not the paper's.
 
     Args:
         keep: the share of each tensor's entries that is matched, the largest ones.
         flat: the penalty's weight; each iteration then evaluates two gradients. reach: of the difference that gives its slope.
     """
-    if not 0 < keep <= 1:
-        raise ValueError(f"keep must lie in (0, 1], got {keep}")
     matched = cosine() if keep == 1 else largest(cosine(), keep)
     search = AdamSearch(rate, signed=True, cuts=CUTS, flat=flat, reach=reach)
     return GradientMatching(Objective(matched, (total_variation(tv),)), search)
 
 
 def surrogate(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:
-    """Surrogate model extension (Zhu et al., ICLR 2023): one gradient between the end points stands for several local steps.
+    """Surrogate model extension (Zhu et al., ICLR 2023): one gradient between the end points replaces several local steps.
 
     A cheap alternative to unrolling the steps, as inverting_gradients does.
     """
     return inverting_gradients(tv, rate).with_objective(training=surrogate_gradient())
 
 
-def federated_averaging(
-    tied: float = 1.0, aggregate: local_steps.Aggregate = "mean", tv: float = 1e-3, rate: float = 0.1
-) -> GradientMatching:
+def federated_averaging(tied: float = 1.0, tv: float = 1e-3, rate: float = 0.1) -> GradientMatching:
     """Data leakage in federated averaging (Dimitrov et al., TMLR 2022): local steps over slices of unknown order.
 
     The steps are unrolled over a copy of the images for every epoch, and an order-invariant term ties the copies. Restarts
-    try which slice of which epoch holds which label. At the end the copies are paired and averaged. By signed Adam, which
-    reconstructs more here than the paper's Adam.
+    try different assignments of labels to slices. At the end the copies are paired and averaged. Signed Adam reconstructs
+    more here than the paper's Adam.
 
     Args:
-        tied: the term's weight.
-        aggregate: what is compared between epochs: the mean of an epoch's images, as in the paper's tables, or their maximum.
+        tied: the term's weight; it compares the epochs' mean images, as in the paper's tables.
     """
-    return inverting_gradients(tv, rate).with_objective(training=tied_epochs(tied, aggregate) if tied else unrolled())
+    return inverting_gradients(tv, rate).with_objective(training=tied_epochs(tied) if tied else unrolled())

@@ -1,4 +1,4 @@
-"""Searches for the minimum of an objective, over all problems of a wave together; here by Adam."""
+"""Searches for the minimum of an objective, over all problems of a wave together: Adam and L-BFGS."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
-from fedgauge.attacks.engine.optimizers import adam, per_iteration_count
-from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, OptimizerState, Variables, advance
-from fedgauge.attacks.engine.trace import Tracer
+from fedgauge.attacks.engine.optimizers import Callback, Descent, adam, lbfgs, minimise, per_iteration_count, restarted
+from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, OptimizerState, Tracer, Variables, advance
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.client.components import check_above_zero, check_at_least, check_part
 
-Step = Callable[[Variables, Tensor, Tensor | float, Tensor | None], tuple[Tensor, Variables]]
+Step = Callable[[Variables, Tensor, Tensor | float], tuple[Tensor, Variables]]
 Starts = Callable[[Tensor, Tensor], Variables]  # observations (N,), numbers of their draws (N,) -> fresh starts
 
 
@@ -38,7 +37,7 @@ class SearchContext:
 
 @dataclass(frozen=True)
 class Search(ABC):
-    """How an objective is minimised.
+    """A method that minimises an objective.
 
     Args:
         double: compute in float64, for exact attacks.
@@ -60,26 +59,18 @@ class Search(ABC):
     def minimise(self, variables: Variables, context: SearchContext) -> OptimizationResult:
         """Advance the variables of all problems in place; SearchFails says why it cannot."""
 
-    def nearby(self, x: Tensor, at: Sequence[int]) -> Tensor | None:
-        """Displacements (samples, N or 1, images, C, H, W) over which the objective is averaged; None: there are none.
-
-        Args:
-            at: each problem's iteration.
-        """
-        return None
-
 
 @dataclass(frozen=True)
 class AdamSearch(adam, Search):
-    """Adam, whose objective may change from iteration to iteration.
+    """Adam; the likelihood's weight may grow over the iterations.
 
     Args:
         box: keep pixels in [0, 1] after each step.
         anneal: the likelihood's weight at the start; it grows geometrically to 1 over the first half of the iterations.
         samples, radius: average the objective over images drawn uniformly from a box of this half-width around the guess.
         group: pulls an observation's restarts towards their mean (GradInversion).
-        flat: weight of the length of the objective's slope by the images, penalised too (Fan et al., 2025), whose own slope is a
-            difference over the distance `reach`: each iteration evaluates two gradients.
+        flat: weight of a penalty on the length of the objective's gradient by the images (Fan et al., 2025). The penalty's
+            gradient is a difference over the distance `reach`, so each iteration evaluates two gradients.
         compile: compile the whole step by torch.compile, once for each wave size, where it always takes the same path. Needs
             a C++ compiler; without one the attack is not applicable. LeNet on a CPU thread: 1.5 to 3 times faster after 60 to
             85 CPU seconds of compiling, which pays off from 3,000 iterations (K = 64) or 8,000 (K = 8).
@@ -97,8 +88,8 @@ class AdamSearch(adam, Search):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 0, "group", "radius", "flat")
-        check_above_zero(self, "reach")
         check_at_least(self, 1, "samples")
+        check_above_zero(self, "reach")
         check_part(self, "anneal")
 
     @property
@@ -109,7 +100,7 @@ class AdamSearch(adam, Search):
         problems, limiter, clock = context.problems, context.limiter, context.clock
         state, units, iterations = OptimizerState.at(variables), problems.units, context.budget.iterations
         stretch = partial(self._advance, context, self._step(problems, limiter))
-        interrupted = advance(state, units, iterations, self.patience, limiter, clock, stretch)
+        interrupted = advance(state, units, iterations, limiter, clock, stretch)
 
         def value(some: Tensor) -> Tensor:
             rows = units[some].flatten()
@@ -132,15 +123,13 @@ class AdamSearch(adam, Search):
             if context.clock.over():
                 return done
             at = [count + done for count in counts]
-            weight = per_iteration_count(lambda n: self.anneal ** max(0.0, 1 - 2 * n / iterations), at, part.lowest)
-            nearby = self.nearby(variables["x"], at)
-            value, slopes = step(variables, rows, weight, nearby)
+            like = variables["x"].new_zeros(len(at))
+            weight = per_iteration_count(lambda n: self.anneal ** max(0.0, 1 - 2 * n / iterations), at, like)
+            value, slopes = self._sampled(step, variables, rows, weight, at)
             if self.flat:
-                slopes = self._with_penalty(step, variables, rows, weight, nearby, slopes)
+                slopes = self._with_penalty(step, variables, rows, weight, slopes)
             part.finite.logical_or_(value.isfinite())
-            if self.patience and not (isinstance(weight, float) and weight < 1):
-                part.record(value, weight == 1 if isinstance(weight, Tensor) else None)
-            whole = nearby is None and isinstance(weight, float) and weight == 1
+            whole = not self.radius and isinstance(weight, float) and weight == 1
             self._keep(context, variables, rows, at, value if whole else None)
             for name, t in variables.items():
                 slope = slopes[name].nan_to_num(0.0, 0.0, 0.0)
@@ -150,36 +139,117 @@ class AdamSearch(adam, Search):
                 torch.clamp(variables[name], low, high, out=variables[name])
         return length
 
+    def _sampled(
+        self, step: Step, variables: Variables, rows: Tensor, weight: Tensor | float, at: Sequence[int]
+    ) -> tuple[Tensor, Variables]:
+        """The objective and its gradient, averaged over images near the guess; an iteration has the same draws in every wave."""
+        if not self.radius:
+            return step(variables, rows, weight)
+        x, drawn = variables["x"], []
+        for n in at:
+            unit = torch.rand(self.samples, *x.shape[1:], generator=torch.Generator().manual_seed(n))
+            drawn.append(self.radius * (2 * unit - 1))
+        near = [step({**variables, "x": x + away.to(x)}, rows, weight) for away in torch.stack(drawn, 1)]
+        values, slopes = zip(*near, strict=True)
+        mean = {name: torch.stack([each[name] for each in slopes]).mean(0) for name in variables}
+        return torch.stack(values).mean(0), mean
+
     def _with_penalty(
-        self,
-        step: Step,
-        variables: Variables,
-        rows: Tensor,
-        weight: Tensor | float,
-        nearby: Tensor | None,
-        slopes: Variables,
+        self, step: Step, variables: Variables, rows: Tensor, weight: Tensor | float, slopes: Variables
     ) -> Variables:
-        """The slopes of objective + flat * |its slope by the images|: that slope's change along itself."""
+        """The gradient of objective + flat * |its gradient by the images|, by a finite difference along that gradient."""
         x = slopes["x"].nan_to_num(0.0, 0.0, 0.0)
         length = x.flatten(1).norm(dim=1).clamp_min(torch.finfo(x.dtype).tiny)
         away = self.reach * x / length.view(-1, *[1] * (x.ndim - 1))
-        _, there = step(variables, rows, weight, away[None] if nearby is None else nearby + away)
+        _, there = step({**variables, "x": variables["x"] + away}, rows, weight)
         return {name: t + self.flat / self.reach * (there[name] - t) for name, t in slopes.items()}
 
     def _keep(
         self, context: SearchContext, variables: Variables, rows: Tensor, at: Sequence[int], value: Tensor | None
     ) -> None:
-        """Keep the snapshots that are due; values (N,) are those of the whole objective, None where these are not known."""
+        """Keep the snapshots that are due.
+
+        Args:
+            value: (N,) of the whole objective; None: not computed yet.
+        """
         due = torch.tensor([context.tracer.due(n) for n in at])
         if due.any():
             value = context.problems.value(variables, rows) if value is None else value
             images = context.problems.joined(variables["x"][due], rows[due])
             context.tracer.keep(rows[due], torch.tensor(at)[due], value[due], images)
 
-    def nearby(self, x: Tensor, at: Sequence[int]) -> Tensor | None:
-        """Displacements, uniform in the box; a problem's iteration decides its draws, so that packing changes nothing."""
-        if not self.radius:
-            return None
-        drawn = {n: torch.rand(self.samples, *x.shape[1:], generator=torch.Generator().manual_seed(n)) for n in set(at)}
-        boxes = [drawn[n] for n in (at if len(drawn) > 1 else at[:1])]
-        return (self.radius * (2 * torch.stack(boxes, 1) - 1)).to(x)
+
+@dataclass(frozen=True)
+class LBFGSSearch(lbfgs, Search):
+    """L-BFGS of each problem by itself; the budget's iterations count evaluations of a problem, restarts included."""
+
+    def minimise(self, variables: Variables, context: SearchContext) -> OptimizationResult:
+        return QuasiNewton(self, context).descend(variables)
+
+
+class QuasiNewton:
+    """One descent of all problems within a budget; those that end without a fit start afresh."""
+
+    def __init__(self, settings: lbfgs, context: SearchContext) -> None:
+        self.settings, self.problems, self.starts = settings, context.problems, context.starts
+        self.evaluations = context.budget.iterations  # of each problem, including its restarts
+        self.limiter, self.clock, self.tracer = context.limiter, context.clock, context.tracer
+        self.shapes: dict[str, torch.Size] = {}
+
+    def descend(self, variables: Variables) -> OptimizationResult:
+        """Advance the variables of all problems in place."""
+        self.shapes = {name: t.shape[1:] for name, t in variables.items()}
+        everyone = torch.arange(self.problems.count, device=variables["x"].device)
+        restarts, allowed = self.problems.restarts, torch.full_like(everyone, self.evaluations)
+        descent = self._search(everyone, _joined(variables), allowed)
+        attempt = 0
+        while not self.clock.over():
+            rows = (self._unfit(descent) & (descent.spent < allowed)).nonzero().flatten()
+            if len(rows) == 0:
+                break
+            attempt += 1
+            fresh = _joined(self.starts(rows // restarts, rows % restarts + attempt * restarts))
+            left = (allowed - descent.spent)[rows]
+            restarted(descent, self._search(rows, fresh, left, descent), rows)
+        for name, t in self._apart(descent.x).items():
+            variables[name][:] = t
+        unfinished = ~descent.ended & (descent.spent < allowed)
+        return OptimizationResult(descent.f, descent.spent, unfinished & self.clock.over())
+
+    def _unfit(self, descent: Descent) -> Tensor:
+        return ~(descent.f <= self.settings.restart_above) if self.settings.restart_above else ~descent.f.isfinite()
+
+    def _search(self, among: Tensor, start: Tensor, allowed: Tensor, before: Descent | None = None) -> Descent:
+        evaluate = partial(self._evaluate, among)
+        watch = self._watching(among, before)
+        return minimise(evaluate, start, allowed, self.settings, over=self.clock.over, watch=watch)
+
+    def _evaluate(self, among: Tensor, points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and gradients of the chosen problems, as many together as the limiter allows."""
+        rows = among[chosen].cpu()
+
+        def together(some: Tensor) -> tuple[Tensor, Tensor]:
+            value, slopes = self.problems.value_and_slopes(self._apart(points[some]), rows[some])
+            return value, _joined(slopes)
+
+        values, slopes = zip(*self.limiter.each(together, torch.arange(len(points))), strict=True)
+        return torch.cat(values), torch.cat(slopes)
+
+    def _watching(self, among: Tensor, before: Descent | None) -> Callback:
+        def watch(at: Descent, live: Tensor) -> None:
+            x, f, spent, rows = at.x[live], at.f[live], at.spent[live], among[live]
+            if before is not None:  # a new draw counts once it is lower
+                lower = f < before.f[rows].nan_to_num(torch.inf)
+                x, f = torch.where(lower[:, None], x, before.x[rows]), torch.where(lower, f, before.f[rows])
+                spent = spent + before.spent[rows]
+            self.tracer.follow(rows, spent, f, self.problems.joined(self._apart(x)["x"], rows))
+
+        return watch if self.tracer else lambda at, live: None
+
+    def _apart(self, points: Tensor) -> Variables:
+        pieces = points.split([shape.numel() for shape in self.shapes.values()], 1)
+        return {name: t.view(-1, *self.shapes[name]) for name, t in zip(self.shapes, pieces, strict=True)}
+
+
+def _joined(parts: Variables) -> Tensor:
+    return torch.cat([t.flatten(1) for t in parts.values()], 1)

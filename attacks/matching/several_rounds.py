@@ -1,14 +1,12 @@
 """Several rounds at once: matches one batch to all updates that a client computed from it under several models.
 
-A client's noise is drawn anew in every round and the batch stays, so the information adds up. Rounds in which the client
-trained on other examples would pull the image away. So each round is weighted by how well the image explains it (Geman and
-McClure's weight), and those rounds lose their influence.
+A client's noise is drawn anew in every round and the batch stays, so the information adds up. Rounds with other examples
+would distort the image. So each round is weighted by how well the image explains it (Geman and McClure's weight).
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -31,7 +29,7 @@ from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.recipes import CUTS
 from fedgauge.client.components import check_at_least
-from fedgauge.client.update import Batch, Params, Update
+from fedgauge.client.update import Batch
 
 ALONE = 0.25  # share of the iterations on the newest round alone, before the others count
 CHECK_EVERY = 25  # iterations between two updates of the rounds' weights
@@ -39,18 +37,11 @@ NEAR = 8.0  # a round's weight is a quarter if its distance exceeds the newest o
 FLOOR = 1e-3  # of a distance: an exact match of the newest round must not silence the others
 
 
-class _Round(NamedTuple):
-    """One update of a client, with the weights at which it was computed."""
-
-    params: Params
-    update: Update
-
-
 @dataclass(frozen=True)
 class several_rounds(StatefulAttack):
     """Inverting Gradients on a client's last rounds together: weighted cosine distances, and total variation.
 
-    It needs clients that train on the same examples in several rounds, such as those whose shard is one batch.
+    It needs clients that train on the same examples in several rounds, for example shards of one batch.
 
     Args:
         most: remembered rounds of a client, >= 1; each costs a model and an update on disk, and a gradient in each step.
@@ -71,12 +62,10 @@ class several_rounds(StatefulAttack):
     def advance(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
-        met = [
-            [*_recalled(memory), _Round(wave.params, wave.alone(k))][-self.most :] for k, memory in enumerate(memories)
-        ]
+        met = [[*_recalled(memory), wave.of([k])][-self.most :] for k, memory in enumerate(memories)]
         kept = [_remembered(rounds) for rounds in met]
         try:
-            parts = [self._agreeing(wave, k, known, rounds) for k, rounds in enumerate(met)]
+            parts = [self._agreeing(k, known, rounds) for k, rounds in enumerate(met)]
             way = differentiation_of(known, wave.params, one_pass=False)
         except ValueError as error:
             return not_applicable(wave, str(error)), kept
@@ -94,28 +83,22 @@ class several_rounds(StatefulAttack):
                 found.append(replace(best, seconds=time.perf_counter() - started))
         return found, kept
 
-    def _agreeing(
-        self, wave: Wave, k: int, known: Knowledge, rounds: Sequence[_Round]
-    ) -> tuple[Sequence[_Round], Tensor]:
+    def _agreeing(self, k: int, known: Knowledge, rounds: Sequence[Wave]) -> tuple[Sequence[Wave], Tensor]:
         """The rounds with the newest one's labels, and these labels (B,): other batches often have others.
 
         Under noise, restored labels are sometimes wrong, so the labels that most rounds give count for all.
         """
         if known.labels is not None:
             return rounds, known.labels[k]
-        restored = []
-        for one in rounds:
-            update = {name: t[None] for name, t in one.update.items()}
-            alone = replace(wave, clients=wave.clients[k : k + 1], params=one.params, update=update)
-            restored.append(tuple(labelling.restore(alone, known)[0].tolist()))
+        restored = [tuple(labelling.restore(one, known)[0].tolist()) for one in rounds]
         update_distribution = known.chain.update_distribution
         if update_distribution is not None and update_distribution.noisy:
-            return rounds, torch.tensor(max(reversed(restored), key=restored.count), device=wave.device)
+            return rounds, torch.tensor(max(reversed(restored), key=restored.count), device=rounds[-1].device)
         agreeing = [one for one, y in zip(rounds, restored, strict=True) if y == restored[-1]]
-        return agreeing, torch.tensor(restored[-1], device=wave.device)
+        return agreeing, torch.tensor(restored[-1], device=rounds[-1].device)
 
     def _search(
-        self, rounds: Sequence[_Round], met: int, y: Tensor, known: Knowledge, iterations: int, clock: Deadline,
+        self, rounds: Sequence[Wave], met: int, y: Tensor, known: Knowledge, iterations: int, clock: Deadline,
         rng: Generator,
     ) -> Reconstruction:  # fmt: skip
         # in the model's input units, like the other attacks
@@ -150,8 +133,8 @@ class several_rounds(StatefulAttack):
         return Reconstruction(x, y, float(objective.detach()), spent, 0.0, status, reason)
 
 
-def _misfit(one: _Round, z: Tensor, y: Tensor, known: Knowledge, distance: Distance) -> Tensor:
-    return distance(one.update, known.forward(one.params, Batch(known.pixels(z), y), None))
+def _misfit(one: Wave, z: Tensor, y: Tensor, known: Knowledge, distance: Distance) -> Tensor:
+    return distance(one.alone(0), known.forward(one.params, Batch(known.pixels(z), y), None))
 
 
 def _weights(misfits: Tensor) -> Tensor:
@@ -167,17 +150,18 @@ def _distance(known: Knowledge) -> Distance:
     return likelihood(noise and replace(noise, sigma=0.0, scale=0.0), known.batch_size)
 
 
-def _remembered(rounds: Sequence[_Round]) -> ClientState:
+def _remembered(rounds: Sequence[Wave]) -> ClientState:
     kept: dict[str, Tensor] = {"rounds": torch.tensor(len(rounds))}
     for i, one in enumerate(rounds):
-        for part in ("params", "update"):
-            kept |= {f"{i}/{part}/{name}": t for name, t in getattr(one, part).items()}
+        for part, tensors in (("params", one.params), ("update", one.alone(0))):
+            kept |= {f"{i}/{part}/{name}": t for name, t in tensors.items()}
     return kept
 
 
-def _recalled(memory: ClientState) -> list[_Round]:
+def _recalled(memory: ClientState) -> list[Wave]:
     def part(i: int, kind: str) -> dict[str, Tensor]:
         prefix = f"{i}/{kind}/"
         return {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}
 
-    return [_Round(part(i, "params"), part(i, "update")) for i in range(int(memory["rounds"]))]
+    stored = [(part(i, "params"), part(i, "update")) for i in range(int(memory["rounds"]))]
+    return [Wave(0, (0,), params, {k: t[None] for k, t in update.items()}) for params, update in stored]

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient, formed
+from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import gradients
-from fedgauge.attacks.engine.gradients.recording import Unsupported
 from fedgauge.client.chain import Chain
 from fedgauge.client.models.losses import is_mean, logit_gradient
 from fedgauge.client.training import StochasticLayer, gradient

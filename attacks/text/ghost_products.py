@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.engine.distances import InnerProducts
 from fedgauge.attacks.engine.gradients.factored import FORM_BELOW, FactoredGradient, Gradients, apply, factored
-from fedgauge.attacks.engine.gradients.recording import CallRecorder, Unsupported
+from fedgauge.attacks.engine.gradients.layers import CallRecorder, Unsupported
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.update import Loss, Params, Update
 

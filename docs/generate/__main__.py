@@ -1,17 +1,28 @@
 """`python -m docs.generate`: write the tables in docs/ again, from the code and the kept figures (`make docs`)."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from docs.generate import kept_figures, keys, signatures
-from docs.generate.markdown import escaped, fill_blocks
+from docs.generate import kept_figures
 from fedgauge.simulations.cli.components import components_of
+from fedgauge.simulations.cli.scenario_keys import TABLES
 from fedgauge.simulations.experiments.sweep_file import Sweep
 from fedgauge.simulations.experiments.sweep_rows import SweepRow, summary_as_markdown
 
 DOCS = Path(__file__).parents[1]
 SIMULATIONS = DOCS.parent / "simulations"
+
+
+def escaped(text: str) -> str:
+    """Escape text for a table's cell; code between backticks stays code."""
+    parts = re.split(r"(`[^`]*`)", text)
+    # an underscore within a word is no markup
+    return "".join(
+        part.replace("|", r"\|") if part.startswith("`") else re.sub(r"([\\|<*\[]|(?<!\w)_|_(?!\w))", r"\\\1", part)
+        for part in parts
+    )
 
 
 def components(kind: str) -> str:
@@ -23,6 +34,15 @@ def components(kind: str) -> str:
     return f"| name | arguments | what it is |\n|---|---|---|\n{rows}"
 
 
+def keys(table: str) -> str:
+    """Return the table of a scenario table's keys."""
+    rows = (
+        f"| `{key.name}` | {escaped(key.value)} | {key.default} | {escaped(key.meaning.rstrip('.'))} |\n"
+        for key in TABLES[table]()
+    )
+    return "| key | value | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
+
+
 def sweep(name: str) -> str:
     """Return the kept rows of a sweep with a line for each defense."""
     kept = json.loads((SIMULATIONS / "results" / name / "sweep.json").read_text())
@@ -32,8 +52,7 @@ def sweep(name: str) -> str:
 
 BLOCKS: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "components.md": ("components", components),
-    "scenario-keys.md": ("keys", keys.block),
-    "adding-components.md": ("signatures", signatures.block),
+    "scenario-keys.md": ("keys", keys),
     "defenses.md": ("sweep", sweep),
 }
 
@@ -41,7 +60,10 @@ BLOCKS: Mapping[str, tuple[str, Callable[[str], str]]] = {
 def pages() -> Iterator[tuple[Path, str]]:
     """Yield each page with generated blocks, and its text with today's blocks."""
     for name, (kind, block) in BLOCKS.items():
-        yield DOCS / name, fill_blocks((DOCS / name).read_text(), kind, block)
+        text = (DOCS / name).read_text()
+        for mark in re.finditer(rf"(<!-- generated: {kind} ([\w.]+) -->)\n.*?(?=<!-- end -->)", text, re.DOTALL):
+            text = text.replace(mark[0], f"{mark[1]}\n{block(mark[2])}")
+        yield DOCS / name, text
     for page in sorted(DOCS.glob("papers/[a-z]*.md")):
         yield page, kept_figures.fill(page.read_text())
 

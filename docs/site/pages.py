@@ -1,7 +1,4 @@
-"""Which files are pages of the site, for MkDocs: the pages of docs/ and of the root, each where it lies in the repository.
-
-So every link between them works in the site as it does in the repository, and no page is copied.
-"""
+"""MkDocs hooks: take the pages of docs/ and of the root from their places in the repository, so that links work in both."""
 
 import os
 import re
@@ -25,19 +22,19 @@ LINK = re.compile(r"\[(?P<words>[^\]]*)\]\((?P<target>[^)\s#:]+)(?P<anchor>#[^)\
 
 
 def pages() -> list[str]:
-    """Every page of the site, as a path in the repository."""
+    """Return every page of the site as a path in the repository."""
     found = [path for pattern in ("docs/**/*.md", "docs/**/*.ipynb", *OTHERS) for path in ROOT.glob(pattern)]
     return sorted(path.relative_to(ROOT).as_posix() for path in found if ".ipynb_checkpoints" not in path.parts)
 
 
 def linked(page: str) -> Iterator[tuple[re.Match[str], Path]]:
-    """The links of a page, with the paths in the repository that they lead to."""
+    """Yield the links of a page with their targets in the repository."""
     for link in LINK.finditer((ROOT / page).read_text()):
         yield link, ROOT / normpath(PurePosixPath(page).parent / link["target"])
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """The pages, what they show and link to, and the theme's own files, in place of the files of docs/ alone."""
+    """Return the pages, the files that they show and link to, and the theme's files, instead of the files of docs/."""
     chosen = {*pages(), *config.extra_css}
     chosen |= {path.relative_to(ROOT).as_posix() for page in pages() for _, path in linked(page) if path.is_file()}
     kept = [file for file in files if not (file.abs_src_path or "").startswith(f"{ROOT}/docs/")]
@@ -50,11 +47,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """A page as MkDocs reads it.
-
-    Links to folders, which a site cannot show, become their words; those to notebooks lead to their pages; a bar in a
-    table's code needs no backslash.
-    """
+    """Adapt a page to MkDocs: drop links to folders, link notebooks' pages, and unescape bars in a table's code."""
     place = PurePosixPath(page.file.src_uri).parent
 
     def kept(link: re.Match[str]) -> str:
@@ -69,7 +62,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def notebook(config: MkDocsConfig, name: str) -> list[File]:
-    """A notebook as a page, with the pictures of its outputs beside it; executed first, unless `extra` says otherwise."""
+    """Return a notebook's page and its pictures; execute it first, unless `extra` says otherwise."""
     notes = nbformat.read(ROOT / name, as_version=4)
     if config.extra.get("execute_notebooks", True):
         execute(notes)
@@ -82,11 +75,11 @@ def notebook(config: MkDocsConfig, name: str) -> list[File]:
 
 
 def execute(notes: nbformat.NotebookNode) -> None:
-    """Fill in a notebook's outputs, in a folder of its own, by the Python and the programs of this environment."""
+    """Fill in a notebook's outputs, in a temporary folder, with this environment's Python and programs."""
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     # a widget for progress is missed on standard error, with paths of this machine
     own = {"PATH": programs, "PYTHONWARNINGS": "ignore:IProgress not found", "OMP_NUM_THREADS": "1"}
-    with TemporaryDirectory() as folder, TemporaryDirectory() as sockets:  # files of this user; a port is anybody's
+    with TemporaryDirectory() as folder, TemporaryDirectory() as sockets:  # other users could reach a port
         private = Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
         place = {"metadata": {"path": folder}}
         NotebookClient(notes, timeout=900, resources=place, config=private).execute(env={**os.environ, **own})

@@ -1,4 +1,4 @@
-"""Tells listening pages about changes: it polls the ledgers' files, and reads them only if a file has changed."""
+"""Events for open pages: poll the ledgers' files, and read them after a change."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ HEARTBEAT = 15.0  # seconds of silence after which a comment is sent, so that pr
 
 
 class EventStream:
-    """Changes of a catalog's runs as server-sent events; a slow listener may miss versions, but never the last one."""
+    """Changes of a catalog's runs as server-sent events."""
 
     def __init__(self, catalog: RunCatalog) -> None:
         self.catalog = catalog
@@ -26,15 +26,14 @@ class EventStream:
         """End every stream."""
         self._stopping = True
 
-    async def events(self, name: str | None, last: str | None) -> AsyncIterator[str]:
-        """The stream of one listener.
+    async def events(self, name: str | None) -> AsyncIterator[str]:
+        """Yield the events of one listener.
 
         Args:
             name: a run; None for all runs of the folder.
-            last: the version that the listener already has, from its Last-Event-ID.
         """
         yield "retry: 1000\n\n"
-        known, touched, spoke = last, None, monotonic()
+        known, touched, spoke = None, None, monotonic()
         while not self._stopping:
             now = await asyncio.to_thread(self._touched, name)
             if name is not None and now is None:
@@ -49,7 +48,7 @@ class EventStream:
             await asyncio.sleep(POLL_SECONDS)
 
     def _touched(self, name: str | None) -> Any:
-        """A value that differs whenever a ledger may have changed, made without a query. None: the run is gone."""
+        """Return a value that changes with the files of a run; None: the run is gone."""
         if name is None:
             return [(each, self._touched(each)) for each in self.catalog.names()]
         try:
@@ -59,7 +58,7 @@ class EventStream:
             return stamps, [run.at_work(purpose) for purpose in ("training", "audit")]
         except UnknownRun:
             return None
-        except (LedgerError, OSError) as error:  # whoever reads the run says what is wrong with it
+        except (LedgerError, OSError) as error:
             return str(error)
 
     def _version(self, name: str | None) -> str:

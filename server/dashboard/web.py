@@ -1,16 +1,14 @@
-"""The page's web server: each view as JSON, the page itself, and a stream of changes; it only reads."""
+"""The page's web server: views as JSON, the page itself, and a stream of changes."""
 
 import re
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
 
 import uvicorn
-from anyio.to_thread import current_default_thread_limiter
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -36,30 +34,19 @@ from fedgauge.server.views.reading import Reading, viewed
 from fedgauge.server.views.tables import in_json
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-NAMES = (
-    "127.0.0.1",
-    "localhost",
-    "[",
-)  # of this machine in a Host header; the middleware cuts [::1] at its first colon
-PATIENCE = 1.0  # seconds that the list of runs waits for verdicts that it does not know yet
-THREADS = 4  # that make views; more would not be faster on one core, and each keeps memory of its own
+# names of this machine in a Host header; the middleware cuts [::1] at its first colon
+NAMES = ("127.0.0.1", "localhost", "[")
 
 
 def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starlette:
-    """The page over a folder of runs, or over a single run.
+    """Build the page of a folder of runs, or of one run.
 
     Args:
-        token: requests without it are refused; empty: a fresh one, in `state.token`.
-        hosts: the names in a Host header that are answered.
+        token: required of every request; empty: a fresh one, in `state.token`.
+        hosts: allowed names in a Host header.
     """
     catalog = RunCatalog(path)
     token = token or secrets.token_urlsafe(24)
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        current_default_thread_limiter().total_tokens = THREADS
-        yield
-        catalog.close()
 
     app = Starlette(
         routes=_routes(),
@@ -68,9 +55,7 @@ def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starl
             Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
             Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1),  # Plotly's script in .1 s
         ],
-        # OSError: a run's folder is replaced, or its disk fails, while it is read
         exception_handlers=dict.fromkeys((UnknownRun, NotShown, LedgerError, OSError, HTTPException), _refused),
-        lifespan=lifespan,
     )
     app.state.catalog, app.state.event_stream, app.state.token = catalog, EventStream(catalog), token
     return app
@@ -86,7 +71,7 @@ def serve(path: Path, host: str, port: int | None, token: str, ready: Callable[[
     """Serve until interrupted.
 
     Args:
-        port: None: the usual one, or a free one if that is taken.
+        port: default: PORT, or a free one if that is taken.
         token: empty: a fresh one.
         ready: called with the address to open, which contains the token.
 
@@ -133,10 +118,10 @@ def _routes() -> list[Route | Mount]:
         *(Route(path, _page) for path in pages),
         Route("/api/runs", _runs),
         Route(f"{run}/overview", _view(lambda reading, asked: _overview(reading))),
-        Route(f"{run}/gallery", _view(_gallery, "round", "client", "attack", "label", "sort", "offset")),
+        Route(f"{run}/gallery", _view(_gallery, "round", "client", "sort", "offset")),
         Route(f"{run}/image/{{image:int}}", _view(_image, "client")),
         Route(f"{run}/trace", _view(_trace, "round", "client", "example", "attack")),
-        Route(f"{run}/clients", _view(_clients, "metric", "attack")),
+        Route(f"{run}/clients", _view(_clients, "metric")),
         Route("/api/compare", _compare),
         Route("/api/events", _events),
         Mount("/static", StaticFiles(directory=STATIC)),
@@ -151,7 +136,7 @@ Asked = Mapping[str, Any]  # the query's parameters as text, and those in the ad
 
 
 def _view(make: Callable[[Reading, Asked], Any], *allowed: str) -> Callable[[Request], Any]:
-    """A view of the run that the address names, with the run's state and version."""
+    """Wrap a view of a run, with the run's state and version."""
 
     async def answer(request: Request) -> Response:
         asked = {**_query(request, *allowed), **request.path_params}
@@ -176,18 +161,11 @@ _gallery_of = viewed(Gallery)
 def _gallery(reading: Reading, asked: Asked) -> Page:
     gallery = _gallery_of(reading)
     sort = cast(Sort, _one_of(asked, "sort", ("leak", "hidden", "client"), "leak"))
-    who, label, offset = (_number(asked, key) if key in asked else None for key in ("client", "label", "offset"))
-    attack = _known(asked, "attack", gallery.attacks)
+    who, offset = (_number(asked, key) if key in asked else None for key in ("client", "offset"))
     round = gallery.rounds[-1] if gallery.rounds else None
     if "round" in asked:
         round = None if asked["round"] == "all" else _number(asked, "round")
-    for what, value, known in (
-        ("round", round, gallery.rounds),
-        ("client", who, {one for one, _ in reading.participation}),
-    ):
-        if value is not None and known and value not in known:
-            raise HTTPException(400, f"there is no {what} {value} in this gallery")
-    return gallery.page(Query(round, who, attack, label, sort, offset or 0))
+    return gallery.page(Query(round, who, sort, offset or 0))
 
 
 def _image(reading: Reading, asked: Asked) -> Any:
@@ -200,29 +178,23 @@ def _trace(reading: Reading, asked: Asked) -> Any:
 
 
 def _clients(reading: Reading, asked: Asked) -> Any:
-    metric = _known(asked, "metric", tuple(MEASURED)) or reading.scores.measure.metric
-    return clients(reading, metric, _known(asked, "attack", _gallery_of(reading).attacks))
+    return clients(reading, _one_of(asked, "metric", tuple(MEASURED), reading.scores.measure.metric))
 
 
 async def _runs(request: Request) -> Response:
     catalog: RunCatalog = request.app.state.catalog
-    lines = await run_in_threadpool(catalog.lines, PATIENCE)
+    lines = await run_in_threadpool(catalog.lines)
     return Json({"folder": catalog.root.name, "runs": in_json(lines)})
 
 
 async def _compare(request: Request) -> Response:
     asked = _query(request, "runs", "metric")
-    metric = _known(asked, "metric", tuple(MEASURED))
+    metric = _one_of(asked, "metric", ("", *MEASURED)) or None
     catalog: RunCatalog = request.app.state.catalog
     names = [name for name in asked.get("runs", "").split(",") if name] or catalog.names()
     if len(names) > OPEN:
         raise HTTPException(400, f"at most {OPEN} runs can be compared, got {len(names)}: name some, ?runs=a,b")
-    known = {name: place for place, name in enumerate(catalog.names())}
-    # each keeps its colour whichever others are chosen
-    colours = [known.get(name, 0) for name in dict.fromkeys(names)]
-    found = await run_in_threadpool(
-        catalog.compare, names, lambda readings: in_json(compare(readings, metric, colours))
-    )
+    found = await run_in_threadpool(catalog.compare, names, lambda readings: in_json(compare(readings, metric)))
     return Json(found)
 
 
@@ -230,8 +202,7 @@ async def _events(request: Request) -> Response:
     name, event_stream = request.query_params.get("run"), request.app.state.event_stream
     if name is not None:
         request.app.state.catalog.run(name)
-    stream = event_stream.events(name, request.headers.get("last-event-id"))
-    return StreamingResponse(stream, media_type="text/event-stream")
+    return StreamingResponse(event_stream.events(name), media_type="text/event-stream")
 
 
 async def _page(request: Request) -> Response:
@@ -260,8 +231,3 @@ def _one_of(asked: Asked, key: str, allowed: Sequence[str], default: str = "") -
     if value not in allowed:
         raise HTTPException(400, f"{key} must be one of {', '.join(allowed)}, got {value!r}")
     return value
-
-
-def _known(asked: Asked, key: str, names: Sequence[str]) -> str | None:
-    """The named one; None: all."""
-    return _one_of(asked, key, names) if key in asked and names else None

@@ -1,1 +1,1 @@
-"""What a run keeps on disk: its folder, scenario, ledger, tape and checkpoints."""
+"""A run on disk: folder, scenario, ledger, tape and checkpoints."""

@@ -1,7 +1,7 @@
-"""Checkpoints: everything the next round needs, written after each round, so that a killed training resumes with equal results.
+"""Checkpoints after each round, from which a killed training resumes with equal results.
 
-The order of the writes (tape, checkpoint, ledger) makes a kill at any moment harmless. A round counts once its checkpoint
-exists. Before that, its files on the tape are deleted; after that, rows missing from the ledger are entered from the checkpoint.
+A round counts once its checkpoint exists. Writes are in the order tape, checkpoint, ledger: without a checkpoint, a round's
+files on the tape are deleted; with one, missing rows of the ledger are entered from it.
 """
 
 import json
@@ -27,23 +27,23 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import DTYPES, TapeError, read_tensors, write_tensors
 
 VERSION = 1  # of the format of checkpoint.json
-_NAME = "checkpoint.json"  # read first: it names the round's file of tensors and its digest, so that no reader sees half a round
+_NAME = "checkpoint.json"  # names the file of tensors and its digest
 _MOST = 32 << 20  # bytes of it
 _PARAM, _BUFFER, _STATE = "param/", "buffer/", "state/"
 
 
 class StateNotSavable(Exception):
-    """A strategy has state that no checkpoint can hold; the message names it."""
+    """A strategy has state that cannot be saved; the message names it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A federation between two rounds.
+    """Federation between two rounds.
 
     Args:
         round: the last finished round.
-        strategy: all attributes of the wrapped strategy, by name; Flower's own strategies keep their moments there.
-        seen: what each client did in that round.
+        strategy: attributes of the wrapped strategy but functions, such as the moments of Flower's.
+        seen: participation in that round.
     """
 
     round: int
@@ -53,14 +53,15 @@ class Checkpoint:
     seen: tuple[Participation, ...]
 
     def write(self, folder: Path) -> None:
-        """Write it to a run folder, replacing the previous one.
+        """Write to a run folder, and replace the previous checkpoint.
 
         Raises:
             StateNotSavable: the strategy's state cannot be saved.
-            OSError: writing failed; the previous checkpoint is still complete.
+            OSError: writing failed; the previous checkpoint remains.
         """
         tensors = {_PARAM + k: t for k, t in self.params.items()} | {_BUFFER + k: t for k, t in self.buffers.items()}
-        state = {name: _encoded(value, name, tensors) for name, value in self.strategy.items()}
+        kept = {name: value for name, value in self.strategy.items() if not isinstance(value, FunctionType)}
+        state = {name: _encoded(value, name, tensors) for name, value in kept.items()}
         name = f"checkpoint-{self.round:05d}.safetensors"
         digest = write_tensors(folder / name, tensors)
         facts = dict(version=VERSION, round=self.round, tensors=name, digest=digest, strategy=state)
@@ -73,7 +74,11 @@ class Checkpoint:
 
     @classmethod
     def read(cls, folder: Path) -> "Checkpoint | None":
-        """The checkpoint in a run folder, or None; NotResumable if it is damaged or says that there can be none."""
+        """Read the checkpoint of a run folder, if there is one.
+
+        Raises:
+            NotResumable: it is damaged, or the run cannot be resumed.
+        """
         path = folder / _NAME
         if run_files.look(path) is None:
             return None
@@ -88,7 +93,7 @@ class Checkpoint:
                 round=int(facts["round"]),
                 params={k: tensors.pop(_PARAM + k) for k in facts["params"]},
                 buffers={k: tensors.pop(_BUFFER + k) for k in facts["buffers"]},
-                strategy={name: _decoded(value, tensors) for name, value in facts["strategy"].items()},
+                strategy={k: _decoded(v, tensors) for k, v in facts["strategy"].items() if not _is_function(v)},
                 seen=tuple(Participation(**check_arguments(Participation, seen, "seen")) for seen in facts["seen"]),
             )
         except TapeError as error:
@@ -97,21 +102,23 @@ class Checkpoint:
             raise NotResumable(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
+def _is_function(value: Any) -> bool:
+    return isinstance(value, dict) and "function" in value  # as earlier versions wrote
+
+
 def mark_not_resumable(folder: Path, reason: str) -> None:
-    """Record in a run folder that it cannot be resumed, and why."""
+    """Record the reason why a run cannot be resumed."""
     run_files.write(folder / _NAME, json.dumps({"version": VERSION, "refused": reason}).encode())
 
 
 def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint | None:
-    """The checkpoint from which a training continues, with ledger and tape brought to it; None: start at the first round.
+    """Return the checkpoint from which a training continues, and adjust ledger and tape; None: start at the first round.
 
-    A second call changes nothing more. If the ledger has later rounds (a full disk prevented their checkpoint), they are
-    trained again, and everything recorded about them is deleted; of a deployment it stays noted how many there were, as its
-    clients' noise is another one then.
+    Later rounds in the ledger without a checkpoint (full disk) are deleted and trained again. A deployment records their
+    number, as its clients draw new noise.
 
     Raises:
-        NotResumable: the clients' state is lost with their processes; the checkpoint is missing or damaged; the ledger lacks
-            rounds.
+        NotResumable: the clients' state is lost, the checkpoint is missing or damaged, or the ledger lacks rounds.
         RunBusy: an attack service works on rounds that would be deleted.
     """
     checkpoint = Checkpoint.read(run.folder)
@@ -123,7 +130,7 @@ def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint |
         ledger.record_intake(done, checkpoint.seen, scenario.plan if scenario.audit.curious else None)
     if beyond:
         with run.lock("audit"):
-            if ledger.deployed:  # noted first: a kill in between counts them twice, and never not at all
+            if ledger.deployed:  # first, so that a kill counts them twice rather than not at all
                 ledger.set_meta(**{REPEATED: str(repeated(ledger.meta()) + max(beyond) - done)})
             ledger.rewind(done + 1)
     run.sweep(done + 1)
@@ -138,7 +145,6 @@ def _why_not(ledger: Ledger, scenario: Scenario, checkpoint: Checkpoint | None, 
         return "its chain is stateful (error feedback, control variates or private layers), and the clients' states are lost"
     recorded, done = {row["round"] for row in ledger.rounds()}, checkpoint.round
     if (missing := next((round for round in range(done) if round not in recorded), None)) is not None:
-        # a power cut may lose the ledger's last rows
         return f"its ledger lacks round {missing}, although its checkpoint is of round {done}"
     shapes = {k: p.shape for k, p in scenario.federation.model.named_parameters()}
     same = {k: t.shape for k, t in checkpoint.params.items()} == shapes
@@ -146,43 +152,25 @@ def _why_not(ledger: Ledger, scenario: Scenario, checkpoint: Checkpoint | None, 
 
 
 def restore(strategy: Strategy, state: Mapping[str, Any]) -> None:
-    """Restore the state of a freshly built strategy.
+    """Restore the state of a new strategy.
 
     Raises:
-        NotResumable: it is built with other functions than before, or the state is not of such a strategy.
+        NotResumable: the state does not fit.
     """
     fresh = vars(strategy)
     for name, value in state.items():
-        now = fresh.get(name)
-        if isinstance(value, _Named):
-            if _Named.of(now) != value:
-                raise NotResumable(f"the strategy's {name} was {value.name} and is another now: build it as before")
-        elif name not in fresh and hasattr(strategy, name):
+        if name not in fresh and hasattr(strategy, name):
             raise NotResumable(f"the checkpoint is damaged: its {name!r:.60} is no state of the strategy")
-        else:
-            setattr(strategy, name, value)
+        setattr(strategy, name, value)
 
 
 # ------------------------------------------------------------------------------------------------ a strategy's state
 
 
-@dataclass(frozen=True)
-class _Named:
-    """A function among a strategy's attributes: it has no state, and is there again once the strategy is built again."""
-
-    name: str
-
-    @classmethod
-    def of(cls, value: object) -> "_Named":
-        return cls(f"{getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', repr(value))}")
-
-
 def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON, with its arrays put into `tensors`; exact in bits, types and order of names."""
+    """Encode a value exactly as JSON, with its arrays in `tensors`."""
     if value is None or isinstance(value, bool | int | float | str) and not isinstance(value, np.generic):
         return value
-    if isinstance(value, FunctionType) and value.__closure__ is None:
-        return {"function": _Named.of(value).name}
     if isinstance(value, np.ndarray | np.generic):
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         return {kind: _put(np.array(value, order="C"), where, tensors)}
@@ -210,12 +198,10 @@ def _put(value: Any, where: str, tensors: dict[str, Tensor]) -> str:
 
 
 def _decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """A value of `_encoded`; it takes its arrays out of `tensors`, as each is there once."""
+    """Decode a value of `_encoded`, and remove its arrays from `tensors`."""
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
-    if kind == "function":
-        return _Named(inner)
     if kind in ("array", "scalar"):
         array = tensors.pop(inner).numpy().copy()
         return array if kind == "array" else array[()]
@@ -227,8 +213,4 @@ def _decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
         items = [_decoded(v, tensors) for v in inner]
         return items if kind == "list" else tuple(items)
     pairs = {k: _decoded(v, tensors) for k, v in inner}
-    if kind == "dict":
-        return pairs
-    if kind == "record":
-        return ArrayRecord(pairs)
-    raise ValueError(f"unknown kind {kind!r}")
+    return pairs if kind == "dict" else ArrayRecord(pairs)

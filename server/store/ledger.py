@@ -1,4 +1,4 @@
-"""The ledger: one SQLite file per run, with rounds, observations, jobs and scores; every write is one transaction."""
+"""The ledger: one SQLite file per run with rounds, observations, jobs and scores."""
 
 import json
 import re
@@ -24,15 +24,15 @@ _MOST_PROBLEMS = 1000
 
 
 class Ledger(JobQueue):
-    """One run's ledger: what happened in its rounds, with the queue of attacks and all queries."""
+    """Ledger of one run: rounds, the queue of attacks, and all queries."""
 
     def set_meta(self, **values: str) -> None:
-        """Set facts about the whole run: its state, its replay check."""
+        """Set facts about the run, such as its state."""
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
 
     def meta(self) -> dict[str, str]:
-        """All facts about the run."""
+        """Return all facts about the run."""
         facts = {row["key"]: row["fact"] for row in self._db.execute("SELECT key, value fact FROM meta")}
         if not re.fullmatch(r"\d{1,7}", rounds := facts.get("rounds", "0")):
             raise LedgerError(f"{self.path} is damaged: expected a number of rounds, got {rounds!r:.60}")
@@ -40,17 +40,17 @@ class Ledger(JobQueue):
 
     @property
     def training_fits(self) -> bool | None:
-        """Whether the local training that the audit of a foreign app assumes explains each compared update; None: not known."""
+        """True if the assumed training of a foreign app explains its updates; None: unknown."""
         return {"True": True, "False": False}.get(self.meta().get("training_fits", ""))
 
     @property
     def deployed(self) -> bool:
-        """Whether the run is a deployment, whose training data is not on this machine."""
+        """True for a deployment: the training data is elsewhere."""
         return self.meta().get("mode") == DEPLOYMENT
 
     @property
     def graded_by_clients(self) -> bool:
-        """Whether clients graded, who number examples as they came back: the order of their batch stays with them."""
+        """True if clients graded, so that examples are numbered in the order of the reconstruction."""
         if not self.deployed:
             return False
         (found,) = self._db.execute("SELECT EXISTS (SELECT 1 FROM jobs WHERE graded_to NOTNULL)").fetchone()
@@ -58,12 +58,12 @@ class Ledger(JobQueue):
 
     @property
     def foreign(self) -> bool:
-        """Whether a user's own app trains the run, so that no client of ours can grade."""
+        """True if a user's own app trains the run."""
         meta = self.meta()
         return meta.get("mode") == DEPLOYMENT and not any(key.startswith(STARTED) for key in meta)
 
     def nodes(self) -> dict[int, str]:
-        """Flower's node ids by client, of a user's own app."""
+        """Return Flower's node ids by client of a user's own app."""
         nodes = json_table(self.meta().get("nodes", "{}"), self.path, "nodes")
         if strange := [name for pair in nodes.items() for name in pair if not re.fullmatch(r"-?\d{1,20}", str(name))]:
             raise LedgerError(
@@ -72,11 +72,11 @@ class Ledger(JobQueue):
         return {int(client): str(node) for client, node in nodes.items()}
 
     def set_devices(self, use: Sequence[DeviceUse]) -> None:
-        """Tell how the attack service uses its devices."""
+        """Record the use of devices."""
         self.set_meta(**{DEVICES: json.dumps({of.device: (of.workers, of.busy, of.waves, of.share) for of in use})})
 
     def devices(self) -> list[DeviceUse]:
-        """How the last attack service uses its devices; none before its first wave."""
+        """Return the use of devices by the last attack service."""
         table = json_table(self.meta().get(DEVICES, "{}"), self.path, "devices")
         names = [f.name for f in fields(DeviceUse)]
         try:
@@ -94,10 +94,10 @@ class Ledger(JobQueue):
         intercept_seconds: float,
         metrics: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:
-        """Record test accuracy and loss after a round (0: before training), the seconds of the round and of its interception.
+        """Record a round (0: before training) with the test accuracy and loss after it.
 
         Args:
-            metrics: of a user's own app, which may return anything, by who computed them.
+            metrics: of a user's own app, by "training" or "evaluation".
         """
         with self._transaction() as db:
             db.execute(
@@ -106,7 +106,7 @@ class Ledger(JobQueue):
             )
 
     def record_intake(self, round: int, seen: Sequence[Participation], plan: AttackPlan | None = None) -> None:
-        """Record what each client did in a round, and add the jobs that the plan derives from it, in one transaction."""
+        """Record the participation in a round, and add its jobs in the same transaction."""
         with self._transaction() as db:
             db.executemany(
                 "INSERT OR REPLACE INTO observations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -118,11 +118,7 @@ class Ledger(JobQueue):
                 )
 
     def add_problem(self, code: str, words: str, round: int | None = None, client: int | None = None) -> None:
-        """Record a problem of the recording, once for each code, round and client; only the first thousand are kept.
-
-        Args:
-            words: a sentence for the user, which may quote a client; it is sanitised.
-        """
+        """Record a problem, once for each code, round and client."""
         row = (sanitised(code), round, client, sanitised(words))
         with self._transaction() as db:
             db.execute(
@@ -132,12 +128,12 @@ class Ledger(JobQueue):
             )
 
     def problems(self) -> list[RecordedProblem]:
-        """The problems of the recording, in the order in which they were recorded."""
+        """Return the recorded problems in order."""
         query = "SELECT code, round at_round, client of_client, words FROM problems ORDER BY rowid LIMIT ?"
         return [RecordedProblem(*row) for row in self._db.execute(query, (_MOST_PROBLEMS,))]
 
     def rewind(self, round: int) -> None:
-        """Delete everything about the rounds from this one on, which are trained again."""
+        """Delete the rounds from this one on, which are trained again."""
         with self._transaction() as db:
             self._delete(db, "scores", "job_id IN (SELECT id FROM jobs WHERE round >= ?)", (round,))
             for table in ("jobs", "observations", "rounds", "problems"):

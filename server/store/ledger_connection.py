@@ -1,4 +1,4 @@
-"""The ledger's file: how it is opened, checked, and written in transactions."""
+"""The ledger's file: opened, checked, and written in transactions."""
 
 import os
 import sqlite3
@@ -66,22 +66,16 @@ def _make(path: Path) -> None:
         )
 
 
-def _new() -> sqlite3.Connection:
-    """A database in memory with the tables of a ledger."""
-    db = sqlite3.connect(":memory:")
-    db.executescript(SCHEMA)
-    return db
-
-
 @cache
 def _schema() -> frozenset[tuple[str, ...]]:
-    """The objects in sqlite_master of a new ledger."""
-    with closing(_new()) as db:
+    """Return the objects in sqlite_master of a new ledger."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(SCHEMA)
         return _objects(db)
 
 
 def _objects(db: sqlite3.Connection) -> frozenset[tuple[str, ...]]:
-    """Type, name, table and definition of the objects of a database, without the statistics that ANALYZE leaves."""
+    """Return type, name, table and definition of a database's objects, without the statistics of ANALYZE."""
     rows = db.execute(
         "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE type != 'table' OR name NOT GLOB 'sqlite_stat[14]'"
     )
@@ -89,14 +83,14 @@ def _objects(db: sqlite3.Connection) -> frozenset[tuple[str, ...]]:
 
 
 class LedgerFile:
-    """A connection to one run's ledger; several processes may have one at the same time."""
+    """Connection to the ledger of one run; several processes may be connected."""
 
     def __init__(self, path: Path, create: bool = False, readonly: bool = False) -> None:
         """Open the file.
 
         Args:
-            create: its tables, if they are missing; nobody else may open it meanwhile.
-            readonly: write no row; wait for locks one second at most; any thread may use the connection, one at a time.
+            create: create missing tables, while no other process opens it.
+            readonly: write no row, and wait for locks at most one second.
 
         Raises:
             LedgerError: the file is missing, not a ledger, damaged, locked, or of another version.
@@ -124,15 +118,15 @@ class LedgerFile:
             raise self._unreadable(error) from error
 
     def _opened(self) -> sqlite3.Connection:
-        # SQLite opens its files by their paths, and a journal may name any file, which SQLite deletes when it plays it back
+        # SQLite follows links, and a journal may name any file, which SQLite deletes
         held, waiting, _ = (run_files.look(Path(f"{self.path}{end}")) for end in ("", "-wal", "-shm"))
         if held and held.st_size > _MOST_BYTES:
-            raise LedgerError(f"{self.path} has {held.st_size} bytes, and no ledger has more than {_MOST_BYTES}")
+            raise LedgerError(f"{self.path} has {held.st_size} bytes; the limit is {_MOST_BYTES}")
         if os.path.lexists(journal := f"{self.path}-journal"):
-            raise LedgerError(f"{journal} is not of fedgauge: open a copy of the run without it")
-        how = "rw"  # also to read: the last connection to close a ledger tidies up, which one of mode=ro cannot
+            raise LedgerError(f"{journal} is not from fedgauge: open a copy of the run without it")
+        how = "rw"  # also to read, as a connection of mode=ro cannot clean up
         if self.readonly and not (waiting and waiting.st_size) and not os.access(self.path.parent, os.W_OK):
-            how = "ro&immutable=1"  # the file is complete, and SQLite cannot create the files by which it locks
+            how = "ro&immutable=1"  # the folder is read-only
         uri = f"file:{quote(os.fsencode(self.path.absolute()))}?mode={how}"
         timeout = 1.0 if self.readonly else PATIENCE
         return sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False)
@@ -145,19 +139,23 @@ class LedgerFile:
             raise LedgerError(
                 f"{self.path} has ledger version {version}, and this fedgauge reads {VERSION}: use the fedgauge that wrote it"
             )
-        # views and triggers are programs, and a view may be called like a table
+        # views and triggers are programs
         if application != APPLICATION or _schema() != _objects(self._db):
             raise LedgerError(f"{self.path} is not as fedgauge makes a ledger")
 
     def _check_pages(self) -> None:
-        """Refuse a ledger whose pages are damaged or repeat."""
+        """Refuse a ledger with damaged pages."""
         fault = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if fault != "ok":
             raise LedgerError(f"{self.path} is damaged: {' '.join(fault.split()):.200}")
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Everything read inside is of one moment; LedgerError if the file cannot be read."""
+        """Read everything inside at one moment.
+
+        Raises:
+            LedgerError: the file cannot be read.
+        """
         try:
             self._db.execute("BEGIN")
             try:
@@ -168,11 +166,11 @@ class LedgerFile:
             raise self._unreadable(error) from error
 
     def _row(self, cursor: Any, row: tuple[Any, ...]) -> sqlite3.Row:
-        """A row by name, with every value checked."""
+        """Make a row with checked values."""
         return sqlite3.Row(cursor, self._tuple(cursor, row))
 
     def _tuple(self, cursor: Any, row: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A row of which there are many, with every value checked."""
+        """Check the values of a row."""
         if cursor.description is not self._described:  # once for all rows of a query
             self._described = cursor.description
             self._columns = typed_rows.columns([column[0] for column in cursor.description])
@@ -191,7 +189,7 @@ class LedgerFile:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()
-        # other subclasses are programming errors; damage shows as one of these, with many different messages
+        # other subclasses are programming errors
         damage = UnicodeDecodeError, sqlite3.OperationalError, sqlite3.IntegrityError
         if error is not None and (isinstance(error, damage) or type(error) is sqlite3.DatabaseError):
             raise self._unreadable(error) from error

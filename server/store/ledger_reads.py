@@ -1,4 +1,4 @@
-"""What readers ask the ledger: rounds, observations, scores, and only what is new since they last asked."""
+"""Queries of the ledger: rounds, observations, scores, and increments of them."""
 
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
 from fedgauge.server.store.ledger_types import ATTACKED_FROM, DEPLOYMENT, MAIN_METRIC, UNGRADED, ScoreRow, planned_of
 
-# an attack's card: what was agreed, then what was found
+# an attack's card: what was agreed, then the results
 _CARD = f"a.knowledge || coalesce('{SEPARATOR}' || a.training, '') || coalesce('{SEPARATOR}' || a.grading, '')"
 _NO_ATTACKS = (*BASELINES, *LIMITS)
 _MARKS = ", ".join("?" * len(_NO_ATTACKS))
@@ -27,7 +27,7 @@ class LedgerReads(LedgerFile):
 
     @property
     def modality(self) -> type[Modality]:
-        """The kind of the run's data, by its scores where the ledger names none; LedgerError if it is not known here."""
+        """Kind of the run's data; LedgerError if it is unknown here."""
         if self._modality is not None:
             return self._modality
         named = self._db.execute("SELECT value fact FROM meta WHERE key = ?", (MAIN_METRIC,)).fetchone()
@@ -47,7 +47,7 @@ class LedgerReads(LedgerFile):
         return found
 
     def reasons(self, state: Literal["done", "failed"] = "done") -> list[sqlite3.Row]:
-        """The reasons that finished (or failed) jobs gave, the commonest first: attack, reason, number of jobs."""
+        """Return the reasons of finished (or failed) jobs, the most frequent first: attack, reason, number of jobs."""
         return self._db.execute(
             "SELECT a.name attack, reason, jobs FROM (SELECT attack_id, error reason, count(*) jobs FROM jobs"
             " WHERE state = ? AND error IS NOT NULL GROUP BY attack_id, error) JOIN attacks a ON a.id = attack_id"
@@ -56,7 +56,7 @@ class LedgerReads(LedgerFile):
         ).fetchall()
 
     def outcomes(self) -> list[sqlite3.Row]:
-        """How the jobs of each attack ended: attack, status (an attack's own, or "failed"), number of jobs."""
+        """Count the ended jobs: attack, status (an attack's own, or "failed"), number of jobs."""
         return self._db.execute(
             "SELECT a.name attack, outcome status, jobs FROM (SELECT j.attack_id, coalesce((SELECT min(s.status) FROM scores s"
             " WHERE s.job_id = j.id AND s.attack = (SELECT name FROM attacks WHERE id = j.attack_id)), j.state) outcome,"
@@ -65,7 +65,7 @@ class LedgerReads(LedgerFile):
         ).fetchall()
 
     def fates(self) -> list[sqlite3.Row]:
-        """What became of each update that has a job of an attack, baselines and limits left out: round, client, status.
+        """Return the status of each update with an attack: round, client, status.
 
         The status is attacked if one attack ended with a result, else waiting, failed or not applicable.
         """
@@ -80,7 +80,7 @@ class LedgerReads(LedgerFile):
         ).fetchall()
 
     def numerics(self) -> list[sqlite3.Row]:
-        """How attacks were computed, baselines and limits left out: device, name, precision, deterministic, torch, driver, jobs."""
+        """Return the numerics of attacks: device, name, precision, deterministic, torch, driver, jobs."""
         return self._db.execute(
             "SELECT n.device, n.name, n.precision, n.deterministic, n.torch, n.driver, jobs FROM"
             " (SELECT numerics_id, count(*) jobs FROM jobs WHERE attack_id IN (SELECT id FROM attacks"
@@ -90,27 +90,27 @@ class LedgerReads(LedgerFile):
         ).fetchall()
 
     def rounds(self, since: int = 0) -> list[sqlite3.Row]:
-        """Every round recorded, from one on: round, accuracy, loss, seconds, intercept_seconds."""
+        """Return the recorded rounds from one on: round, accuracy, loss, seconds, intercept_seconds."""
         return self._db.execute("SELECT * FROM rounds WHERE round >= ? ORDER BY round", (since,)).fetchall()
 
     def observations(self, since: int = 0) -> list[sqlite3.Row]:
-        """Every client seen, rejected or missed, from a round on: round, client, status, reason, examples, digest."""
+        """Return the participation from a round on: round, client, status, reason, examples, digest."""
         query = "SELECT * FROM observations WHERE round >= ? ORDER BY round, client"
         return self._db.execute(query, (since,)).fetchall()
 
     def attacks(self) -> list[sqlite3.Row]:
-        """The attacks: name, planned, knowledge (the whole card), agreed, training, grading (its parts), seed, flat."""
+        """Return the attacks: name, planned, knowledge (the whole card), agreed, training, grading (its parts), seed, flat."""
         return self._db.execute(
             f"SELECT name, planned, {_CARD} knowledge, a.knowledge agreed, training, grading, seed, flat"
             " FROM attacks a ORDER BY id"
         ).fetchall()
 
     def planned(self) -> dict[str, PlannedAttack]:
-        """The attacks as they were planned, in order; LedgerError if one cannot be read."""
+        """Return the planned attacks in order."""
         return {row["name"]: planned_of(row["planned"], self.path) for row in self.attacks()}
 
     def best_so_far(self) -> float | None:
-        """The main metric that leaks most of what an attack has reached, baselines and limits left out; None before the first."""
+        """Return the best value of an attack in the main metric; None before the first."""
         main = self.modality.main
         query = (
             f"SELECT {'max' if main.higher_is_better else 'min'}(s.value) best FROM scores s JOIN jobs j ON j.id = s.job_id"
@@ -121,7 +121,7 @@ class LedgerReads(LedgerFile):
         return best
 
     def scores(self, metric: str | None = None) -> Iterator[sqlite3.Row]:
-        """Score rows in a stable order: round, client, attack, example, metric, value, status, seconds, knowledge."""
+        """Yield score rows in a stable order: round, client, attack, example, metric, value, status, seconds, knowledge."""
         rows = self._db.execute(
             "SELECT round, client, attack, example, metric, value, status, seconds,"
             f" (SELECT {_CARD} FROM attacks a WHERE a.id = attack_id) knowledge FROM (SELECT s.*, j.attack_id FROM scores s"
@@ -132,30 +132,28 @@ class LedgerReads(LedgerFile):
         )
         yield from rows
 
-    # ---------------------------------------------------------------------------------------- reading what is new alone
-
     def last_round(self) -> int:
-        """The last round recorded; 0 before the first."""
+        """Return the last recorded round; 0 before the first."""
         return self._latest("round", "rounds")
 
     def last_observed(self) -> int:
-        """The last round of which clients were seen; 0 before the first."""
+        """Return the last round with a client; 0 before the first."""
         return self._latest("round", "observations")
 
     def finished(self) -> int:
-        """The number of the job that ended last: 0 before the first, and it grows with each."""
+        """Return the number of the job that ended last; 0 before the first."""
         return self._latest("finished", "jobs")
 
     def _latest(self, column: str, table: str) -> int:
         return self._db.execute(f"SELECT max({column}) latest FROM {table}").fetchone()[0] or 0
 
     def scores_since(self, finished: int) -> Iterator[ScoreRow]:
-        """Score rows of the jobs that ended or were graded after `finished` gave this number; no objectives.
+        """Yield score rows of the jobs that ended or were graded after this number, without objectives.
 
-        A reconstruction that nobody has graded, though it could be, has one row of status UNGRADED.
+        A reconstruction without a grade has one row of status UNGRADED.
         """
         blind = f"EXISTS (SELECT 1 FROM meta WHERE key = 'mode' AND value = '{DEPLOYMENT}')"
-        # none, which no row may hold, for scores of another attack than the job's
+        # NULL, which no row may have, for scores of another attack
         own = "CASE WHEN s.attack IN (a.name, printf('" + wrong_client("%s") + "', a.name)) THEN s.attack END attack"
         of = "FROM jobs j JOIN scores s ON s.job_id = j.id LEFT JOIN attacks a ON a.id = j.attack_id"
         query = (
@@ -166,17 +164,17 @@ class LedgerReads(LedgerFile):
             " AND j.graded IS NULL AND NOT EXISTS (SELECT 1 FROM scores g WHERE g.job_id = j.id AND g.metric != s.metric)"
         )
         rows = self._db.execute(query, (finished, OBJECTIVE, self.modality.main.metric))
-        rows.row_factory = self._tuple  # a large run has many
+        rows.row_factory = self._tuple
         yield from rows
 
     def size_of(self, round: int, client: int) -> int:
-        """How many examples a client says its update is of; 1 if it says nothing."""
+        """Return the number of examples that a client claims for its update; 1 if it claims none."""
         row = self._db.execute("SELECT examples FROM observations WHERE round = ? AND client = ?", (round, client))
         (examples,) = row.fetchone() or (None,)
         return max(1, examples or 1)
 
     def pace(self, last: int = 100) -> float | None:
-        """Jobs per second over the latest ones of the last attack service; None before its second."""
+        """Return jobs per second over the latest ones of the last attack service; None before its second."""
         query = (
             "SELECT count(ended) n, max(ended) - min(ended) span FROM jobs WHERE finished > max(?,"
             " coalesce((SELECT CAST(value AS INTEGER) FROM meta WHERE key = ?), 0))"
@@ -185,12 +183,12 @@ class LedgerReads(LedgerFile):
         return (n - 1) / seconds if n > 1 and seconds > 0 else None
 
     def version(self) -> tuple[int, int]:
-        """Changes whenever somebody writes; asking takes microseconds, whatever the size."""
+        """Return a value that changes with every write."""
         (others,) = self._db.execute("PRAGMA data_version").fetchone()
         return others, self._db.total_changes
 
     def unfinished(self) -> list[sqlite3.Row]:
-        """Counts of the jobs that have not ended: attack, round, state, jobs, waves."""
+        """Count the jobs that have not ended: attack, round, state, jobs, waves."""
         return self._db.execute(
             "SELECT a.name attack, j.round, j.state, count(*) jobs, count(DISTINCT j.wave) waves"
             " FROM jobs j JOIN attacks a ON a.id = j.attack_id WHERE j.state IN ('queued', 'leased')"

@@ -1,4 +1,4 @@
-"""What the ledger holds, as values: participations, leases, progress, score rows."""
+"""Values in the ledger: participations, leases, progress, score rows."""
 
 import json
 import re
@@ -14,19 +14,15 @@ from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger_connection import LedgerError
 
 DEPLOYMENT = "deployment"  # the run's mode, if it is not a simulation
-STARTED = (
-    "flower_run_from_round_"  # prefix in the meta table: Flower's number for a deployment's training from that round on
-)
-REPEATED = (
-    "rounds_asked_again"  # key in the meta table: how many rounds a deployment's clients may have answered once more
-)
-MAIN_METRIC = "main_metric"  # key in the meta table: the metric by which the attacks are compared
-EMPTY = "empty"  # key in the meta table: why a run that has all its rounds has failed, as no client gave any update
-# key in the meta table: the number of the last job that ended before the last attack service began, or its training ended
-ATTACKED_FROM = "attacked_from"
-RETRIED = "retried"  # key in the meta table: how often rows were deleted that a reader may have read
-DEVICES = "devices"  # key in the meta table: how the attack service uses each device, as JSON
-UNGRADED = "not_graded"  # status of a row that stands for a reconstruction which nobody has graded
+# keys of the meta table
+STARTED = "flower_run_from_round_"  # prefix: Flower's number for a deployment's training from that round on
+REPEATED = "rounds_asked_again"  # number of rounds that a deployment's clients may have answered twice
+MAIN_METRIC = "main_metric"
+EMPTY = "empty"  # reason of a run without any update
+ATTACKED_FROM = "attacked_from"  # last job that ended before the attack service began, or the training ended
+RETRIED = "retried"  # number of deletions of rows that a reader may have read
+DEVICES = "devices"  # use of each device, as JSON
+UNGRADED = "not_graded"  # status of a reconstruction without a grade
 _MOST_LETTERS = 300  # of a client's message
 
 ScoreRow = tuple[int, int, str, int, str, str, float | None]  # round, client, attack, example, metric, status, value
@@ -34,18 +30,22 @@ ObservationStatus = Literal["accepted", "rejected", "missing"]
 
 
 def sanitised(message: object) -> str:
-    """A client's message as ledger, terminal and page may show it: one line of limited length, no control characters."""
+    """Convert a client's message to one short line without control characters."""
     return "".join(c if c.isprintable() else " " for c in str(message)[: 2 * _MOST_LETTERS])[:_MOST_LETTERS].strip()
 
 
 def repeated(meta: Mapping[str, str]) -> int:
-    """How many rounds a deployment's clients may have answered twice, as it was started again; a simulation's draw the same."""
-    told = meta.get(REPEATED, "") if meta.get("mode") == DEPLOYMENT else ""
-    return int(told) if re.fullmatch(r"\d{1,7}", told) else 0
+    """Return the number of rounds that a deployment's clients may have answered twice."""
+    count = meta.get(REPEATED, "") if meta.get("mode") == DEPLOYMENT else ""
+    return int(count) if re.fullmatch(r"\d{1,7}", count) else 0
 
 
 def json_table(text: str, path: Path, what: str) -> dict[str, Any]:
-    """The object in a ledger's column of JSON; LedgerError if there is none."""
+    """Parse the object in a ledger's column of JSON.
+
+    Raises:
+        LedgerError: there is none.
+    """
     try:
         found = json.loads(text)
         json.dumps(found, ensure_ascii=False).encode()  # half a pair of code units is no text
@@ -57,7 +57,11 @@ def json_table(text: str, path: Path, what: str) -> dict[str, Any]:
 
 
 def planned_of(text: str, path: Path) -> PlannedAttack:
-    """An attack as a ledger's file has it; LedgerError if it is none."""
+    """Parse a planned attack of a ledger.
+
+    Raises:
+        LedgerError: it is damaged.
+    """
     try:
         return PlannedAttack.from_json(text)
     except SpecError as error:
@@ -66,12 +70,12 @@ def planned_of(text: str, path: Path) -> PlannedAttack:
 
 @dataclass(frozen=True)
 class Participation:
-    """What one client did in one round: its update was accepted or rejected, or it is missing.
+    """Participation of one client in one round.
 
     Args:
-        alarm: whether its guard says that the weights are suspicious; None: it says nothing.
-        suspicion: of these weights, as its guard says; an alarm from 1 on.
-        silent: of a missing client: it sent neither an update nor an error in time.
+        alarm: if its guard suspects the weights; None: no report.
+        suspicion: of these weights by its guard; an alarm from 1 on.
+        silent: of a missing client: it sent neither an update nor an error.
     """
 
     client: int
@@ -85,7 +89,7 @@ class Participation:
 
 
 class RecordedProblem(NamedTuple):
-    """A problem of a run's recording, by its code; without round and client it concerns all."""
+    """Problem of a run's recording; without round and client it concerns all."""
 
     code: str
     round: int | None
@@ -95,12 +99,12 @@ class RecordedProblem(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """How an attack service uses one device.
+    """Use of one device by an attack service.
 
     Args:
-        workers: on it.
-        busy, waves: at work, and finished since the service began.
-        share: of the service's time in which a worker attacked, from 0 to 1.
+        busy: number of workers at work.
+        waves: number of finished waves.
+        share: share of the time in which a worker attacked, from 0 to 1.
     """
 
     device: str
@@ -115,10 +119,10 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class Lease:
-    """A wave of jobs taken from the queue: one attack on some clients of one round.
+    """A leased wave: one attack on some clients of one round.
 
-    memories: of a stateful attack, by client: the round that wrote its memory, and the memory's digest; no entry before the
-        first.
+    Args:
+        memories: of a stateful attack, by client: round and digest of the latest memory.
     """
 
     jobs: tuple[int, ...]
@@ -132,7 +136,7 @@ class Lease:
     memories: Mapping[int, tuple[int, str]] = field(default_factory=dict)
 
     def of(self, clients: Collection[int]) -> "Lease":
-        """The part of the wave that attacks some clients."""
+        """Return the part of the wave for some clients."""
         kept = [i for i, client in enumerate(self.clients) if client in clients]
         return replace(
             self,
@@ -144,11 +148,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class FinishedJob:
-    """A job that ended.
-
-    Args:
-        other: the client whose private data it is also graded against, as a baseline.
-    """
+    """Finished job; other: the client against which the baseline is graded."""
 
     id: int
     attack: str
@@ -159,11 +159,7 @@ class FinishedJob:
 
 @dataclass(frozen=True)
 class Ungraded(FinishedJob):
-    """A finished job whose reconstruction nobody has graded yet.
-
-    Args:
-        open: whether attacks of the same round have not ended.
-    """
+    """Finished job without a grade; open: if attacks of the same round have not ended."""
 
     status: str
     seconds: float
@@ -171,7 +167,7 @@ class Ungraded(FinishedJob):
 
 
 def comparable(jobs: Iterable[Ungraded], protocol: Protocol) -> list[Ungraded]:
-    """The jobs without another client where there is none to grade by: of a baseline, or of a sum of more clients or of fewer."""
+    """Remove the other client of jobs that cannot be graded against it: baselines, and sums of unequal size."""
 
     def fits(job: Ungraded) -> bool:
         return (
@@ -183,11 +179,11 @@ def comparable(jobs: Iterable[Ungraded], protocol: Protocol) -> list[Ungraded]:
 
 @dataclass(frozen=True)
 class FinishedTest(FinishedJob):
-    """A finished test of membership.
+    """Finished membership test.
 
     Args:
-        digest: of the update that it is about; None: the update is no longer on the tape.
-        blind: whether no truth was ever asked for it.
+        digest: of its update; None: no longer on the tape.
+        blind: if no truth was ever asked for it.
     """
 
     digest: str | None
@@ -205,7 +201,7 @@ class Progress:
 
     @property
     def waiting(self) -> int:
-        """Those that have not ended."""
+        """Number of jobs that have not ended."""
         return self.queued + self.leased
 
     @property

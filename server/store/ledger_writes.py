@@ -1,4 +1,4 @@
-"""The job queue: attacks are planned, waves are leased, and their scores or errors are written back."""
+"""The job queue: attacks are planned, waves leased, and scores or errors written."""
 
 import hashlib
 import json
@@ -29,13 +29,13 @@ _READY = (
     " WHERE own.state = 'queued' AND own.round = j.round AND own.attack_id = j.attack_id AND own.wave = j.wave"
     " AND earlier.state IN ('queued', 'leased'))"
 )
-# finished numbers the ended jobs in their order, so that a reader can ask for what is new; ended: seconds since 1970
+# finished numbers the ended jobs in order; ended: seconds since 1970
 _END = "finished = (SELECT coalesce(max(finished), 0) + 1 FROM jobs), ended = (julianday('now') - 2440587.5) * 86400"
 _REREAD = "INSERT INTO meta VALUES (?, '1') ON CONFLICT (key) DO UPDATE SET value = value + 1"
 
 
 class JobQueue(LedgerReads):
-    """The ledger's jobs: each is one attack on one client's update in one round."""
+    """Jobs of the ledger, each one attack on one client's update in one round."""
 
     def add_attacks(
         self, plan: AttackPlan, cards: Mapping[str, str], flat: Collection[str] = (), grading: str | None = None
@@ -43,11 +43,11 @@ class JobQueue(LedgerReads):
         """Enter the plan's attacks with their knowledge cards.
 
         Args:
-            flat: those that cannot move, since the chain that they invert has no derivative.
-            grading: who grades reconstructions, in words; None: nothing is to be said.
+            flat: attacks without a derivative of the chain.
+            grading: a sentence on the grading of reconstructions.
 
         Raises:
-            LedgerError: a name is taken by an attack with other settings, or there are too many.
+            LedgerError: a name belongs to an attack with other settings, or there are too many.
         """
         with self._transaction() as db:
             for planned in plan.attacks:
@@ -89,7 +89,7 @@ class JobQueue(LedgerReads):
                 other = targets[(i + 1) % len(targets)] if len(targets) > 1 else None
                 identity = (round, client, digests[client], planned.to_json(), plan.seed)
                 key = hashlib.sha256(repr(identity).encode()).hexdigest()
-                # the wave is fixed here: the workers' speed must not change which updates are attacked together
+                # the wave is fixed here, whatever the workers' speed
                 db.execute(
                     "INSERT INTO jobs (key, attack_id, round, client, other, wave) SELECT ?1, ?2, ?3, ?4, ?5, ?6"
                     " WHERE NOT EXISTS (SELECT 1 FROM jobs WHERE key BETWEEN ?1 AND ?1 || ':g')",  # g: after all digests
@@ -97,15 +97,15 @@ class JobQueue(LedgerReads):
                 )
 
     def release(self) -> None:
-        """Return leased jobs to the queue, because the attack service that leased them is gone."""
+        """Return leased jobs to the queue after their attack service has ended."""
         with self._transaction() as db:
             db.execute("UPDATE jobs SET state = 'queued', attempts = attempts - 1 WHERE state = 'leased'")
 
     def lease(self) -> Lease | None:
-        """Take the next wave: earliest round first, attacks in the plan's order; None if no queued wave may begin.
+        """Lease the next wave by round and the plan's order; None if no queued wave may begin.
 
-        A wave of a stateful attack waits, as a whole, for the earlier rounds of its clients. All updates of a wave share the
-        weights that were sent; clients to whom a malicious server sent other weights follow in a wave of their own.
+        A wave of a stateful attack waits for the earlier rounds of its clients. All updates of a wave share the sent weights;
+        clients with altered weights follow in a separate wave.
         """
         with self._transaction() as db:
             first = db.execute(
@@ -120,17 +120,15 @@ class JobQueue(LedgerReads):
                 " AND j.round = ? AND j.attack_id = ? AND j.wave = ? ORDER BY j.client",
                 tuple(first),
             ).fetchall()
-            if not jobs:
-                raise LedgerError(f"{self.path} is damaged: it has attacks on updates that it does not list")
+            query = "SELECT planned, seed, remembers FROM attacks WHERE id = ?"
+            attack = db.execute(query, (first["attack_id"],)).fetchone()
+            if attack is None or not jobs:
+                raise LedgerError(f"{self.path} is damaged: it has jobs without their update or attack")
             jobs = by_weights(jobs, lambda job: job["digest"])[0]
-            jobs = list({j["client"]: j for j in jobs}.values())  # of a round that was trained again there may be two
+            jobs = list({j["client"]: j for j in jobs}.values())  # a repeated round may have two
             db.executemany(
                 "UPDATE jobs SET state = 'leased', attempts = attempts + 1 WHERE id = ?", [(j["id"],) for j in jobs]
             )
-            query = "SELECT planned, seed, remembers FROM attacks WHERE id = ?"
-            attack = db.execute(query, (first["attack_id"],)).fetchone()
-            if attack is None:
-                raise LedgerError(f"{self.path} is damaged: it has jobs of an attack that it does not list")
             memories = self._remember(db, jobs, first) if attack["remembers"] else {}
         return Lease(
             jobs=tuple(j["id"] for j in jobs),
@@ -146,7 +144,7 @@ class JobQueue(LedgerReads):
 
     @staticmethod
     def _remember(db: sqlite3.Connection, jobs: Sequence[sqlite3.Row], wave: sqlite3.Row) -> dict[int, tuple[int, str]]:
-        """The latest memory of each client of a wave; its digest becomes part of the job's key."""
+        """Return the latest memory of each client; its digest becomes part of the job's key."""
         memories = {}
         for job in jobs:
             last = db.execute(
@@ -172,10 +170,9 @@ class JobQueue(LedgerReads):
 
         Args:
             rows: by attacked client.
-            reasons: by client, why the attack ended with its status, if it says so.
-            memories: by client, the digest of a stateful attack's memory, whose file exists by now. A failed job leaves none:
-                the next one gets the memory from before it.
-            numerics: how the wave was computed.
+            reasons: of the attack's status, by client.
+            memories: digest of a stateful attack's memory, by client.
+            numerics: of the wave.
         """
         with self._transaction() as db:
             how = None if numerics is None else self._numerics_id(db, numerics)
@@ -199,14 +196,14 @@ class JobQueue(LedgerReads):
         return int(db.execute(f"INSERT INTO numerics ({', '.join(names)}) VALUES ({marks})", values).lastrowid or 0)
 
     def retry(self, lease: Lease, error: str, split: bool = False) -> None:
-        """Return a wave to the queue, unchanged or each of its jobs as a wave of its own."""
+        """Return a wave to the queue, if split with one job a wave."""
         with self._transaction() as db:
-            wave = "-id" if split else "wave"  # plans number their waves from 0, so negative numbers are free
+            wave = "-id" if split else "wave"  # negative numbers are free
             rows = [(error, job) for job in lease.jobs]
             db.executemany(f"UPDATE jobs SET state = 'queued', error = ?, wave = {wave} WHERE id = ?", rows)
 
     def fail(self, lease: Lease, error: str) -> None:
-        """Mark a wave's jobs failed, each with a score row that says so."""
+        """Mark a wave's jobs failed, each with a score row."""
         metric = lease.attack.metric or self.modality.main.metric
         with self._transaction() as db:
             for job, client in zip(lease.jobs, lease.clients, strict=True):
@@ -215,18 +212,18 @@ class JobQueue(LedgerReads):
                 self._write_scores(db, job, [row])
 
     def retry_ended(self, statuses: Collection[str], wave: int) -> tuple[int, int]:
-        """Return ended jobs to the queue as if they had never been tried; returns how many, and how many have no update any more.
+        """Return ended jobs to the queue; returns their number, and the number of jobs without an update.
 
-        A stateful attack's later rounds of the same client, which were carried out without what these leave, return with them.
+        Later rounds of a stateful attack on the same client return with them.
 
         Args:
-            statuses: how they ended: failed, not_applicable.
-            wave: jobs that were split from their wave are put into waves of so many again.
+            statuses: failed, not_applicable.
+            wave: size of new waves for split jobs.
         """
         own = "SELECT 1 FROM scores s JOIN attacks a ON a.id = jobs.attack_id WHERE s.job_id = jobs.id AND s.attack = a.name"
         marks = ", ".join("?" * len(statuses))
         taped = "EXISTS (SELECT 1 FROM observations o WHERE o.round = jobs.round AND o.client = jobs.client AND o.digest NOTNULL)"
-        # failed jobs have a row with the status "failed", too
+        # failed jobs also have a row, with the status "failed"
         chosen = f"state IN ('done', 'failed') AND EXISTS ({own} AND s.status IN ({marks}))"
         after = (
             "state IN ('done', 'failed') AND (SELECT remembers FROM attacks WHERE id = jobs.attack_id) AND EXISTS (SELECT 1"
@@ -239,7 +236,7 @@ class JobQueue(LedgerReads):
             wanted = 2 * tuple(statuses)
             (gone,) = db.execute(f"{every} SELECT count(*) FROM jobs WHERE {ended} AND NOT {taped}", wanted).fetchone()
             ids = [row["id"] for row in db.execute(f"{every} SELECT id FROM jobs WHERE {ended} AND {taped}", wanted)]
-            # `finished` stays: it must never shrink, as readers ask for what ended since
+            # `finished` stays, as readers ask for later jobs
             self._delete_scores(db, ids)
             db.executemany(
                 "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, ended = NULL, graded = NULL, graded_to = NULL,"
@@ -249,10 +246,10 @@ class JobQueue(LedgerReads):
         return len(ids), gone
 
     def ungraded(self, again: bool = False) -> list[Ungraded]:
-        """Finished jobs without grades (in a deployment the clients grade), ordered by round, client and attack.
+        """Return finished jobs without grades, ordered by round, client and attack.
 
         Args:
-            again: also those that were graded, or that nobody could grade.
+            again: also jobs with grades, and jobs that could not be graded.
         """
         rows = self._db.execute(
             "SELECT id, (SELECT name FROM attacks WHERE id = attack_id) attack, round, client, other, status, seconds, open FROM"
@@ -275,22 +272,22 @@ class JobQueue(LedgerReads):
         """Write the scores of a finished job.
 
         Args:
-            reason: why nobody graded it; empty if somebody did; None: as if nobody had been asked yet.
-            graded_to: dB, to which the client that graded it rounds.
-            afresh: they replace all earlier ones.
+            reason: for a missing grade; empty: graded; None: not asked yet.
+            graded_to: dB, to which the client rounds.
+            afresh: replace all earlier scores.
         """
         with self._transaction() as db:
             if afresh:
                 self._delete(db, "scores", "job_id = ? AND metric != ?", (job, OBJECTIVE))
             self._write_scores(db, job, rows)
-            # readers ask for the jobs that ended since, so new scores make this one the latest
+            # new scores make this job the latest, for readers of increments
             newer = "(SELECT max(finished) + 1 FROM jobs)" if rows else "finished"
             db.execute(
                 f"UPDATE jobs SET graded = ?, graded_to = ?, finished = {newer} WHERE id = ?", (reason, graded_to, job)
             )
 
     def finished_tests(self, names: Iterable[str]) -> list[FinishedTest]:
-        """The finished jobs of these tests of membership, ordered by test, round and client."""
+        """Return the finished jobs of membership tests, ordered by test, round and client."""
         rows = self._db.execute(
             "SELECT j.id, a.name attack, j.round, j.client, j.other, o.digest, j.graded IS NULL blind FROM jobs j"
             " JOIN attacks a ON a.id = j.attack_id LEFT JOIN observations o ON o.round = j.round AND o.client = j.client"
@@ -299,11 +296,7 @@ class JobQueue(LedgerReads):
         return [test for test in (FinishedTest(**dict(row)) for row in rows) if test.attack in set(names)]
 
     def retest(self, job: int, rows: Sequence[ScoreRecord], reason: str) -> None:
-        """Replace all rows of a finished test of membership.
-
-        Args:
-            reason: why it gave no number; empty if it did.
-        """
+        """Replace all rows of a finished membership test; reason: for a missing number."""
         with self._transaction() as db:
             self._delete_scores(db, [job])
             self._write_scores(db, job, rows)
@@ -312,7 +305,7 @@ class JobQueue(LedgerReads):
             db.execute(f"UPDATE jobs SET error = ?, graded = ?, finished = {newer} WHERE id = ?", values)
 
     def graded(self) -> list[sqlite3.Row]:
-        """How the finished jobs were graded: attack, reason why nobody did (NULL: not yet asked), graded_to, number of jobs."""
+        """Count finished jobs by grading: attack, reason for a missing grade (NULL: not asked yet), graded_to, number of jobs."""
         return self._db.execute(
             "SELECT a.name attack, reason, graded_to, jobs FROM (SELECT attack_id, graded reason, graded_to, count(*) jobs"
             " FROM jobs WHERE state = 'done' GROUP BY attack_id, graded, graded_to) JOIN attacks a ON a.id = attack_id"
@@ -320,14 +313,14 @@ class JobQueue(LedgerReads):
         ).fetchall()
 
     def describe(self, part: Literal["knowledge", "training", "grading"], words: Mapping[str, str]) -> None:
-        """Replace a part of the cards of some attacks: what they know, how the assumed training fits, who grades them."""
+        """Replace a part of the cards of some attacks: knowledge, fit of the training, or grading."""
         with self._transaction() as db:
             rows = [(text or None, name) for name, text in words.items()]
             db.executemany(f"UPDATE attacks SET {part} = ? WHERE name = ?", rows)
 
     @staticmethod
     def _delete(db: sqlite3.Connection, table: str, where: str, values: Sequence[object]) -> None:
-        """Delete rows; whoever has read some of them reads all rows again. Nothing else deletes rows of a ledger."""
+        """Delete rows, and let readers read all rows again."""
         if db.execute(f"DELETE FROM {table} WHERE {where}", values).rowcount:
             db.execute(_REREAD, (RETRIED,))
 
@@ -342,14 +335,14 @@ class JobQueue(LedgerReads):
         )
 
     def progress(self) -> Progress:
-        """How many jobs are in each state."""
+        """Count the jobs by state."""
         counts = {r["state"]: r["n"] for r in self._db.execute("SELECT state, count(*) n FROM jobs GROUP BY state")}
         if unknown := counts.keys() - {f.name for f in fields(Progress)}:
             raise LedgerError(f"{self.path} is damaged: it has jobs in the state {unknown.pop()!r}")
         return Progress(**counts)
 
     def deletable(self) -> dict[int, list[int]]:
-        """By round, the clients whose updates are on the tape but not needed by any attack any more."""
+        """Return the clients with updates on the tape that no attack needs, by round."""
         rows = self._db.execute(
             "SELECT round, client FROM observations o WHERE digest IS NOT NULL AND NOT EXISTS (SELECT 1 FROM jobs j"
             " WHERE j.round = o.round AND j.state IN ('queued', 'leased')) ORDER BY round, client"
@@ -360,6 +353,6 @@ class JobQueue(LedgerReads):
         return clients
 
     def mark_deleted(self, round: int) -> None:
-        """Record that the updates of a round are deleted from the tape."""
+        """Record the deletion of a round's updates from the tape."""
         with self._transaction() as db:
             db.execute("UPDATE observations SET digest = NULL WHERE round = ?", (round,))

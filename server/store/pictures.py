@@ -1,4 +1,4 @@
-"""Images as PNG data URIs, and the reconstructions that attacks left on disk."""
+"""Images as PNG data URIs, and reconstructions on disk."""
 
 import base64
 import io
@@ -15,10 +15,10 @@ SMALL = 96  # pixels per side of an image among many
 
 
 def png(x: Tensor, most: int | None = None) -> str:
-    """An image (C, H, W), one or three channels, in [0, 1] or uint8, as the data URI of a PNG.
+    """Encode an image (C, H, W), one or three channels, in [0, 1] or uint8, as the data URI of a PNG.
 
     Args:
-        most: pixels per side; larger images are reduced by averaging.
+        most: pixels per side; larger images are averaged.
     """
     from PIL import Image
 
@@ -33,15 +33,15 @@ def png(x: Tensor, most: int | None = None) -> str:
 
 
 def reconstruction(run: Run, round: int, client: int, attack: str) -> dict[str, Tensor] | str:
-    """An attack's reconstruction in the order of its scores' examples, or why there is none: "missing" or "damaged"."""
+    """Read a reconstruction in the order of its scores' examples; "missing" or "damaged" without one."""
     try:
         return _by_example(run.read_reconstruction(round, client, attack))
-    except TapeError as error:  # the scores remain; the page says why the image is gone
+    except TapeError as error:
         return "missing" if isinstance(error.__cause__, FileNotFoundError) else "damaged"
 
 
 def _by_example(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Reconstructions in the order of the truth that a tester handed in later, to whose examples the file names their places."""
+    """Sort reconstructions by the example numbers that grading by a later truth added."""
     if "example" not in tensors:
         return tensors
     example = tensors["example"]

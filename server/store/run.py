@@ -29,8 +29,7 @@ from fedgauge.server.store.tape import Tape, TapeError, read_tensors, sweep, wri
 from fedgauge.server.store.typed_rows import MOST
 
 ROUNDS = ("tape", "reconstructions", "memories")  # folders whose files are named by their round
-# bytes of a reconstruction's file, which a hole in it fills without any on the disk, and of its examples in their places
-_MOST_RECONSTRUCTED = 1 << 30
+_MOST_RECONSTRUCTED = 1 << 30  # bytes of a reconstruction
 BASE = "base"  # key in the ledger's meta table: the folder of a user's audit file
 WEIGHTS = "weights.safetensors"  # what [model] weights named when the run began
 
@@ -45,21 +44,21 @@ class NotResumable(LedgerError):
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder: its paths, and how its files are read, written and locked."""
+    """Run folder: its paths, files and locks."""
 
     folder: Path
 
     def __post_init__(self) -> None:
-        # who names a run by a link, or by ".", means what it points to; in the run no link is followed
+        # only the run itself may be named by a link
         if self.folder.is_symlink() or self.folder.name in ("", ".."):
             object.__setattr__(self, "folder", self.folder.resolve())
 
     @classmethod
     def create(cls, folder: Path, scenario: Scenario | str) -> "Run":
-        """Create a run folder that only its owner may read, as its contents can be inverted to personal data.
+        """Create a run folder that only its owner may read, as it holds personal data.
 
         Args:
-            scenario: or a user's text, which is not read before the audit.
+            scenario: or a user's text, which is read at the audit.
 
         Raises:
             FileExistsError: the folder exists.
@@ -73,15 +72,14 @@ class Run:
         if isinstance(scenario, Scenario) and (weights := scenario.protocol.model.get("weights")):
             with open(weights, "rb") as given, run_files.replacing(folder / WEIGHTS) as copy:
                 shutil.copyfileobj(given, copy)
-        unfinished = run._private(".part-ledger.sqlite")  # SQLite gives its own files beside a ledger the ledger's mode
+        unfinished = run._private(".part-ledger.sqlite")  # SQLite's other files get its mode
         Ledger(unfinished, create=True).close()
-        # complete from the first moment, as another process may wait for it
         unfinished.replace(folder / "ledger.sqlite")
         return run
 
     @classmethod
     def open(cls, folder: Path) -> "Run":
-        """An existing run.
+        """Open an existing run.
 
         Raises:
             LedgerError: the folder is no run.
@@ -97,29 +95,29 @@ class Run:
         return self.folder.name
 
     def scenario(self, settings: Sequence[str] = ()) -> Scenario:
-        """The scenario as it was run, with further settings applied; [model] weights are the run's own copy."""
+        """Load the scenario with further settings; [model] weights are the run's copy."""
         path, weights = self.folder / "scenario.toml", (self.folder / WEIGHTS).absolute()
         own = [f"model.weights={json.dumps(str(weights), ensure_ascii=False)}"] if run_files.look(weights) else []
         return Scenario.load(path, [*own, *settings], read=run_files.read, base=self._base())
 
     def _base(self) -> Path | None:
-        """The folder from which the relative paths of a user's audit file start; None: its paths are absolute."""
+        """Return the base of relative paths in a user's audit file; None: the paths are absolute."""
         with self.ledger(readonly=True) as ledger:
             named = ledger.meta().get(BASE)
         return None if named is None else Path(named)
 
     def scenario_text(self) -> str:
-        """The scenario's file."""
+        """Return the text of the scenario."""
         return run_files.read(self.folder / "scenario.toml").decode(errors="replace")
 
     def ledger(self, readonly: bool = False) -> Ledger:
-        """A connection to the ledger."""
+        """Connect to the ledger."""
         ledger = Ledger(self.folder / "ledger.sqlite", readonly=readonly)
         ledger.load_data = self._load_data
         return ledger
 
     def _load_data(self) -> None:
-        """Load the module of the dataset, which may add a kind of data; SpecError if it cannot be, or is not allowed."""
+        """Load the module of the dataset, which may add a kind of data."""
         try:
             data = toml_text.parse(run_files.read(self.folder / "scenario.toml")).get("data")
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -127,30 +125,30 @@ class Run:
         resolve(coerce(data, dict, "[data]"), "[data]", DATASET)
 
     def tape(self) -> Tape:
-        """The tape."""
+        """Return the tape."""
         return Tape(self.folder / "tape")
 
     @property
     def model(self) -> Path:
-        """The trained model's file, which is written last: with it the training is complete."""
+        """File of the trained model, which is written last."""
         return self.folder / "model.safetensors"
 
     def log(self, name: str) -> Path:
-        """A log file of the run, to append to."""
+        """Create a log file, to append to."""
         return self._private(f"logs/{name}")
 
     def _private(self, name: str) -> Path:
-        """A file of the run that only its owner may read, created if missing."""
+        """Create a file that only its owner may read, if it is missing."""
         path = self.folder / name
         os.close(run_files.opened(path, os.O_RDWR | os.O_CREAT))
         return path
 
     def reconstruction(self, round: int, client: int, attack: str) -> Path:
-        """The file of an attack's reconstruction of one observation: x (B, C, H, W), and y if the attack claims labels."""
+        """Return the file of a reconstruction: x (B, C, H, W), and y if the attack claims labels."""
         return self._of_attack("reconstructions", round, client, attack)
 
     def memory(self, round: int, client: int, attack: str) -> Path:
-        """The file of what a stateful attack remembers of a client after a round."""
+        """Return the file of a stateful attack's memory of a client after a round."""
         return self._of_attack("memories", round, client, attack)
 
     def _of_attack(self, folder: str, round: int, client: int, attack: str) -> Path:
@@ -161,25 +159,33 @@ class Run:
         write_tensors(self._own(self.reconstruction(round, client, attack)), tensors)
 
     def read_reconstruction(self, round: int, client: int, attack: str) -> dict[str, Tensor]:
-        """An attack's reconstruction; TapeError if there is none, or none that an attack leaves."""
+        """Read an attack's reconstruction.
+
+        Raises:
+            TapeError: it is missing or damaged.
+        """
         path = self.reconstruction(round, client, attack)
         if not self._is_own(path):
             raise TapeError(f"{path} is no file of the run")
         tensors = read_tensors(path, most=_MOST_RECONSTRUCTED)
         if not _fit(tensors):
-            raise TapeError(f"{path} is damaged: its tensors are not what an attack leaves")
+            raise TapeError(f"{path} is damaged: its tensors are no reconstruction")
         return tensors
 
     def write_memory(self, round: int, client: int, attack: str, tensors: Mapping[str, Tensor]) -> str:
-        """Write what an attack remembers; returns its digest."""
+        """Write an attack's memory, and return its digest."""
         return write_tensors(self._own(self.memory(round, client, attack)), tensors)
 
     def read_memory(self, round: int, client: int, attack: str, digest: str | None = None) -> dict[str, Tensor]:
-        """What an attack remembered; TapeError if it is missing, damaged, or does not match the ledger's digest."""
+        """Read an attack's memory.
+
+        Raises:
+            TapeError: it is missing, damaged, or differs from the digest.
+        """
         return read_tensors(self.memory(round, client, attack), digest)
 
     def _own(self, path: Path) -> Path:
-        """A path checked to lie in this run: in somebody else's ledger an attack may have any name, such as ../../x."""
+        """Check that a path is in this run, as a foreign ledger may have any attack name, such as ../../x."""
         if not self._is_own(path):
             raise LedgerError(f"{self.folder}: an attack's name cannot be part of a file's name: {path.name!r}")
         return path
@@ -189,18 +195,22 @@ class Run:
         return plain and path.parent.parent == self.folder
 
     def sweep(self, round: int) -> None:
-        """Delete all files of the rounds from this one on, which are trained again; the ledger's rows stay."""
+        """Delete the files of the rounds from this one on, which are trained again."""
         for name in ROUNDS:
             sweep(self.folder / name, round)
         for name in run_files.names(self.folder / "tape"):
-            if name.startswith(SCRAP):  # left by a killed server; nobody else writes there
+            if name.startswith(SCRAP):  # left by a killed server
                 run_files.delete(self.folder / "tape" / name)
 
     @contextmanager
     def lock(self, purpose: str) -> Iterator[None]:
-        """Lock this run for one purpose ("audit", "training"); RunBusy names the holder. A process that dies loses its lock."""
+        """Lock this run for one purpose ("audit", "training"); a process that dies loses its lock.
+
+        Raises:
+            RunBusy: another process has the lock; the message names it.
+        """
         with os.fdopen(run_files.opened(self._lock(purpose), os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+") as file:
-            for attempt in range(10):  # a process that only asks for the holder locks the file for a moment
+            for attempt in range(10):  # `_written` locks the file for a moment
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
@@ -218,19 +228,23 @@ class Run:
                 file.truncate(0)
 
     def holder(self, purpose: str) -> int | None:
-        """The process that holds the lock for a purpose, or None; LedgerError if a holder does not say which process it is."""
+        """Return the process with the lock for a purpose, or None.
+
+        Raises:
+            LedgerError: the process has not written its number.
+        """
         for _ in range(250):
             if (pid := self._written(purpose)) is None or re.fullmatch(r"[1-9]\d{0,9}", pid):
                 return None if pid is None else int(pid)
-            time.sleep(0.02)  # the holder has the lock but has not written its process id yet
-        raise LedgerError(f"{self.folder}: a process that does not say its number holds its {purpose}")
+            time.sleep(0.02)  # its number is not written yet
+        raise LedgerError(f"{self.folder}: an unknown process holds its {purpose}")
 
     def at_work(self, purpose: str) -> bool:
-        """Whether a process holds the lock for a purpose, also one that does not say its number."""
+        """Check if a process has the lock for a purpose."""
         return self._written(purpose) is not None
 
     def _written(self, purpose: str) -> str | None:
-        """What the holder of a lock has written into it, or None if nobody holds it."""
+        """Return the content of a lock, or None if it is free."""
         if run_files.look(self._lock(purpose)) is None:
             return None
         with os.fdopen(run_files.opened(self._lock(purpose)), errors="replace") as file:
@@ -241,7 +255,11 @@ class Run:
                 return file.read(11)
 
     def ask_to_end(self, purpose: str, pid: int) -> None:
-        """Signal the process that `holder` named, so that it ends in order; LedgerError if it is another user's."""
+        """Ask the process of `holder` to end.
+
+        Raises:
+            LedgerError: it is another user's.
+        """
         try:
             if self.holder(purpose) == pid:
                 os.kill(pid, signal.SIGTERM)
@@ -255,7 +273,7 @@ class Run:
 
 
 def _fit(tensors: Mapping[str, Tensor]) -> bool:
-    """Check that these may be what an attack leaves of a wave's client."""
+    """Check the names, shapes and types of a reconstruction's tensors."""
     x, y, sure, example = (tensors.get(name) for name in ("x", "y", "confidence", "example"))
     trace = [tensors[name] for name in ("trace_x", "trace_iteration", "trace_objective") if name in tensors]
     if y is not None and y.dim() != 2 and (y.dim() != 1 or y.is_floating_point() or not _within(y, 0)):

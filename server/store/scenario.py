@@ -1,11 +1,12 @@
-"""A scenario: one TOML file that describes an experiment, checked completely before anything starts.
+"""A scenario: one TOML file that describes an experiment, checked before the start.
 
-Clients are sent its protocol part; the plan of attack, the strategy and the tape options stay with the server.
+Clients receive its protocol part; the plan of attack, the strategy and the tape options stay with the server.
 """
 
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,7 +53,7 @@ FEDAVG: Table = {"use": "FedAvg"}
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """How the plan of attack is carried out.
+    """Execution of the plan of attack.
 
     Args:
         curious: whether updates are kept and attacked; false only trains.
@@ -61,8 +62,8 @@ class AuditOptions:
         devices: where attacks run: "auto" (every GPU that torch can use, else the CPU), "cpu", "cuda" (every GPU), or a list of
             "cpu" and names such as "cuda:0"; each GPU has one worker; local uses the first device.
         precision: of products on a GPU: ieee (float32) or tf32 (faster, 10 bits of mantissa).
-        effort: the attacks that fit the federation, with budgets (quick, standard, thorough), beside those of [[attack]];
-            default: those alone.
+        effort: add the attacks that fit the federation, with budgets (quick, standard, thorough), to those of [[attack]];
+            default: none.
     """
 
     curious: bool = True
@@ -76,7 +77,11 @@ class AuditOptions:
         check_at_least(self, 1, "workers")
 
     def devices_here(self) -> list[torch.device]:
-        """The devices of this machine that attacks run on; SpecError if torch cannot use one of them."""
+        """Return the devices for attacks on this machine.
+
+        Raises:
+            SpecError: torch cannot use one of them.
+        """
         try:
             return devices_of(self.devices)
         except ValueError as error:
@@ -85,7 +90,7 @@ class AuditOptions:
 
 @dataclass(frozen=True)
 class TapeOptions:
-    """Which updates stay on disk.
+    """Retention of updates on disk.
 
     Args:
         keep: all: every accepted update; attacked: those that the plan attacks; none: they are deleted once they were attacked.
@@ -122,7 +127,7 @@ class ValidatorOptions:
 
 @dataclass(frozen=True)
 class SimulationOptions:
-    """How much of the machine a simulation's clients get.
+    """Resources of a simulation's clients.
 
     Args:
         parallel_clients: how many train at the same time, on one core each; at least 1.
@@ -139,7 +144,7 @@ class SimulationOptions:
 
 @dataclass(frozen=True)
 class PrivacyOptions:
-    """How epsilons are reported. With a [privacy] table, a chain without a guarantee is refused.
+    """Report of epsilons. With a [privacy] table, a chain without a guarantee is refused.
 
     Args:
         delta: at which epsilons are given, above 0 and below 1.
@@ -154,7 +159,7 @@ class PrivacyOptions:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A checked scenario and the federation built from its protocol."""
+    """Checked scenario with the federation of its protocol."""
 
     tables: Table
     protocol: Protocol
@@ -167,7 +172,6 @@ class Scenario:
     privacy: PrivacyOptions = field(default_factory=PrivacyOptions)
     validator: ValidatorOptions = field(default_factory=ValidatorOptions)
     server_attack: tuple[TargetedServerAttack, ...] = ()
-    left_out: tuple[int, ...] = field(default=(), compare=False)
 
     @classmethod
     def load(
@@ -182,33 +186,33 @@ class Scenario:
 
         Args:
             settings: "chain.0.max_norm=2", as given on the command line.
-            rounds: replaces the file's; rounds of [audit] beyond it are `left_out`.
-            read: the file's bytes, at most so many.
-            base: the folder from which relative paths start; default: the working directory.
+            rounds: replaces the file's; later rounds of [audit] are left out.
+            read: reads at most a number of bytes of a file.
+            base: of relative paths; default: the working directory.
 
         Raises:
-            SpecError: naming the file, the table, the value and what is allowed.
+            SpecError: the file is missing or wrong; the message names table, value and allowed values.
         """
         try:
             tables = toml_text.parse(read(path, toml_text.MOST))
             for setting in settings:
                 apply_setting(tables, setting)
-            left_out = _shorten(tables, rounds) if rounds is not None else ()
-            return replace(cls.from_tables(tables, base), left_out=left_out)
+            if rounds is not None:
+                _shorten(tables, rounds)
+            return cls.from_tables(tables, base)
         except run_files.RefusedFile:
             raise
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise SpecError(f"{path}: there is no such file; fedgauge init writes one to start from") from error
-        except IsADirectoryError as error:
-            raise SpecError(f"{path} is a folder: name a scenario, a TOML file") from error
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except OSError as error:
+            reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+            raise SpecError(f"{path}: {reason}; fedgauge init writes a scenario") from error
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SpecError(f"{path}: not a readable TOML file: {error}") from error
         except SpecError as error:
             raise SpecError(f"{path}: {error}") from error
 
     @classmethod
     def from_tables(cls, tables: Table, base: Path | None = None) -> "Scenario":
-        """Build from parsed TOML; every component is built once, so that mistakes show here."""
+        """Build from parsed TOML, with every component."""
         if unknown := sorted(tables.keys() - _TOP):
             hint = "; this looks like a sweep: fedgauge sweep" if "defense" in tables else ""
             raise SpecError(f"unknown key {unknown[0]!r} (a scenario has: {', '.join(sorted(_TOP))}){hint}")
@@ -249,16 +253,16 @@ class Scenario:
 
     @property
     def server(self) -> str:
-        """Whether the server is honest or what it does instead, as every result states it."""
+        """Description of the server for results: honest, or its attacks."""
         return f"malicious server: {'; '.join(map(str, self.server_attack))}" if self.server_attack else "honest server"
 
     def to_toml(self) -> str:
-        """The scenario as it was run, with settings applied."""
+        """Write the scenario with settings applied."""
         return tomli_w.dumps(dict(self.tables))
 
 
 def _server_attacks(tables: Table) -> tuple[TargetedServerAttack, ...]:
-    """What a malicious server does; SpecError if `server` and [[server_attack]] contradict each other."""
+    """Build the attacks of a malicious server, which `server` must announce."""
     server = coerce(tables.get("server", "honest"), Literal["honest", "malicious"], "server")
     planned = coerce(tables.get("server_attack", []), list, "[[server_attack]]")
     if bool(planned) != (server == "malicious"):
@@ -274,7 +278,7 @@ def _server_attacks(tables: Table) -> tuple[TargetedServerAttack, ...]:
 
 
 def _with_architectures(tables: Table, server_attack: Sequence[TargetedServerAttack]) -> Table:
-    """The tables with the architecture changes that a malicious server makes to the agreed model."""
+    """Add the architecture changes of a malicious server."""
     model = tables.get("model")
     if not isinstance(model, Mapping):
         return tables  # the protocol reports this mistake
@@ -286,7 +290,7 @@ def _with_architectures(tables: Table, server_attack: Sequence[TargetedServerAtt
 
 
 def _agreed(malicious: Table, honest: Table) -> Table:
-    """The tables with the honest network as the one that inspecting clients expect, unless they name another."""
+    """Let inspecting clients expect the honest network, unless they name another."""
     guard = malicious.get("guard", {})
     if not isinstance(guard, Mapping) or guard.get("inspect", "off") == "off" or "architecture" in guard:
         return malicious
@@ -295,17 +299,17 @@ def _agreed(malicious: Table, honest: Table) -> Table:
 
 
 def _with_effort(tables: list[Table], options: AuditOptions, federation: Federation) -> list[Table]:
-    """The [[attack]] tables, then those of the effort whose names they leave free."""
+    """Add the attacks of the effort with new names."""
     if options.effort is None:
         return tables
-    named = [attack_name(t) for t in tables]  # of any type: what is no name is refused with the plan
+    named = [attack_name(t) for t in tables]
     return tables + [t for t in attacks_by_effort(options.effort, federation) if attack_name(t) not in named]
 
 
 def plan_of(tables: Sequence[Table], options: Table, federation: Federation) -> AttackPlan:
-    """The plan of some [[attack]] tables and keys of [audit], with the baselines, limits and canaries of this federation.
+    """Make the plan of [[attack]] tables and keys of [audit], with baselines, limits and canaries.
 
-    Under a known noise attacks are tuned, and limits run beside them: those of the examples' kind, and of membership.
+    Under a known noise attacks are tuned, and limits are computed.
     """
     protocol, modality = federation.protocol, type(modality_of(federation.shards.dataset))
     noisy, canaries = noise_is_known(federation), _with_canaries(protocol)
@@ -315,7 +319,7 @@ def plan_of(tables: Sequence[Table], options: Table, federation: Federation) -> 
 
 
 def _absolute_paths(tables: Table, base: Path) -> Table:
-    """The tables with absolute paths: Flower's processes, and whoever opens the run later, read them in other folders."""
+    """Make paths absolute, as other processes run in other folders."""
     kinds = {"data": DATASET, "model": MODEL, "loss": LOSS}
     named = {key: kind for key, kind in kinds.items() if isinstance(tables.get(key), dict)}
     located = {**tables, **{key: with_absolute_paths(tables[key], kind, base) for key, kind in named.items()}}
@@ -327,22 +331,48 @@ def _absolute_paths(tables: Table, base: Path) -> Table:
 
 
 def _with_canaries(protocol: Protocol) -> Table | None:
-    """What a plan knows of canaries: the updates, by their clients, that they are in; and how many examples, if they are examples.
+    """Return the clients with canaries, and the number of canary examples.
 
-    SpecError where these updates change from round to round.
+    Raises:
+        SpecError: the secure sums change from round to round.
     """
     canaries, together = set(protocol.canary_clients), protocol.secure_sum
     if not canaries:
         return None
     if together is not None and together.drawn:
         raise SpecError("[canaries] need [secure_sum] groups that stay the same: leave drawn out")
-    # a sum is called by the first of its clients that answers
+    # a sum has the number of its first client that answers
     clients = [client for group in protocol.groups(1) if canaries.intersection(group) for client in group]
     return {"clients": clients, **({"examples": each} if (each := protocol.canary_examples) else {})}
 
 
+def expected_updates(scenario: Scenario, rounds: range) -> list[tuple[int, Mapping[str, int]]]:
+    """Return the kinds of rounds: the number of rounds, and the number of attacked updates by attack."""
+    plan, groups = scenario.plan, scenario.protocol.groups(1)
+    some = max(1, int(len(groups) * scenario.strategy.get("fraction_train", 1.0)))
+    seen = [group[0] for group in groups[:some]]
+    alike = {plan.attacks_round(r): r for r in rounds}
+    times = Counter(map(plan.attacks_round, rounds))
+    return [(n, {p.name: len(plan.targets(alike[kind], seen, p)) for p in plan.attacks}) for kind, n in times.items()]
+
+
+def expected_jobs(scenario: Scenario, done: int, rounds: int | None = None) -> int:
+    """Return the number of jobs of the rounds after `done`.
+
+    Args:
+        rounds: of the run; default: the scenario's.
+    """
+    to_come = range(done + 1, (rounds or scenario.protocol.rounds) + 1)
+    return sum(n * sum(updates.values()) for n, updates in expected_updates(scenario, to_come))
+
+
 def component_of(text: str, option: str) -> dict[str, Any]:
-    """A component and its settings from what an option says: "dlg iterations=300"."""
+    """Parse a component with settings from an option.
+
+    Example:
+        >>> component_of("dlg iterations=300", "--attack")
+        {'use': 'dlg', 'iterations': 300}
+    """
     use, *settings = text.split() or [""]
     if not use:
         raise SpecError(f"{option} is empty: name a component, with its settings, such as {option} 'NAME KEY=VALUE'")
@@ -353,7 +383,7 @@ def component_of(text: str, option: str) -> dict[str, Any]:
 
 
 def _check_control_variates(federation: Federation, strategy: Table, tape: TapeOptions) -> None:
-    """Refuse settings with which clients' control variates are not SCAFFOLD's, or not known to the server."""
+    """Refuse settings under which control variates are not SCAFFOLD's, or unknown to the server."""
     everyone = strategy.get("fraction_train", 1.0) == 1.0 and not federation.protocol.stragglers.probability
     plain = strategy.get("use") in ("FedAvg", "flwr.serverapp.strategy:FedAvg")
     if federation.chain.local.remembers and not (plain and everyone and tape.keep == "all"):
@@ -364,7 +394,7 @@ def _check_control_variates(federation: Federation, strategy: Table, tape: TapeO
 
 
 def apply_setting(tables: dict[str, Any], setting: str) -> None:
-    """Set one value by its path, "model.width=4" or "chain.0.max_norm=2"; the value is read as TOML, else as text."""
+    """Set one value by its path, such as "chain.0.max_norm=2"; the value is TOML, else text."""
     path, separator, text = setting.partition("=")
     if not separator or not path:
         raise SpecError(f"--set {setting}: expected table.key=value")
@@ -389,7 +419,7 @@ def _place(here: object, key: str) -> str | int:
 
 
 def _with_proximal_term(chain: Any, strategy: Table) -> Any:
-    """Clients compute FedProx's proximal term, so its weight becomes part of the protocol's local training."""
+    """Copy FedProx's weight from the strategy to the clients' local training."""
     if "proximal_mu" not in strategy or not isinstance(chain, list):
         return chain
     mu = coerce(strategy["proximal_mu"], float, "[strategy]: proximal_mu")
@@ -405,15 +435,9 @@ def _with_proximal_term(chain: Any, strategy: Table) -> Any:
     return completed
 
 
-def _shorten(tables: dict[str, Any], rounds: int) -> tuple[int, ...]:
-    """Set another number of rounds; removes and returns the rounds of [audit] that are now too late."""
+def _shorten(tables: dict[str, Any], rounds: int) -> None:
+    """Set another number of rounds, and remove later rounds from [audit]."""
     tables["rounds"] = rounds
-    audit = tables.get("audit")
-    named = audit.get("rounds") if isinstance(audit, dict) else None
-    if not isinstance(audit, dict) or not isinstance(named, list) or rounds < 1:
-        return ()
-    beyond = tuple(r for r in named if isinstance(r, int) and r > rounds)
-    audit["rounds"] = [r for r in named if r not in beyond]
-    if beyond and not audit["rounds"]:
-        raise SpecError(f"[audit]: all its rounds are after round {rounds}; add --set audit.rounds=[{rounds}]")
-    return beyond
+    match tables.get("audit"):
+        case {"rounds": list(named)}:
+            tables["audit"]["rounds"] = [r for r in named if not isinstance(r, int) or r <= rounds] or [rounds]

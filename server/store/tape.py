@@ -1,4 +1,4 @@
-"""The tape: the updates that the server kept, as safetensors files."""
+"""The tape: recorded updates as safetensors files."""
 
 import json
 import os
@@ -37,14 +37,14 @@ class TapeError(Exception):
 
 @dataclass(frozen=True)
 class Tape:
-    """A folder with a file of weights for each round, one for each client that was sent other weights, and one for each update."""
+    """Folder with a file of weights for each round, and one for each update; altered weights have a file for each client."""
 
     folder: Path
 
     def write_round(
         self, round: int, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], client: int | None = None
     ) -> str:
-        """Write what the server sent in a round, to everyone or to one client alone; returns its digest."""
+        """Write the weights of a round, for all clients or one, and return their digest."""
         named = {_PARAM + k: t for k, t in params.items()} | {_BUFFER + k: t for k, t in buffers.items()}
         return write_tensors(self._round(round) if client is None else self._sent(round, client), named)
 
@@ -56,23 +56,26 @@ class Tape:
         returned: Mapping[str, Tensor] | None = None,
         others: Mapping[str, Tensor] | None = None,
     ) -> str:
-        """Write what a client uploaded, and return the file's digest.
+        """Write an upload, and return its digest.
 
         Args:
-            update: of a user's app the arrays as they came, weights or differences.
-            returned: the buffers beside it.
-            others: further arrays of a user's app, which nothing attacks.
+            update: of a user's app the arrays as uploaded, weights or differences.
+            returned: buffers.
+            others: further arrays of a user's app, which are not attacked.
         """
-        beside = {_BUFFER + k: t for k, t in (returned or {}).items()} | {
+        more = {_BUFFER + k: t for k, t in (returned or {}).items()} | {
             _OTHER + k: t for k, t in (others or {}).items()
         }
-        return write_tensors(self._update(round, client), {**update, **beside})
+        return write_tensors(self._update(round, client), {**update, **more})
 
     def read(self, round: int, client: int, digest: str | None = None) -> Observation:
-        """One observation; TapeError if a file is missing, damaged, or does not match the digest.
+        """Read one observation.
 
         Args:
-            digest: the ledger's, "<digest of the round's weights>:<digest of the update>"; None checks nothing.
+            digest: the ledger's, "<digest of the round's weights>:<digest of the update>"; None: no check.
+
+        Raises:
+            TapeError: a file is missing, damaged, or differs from the digest.
         """
         of_round, _, of_update = (digest or "").rpartition(":")
         taped = read_tensors(self._update(round, client), of_update or None)
@@ -85,7 +88,7 @@ class Tape:
         return Observation(round, client, params, update, buffers, returned=returned)
 
     def forget(self, round: int, clients: Collection[int]) -> None:
-        """Delete the updates of some clients in a round; with the last update, also the round's weights."""
+        """Delete updates of a round; with the last update, also the round's weights."""
         for client in clients:
             run_files.delete(self._update(round, client))
             run_files.delete(self._sent(round, client))
@@ -103,10 +106,10 @@ class Tape:
 
 
 def by_weights(of_round: Iterable[Of], digest: Callable[[Of], str | None]) -> list[list[Of]]:
-    """What belongs to updates of one round, grouped by the weights that their clients were sent: only such share a wave.
+    """Group items of one round by the weights of their clients, as a wave shares its weights.
 
     Args:
-        digest: of the update that something belongs to, as for `Tape.read`.
+        digest: of an item's update, as for `Tape.read`.
     """
     alike: dict[str, list[Of]] = {}
     for one in of_round:
@@ -115,7 +118,7 @@ def by_weights(of_round: Iterable[Of], digest: Callable[[Of], str | None]) -> li
 
 
 def sweep(folder: Path, round: int) -> None:
-    """Delete a folder's files of this round and all later ones."""
+    """Delete a folder's files from a round on."""
     for name in run_files.names(folder):
         named = re.match(r"round-(\d{1,9})(?!\d)", name)
         if named is not None and int(named[1]) >= round:
@@ -123,8 +126,8 @@ def sweep(folder: Path, round: int) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors to a safetensors file atomically; returns the digest of its bytes."""
-    # in pieces, straight from the tensors' memory: safetensors' own save() copies them twice and takes six times as long
+    """Write tensors to a safetensors file atomically, and return the digest of its bytes."""
+    # in pieces from the tensors' memory: safetensors' save() takes six times as long
     digest = xxhash.xxh3_128()
     with replacing(path) as file:
         for piece in _pieces(tensors):
@@ -134,13 +137,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically: a reader, or a crash, sees the old file or the complete new one."""
+    """Write a file atomically."""
     with replacing_anywhere(path) as file:
         file.write(data)
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file: header length, header, then the tensors, wide types first for alignment."""
+    """Yield the bytes of a safetensors file: header length, header, then the tensors, wide types first."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header, end = {}, 0
     for name, t in ordered:
@@ -158,40 +161,30 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def read_tensors(path: Path, digest: str | None = None, most: int | None = None) -> dict[str, Tensor]:
-    """The tensors of a run's file; TapeError names the file if it is missing, damaged, changed, or no file of ours.
+    """Read the tensors of a run's file.
 
     Args:
-        most: bytes; default: what this machine can read.
+        most: bytes; default: the limit of this machine.
+
+    Raises:
+        TapeError: the file is missing, damaged or changed.
     """
     try:
-        data = run_files.read(path, most_bytes() if most is None else most)
+        # at most half of the memory, as tensors are in it twice
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        data = run_files.read(path, memory // 2 if most is None else most)
     except FileNotFoundError as error:
         raise TapeError(f"{path} is missing: was it deleted by [tape] keep, or is the run incomplete?") from error
     except OSError as error:
         raise TapeError(f"{path} cannot be read: {error}") from error
-    if digest is not None and digest_of(data) != digest:
+    if digest is not None and xxhash.xxh3_128_hexdigest(data) != digest:
         raise TapeError(
             f"{path} is damaged: its digest differs from the one that the ledger recorded when it was written"
         )
-    return tensors_of(data, path)
-
-
-def tensors_of(data: bytes, path: Path) -> dict[str, Tensor]:
-    """The tensors in the bytes of a file; TapeError names it if it is damaged."""
     try:
         tensors: dict[str, Tensor] = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     except (SafetensorError, ValueError, RecursionError) as error:
         raise TapeError(f"{path} is damaged: {error}") from error
-    # load() returns another order in each process, and noise is drawn in the order of the names
+    # load() has a random order, and noise is drawn in the order of the names
     return {name: tensors[name] for name in header if name in tensors}
-
-
-def most_bytes() -> int:
-    """How many bytes of tensors this machine can read: they are in memory twice."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def digest_of(data: bytes) -> str:
-    """A fast digest against damage, not against tampering: at 44 MB per update a cryptographic one would cost 5 % of a round."""
-    return xxhash.xxh3_128_hexdigest(data)

@@ -1,4 +1,4 @@
-"""What a ledger's rows may hold: SQLite stores any value in any column, and a ledger may come from anybody."""
+"""Types and bounds of a ledger's columns, as SQLite stores any value and a ledger may be foreign."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ MOST = 2**21 - 1  # rounds, clients, examples: the columns that `Scores` packs i
 
 @dataclass(frozen=True)
 class _Kind:
-    """Values of some types within bounds; of a text its length is bounded."""
+    """Type with bounds, which for a text bound its length."""
 
     words: str
     types: tuple[type, ...]
@@ -62,11 +62,11 @@ Checks = list[tuple[int, str, _Kind]]
 
 
 class WrongValue(ValueError):
-    """A row holds what no ledger holds; the message names the column and the value."""
+    """A row has an impossible value; the message names column and value."""
 
 
 def columns(names: Iterable[str]) -> Checks:
-    """Place, name and kind of each column that has one; other names are a query's own business."""
+    """Return place, name and kind of each known column."""
     return [(at, name, _COLUMNS[name]) for at, name in enumerate(names) if name in _COLUMNS]
 
 

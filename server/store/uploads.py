@@ -1,4 +1,4 @@
-"""Uploads of a user's own app as its model names them: parameters, buffers beside them, layers that were not sent."""
+"""Uploads of a user's own app by the names of its model: parameters, buffers, and layers that were not sent."""
 
 import math
 import re
@@ -20,19 +20,19 @@ from fedgauge.server.store.tape import TapeError
 
 Replies = Literal["weights", "updates"]
 REPLIES = "replies"  # key in the meta table: what the clients of a user's app upload
-# peft's names: an adapter's own name inside a model, which its saved arrays leave out, and a copy of a module that is trained whole
+# peft's names of an adapter's factors and of modules that are trained whole
 _FACTOR = re.compile(r"\b(lora_[AB])\.(?:[^.]+\.)?weight$")
 _TRAINED = re.compile(r"\.modules_to_save\.[^.]+\.")
 
 
 class UploadMismatch(ValueError):
-    """What an app uploads does not fit the [model] that its scenario names; the message says what differs and what to do."""
+    """Uploads do not fit the scenario's [model]; the message names the difference and the remedy."""
 
 
 def read_observation(
     run: Run, ledger: Ledger, federation: Federation, round: int, client: int, digest: str
 ) -> Observation:
-    """One observation on the tape, as the run's model has it; of a SCAFFOLD client with its control variates' pull.
+    """Read one observation by the names of the run's model; of a SCAFFOLD client with its control variate.
 
     Raises:
         TapeError: a file is missing, damaged, or does not match the digest.
@@ -49,13 +49,13 @@ def read_observation(
 
 
 def _with_known_pull(seen: Observation, ledger: Ledger, read: Callable[[int, str], Observation]) -> Observation:
-    """An observation of a SCAFFOLD client with the pull of its control variates; that of its first round has none.
+    """Add the control variate of a SCAFFOLD client, which follows from all of its updates.
 
     Args:
-        read: the client's observation of a round, by its digest.
+        read: reads the client's observation of a round by its digest.
 
     Raises:
-        TapeError: an earlier update of the client is not on the tape, so nobody but the client knows its variate.
+        TapeError: an earlier update is not on the tape.
     """
     own = {o["round"]: o for o in ledger.observations() if o["client"] == seen.client} if seen.round > 1 else {}
     pull: Update = {}
@@ -64,8 +64,7 @@ def _with_known_pull(seen: Observation, ledger: Ledger, read: Callable[[int, str
         row = own.get(round)
         if row is None or row["status"] != "accepted" or not row["digest"]:
             raise TapeError(
-                f"client {seen.client}'s control variate is not known in round {seen.round}, as the tape lacks its update of "
-                f"round {round}: it follows from all of a client's updates"
+                f"client {seen.client}'s control variate of round {seen.round} is unknown: the tape lacks round {round}"
             )
         now = read(round, row["digest"])
         pull, before = _next_pull(before, pull, now), now
@@ -77,9 +76,9 @@ def _next_pull(before: Observation | None, pull: Update, now: Observation) -> Up
 
 
 def replies_of(run: Run, ledger: Ledger) -> Replies:
-    """What the clients of a user's app upload: as the ledger says, else as the first reply that tells shows, which is noted.
+    """Return the kind of uploads of a user's app: from the ledger, or inferred from the first conclusive reply.
 
-    Weights are nearer to those that were sent than to zero. Replies to weights of zero are the same either way.
+    Weights are nearer to the sent ones than to zero.
     """
     known = ledger.meta().get(REPLIES, "")
     if known in get_args(Replies):
@@ -96,7 +95,7 @@ def replies_of(run: Run, ledger: Ledger) -> Replies:
 
 
 def _projection(seen: Observation) -> float:
-    """How many times the sent weights a reply contains: about 1 if it is weights, 0 if it is a difference; .5 is undecided."""
+    """Project a reply on the sent weights: about 1 for weights, 0 for a difference; .5 is undecided."""
     named = [(seen.params[k], t) for k, t in seen.update.items() if k in seen.params]
     if not named and len(seen.params) == len(seen.update):  # renamed, as torch.compile does
         named = list(zip(seen.params.values(), seen.update.values(), strict=True))
@@ -111,14 +110,14 @@ def _projection(seen: Observation) -> float:
 
 
 def as_the_model_has_it(seen: Observation, federation: Federation, replies: Replies = "weights") -> Observation:
-    """A recorded reply as an update of the model, with the model's own names and precision.
+    """Convert a recorded reply to an update with the model's names and precision.
 
-    Whole numbers (BatchNorm's counters) are left out, as no gradient belongs to them; other buffers go beside the weights.
-    Parameters that the app keeps to itself must be frozen in the chain; they have the values of the scenario's [model].
+    Integers (BatchNorm's counters) are left out; other buffers are separate. Parameters that the app does not upload must be
+    frozen in the chain; they have the values of the scenario's [model].
 
     Args:
-        seen: its params are the arrays that were sent, its update those that came back, as they came.
-        replies: what came back.
+        seen: the sent arrays (params) and the reply (update), as recorded.
+        replies: the kind of reply.
 
     Raises:
         UploadMismatch: the arrays do not fit the model.
@@ -152,13 +151,13 @@ def as_the_model_has_it(seen: Observation, federation: Federation, replies: Repl
 
 
 def _difference(weights: Tensor, sent: Tensor) -> Tensor:
-    """What training added to an array; in half precision a difference of two would be rounded once more."""
+    """Subtract the sent weights in at least single precision."""
     wide = torch.promote_types(torch.promote_types(weights.dtype, sent.dtype), torch.float32)
     return weights.to(wide) - sent.to(wide)
 
 
 def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
-    """The model's name of each array; positions ("0", "1", ...) stand for a state_dict or for the parameters, in order."""
+    """Return the model's name of each array; positions ("0", "1", ...) follow the state_dict or the parameters."""
     if arrays and all(name.isdecimal() for name in arrays):
         own = [list(model.state_dict()), [name for name, _ in model.named_parameters()]]
         fits = [names for names in own if len(names) == len(arrays)]
@@ -176,7 +175,7 @@ def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
     while not known >= set(names.values()):
         inside = {k: f"{part}.{name}" for part in outer if len(outer) == 1 for k, name in names.items()}
         if inside and known >= set(inside.values()):
-            return inside  # ours wraps the app's network, as it does those of Hugging Face
+            return inside  # our model wraps the app's network
         if len({name.partition(".")[0] for name in names.values()}) > 1 or not all("." in n for n in names.values()):
             return {name: name for name in arrays}
         names = {k: name.partition(".")[2] for k, name in names.items()}  # the app wraps it, as torch.compile does
@@ -184,7 +183,7 @@ def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
 
 
 def _part_of(arrays: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> str:
-    """Return the only layer whose own state has these names and shapes; empty if they are the network's, or of several."""
+    """Return the only layer with these names and shapes; empty if there is none or several."""
     if not arrays or arrays.keys() & known.keys():
         return ""
     first = min(arrays)
@@ -195,7 +194,7 @@ def _part_of(arrays: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> str:
 
 
 def _without_adapter(name: str) -> str:
-    """An array's name as fedgauge.client.models.adapters has it: the adapter is called default."""
+    """Return an array's name with the adapter called default."""
     return _FACTOR.sub(r"\1.default.weight", _TRAINED.sub(".", name))
 
 
@@ -205,7 +204,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _check(came: Mapping[str, Tensor], sent: Mapping[str, Tensor], own: Mapping[str, Tensor], model: nn.Module) -> None:
-    """UploadMismatch unless the arrays are the model's, of finite numbers, and were sent in this form."""
+    """Check that the arrays are the model's, finite, and were sent in this form."""
     known = _tensors(model)
     if unknown := [k for k in came if k not in known]:
         raise UploadMismatch(f"[model] has no {_some(unknown)} (it has {_some(list(known))}): name the app's network")

@@ -1,1 +1,1 @@
-"""What a run shows, as data: the page, the report and the terminal render it."""
+"""Views of a run as data, for page, report and terminal."""

@@ -1,4 +1,4 @@
-"""Several runs side by side: what each leaks, which accuracy it reaches, and how the scenarios differ."""
+"""Comparison of runs: leakage, accuracy, and differences between the scenarios."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,34 +19,27 @@ from fedgauge.server.views.figures import (
     point_label,
     value_axis,
 )
-from fedgauge.server.views.formatting import component, number, percent
+from fedgauge.server.views.formatting import number, percent
 from fedgauge.server.views.leak_tables import ATTACK, IDENTIFIED, LABELS, leak_cells, leak_columns, rate_of
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.privacy import spent_in
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack
-from fedgauge.server.views.strength import Limits, Tradeoff, best_of, final_accuracy, fronts, mean_of
+from fedgauge.server.views.strength import best_of, final_accuracy, mean_of
 from fedgauge.server.views.tables import Cell, Column, Table
 
 RUN = Column("run", "run")
 ACCURACY = Column("accuracy", "test accuracy", "number", 1, fraction=True)
-LIMITS = [
-    Column("estimate", "Gaussian estimate (dB of the mean error)", "number", 1),
-    Column("bound", "bound (dB of the mean error)", "number", 1),
-    Column("gap", "gap (dB)", "number", 1),
-]
-# a run's share of the data, not the data: runs that differ in these alone are compared
-OF_THE_SPLIT = ("partition", "alpha", "shards_per_client", "batch_size", "auxiliary")
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The runs' leakage under every attack, over all rounds, with the accuracy that each reached.
+    """Leakage of several runs under every attack over all rounds, with their accuracy.
 
     Args:
-        metric: by which they are compared; metrics: name and label of each that there is.
-        points: a row for each run and attack; differences: for each setting.
-        privacy: what is said of the runs' privacy, each sentence once.
+        metrics: name and label of each metric of the runs.
+        points: a row for each run and attack.
+        differences: a row for each setting that differs.
     """
 
     metric: str
@@ -54,37 +47,26 @@ class Comparison:
     runs: Sequence[str]
     points: Table
     differences: Table
-    privacy: Sequence[str]
     utility: Figure | None
 
 
-def compare(readings: Sequence[Reading], metric: str | None = None, colours: Sequence[int] | None = None) -> Comparison:
-    """Compare runs.
-
-    Args:
-        metric: default: the first run's main one.
-        colours: a number for each run's colour; default: its place.
-    """
+def compare(readings: Sequence[Reading], metric: str | None = None) -> Comparison:
+    """Compare runs by a metric; default: the main one of the first run."""
     metric = metric or next((r.scores.measure.metric for r in readings), ImageModality.main.metric)
     named = named_readings(readings)
     metrics = [m for m in MEASURED if any(m in reading.metrics for reading in readings)]
-    places = dict(zip(named, colours or count(), strict=False))
-    spent: dict[str, list[str]] = {}
-    for name, reading in named.items():
-        spent.setdefault(spent_in(reading).words, []).append(name)
     return Comparison(
         metric=metric,
         metrics=[(m, MEASURED[m].label) for m in metrics],
         runs=list(named),
         points=points(named, metric),
         differences=differences({name: r.tables for name, r in named.items()}),
-        privacy=[f"{', '.join(names)}: {words}" if len(spent) > 1 else words for words, names in spent.items()],
-        utility=utility_figure(named, metric, places),
+        utility=utility_figure(named, metric),
     )
 
 
 def named_readings(readings: Sequence[Reading]) -> dict[str, Reading]:
-    """The runs by a name that no other has: numbered where runs of different folders share one."""
+    """Name the runs, with a number where runs of different folders share a name."""
     named: dict[str, Reading] = {}
     for reading in readings:
         numbered = (f"{reading.run.name}-{i}" if i > 1 else reading.run.name for i in count(1))
@@ -92,31 +74,23 @@ def named_readings(readings: Sequence[Reading]) -> dict[str, Reading]:
     return named
 
 
-def tradeoff(reading: Reading, metric: str) -> Tradeoff:
-    """What a run reached and what it leaked; its data set without how it is split among clients."""
-    strongest = best_of(reading.pooled(metric).values(), "attack")
-    data = component({key: value for key, value in reading.tables["data"].items() if key not in OF_THE_SPLIT})
-    return Tradeoff(data, final_accuracy(reading.rounds), strongest)
-
-
 def points(named: Mapping[str, Reading], metric: str) -> Table:
-    """What every attack reached on every run, beside the best baseline, the limits of the run's noise, accuracy and epsilon."""
+    """List every attack on every run with the best baseline, accuracy and epsilon."""
     by = MEASURED[metric]
     columns = [RUN, ATTACK, ACCURACY, *leak_columns(by), Column.of(by, "floor", "best baseline"), IDENTIFIED, LABELS]
-    columns += [Column("n", "examples", "count"), *LIMITS, Column("epsilon", "epsilon", "number", less=True)]
+    columns += [Column("n", "examples", "count"), Column("epsilon", "epsilon", "number", less=True)]
     rows: list[tuple[Cell, ...]] = []
     for name, reading in named.items():
         pooled, hits, labels = (reading.pooled(m) for m in (metric, "identified", "label_accuracy"))
-        floor, limits = mean_of(best_of(pooled.values(), "baseline")), Limits.of(reading.pooled("mse"))
-        of_run = limits.estimate, limits.bound, limits.gap, spent_in(reading).record
+        floor, epsilon = mean_of(best_of(pooled.values(), "baseline")), spent_in(reading).record
         for leak in _attacked(reading, metric):
-            told = floor, rate_of(hits.get(leak.attack)), mean_of(labels.get(leak.attack)), leak.n
-            rows.append((name, leak.attack, final_accuracy(reading.rounds), *leak_cells(leak), *told, *of_run))
+            others = floor, rate_of(hits.get(leak.attack)), mean_of(labels.get(leak.attack)), leak.n, epsilon
+            rows.append((name, leak.attack, final_accuracy(reading.rounds), *leak_cells(leak), *others))
     return Table.of(f"Every attack on every run, {by.label}", columns, rows)
 
 
 def differences(scenarios: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The settings that differ between scenarios, with each one's value; none: not set."""
+    """List the settings that differ between scenarios."""
     flat = [dict(_flat(tables)) for tables in scenarios.values()]
     rows: list[list[Cell]] = [
         [key, *(str(of[key]) if key in of else None for of in flat)]
@@ -137,13 +111,13 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
-def utility_figure(
-    named: Mapping[str, Reading], metric: str, colours: Mapping[str, int] | None = None
-) -> Figure | None:
-    """Leakage against the final test accuracy: colours are runs, symbols attacks; None if no run has both."""
-    symbols, colours = _symbols(named), colours or dict(zip(named, count(), strict=False))
-    tradeoffs = {name: tradeoff(reading, metric) for name, reading in named.items()}
-    tested = {name: own.accuracy for name, own in tradeoffs.items() if own.accuracy is not None}
+def utility_figure(named: Mapping[str, Reading], metric: str) -> Figure | None:
+    """Draw leakage against final accuracy: colours are runs, symbols attacks; None if no run has both."""
+    names = dict.fromkeys(a for reading in named.values() for a in reading.order if is_attack(a))
+    symbols, colours = dict(zip(names, cycle(SYMBOLS), strict=False)), dict(zip(named, count(), strict=False))
+    accuracies = {name: final_accuracy(reading.rounds) for name, reading in named.items()}
+    tested = {name: accuracy for name, accuracy in accuracies.items() if accuracy is not None}
+    strongest = {name: best_of(reading.pooled(metric).values(), "attack") for name, reading in named.items()}
     leaks = [(name, k) for name in tested for k in _attacked(named[name], metric) if k.mean is not None]
     if not leaks:
         return None
@@ -151,9 +125,9 @@ def utility_figure(
     numbers = {name: str(i) for i, name in enumerate(named, 1)}
     for name, leak in leaks:
         (low, high), accuracy, spent = leak.interval or (None, None), tested[name], spent_in(named[name]).record
-        told = f"test accuracy {percent(accuracy)}\nepsilon {number(spent, None)} for one record"
-        note = f"{name}, {leak.attack}\n{point_label(leak)}\n{told}"
-        label = numbers[name] if leak is tradeoffs[name].strongest else ""
+        note = f"{name}, {leak.attack}\n{point_label(leak)}\ntest accuracy {percent(accuracy)}"
+        note += f"\nepsilon {number(spent, None)} for one record"
+        label = numbers[name] if leak is strongest[name] else ""
         look = Look(colour(colours[name]), symbol=symbols[leak.attack])
         points.append(Series("", "run", look, [accuracy], [leak.mean], [low], [high], note=[note], label=label))
     runs, attacks = dict.fromkeys(name for name, _ in leaks), dict.fromkeys(leak.attack for _, leak in leaks)
@@ -164,42 +138,25 @@ def utility_figure(
         if floor is not None
     ]
     guesses[:1] = [replace(guess, name="best baseline") for guess in guesses[:1]]
-    lines = fronts([tradeoffs[name] for name in runs])
-    several = len(lines) > 1
-    drawn = []
-    for data, line in lines.items():
-        x_line, y_line = zip(*line, strict=True)
-        name = f"Pareto front (strongest attacks){f', {data}' if several else ''}"
-        drawn.append(Series(name, "limit", FRONT, x_line, y_line))
     legend = [
         *(Series(f"{numbers[name]}  {name}", "run", Look(colour(colours[name]), symbol="square")) for name in runs),
         *(Series(name, "attack", Look("ink", symbol=symbols[name])) for name in attacks),
     ]
-    best = [name for name, own in tradeoffs.items() if own.is_optimal(tradeoffs.values())]
-    words = (
-        "The bottom right is best: accurate, and little leaks. Each run's number is at its strongest attack. No other run on "
-        f"the same data set is both more accurate and leaks less than {', '.join(best)}."
-    )
+    words = "The bottom right is best: accurate, with little leakage. Each run's number is at its strongest attack."
     y, (low, high) = value_axis(metric, [*points, *guesses]), (min(tested.values()), max(tested.values()))
     if not MEASURED[metric].higher_is_better:
         y = replace(y, low=y.high, high=y.low)
     margin = max(0.1 * (high - low), 0.02)
     x = Axis("test accuracy at the end", "fraction", max(WHOLE[0], low - margin), min(WHOLE[1], high + margin))
-    series, interval = [*drawn, *points, *guesses, *legend], interval_name(metric, [leak for _, leak in leaks])
+    series, interval = [*points, *guesses, *legend], interval_name(metric, [leak for _, leak in leaks])
     title = "Leakage against test accuracy"
     return Figure(f"utility-{metric}", title, words, x, y, series, metric=metric, interval=interval)
 
 
-FLOOR, FRONT = Look("muted", symbol="line-ew"), Look("muted", (5, 3), width=1.5)
-
-
-def _symbols(named: Mapping[str, Reading]) -> dict[str, str]:
-    """A symbol for each attack of any run."""
-    attacks = dict.fromkeys(a for reading in named.values() for a in reading.order if is_attack(a))
-    return dict(zip(attacks, cycle(SYMBOLS), strict=False))
+FLOOR = Look("muted", symbol="line-ew")
 
 
 def _attacked(reading: Reading, metric: str) -> list[Leak]:
-    """The Leaks of the attacks over all rounds, in the plan's order."""
+    """Return the Leaks of the attacks over all rounds, in the plan's order."""
     pooled = reading.pooled(metric)
     return [pooled[a] for a in reading.order if is_attack(a) and a in pooled]

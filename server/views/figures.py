@@ -1,4 +1,4 @@
-"""Figures as data: one specification of each plot, which the page's scripts and Matplotlib draw."""
+"""Specifications of figures, which the page's scripts and Matplotlib draw."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -8,13 +8,12 @@ from typing import Literal
 from fedgauge.attacks.modality.base import Measured
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND
-from fedgauge.server.views.formatting import finite, in_metric, number, percent
+from fedgauge.server.views.formatting import finite, number, percent
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import RATES_SHOWN, roc_curves
 from fedgauge.server.views.privacy import CanaryBound, CanaryEstimate, canaries
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import Role, attack_order, is_attack, is_limit, role_of
-from fedgauge.server.views.strength import best_of
 from fedgauge.server.views.success import THRESHOLDS, certified_success, success_curve
 
 LIMIT_NAMES = {
@@ -25,17 +24,15 @@ COLOURS = 6  # of series in static/style.css
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "triangle-down")  # one more than colours
 BASELINE_DASHES = ((5, 3), (7, 3, 1.5, 3), (1.5, 3), (8, 2), (10, 3, 1.5, 3, 1.5, 3))
 WHOLE = (-0.02, 1.03)  # the limits of an axis from 0 to 100 %
-AT = 20  # dB: the threshold in the caption of success
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a figure.
+    """Axis of a figure.
 
     Args:
-        label: with the unit.
-        kind: round: whole numbers; fraction: in percent; log: in percent, logarithmic.
-        low, high: its ends, the upper or right one second; None: as the values need.
+        kind: round: whole numbers; fraction: percent; log: percent, logarithmic.
+        low, high: its ends; default: fit the values.
     """
 
     label: str
@@ -46,13 +43,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class Look:
-    """How a series is drawn.
+    """Style of a series.
 
     Args:
         colour: a variable of static/style.css.
         dash: lengths of dashes and gaps; empty: solid.
         symbol: Plotly's name of the marker; empty: none.
-        width: of the line, in pixels of a screen.
+        width: of the line, in pixels.
     """
 
     colour: str
@@ -66,15 +63,15 @@ LIMIT, INK = Look("limit", (9, 3), "line-ew", 2.2), Look("ink", width=1.5)
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """A line of a figure, or a point.
+    """Line or point of a figure.
 
     Args:
-        name: in the legend; empty: not there.
-        role: accuracy: of the model, on the right axis if there is one; run: of several that are compared.
-        x, mean: the line; no values: an entry of the legend only. None: nothing there.
-        low, high, worst: the interval and the worst case at each x; empty: none anywhere.
+        name: in the legend; empty: left out of it.
+        role: accuracy: on the right axis, if there is one; run: one of several compared runs.
+        x, mean: the line; empty: only an entry of the legend.
+        low, high, worst: the interval and the worst case at each x; empty: none.
         note: a text for each point.
-        label: a text beside a point.
+        label: a text next to a point.
     """
 
     name: str
@@ -91,13 +88,12 @@ class Series:
 
 @dataclass(frozen=True, eq=False)
 class Figure:
-    """A plot of lines or points.
+    """Plot of lines or points.
 
     Args:
         name: of its files.
         meaning: the caption.
-        metric: what is drawn, if it is a metric.
-        interval: the name of the intervals in a legend; empty: there are none.
+        interval: name of the intervals in a legend; empty: no intervals.
     """
 
     name: str
@@ -113,12 +109,10 @@ class Figure:
 
 @dataclass(frozen=True, eq=False)
 class HeatMap:
-    """A table of colours, a row for each client and a column for each round.
+    """Values of a metric by client (row) and round (column) as colours.
 
     Args:
-        by: the metric of the values.
-        values: by client and round; None: nothing there.
-        darkest, brightest: the ends of the scale; brighter leaks more, which may be a lower value.
+        darkest, brightest: the ends of the scale; brighter means more leakage.
     """
 
     name: str
@@ -133,17 +127,17 @@ class HeatMap:
 
 
 def attack_look(place: int) -> Look:
-    """The look of the attack at this place of the plan."""
+    """Return the look of the attack at this place of the plan."""
     return Look(colour(place), symbol=SYMBOLS[place % len(SYMBOLS)])
 
 
 def colour(place: int) -> str:
-    """The colour of the series at this place."""
+    """Return the colour of the series at this place."""
     return f"series-{place % COLOURS}"
 
 
 def looks_of(reading: Reading) -> dict[str, Look]:
-    """The look of each name in a run's scores or plan: attacks are coloured, baselines grey and dashed."""
+    """Return the look of each name in a run: attacks are coloured, baselines grey and dashed."""
     names = attack_order(reading.ledger, {*reading.scores.attacks, *(row["name"] for row in reading.attacks)})
     attacks, baselines, looks = count(), count(), {}
     for name in names:
@@ -162,7 +156,7 @@ def looks_of(reading: Reading) -> dict[str, Look]:
 
 
 def rounds_figures(reading: Reading) -> list[Figure]:
-    """Leakage over rounds beside the test accuracy, one figure for each metric; the accuracy alone before the first score."""
+    """Draw leakage and test accuracy over rounds, one figure for each metric."""
     tested = {n: row["accuracy"] for n, row in sorted(reading.rounds.items()) if row["accuracy"] is not None}
     look = INK if len(tested) > 1 else replace(INK, symbol="circle")
     curve = Series(
@@ -172,9 +166,8 @@ def rounds_figures(reading: Reading) -> list[Figure]:
     drawn = list(filter(None, (_leakage(reading, metric, accuracy) for metric in reading.metrics)))
     if drawn or not tested:
         return drawn
-    state = "Nothing is graded" if reading.scores.left_ungraded else "No attack has given a score yet"
     axes = round_axis([*tested]), Axis("test accuracy", "fraction", *WHOLE)
-    return [Figure("accuracy", TITLE, f"{state}: only the test accuracy is drawn.", *axes, [curve])]
+    return [Figure("accuracy", TITLE, "There is no score: only the test accuracy is drawn.", *axes, [curve])]
 
 
 TITLE = "Leakage and test accuracy over rounds"
@@ -191,7 +184,7 @@ def _leakage(reading: Reading, metric: str, accuracy: Sequence[Series]) -> Figur
     return Figure(
         f"leakage-{metric}",
         TITLE,
-        _newest_words(leaks),
+        "The excess of an attack over the grey lines is leakage.",
         round_axis([x for s in (*series, *accuracy) for x in s.x]),
         value_axis(metric, series),
         [*series, *accuracy],
@@ -202,7 +195,7 @@ def _leakage(reading: Reading, metric: str, accuracy: Sequence[Series]) -> Figur
 
 
 def leak_series(name: str, leaks: Sequence[Leak], look: Look) -> Series:
-    """The means by round; those of an attack with their 95 % intervals and worst cases."""
+    """Return the means by round; of an attack also intervals and worst cases."""
     ends = [leak.interval or (None, None) for leak in leaks]
     low, high = zip(*ends, strict=True) if is_attack(name) else ((), ())
     worst = [leak.worst for leak in leaks]
@@ -220,7 +213,7 @@ def leak_series(name: str, leaks: Sequence[Leak], look: Look) -> Series:
 
 
 def point_label(leak: Leak) -> str:
-    """The label of a point in a figure."""
+    """Return the label of a point."""
     digits = MEASURED[leak.metric].digits
     mean, shown = number(leak.mean, digits), leak.interval
     if is_limit(leak.attack):
@@ -232,13 +225,13 @@ def point_label(leak: Leak) -> str:
 
 
 def round_axis(rounds: Iterable[float]) -> Axis:
-    """The axis of these rounds."""
+    """Return the axis of these rounds."""
     last = max(1, *rounds, 1)
     return Axis("round", "round", -0.03 * last, 1.03 * last)
 
 
 def value_axis(metric: str, series: Sequence[Series]) -> Axis:
-    """A metric's axis: all values, and intervals only as far as values stay readable (two clients' are vast)."""
+    """Return a metric's axis, which cuts wide intervals off so that values stay readable."""
     measured = MEASURED[metric]
     if measured.fraction:
         return Axis(measured.label, "fraction", *WHOLE)
@@ -252,7 +245,7 @@ def value_axis(metric: str, series: Sequence[Series]) -> Axis:
 
 
 def interval_name(metric: str, leaks: Sequence[Leak]) -> str:
-    """The name of these leaks' intervals, with the number of clients if it is small; empty if there are none."""
+    """Name the intervals of these Leaks, with the number of clients if it is small."""
     clusters = [leak.clusters for leak in leaks if leak.interval is not None]
     if not clusters or MEASURED[metric].rate:
         return "95 % interval (Wilson)" if clusters else ""
@@ -261,24 +254,11 @@ def interval_name(metric: str, leaks: Sequence[Leak]) -> str:
     return f"95 % interval{few if least < 10 else ''}"
 
 
-def _newest_words(leaks: Sequence[Leak]) -> str:
-    """The newest round in which an attack has a value, in a sentence."""
-    last = max((leak.round or 0 for leak in leaks if is_attack(leak.attack)), default=None)
-    own = [leak for leak in leaks if leak.round == last]
-    reached = [
-        f"{k.attack} {in_metric(k.metric, k.mean)}" for k in (best_of(own, "attack"), best_of(own, "baseline")) if k
-    ]
-    if last is None:
-        return "No attack has given a score yet."
-    beside = f"On average in round {last}: {', and the best guess that does not read the update, '.join(reached)}."
-    return f"{beside} What an attack has beyond the grey lines is leakage."
-
-
 # ------------------------------------------------------------------------------------- thresholds, membership, canaries
 
 
 def success_figure(reading: Reading) -> Figure | None:
-    """The fraction of the examples that is reconstructed to each PSNR or better; None without a curve."""
+    """Draw the share of examples reconstructed at each PSNR or better; None without a curve."""
     curve, looks = success_curve(reading), looks_of(reading)
     if not curve:
         return None
@@ -289,23 +269,21 @@ def success_figure(reading: Reading) -> Figure | None:
         parts, banded = [rate.fraction for rate in rates], is_attack(attack)
         own = Series(attack, role_of(attack), looks[attack], THRESHOLDS, parts, note=notes)
         series.append(replace(own, low=low, high=high) if banded else own)
-    at = THRESHOLDS.index(AT)
-    shown = [f"{percent(s.mean[at])} with {s.name}" for s in series if s.role == "attack"]
     if certified := certified_success(reading, curve):
         notes = [f"at most {percent(v)} of the examples, by any attack on one round" for v in certified]
         series.append(Series("certified (ReRo), one round", "limit", LIMIT, THRESHOLDS, certified, note=notes))
     x, y = Axis("PSNR of at least (dB)", low=10, high=60), Axis("part of the examples", "fraction", *WHOLE)
-    words = f"At {AT} dB or better come back {', '.join(shown)}. Attempts without an image count as failed."
+    words = "The share of examples that reach each PSNR. Attempts without an image count as failed."
     return Figure("success", "Success over thresholds", words, x, y, series)
 
 
 def membership_figure(reading: Reading) -> Figure | None:
-    """Members detected at each rate of false positives; None where it was not tested, or on too few."""
+    """Draw the members detected at each rate of false positives; None without a test on enough candidates."""
     curves, looks = roc_curves(reading.scores), looks_of(reading)
     known = [rate for i, rate in enumerate(RATES_SHOWN) if any(c[i] is not None for c in curves.values())]
     if len(known) < 2:
-        return None  # a point is no curve
-    least, at = known[0], RATES_SHOWN.index(0.01)
+        return None
+    least = known[0]
     series = [
         Series(
             LIMIT_NAMES.get(name, name),
@@ -319,31 +297,25 @@ def membership_figure(reading: Reading) -> Figure | None:
         if name in curves
     ]
     chance = Series("chance", "baseline", Look("muted", (1, 2), width=1), RATES_SHOWN, RATES_SHOWN)
-    tests = {name: told for name, c in curves.items() if is_attack(name) and (told := c[at]) is not None}
-    best = max(tests, key=tests.__getitem__, default=None)
-    words = "There are too few non-members for 1 % false positives."
-    if best is not None:
-        words = f"At 1 % false positives, {best} detects {percent(tests[best])} of the members."
-    x = Axis("non-members taken for members", "log", least, 1)
+    words = "The higher a curve on the left, the more members are detected with confidence."
+    x = Axis("false positives", "log", least, 1)
     y = Axis("members detected", "log", least / 2, 1.07)
-    return Figure("membership", "Members and non-members told apart", words, x, y, [*series, chance])
+    return Figure("membership", "Members detected against false positives", words, x, y, [*series, chance])
 
 
 def canaries_figure(reading: Reading) -> Figure | None:
-    """The epsilon that canaries show, round by round, next to the accounted one; None without canaries."""
+    """Draw the measured and the accounted epsilon by round; None without canaries."""
     found = canaries(reading)
     if not found.rows:
         return None
-    x, look, label = [row.round for row in found.rows], attack_look(0), "epsilon, all of a client's data"
+    x, look = [row.round for row in found.rows], attack_look(0)
     if least := [finite(row.epsilon) for row in found.rows if isinstance(row, CanaryBound)]:
-        shown, label = Series("at least, by canaries", "attack", look, x, least), "epsilon, one record"
-        words = "The line is a lower bound with a confidence of 95 %, from guesses of which canaries are among the data"
+        shown, label = Series("lower bound by canaries", "attack", look, x, least), "epsilon, one record"
     else:
         seen = [row.seen for row in found.rows if isinstance(row, CanaryEstimate)]
         mean, low, high = ([finite(value) for value in column] for column in zip(*seen, strict=True))
-        shown = Series("seen by canaries", "attack", look, x, mean, low, high)
-        words = "The line is what their updates show, with its 95 % interval"
+        shown, label = Series("seen by canaries", "attack", look, x, mean, low, high), "epsilon, all of a client's data"
     series = [shown, Series("accounted", "limit", LIMIT, x, [row.accounted for row in found.rows])]
     series = [s for s in series if any(value is not None for value in s.mean)]
-    words += "; the accounted epsilon is what the noise promises."
-    return Figure("canaries", "Epsilon that canaries show", words, round_axis(x), Axis(label, low=0), series)
+    words = "The epsilon that canaries measure, by estimate or lower bound, with the one that the noise promises."
+    return Figure("canaries", "Epsilon measured by canaries", words, round_axis(x), Axis(label, low=0), series)

@@ -1,10 +1,10 @@
-"""The gallery: private examples beside the attacks' reconstructions, one page at a time."""
+"""The gallery: private examples with their reconstructions, one page at a time."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from torch import Tensor
@@ -16,14 +16,16 @@ from fedgauge.client.data.images import Dataset, Shards
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.pictures import SMALL, png, reconstruction
 from fedgauge.server.views.formatting import in_unit, status_words
-from fedgauge.server.views.intervals import Floats, Ints
-from fedgauge.server.views.reading import Reading, kept
+from fedgauge.server.views.intervals import evenly
+from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 
 WORD_BYTES = 40  # per marked word
-PAGE_BYTES = 1_500_000  # of images in one answer
-PAGE = (6, 60)  # cards in one answer, at least and at most
+PAGE = 24  # cards in one answer
+BYTES = 1_000_000  # for cards with pictures, so that a report stays below 6 MB
+CARD_BYTES = 900  # of one card without its pictures, about
+IMAGE_BYTES = 350  # of one picture without its pixels, about
 NO_TRUTH, NOT_HERE, NOT_GRADED = "the truth stays with the client", "no truth here", "not graded"
 
 Sort = Literal["leak", "hidden", "client"]
@@ -32,61 +34,37 @@ Place = tuple[int, int, int]  # round, client, example
 
 
 class NotShown(Exception):
-    """There is no such picture; the message says why."""
+    """A picture does not exist; the message says why."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """Which examples to show; None: no filter."""
+    """Filter and order of examples; None: no filter."""
 
     round: int | None = None
     client: int | None = None
-    attack: str | None = None
-    label: int | None = None
     sort: Sort = "leak"
     offset: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class AttackedExamples:
-    """The attacked examples, as columns (N,): where they are, and how much leaked at most.
-
-    Args:
-        strength: larger for more leakage: the attacks' best value, negative where a lower one leaks more; NaN: none.
-    """
-
-    round: Ints
-    client: Ints
-    example: Ints
-    strength: Floats
-
-    def where(self, chosen: Any) -> "AttackedExamples":
-        """The chosen examples."""
-        return AttackedExamples(self.round[chosen], self.client[chosen], self.example[chosen], self.strength[chosen])
-
-    def sorted(self, by: Sort) -> "AttackedExamples":
-        """The examples in this order; those without a value go last by either leakage."""
-        if by == "client":
-            return self.where(np.lexsort((self.example, self.round, self.client)))
-        return self.where(np.argsort(self.strength if by == "hidden" else -self.strength, kind="stable"))
-
-    def __len__(self) -> int:
-        return len(self.strength)
-
-    def __iter__(self) -> Iterator[Place]:
-        return zip(self.round.tolist(), self.client.tolist(), self.example.tolist(), strict=True)
+def ordered(strengths: Mapping[Place, float], by: Sort) -> list[Place]:
+    """Sort examples; those without a value come last by leakage."""
+    if by == "client":
+        return sorted(strengths, key=lambda place: (place[1], place[0], place[2]))
+    sign = 1 if by == "hidden" else -1
+    return sorted(strengths, key=lambda place: (math.isnan(strengths[place]), sign * strengths[place]))
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One attack's reconstruction of one example, an image or text.
+    """One attack's reconstruction of one example.
 
     Args:
         image: a data URI, or None with the reason in note.
-        value: the main metric; None if there is no value.
-        label: the label that the attack claims, as text; empty if it claims none.
-        trace: whether its iterations were kept.
-        words: of text, each token and whether it is right, misplaced or wrong.
+        value: the main metric; None: none.
+        label: the label that the attack claims; empty: none.
+        trace: if its iterations were kept.
+        words: of text, each token with its mark: right, misplaced or wrong.
     """
 
     attack: str
@@ -100,22 +78,19 @@ class Tile:
 
 @dataclass(frozen=True)
 class Card:
-    """One private example beside the attacks' reconstructions.
+    """One private example with its reconstructions.
 
     Args:
-        image: its number among the training images; image, truth and label are None if the data is not on this machine.
-        label_name: the label in words; empty if there is none.
-        why: why it is shown, if not all are.
-        truth_words: of text, its tokens, instead of truth.
-        absent: why there is no truth; empty if there is one.
-        headings: of text, what each of its tokens is, if they stand in columns; empty if they do not.
+        image: its number among the training images; like truth and label None if the data is not on this machine.
+        truth_words: of text, its tokens, in place of truth.
+        absent: the reason for a missing truth.
+        headings: of a table's row, the name of each cell.
     """
 
     round: int
     client: int
     example: int
     image: int | None
-    why: str
     truth: str | None
     label: int | None
     label_name: str
@@ -127,15 +102,12 @@ class Card:
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """The cards that a query asks for, and the values that its filters may have."""
+    """Cards of a query, with the possible values of its filters."""
 
     kind: Kind
     noun: str
     rounds: Sequence[int]
     clients: Sequence[int]
-    attacks: Sequence[str]
-    labels: Sequence[int]
-    class_names: Sequence[str]
     cards: Sequence[Card]
     round: int | None = None
     total: int = 0
@@ -145,44 +117,41 @@ class Page:
 
 @dataclass(frozen=True, eq=False)
 class Gallery:
-    """The gallery of a run, from what has been read so far."""
+    """Gallery of a run."""
 
     reading: Reading
+    _rows: dict[tuple[int, int], list[int]] = field(default_factory=dict, init=False)
 
     @cached_property
     def attacks(self) -> list[str]:
-        """The attacks (without baselines and limits), in the plan's order."""
+        """Attacks in the plan's order."""
         return [a for a in self.reading.order if is_attack(a)]
 
     @cached_property
     def given(self) -> set[str]:
-        """The attacks that the threat model gives the labels."""
+        """Attacks that are given the labels."""
         planned = self.reading.ledger.planned()
         return {name for name, attack in planned.items() if attack.labels == "given"}
 
     @cached_property
     def shards(self) -> Shards | None:
-        """The private data; None if it is not on this machine, as in every deployment."""
+        """The private data; None if it is not on this machine."""
         scenario = None if self.reading.ledger.deployed else self.reading.built
         return None if scenario is None else scenario.federation.shards
 
-    @cached_property
-    def class_names(self) -> tuple[str, ...]:
-        """The names of the classes; empty if they have none, or the data set is not on this machine."""
-        return () if self._dataset is None else self._dataset.names
-
     def label_name(self, label: int) -> str:
-        """A label as text: its class's name, or its number."""
-        return self.class_names[label] if label < len(self.class_names) else f"label {label}"
+        """Return the name of a class, or its number."""
+        names = () if self._dataset is None else self._dataset.names
+        return names[label] if label < len(names) else f"label {label}"
 
     @property
     def kind(self) -> Kind:
-        """How what was attacked is shown."""
+        """Display of examples."""
         return (self.modality or self.reading.scores.modality).shown_as
 
     @cached_property
     def modality(self) -> Modality | None:
-        """The kind of the private data, or in a deployment of the public data; None if neither is on this machine."""
+        """Kind of the data; None if it is not on this machine."""
         return None if self._dataset is None else modality_of(self._dataset)
 
     @property
@@ -191,13 +160,13 @@ class Gallery:
 
     @cached_property
     def scores(self) -> Scores:
-        """The attacks' score rows of the main metric."""
+        """Score rows of the attacks in the main metric."""
         scores = self.reading.scores.of_metric(self.reading.scores.measure.metric)
         return scores.where(scores.by_attacks)
 
     @cached_property
     def outcomes(self) -> Mapping[tuple[str, int, int, int], tuple[float, str]]:
-        """Main metric (NaN: none) and status by (attack, round, client, example); WHOLE_BATCH stands for a whole batch."""
+        """Main metric (NaN: none) and status by (attack, round, client, example)."""
         s = self.scores
         columns = (s.attack, s.round, s.client, s.example, s.value, s.status)
         rows = zip(*(column.tolist() for column in columns), strict=True)
@@ -205,86 +174,68 @@ class Gallery:
 
     @cached_property
     def cells(self) -> set[tuple[int, str]]:
-        """Every (round, attack) that has scores."""
+        """Every (round, attack) with scores."""
         return {(round, attack) for attack, round, _, _ in self.outcomes}
 
     @cached_property
     def rounds(self) -> list[int]:
-        """The attacked rounds."""
+        """Attacked rounds."""
         return sorted({round for round, _ in self.cells})
 
-    def attacked(self, attack: str | None = None) -> AttackedExamples:
-        """Every attacked example, by one attack or by any, in order."""
-        rows = self.scores if attack is None else self.scores.of_attack(attack)
-        whole, sizes = rows.example == WHOLE_BATCH, np.ones(len(rows), np.int64)
-        # one row stands for each example of its batch
-        sizes[whole] = list(map(rows.size_of, rows.round[whole].tolist(), rows.client[whole].tolist()))
-        first = (np.cumsum(sizes) - sizes - np.where(whole, 0, rows.example)).repeat(sizes)
-        places = np.arange(sizes.sum()) - first
-        keys = np.stack([rows.round.repeat(sizes), rows.client.repeat(sizes), places])
-        keys, own = np.unique(keys, axis=1, return_inverse=True)
-        strength = np.full(keys.shape[1], np.nan)
-        np.fmax.at(strength, own, rows.measure.sign * rows.value.repeat(sizes))
-        return AttackedExamples(keys[0], keys[1], keys[2], strength)
+    def attacked(self) -> dict[Place, float]:
+        """Return the best value of each attacked example, negated if lower values leak more; NaN: none."""
+        found: dict[Place, float] = {}
+        for (_, round, client, example), (value, _) in self.outcomes.items():
+            strength = self.scores.measure.sign * value
+            for one in range(self.scores.size_of(round, client)) if example == WHOLE_BATCH else (example,):
+                known = found.get((round, client, one), math.nan)
+                found[round, client, one] = strength if math.isnan(known) or strength > known else known
+        return dict(sorted(found.items()))
 
     def page(self, query: Query) -> Page:
-        """The cards that a query asks for."""
-        everything = self.attacked(query.attack)
-        chosen = self._filtered(everything, query).sorted(query.sort)
-        shown = chosen.where(slice(query.offset, query.offset + self.page_size))
+        """Return the cards of a query."""
+        everything = self.attacked()
+        wanted = {
+            place: strength
+            for place, strength in everything.items()
+            if query.round in (None, place[0]) and query.client in (None, place[1])
+        }
+        shown = ordered(wanted, query.sort)[query.offset : query.offset + PAGE]
         return Page(
             kind=self.kind,
             noun=self.reading.scores.measure.private,
             rounds=self.rounds,
-            clients=np.unique(everything.client).tolist(),
-            attacks=self.attacks,
-            labels=list(range(self.shards.dataset.classes)) if self.shards and self._labelled else [],
-            class_names=self.class_names,
-            cards=[self.card(*key, attack=query.attack) for key in shown],
+            clients=sorted({client for _, client, _ in everything}),
+            cards=[self.card(*place) for place in shown],
             round=query.round,
-            total=len(chosen),
+            total=len(wanted),
             offset=query.offset,
-            page=self.page_size,
+            page=PAGE,
         )
-
-    def _filtered(self, examples: AttackedExamples, query: Query) -> AttackedExamples:
-        for wanted, column in ((query.round, "round"), (query.client, "client")):
-            if wanted is not None:
-                examples = examples.where(getattr(examples, column) == wanted)
-        if query.label is not None and self.shards is not None and self._labelled:
-            y = self.shards.dataset.y
-            labels = [int(y[self.rows_at(r, c)[e]]) for r, c, e in examples]
-            examples = examples.where(np.array(labels, np.int64) == query.label)
-        return examples
 
     @property
     def _labelled(self) -> bool:
-        """Whether the truth is on this machine and each example has one label."""
+        """True if the truth is on this machine and each example has one label."""
         return self.shards is not None and self.shards.dataset.labelled
 
     @property
     def example_bytes(self) -> int:
-        """The size of one image in base64, if it cannot be compressed; the approximate size of a sentence."""
-        # in a deployment the shape is that of the public data, which the scenario names
+        """Largest size of one image in base64; approximate size of a text."""
         channels, *size = (3, SMALL, SMALL) if self._dataset is None else self._dataset.shape
         if self.kind == "text":
             return WORD_BYTES * channels
         return channels * math.prod(min(side, SMALL) for side in size) * 4 // 3
 
-    @property
-    def page_size(self) -> int:
-        """Cards in one answer: fewer if images are large."""
-        return int(np.clip(PAGE_BYTES // (self.example_bytes * (1 + len(self.attacks))), *PAGE))
-
     def rows_at(self, round: int, client: int) -> list[int]:
-        """The training images that a client trained on in a round; empty if the data, or such a client, is not here."""
+        """Return the training examples of a client in a round; empty if the data is not on this machine."""
         if self.shards is None or client >= len(self.shards.indices):
             return []
-        return _rows_at(self.reading, round, client)
+        if (round, client) not in self._rows:
+            self._rows[round, client] = self.reading.scenario.federation.rows_at(client, round).tolist()
+        return self._rows[round, client]
 
-    def card(self, round: int, client: int, example: int, why: str = "", attack: str | None = None) -> Card:
-        """One private example beside the reconstructions of all attacks, or of one."""
-        attacks = self.attacks if attack is None else [attack]
+    def card(self, round: int, client: int, example: int) -> Card:
+        """Return one private example with its reconstructions."""
         truth, row = self._truth(round, client, example)
         (x, label), text = truth or (None, None), self.kind == "text"
         return Card(
@@ -292,18 +243,17 @@ class Gallery:
             client=client,
             example=example,
             image=row,
-            why=why,
             truth=None if x is None or text else png(x, SMALL),
             label=label,
             label_name="" if label is None else self.label_name(label),
-            tiles=tuple(self._tile(a, round, client, example) for a in attacks if (round, a) in self.cells),
+            tiles=tuple(self._tile(a, round, client, example) for a in self.attacks if (round, a) in self.cells),
             truth_words=tuple(self.modality.words(x)) if x is not None and self.modality and text else None,
             absent="" if truth is not None else NO_TRUTH if self.reading.ledger.deployed else NOT_HERE,
             headings=self.modality.headings() if self.modality else (),
         )
 
     def _truth(self, round: int, client: int, example: int) -> tuple[tuple[Tensor, int | None] | None, int | None]:
-        """The example with its label, and its number among the training examples."""
+        """Return the example with its label, and its number among the training examples."""
         if self.shards is None:
             batch = self.reading.tester_truth(round, client)
             if batch is None or example >= len(batch.y):
@@ -321,14 +271,11 @@ class Gallery:
         value, status = found[0] if found else (math.nan, "not attacked")
         if math.isnan(value) and status != UNGRADED:
             return Tile(attack, None, None, status_words(status))
-        note, shown = in_unit(value, self.reading.scores.measure), None if math.isnan(value) else value
-        if shown is None:
-            objective = self.reading.objectives.get((round, client, attack))
-            note = NOT_GRADED if objective is None else f"{NOT_GRADED}, objective {objective:.3g}"
+        shown = None if math.isnan(value) else value
+        note = NOT_GRADED if shown is None else in_unit(value, self.reading.scores.measure)
         tensors = reconstruction(self.reading.run, round, client, attack)
         if isinstance(tensors, str):
             return Tile(attack, None, shown, f"file {tensors}; {note}")
-        # the file may hold sentences, which no score row shows here, or fewer images than the client claims to have
         x = tensors.get("x")
         if x is None or not (self.modality or self.reading.scores.modality).holds(x) or example >= len(x):
             return Tile(attack, None, shown, note if status == UNGRADED else f"file damaged; {note}")
@@ -348,17 +295,23 @@ class Gallery:
         return f"{self.label_name(guess)}{', given' if attack in self.given else right}"
 
 
-@kept
-def _rows_at(reading: Reading, round: int, client: int) -> list[int]:
-    rows: list[int] = reading.scenario.federation.rows_at(client, round).tolist()
-    return rows
+def sampled(strengths: Mapping[Place, float], limit: int) -> list[Place]:
+    """Choose at most `limit` examples, evenly spaced from the most to the least leaked."""
+    ranked = ordered(strengths, "leak")
+    return sorted(ranked[i] for i in evenly(np.arange(len(ranked)), limit))
+
+
+def sample_of(gallery: Gallery) -> list[Place]:
+    """Choose as many examples of a gallery as fit into BYTES."""
+    card_bytes = CARD_BYTES + (1 + len(gallery.attacks)) * (gallery.example_bytes + IMAGE_BYTES)
+    return sampled(gallery.attacked(), max(3, BYTES // card_bytes))
 
 
 def worst_cases(gallery: Gallery, count: int) -> list[Card]:
-    """The private examples that came back best, each once and as the attack that brought it back best; none without a value."""
-    everything, main = gallery.attacked(), gallery.reading.scores.measure
-    found: dict[tuple[int, ...], Card] = {}
-    for round, client, example in everything.where(~np.isnan(everything.strength)).sorted("leak"):
+    """Return the examples with the best reconstructions, each once."""
+    graded = {place: s for place, s in gallery.attacked().items() if not math.isnan(s)}
+    main, found = gallery.reading.scores.measure, dict[tuple[int, ...], Card]()
+    for round, client, example in ordered(graded, "leak"):
         rows = gallery.rows_at(round, client)
         key = (client, rows[example]) if example < len(rows) else (round, client, example)
         if key not in found:
@@ -372,7 +325,7 @@ def worst_cases(gallery: Gallery, count: int) -> list[Card]:
 
 @dataclass(frozen=True, eq=False)
 class ImageRounds:
-    """One private image in every round in which it was attacked."""
+    """One private image in all rounds that attacked it."""
 
     image: int
     client: int
@@ -383,9 +336,12 @@ class ImageRounds:
 
 
 def through_rounds(gallery: Gallery, client: int, image: int) -> ImageRounds:
-    """One private image over the rounds; NotShown if it was never attacked."""
-    everything = gallery.attacked()
-    own = [key for key in everything.where(everything.client == client) if key[2] < len(gallery.rows_at(*key[:2]))]
+    """Return one private image over the rounds.
+
+    Raises:
+        NotShown: it was never attacked.
+    """
+    own = [key for key in gallery.attacked() if key[1] == client and key[2] < len(gallery.rows_at(*key[:2]))]
     same = [key for key in own if gallery.rows_at(*key[:2])[key[2]] == image]
     if not same or gallery.shards is None or gallery.kind == "text":
         raise NotShown(f"client {client} was never attacked on image {image}")
@@ -396,7 +352,7 @@ def through_rounds(gallery: Gallery, client: int, image: int) -> ImageRounds:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """An attack's objective and image over its iterations."""
+    """Objective and image of an attack over its iterations."""
 
     iterations: Sequence[int]
     objective: Sequence[float]
@@ -405,7 +361,11 @@ class Trace:
 
 
 def trace(gallery: Gallery, round: int, client: int, example: int, attack: str) -> Trace:
-    """How an attack came to one image; NotShown if that was not kept."""
+    """Return the iterations of an attack on one image.
+
+    Raises:
+        NotShown: they were not kept.
+    """
     tensors = reconstruction(gallery.reading.run, round, client, attack)
     if isinstance(tensors, str):
         raise NotShown(f"the reconstruction's file is {tensors}")

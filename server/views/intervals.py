@@ -1,4 +1,4 @@
-"""95 % intervals of a mean or a share over examples clustered by client and of a rate, and what luck alone explains."""
+"""95 % intervals of means, shares and rates, and probabilities of luck."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 NORMAL_95 = 1.959963984540054  # the standard normal's 97.5 % quantile
-LUCK = 0.025  # what is rarer by luck alone is a finding: one side of a 95 % interval
+LUCK = 0.025  # one side of a 95 % interval
 
 
 def evenly(values: NDArray[Any], most: int) -> NDArray[Any]:
-    """The values, of more than `most` as many, evenly spread, the first and the last among them."""
+    """Return at most `most` values, evenly spread, with the first and the last."""
     shown: NDArray[Any] = values[np.linspace(0, len(values) - 1, min(len(values), most)).round().astype(int)]
     return shown
 
@@ -25,19 +25,19 @@ def evenly(values: NDArray[Any], most: int) -> NDArray[Any]:
 def clustered_interval(
     values: Floats, clients: Ints, outside: float = LUCK, whole: float | None = None
 ) -> tuple[float, float] | None:
-    """t interval of the mean over examples, clustered by client (95 % by default); None below two clients.
+    """Return the t interval of a mean over examples, clustered by client; None below two clients.
 
-    The mean is a ratio of the clients' sums to their counts, so its error is that of the sums about what their counts explain.
-    A share gets Wilson's interval with that error in place of the binomial one, which stays between 0 and the whole.
+    The mean is the ratio of the clients' sums to their counts. A share gets Wilson's interval with that error in place of the
+    binomial one.
 
     Args:
-        outside: how probable it is that the mean lies above it, and below it.
-        whole: the largest value of a share; None: the values are no shares.
+        outside: probability on either side of the interval; default: of 95 %.
+        whole: largest value of a share; None: no shares.
     """
     sums, counts = np.bincount(clients, values), np.bincount(clients)
     sums, counts = sums[counts > 0], counts[counts > 0]
     k, n = len(counts), counts.sum()
-    if k < 2:  # one client says nothing about how clients differ
+    if k < 2:
         return None
     mean = sums.sum() / n
     error = sqrt(k / (k - 1) * float(((sums - mean * counts) ** 2).sum())) / n
@@ -52,7 +52,12 @@ def clustered_interval(
 
 @dataclass(frozen=True)
 class Rate:
-    """A count out of n, with the 95 % Wilson interval (Wilson, 1927)."""
+    """A count out of n with its 95 % Wilson interval (Wilson, 1927).
+
+    Example:
+        >>> Rate(0, 10).interval[1]  # doctest: +ELLIPSIS
+        0.277...
+    """
 
     count: int
     n: int
@@ -67,7 +72,7 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """(low, high) in [0, 1]; the whole of it for n = 0."""
+        """(low, high) in [0, 1]; all of it for n = 0."""
         if not self.n:
             return 0.0, 1.0
         p, z2 = self.count / self.n, NORMAL_95**2 / self.n
@@ -76,30 +81,30 @@ class Rate:
 
 
 def guessed_labels(shares: Sequence[float], size: int) -> float:
-    """The share of a batch's labels that the best guess without its update gets right on average, in any order.
+    """Return the mean share of a batch's labels that the best guess without its update gets right, in any order.
 
     Args:
-        shares: how often each class occurs among all examples, in (0, 1]; they sum to 1.
-        size: examples in the batch.
+        shares: share of each class among all examples, in (0, 1]; they sum to 1.
+        size: number of examples in the batch.
     """
     repeat = np.arange(size)[:, None]
-    right = bdtrc(repeat, size, np.asarray(shares)[None])  # that a class occurs more than `repeat` times
+    right = bdtrc(repeat, size, np.asarray(shares)[None])  # P(a class occurs more than `repeat` times)
     return float(np.sort(right, axis=None)[-size:].sum() / size)
 
 
 def luck_bound(rate: float, expected: float, n: float) -> float:
-    """The most probable that n independent trials, each right with `expected` on average, reach a rate (Hoeffding, 1963)."""
+    """Bound the probability that n independent trials of mean `expected` reach a rate (Hoeffding, 1963)."""
     if rate <= expected:
         return 1.0
     missed = (1 - rate) * log((1 - rate) / (1 - expected)) if rate < 1 else 0.0
     return exp(-n * (rate * log(rate / expected) + missed))
 
 
-def luck_of_hits(alone: int, missed: int, rivals: int) -> float:
-    """How probable it is that one of `rivals` + 1 equally good guesses hits so often where no other does.
+def luck_of_hits(own: int, missed: int, rivals: int) -> float:
+    """Return the probability that one of `rivals` + 1 equally good guesses has so many hits of its own.
 
     Args:
-        alone: examples that it hits and no rival hits.
-        missed: examples that a rival hits and it does not.
+        own: number of examples that only it hits.
+        missed: number of examples that only rivals hit.
     """
-    return float(bdtrc(alone - 1, alone + missed, 1 / (rivals + 1))) if alone else 1.0
+    return float(bdtrc(own - 1, own + missed, 1 / (rivals + 1))) if own else 1.0

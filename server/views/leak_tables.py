@@ -1,18 +1,12 @@
-"""Tables of what came back: by round, over all rounds, and of membership."""
+"""Tables of results: by round, over all rounds, and of membership."""
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import astuple
-from statistics import median
-
-import numpy as np
 
 from fedgauge.attacks.modality.base import MainMetric, Measured
 from fedgauge.attacks.modality.membership import MEMBERSHIP, QUESTIONS, RATES
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import ERROR_LIMITS
-from fedgauge.attacks.score_rows import OBJECTIVE
-from fedgauge.server.views.formatting import counted_words
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.reading import Snapshot
 from fedgauge.server.views.roles import is_attack, is_baseline, is_limit, role_of
@@ -22,13 +16,12 @@ from fedgauge.server.views.tables import Cell, Column, Table
 ATTACK, KIND = Column("attack", "attack"), Column("kind", "kind")
 EXAMPLES, CLIENTS = Column("n", "examples", "count"), Column("clusters", "clients", "count")
 IDENTIFIED = Column("identified", "identified", "rate")
-HIT_INTERVAL = Column("hit_interval", "95 % interval", "interval", 0, fraction=True)
 LABELS = Column("labels", "label accuracy", "number", 0, fraction=True)
 LOST, UNGRADED = Column("lost", "without a value"), Column("ungraded", "not graded", "count")
 
 
 def leak_columns(by: Measured, name: str = "") -> list[Column]:
-    """The columns of `leak_cells`."""
+    """Return the columns of `leak_cells`."""
     named = f" {name}" if name else ""
     return [
         Column.of(by, "mean", f"mean{named}"),
@@ -38,17 +31,17 @@ def leak_columns(by: Measured, name: str = "") -> list[Column]:
 
 
 def leak_cells(leak: Leak | None) -> tuple[Cell, Cell, Cell]:
-    """A Leak's mean, its 95 % interval, and its worst case for a client."""
+    """Return a Leak's mean, 95 % interval and worst case for a client."""
     return (None, None, None) if leak is None else (leak.mean, leak.interval, leak.best)
 
 
 def rate_of(leak: Leak | None) -> Cell:
-    """A Leak of a metric that is 0 or 1, as how many of how many."""
+    """Return the count and total of a Leak with a metric of 0 or 1."""
     return None if leak is None or not leak.n else astuple(leak.rate)
 
 
 def rounds_table(reading: Snapshot) -> Table:
-    """Every attacked round that has scores, beside its best baseline; attacks in the order of the plan."""
+    """List each attack in each round, with the best baseline of the round."""
     by, order = reading.scores.measure, [name for name in reading.order if is_attack(name)]
     columns = [
         Column("round", "round", "count"),
@@ -79,13 +72,13 @@ def rounds_table(reading: Snapshot) -> Table:
             guess = (floor.mean, floor.attack) if floor else (None, None)
             row = round, *tested, leak.attack, *leak_cells(leak), *guess, rate_of(hits.get(at)), mean_of(labels.get(at))
             rows.append((*row, leak.n, leak.clusters, leak.without_value, leak.ungraded or None))
-    return Table.of("What came back in each round", columns, rows)
+    return Table.of("Results in each round", columns, rows)
 
 
 def summary_table(reading: Snapshot) -> Table:
-    """Each attack, limit and baseline over all rounds, in the main metric and in the others.
+    """List each attack, limit and baseline over all rounds.
 
-    of_error: its mean squared error as a PSNR, which is all that there is of a limit.
+    A limit has only the PSNR of its mean squared error.
     """
     by: MainMetric = reading.scores.measure
     others = [m for m in reading.metrics if m not in (by.metric, "identified", "label_accuracy", *MEMBERSHIP)]
@@ -98,7 +91,6 @@ def summary_table(reading: Snapshot) -> Table:
         Column.of(by, "median", "median"),
         Column("of_error", "PSNR of the mean error (dB)", "number", 1),
         IDENTIFIED,
-        HIT_INTERVAL,
         LABELS,
         *(Column(m, f"{MEASURED[m].label}, mean", "number", MEASURED[m].digits, MEASURED[m].fraction) for m in others),
         LOST,
@@ -113,7 +105,7 @@ def _summary_rows(reading: Snapshot, by: MainMetric, others: list[str]) -> Itera
         leaks = {m: by_attack[attack] for m, by_attack in pooled.items() if attack in by_attack}
         leak = leaks.get("mse" if attack in ERROR_LIMITS else by.metric)
         if leak is None or (is_baseline(attack) and not leak.n):
-            continue  # it tells members, or is of an attack that gave nothing
+            continue  # a membership test, or a baseline of an attack without results
         hits, shown = leaks.get("identified"), None if is_limit(attack) else leak
         yield (
             attack,
@@ -123,7 +115,6 @@ def _summary_rows(reading: Snapshot, by: MainMetric, others: list[str]) -> Itera
             None if shown is None else shown.median,
             error_in_db(leaks.get("mse")),
             rate_of(hits),
-            None if hits is None else hits.interval,
             mean_of(leaks.get("label_accuracy")),
             *(mean_of(leaks.get(metric)) for metric in others),
             leak.without_value,
@@ -132,7 +123,7 @@ def _summary_rows(reading: Snapshot, by: MainMetric, others: list[str]) -> Itera
 
 
 def membership_table(reading: Snapshot) -> Table:
-    """Every test, baseline and limit of each question of membership, over all rounds."""
+    """List each membership test, baseline and limit over all rounds."""
     columns = [
         Column("question", "question"),
         Column("test", "test"),
@@ -141,53 +132,17 @@ def membership_table(reading: Snapshot) -> Table:
         Column("mean", "pairs in which the member scores higher", "number", 0, fraction=True),
         Column("interval", "95 % interval", "interval", 0, fraction=True),
         *(
-            Column(f"told{ending}", f"told at {100 * rate:g} % false positives", "rate")
+            Column(f"told{ending}", f"detected at {100 * rate:g} % false positives", "rate")
             for ending, rate in RATES.items()
         ),
-        Column("power", "power at 1 % false positives", "number", 0, fraction=True),
     ]
     rows: list[tuple[Cell, ...]] = []
     for metric, (question, _) in QUESTIONS.items():
-        leaks, told = reading.pooled(metric), [reading.pooled(metric + ending) for ending in RATES]
+        leaks, at_rates = reading.pooled(metric), [reading.pooled(metric + ending) for ending in RATES]
         for name in (name for name in reading.order if name in leaks and leaks[name].n):
             leak, limit = leaks[name], is_limit(name)
-            # a limit's share is a mean power, and no count of members
-            rates = [None if limit else rate_of(at.get(name)) for at in told]
-            power = mean_of(told[0].get(name)) if limit else None
+            # a limit has no count of members
+            rates = [None if limit else rate_of(at.get(name)) for at in at_rates]
             interval = None if limit else leak.interval
-            rows.append((question, name, role_of(name), leak.n, leak.mean, interval, *rates, power))
+            rows.append((question, name, role_of(name), leak.n, leak.mean, interval, *rates))
     return Table.of("Tests of membership", columns, rows)
-
-
-def without_truth(reading: Snapshot) -> Table:
-    """What came back and nobody graded, by round and attack in the plan's order; no rows if nothing came back ungraded.
-
-    If nothing at all is graded, attacks of which nothing came back are listed, too: no other table shows them.
-    """
-    columns = [
-        Column("round", "round", "count"),
-        Column("accuracy", "accuracy", "number", 1, fraction=True),
-        ATTACK,
-        Column("n", "came back", "count"),
-        Column("median", "median objective", "number"),
-        Column("lowest", "lowest", "number"),
-        Column("ended", "ended"),
-    ]
-    valued = reading.scores.where(~np.isnan(reading.scores.value))
-    graded = {
-        (round, valued.attacks[a]) for round, a in zip(valued.round.tolist(), valued.attack.tolist(), strict=True)
-    }
-    found: dict[tuple[int, str], list[tuple[float | None, str]]] = defaultdict(list)
-    for row in reading.ledger.scores(OBJECTIVE):
-        if is_attack(row["attack"]) and (row["round"], row["attack"]) not in graded:
-            found[row["round"], row["attack"]].append((row["value"], row["status"]))
-    plan, rows = list(reading.ledger.planned()), list[tuple[Cell, ...]]()
-    for (round, attack), ended in sorted(found.items(), key=lambda item: (item[0][0], plan.index(item[0][1]))):
-        values, counts = [v for v, _ in ended if v is not None], Counter(status for _, status in ended)
-        back = counts.total() - counts["not_applicable"] - counts["diverged"]
-        tested = reading.rounds[round]["accuracy"] if round in reading.rounds else None
-        least = median(values) if values else None, min(values, default=None)
-        rows.append((round, tested, attack, back, *least, counted_words(counts)))
-    came_back = [row for row in rows if row[3]]
-    every = came_back and not any(is_attack(attack) for _, attack in graded)
-    return Table("Attacks without a truth", columns, rows if every else came_back)

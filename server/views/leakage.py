@@ -1,4 +1,4 @@
-"""How much each attack brought back: by round, and over all rounds."""
+"""Leakage of each attack, by round and over all rounds."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,19 +17,17 @@ from fedgauge.server.views.scores import Scores, capped
 
 @dataclass(frozen=True)
 class Leak:
-    """How much one attack recovered in one round, or in all rounds.
+    """Leakage of one attack in one round, or over all rounds.
 
     Args:
-        round: None for all rounds pooled.
-        n: graded examples (for label_accuracy: batches).
-        failed: examples (or batches) without a value, by status, all of a batch that was lost; no mean counts them.
-        ungraded: reconstructions that a deployment's clients did not grade, each of a whole batch; not among the failed.
-        mean, low, high: mean and 95 % interval, clustered by client (`clustered_interval`), Wilson's for a rate; PSNR capped.
-            None if there is nothing to average, or there are fewer than two clients for an interval.
-        median: of uncapped values.
-        best: the worst case for the client, uncapped: the value that leaks most.
-        clusters: how many clients were graded (of anybody's batch: rounds, as all clients of one share each stranger's highest
-            score).
+        round: None for all rounds.
+        n: number of graded examples (for label_accuracy: batches).
+        failed: number of examples (or batches) without a value, by status; no mean counts them.
+        ungraded: number of reconstructions without a grade, each of a whole batch; not among the failed.
+        mean, low, high: mean of capped values with its 95 % interval, clustered by client, Wilson's for a rate. None without
+            values, or with fewer than two clients for an interval.
+        median, best: of uncapped values; best: the one that leaks most.
+        clusters: number of graded clients (for batches of any client: rounds).
     """
 
     attack: str
@@ -47,63 +45,59 @@ class Leak:
 
     @property
     def worst(self) -> float | None:
-        """The worst case as it is drawn: capped; None of a rate, and of a baseline or limit, from which no client suffers."""
+        """The worst case to draw, capped; None for rates, baselines and limits."""
         if self.best is None or MEASURED[self.metric].rate or not is_attack(self.attack):
             return None
         return float(capped(self.metric, np.array(self.best)))
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The ends of the 95 % interval; None if there is none."""
+        """Ends of the 95 % interval; None if there is none."""
         return None if self.low is None or self.high is None else (self.low, self.high)
 
     @property
     def rate(self) -> Rate:
-        """Of a metric that is 0 or 1: how many of how many."""
-        share = float(np.clip(self.mean or 0.0, 0, 1))  # a ledger from elsewhere may hold any number
+        """Count and total of a metric that is 0 or 1."""
+        share = float(np.clip(self.mean or 0.0, 0, 1))
         return Rate(round(share * self.n), self.n)
 
     @property
     def without_value(self) -> str:
-        """How many attempts gave no value, by how they ended; empty if none."""
+        """Number of attempts without a value, by status."""
         return counted_words(self.failed)
 
 
 def leakage(scores: Scores, metric: str) -> list[Leak]:
-    """One Leak for each (round, attack), by round, then one for each attack over all rounds; baselines included."""
-    return [*leakage_by_round(scores, metric), *leakage_of_all(scores, metric)]
-
-
-def leakage_by_round(scores: Scores, metric: str) -> list[Leak]:
-    """One Leak for each (round, attack), by round."""
+    """Return one Leak for each round and name, then one for each name over all rounds."""
     chosen = counted(scores, metric)
-    return [_leak(part, metric, int(part.round[0])) for part in _groups(chosen, (chosen.attack, chosen.round))]
+    by_round = [_leak(part, metric, int(part.round[0])) for part in _groups(chosen, (chosen.attack, chosen.round))]
+    return [*by_round, *leakage_of_all(scores, metric)]
 
 
 def leakage_of_all(scores: Scores, metric: str) -> list[Leak]:
-    """One Leak for each attack, over all rounds."""
+    """Return one Leak for each name over all rounds."""
     chosen = counted_of_all(scores, metric)
     return [_leak(part, metric, None) for part in _groups(chosen, (chosen.attack,))]
 
 
 def counted(scores: Scores, metric: str) -> Scores:
-    """The rows of a metric that any of its means counts, with those that failed; shares of members in [0, 1]."""
+    """Return the rows that count in a metric's means, with the failed ones."""
     rows = scores.of_metric(metric)
     if metric not in MEMBERSHIP:
         return rows
-    if metric.startswith(HELD):  # a test of single updates says nothing of others in the client's data
+    if metric.startswith(HELD):  # such a test says nothing about the rest of the client's data
         single = scores.attack[scores.named(MEMBER) & ~np.isnan(scores.value)]
         rows = rows.where(~np.isin(rows.attack, single))
-    return replace(rows, value=np.clip(rows.value, 0, 1))  # a ledger from elsewhere may hold any number
+    return replace(rows, value=np.clip(rows.value, 0, 1))
 
 
 def counted_of_all(scores: Scores, metric: str) -> Scores:
-    """The same over all rounds; tests of whom a client's data holds after its last round alone, as they sum up those before."""
+    """Return these rows over all rounds; a test of a client's data counts only after its last round."""
     rows = counted(scores, metric)
     if not metric.startswith(HELD):
         return rows
     asked = scores.where(scores.named(HELD) & ~np.isnan(scores.value))
-    series, own = np.unique(asked.series_keys(), return_inverse=True)
+    series, own = np.unique((asked.attack << 21) + asked.client, return_inverse=True)
     last = np.zeros(len(series), np.int64)
     np.maximum.at(last, own, asked.round)
     kept = asked.attempt_keys()[asked.round == last[own]]
@@ -111,7 +105,7 @@ def counted_of_all(scores: Scores, metric: str) -> Scores:
 
 
 def _groups(scores: Scores, keys: Sequence[Ints]) -> Iterator[Scores]:
-    """The rows of each distinct tuple of keys; the last key sorts first."""
+    """Yield the rows of each distinct tuple of keys; the last key sorts first."""
     order = np.lexsort(keys)
     changes = np.any([np.diff(k[order]) != 0 for k in keys], axis=0) if len(scores) else np.array([], bool)
     for rows in np.split(order, np.flatnonzero(changes) + 1):

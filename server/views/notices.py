@@ -1,4 +1,4 @@
-"""Notices: what a reader must know before trusting a run's figures."""
+"""Notices: what to know before trusting the figures of a run."""
 
 import shlex
 from collections import Counter
@@ -6,29 +6,26 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
-from fedgauge.attacks.modality.image_metrics import LPIPS_PIXELS
-from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_types import EMPTY
-from fedgauge.server.views.formatting import listed, shortened
+from fedgauge.server.views.formatting import shortened
 from fedgauge.server.views.outcomes import failure
-from fedgauge.server.views.participation import app_clients, other_sizes
+from fedgauge.server.views.participation import other_sizes
 from fedgauge.server.views.reading import Reading
 
-MOST_NAMES = 3  # of what an app returned
 ENDED = {"training": "still trains", "failed": "failed", "interrupted": "was interrupted"}
 
 
 class Notice(NamedTuple):
-    """What is missing, and the command that helps; empty if none does."""
+    """A gap in a run, and the command that closes it; empty if none does."""
 
     words: str
     command: str = ""
 
 
 def notices(reading: Reading) -> list[Notice]:
-    """What a reader must know before trusting a figure."""
-    return [*_of_training(reading), *_of_attacks(reading), *_of_data(reading)]
+    """Return the notices of a run."""
+    return [*_of_training(reading), *_of_attacks(reading)]
 
 
 def _of_training(reading: Reading) -> Iterator[Notice]:
@@ -41,15 +38,10 @@ def _of_training(reading: Reading) -> Iterator[Notice]:
         yield Notice(f"The training {ENDED.get(state, 'ended')} after {trained} of {planned} rounds{logs}.")
     problems = reading.ledger.problems()
     alike = Counter(problem.code for problem in problems)
-    for problem in problems:  # what could not be recorded, and rounds that were undone, each kind once
+    for problem in problems:  # each kind once
         if more := alike.pop(problem.code, 0):
             where = "Recording" if problem.round is None else f"Round {problem.round}"
             yield Notice(f"{where}: {shortened(problem.words)}{f' (and {more - 1} more)' if more > 1 else ''}.")
-    for number, told in reading.returned:
-        if named := [name for name, value in told.items() if value is None]:
-            words = shortened(listed(named, MOST_NAMES, ", "))
-            yield Notice(f"In round {number} first, the app returned what is infinite or no number ({words}).")
-            break
 
 
 def _of_attacks(reading: Reading) -> Iterator[Notice]:
@@ -63,30 +55,22 @@ def _of_attacks(reading: Reading) -> Iterator[Notice]:
         at_work = reading.state in ("training", "attacking")
         yield Notice(f"{jobs.words}.") if at_work else Notice(f"{jobs.words}. Continue with:", again)
     elif not jobs.progress.total and any(o["digest"] for o in reading.observations):
-        yield Notice("Updates are on the tape, but no attack is planned for them. Attack them with:", again)
+        yield Notice("The tape has updates, but no attack is planned for them. Attack them with:", again)
     if words := reading.plan_coverage.words:
         yield Notice(f"{words}.")
     if words := failure(ledger):
-        yield Notice(f"{words}. When the cause is mended, try them again with:", f"{again} --retry failed")
-    if words := other_sizes(app_clients(ledger), reading.tables["data"].get("batch_size", 1)):
+        yield Notice(f"{words}. After correcting the cause, try them again with:", f"{again} --retry failed")
+    if words := other_sizes(ledger, reading.tables["data"].get("batch_size", 1)):
         yield Notice(f"{words}.")
     if meta.get("truth_doubts"):
         yield Notice(f"The grades may be against wrong examples: {meta['truth_doubts']}.")
     if ledger.foreign and meta.get("training") and ledger.training_fits is not True:
-        yield Notice(f"Whether the assumed local training is right: {meta['training']}")
+        yield Notice(f"The assumed local training may be wrong: {meta['training']}")
     elif not ledger.foreign and meta.get("replay", "ok") != "ok":
         yield Notice(f"The replay check did not succeed ({meta['replay']}): {meta.get('replay_detail', '')}")
-
-
-def _of_data(reading: Reading) -> Iterator[Notice]:
     if flat := [row["name"] for row in reading.attacks if row["flat"]]:
         yield Notice(f"{', '.join(flat)}: {NO_DERIVATIVE}.")
     try:
-        dataset = reading.scenario.federation.shards.dataset
+        reading.scenario  # noqa: B018
     except SpecError as error:
         yield Notice(f"The private examples cannot be shown on this machine: {error}")
-        return
-    perceptual = {metric for metric in modality_of(dataset).measured if metric.startswith("lpips_")}
-    measured = not perceptual or perceptual & {*reading.metrics}
-    if reading.metrics and not measured and min(dataset.shape[1:]) >= LPIPS_PIXELS:
-        yield Notice("LPIPS: unavailable (no backbone weights).")

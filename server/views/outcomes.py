@@ -1,4 +1,4 @@
-"""How a run's attacks ran and ended, in words: on which devices, what failed, that none applies, that there was nothing."""
+"""Outcome of a run's attacks in words: devices, failures, and inapplicable attacks."""
 
 from collections.abc import Collection, Sequence
 
@@ -6,39 +6,40 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import DeviceUse, sanitised
 from fedgauge.server.views.formatting import listed
 from fedgauge.server.views.participation import participation
+from fedgauge.server.views.reading import Jobs
 from fedgauge.server.views.roles import is_attack
 
 PRECISIONS = {"ieee": "float32 (IEEE)", "tf32": "TF32 products"}
 MOST_DEVICES = 8  # devices in a sentence
-MOST_REASONS = 10  # distinct reasons in one sentence: some contain a number, and so differ from job to job
+MOST_REASONS = 10  # distinct reasons in one sentence
 
 
 def failure(ledger: Ledger, attacks: Collection[str] | None = None) -> str:
-    """How many attacks failed, and the distinct reasons; empty if none did."""
+    """Count the failed attacks with their reasons; empty if none failed."""
     chosen = [row for row in ledger.outcomes() if attacks is None or row["attack"] in attacks]
-    counts = {(row["attack"], row["status"]): row["jobs"] for row in chosen}
-    failed = {attack: jobs for (attack, status), jobs in counts.items() if status == "failed"}
+    failed = {row["attack"]: row["jobs"] for row in chosen if row["status"] == "failed"}
     if not failed:
         return ""
-    reasons = [row for row in ledger.reasons("failed") if row["attack"] in failed]
-    told = [f"{row['attack']} ({row['jobs']} x): {row['reason']}" for row in reasons]
-    return f"{sum(failed.values())} of {sum(counts.values())} attacks failed: {listed(told, MOST_REASONS)}"
+    rows = [row for row in ledger.reasons("failed") if row["attack"] in failed]
+    reasons = [f"{row['attack']} ({row['jobs']} x): {row['reason']}" for row in rows]
+    total = sum(row["jobs"] for row in chosen)
+    return f"{sum(failed.values())} of {total} attacks failed: {listed(reasons, MOST_REASONS)}"
 
 
 def inapplicable(ledger: Ledger, attacks: Collection[str] | None = None) -> str:
-    """That no attack applies to any update, with the reasons; empty if one does, or if some have not ended."""
+    """Say that no attack applies to any update; empty if one does, or if some have not ended."""
     real = [row for row in ledger.outcomes() if is_attack(row["attack"])]
     statuses = {row["status"] for row in real if attacks is None or row["attack"] in attacks}
     if statuses != {"not_applicable"} or ledger.progress().waiting:
         return ""
-    return "no attack of this plan applies to these updates, so nothing is known of what they leak"
+    return "no attack of this plan applies to these updates, so their leakage is unknown"
 
 
 def none_accepted(ledger: Ledger, ended: bool = False) -> str:
-    """That no client gave an update in any round, and why; empty if one did.
+    """Say that no client gave an update, with the reasons; empty if one did.
 
     Args:
-        ended: the training is over: a run without any round had no client, either. Otherwise it has not come to a round yet.
+        ended: the training is over, so that a run without rounds had no client.
     """
     observations = ledger.observations()
     if any(o["status"] == "accepted" for o in observations) or not (observations or ended):
@@ -47,30 +48,31 @@ def none_accepted(ledger: Ledger, ended: bool = False) -> str:
 
 
 def attacked_on(ledger: Ledger) -> str:
-    """Where the attacks ran and how they were computed; empty before the first, and of an older fedgauge.
-
-    attacked on cuda:0 and cuda:1 NVIDIA H100, float32 (IEEE)
-    """
+    """Name the devices and precision of the attacks, such as "attacked on cuda:0 NVIDIA H100, float32 (IEEE)"."""
     kinds: dict[str, list[str]] = {}
     for row in ledger.numerics():
         parts = [row["name"], PRECISIONS.get(row["precision"], row["precision"])]
-        parts += [] if row["deterministic"] else ["operators whose last bits may change"]
+        parts += [] if row["deterministic"] else ["operators that may change the last bits"]
         kinds.setdefault(sanitised(", ".join(parts)), []).append(sanitised(row["device"]))
     each = [f"{' and '.join(dict.fromkeys(devices))} {kind}" for kind, devices in kinds.items()]
     return f"attacked on {listed(each, MOST_DEVICES)}" if each else ""
 
 
-def device_use(devices: Sequence[DeviceUse]) -> str:
-    """Which devices work, the share of the time in which they did, and their finished waves; empty if there is the CPU alone.
+def work_words(jobs: Jobs, devices: Sequence[DeviceUse]) -> list[str]:
+    """Describe the state of the attacks: counts, devices, and time left."""
+    of = jobs.progress
+    words = [jobs.words, *(f"{n} {what}" for n, what in ((of.leased, "running"), (of.queued, "waiting")) if n)]
+    words += filter(None, [device_use(devices)])
+    return words if jobs.seconds_left is None else [*words, f"about {jobs.seconds_left / 60:.1f} min left"]
 
-    cuda:0 at work (93%), 12 waves; cuda:1 idle (90%), 11 waves
+
+def device_use(devices: Sequence[DeviceUse]) -> str:
+    """Describe the work of GPUs; empty without one.
+
+    Example:
+        >>> device_use([DeviceUse("cuda:0", 1, 1, 12, 0.93)])
+        'cuda:0 busy 93%, 12 waves'
     """
     if all(of.device == "cpu" for of in devices):
         return ""
-    return listed([f"{of.device} {_state(of)} ({of.share:.0%}), {of.waves} waves" for of in devices], MOST_DEVICES)
-
-
-def _state(of: DeviceUse) -> str:
-    if of.busy in (0, of.workers):
-        return "at work" if of.busy else "idle"
-    return f"{of.busy} of {of.workers} at work"
+    return listed([f"{of.device} busy {of.share:.0%}, {of.waves} waves" for of in devices], MOST_DEVICES)

@@ -1,78 +1,63 @@
-"""Who took part in which round, as the server saw it."""
+"""Participation of clients in the rounds, as the server saw it."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.formatting import listed, many, shortened
+from fedgauge.server.views.tables import Column, Table
 
 MOST_CLIENTS = 5  # named in a sentence
 MOST_SIZES = 3  # of one client, in a sentence
 Row = Any  # a row of the ledger, read by column name
 
 
-@dataclass(frozen=True)
-class AppClient:
-    """A client of a user's own app.
-
-    Args:
-        client: its number, in the order in which its node's first reply was asked for: not the app's partition.
-        node: Flower's id of it, empty if it is not known.
-        examples: how many it reported in its rounds, each number once.
-    """
-
-    client: int
-    node: str
-    examples: tuple[int, ...]
-
-    @property
-    def size(self) -> str:
-        """How many examples it reported, as text."""
-        return listed(list(map(str, self.examples)), MOST_SIZES, " or ") or "?"
-
-    def __str__(self) -> str:
-        return f"client {self.client} = node {self.node or '?'}, {self.size} example{'s' if self.size != '1' else ''}"
-
-
-def app_clients(ledger: Ledger) -> list[AppClient]:
-    """The clients of a user's own app that gave updates; empty for other runs."""
-    if not ledger.foreign:
-        return []
-    nodes, sizes = ledger.nodes(), dict[int, set[int]]()
-    for o in ledger.observations():
+def _reported_sizes(ledger: Ledger) -> dict[int, set[int]]:
+    """Map each client of a user's own app to the numbers of examples that it reported; empty for other runs."""
+    sizes: dict[int, set[int]] = {}
+    for o in ledger.observations() if ledger.foreign else ():
         if o["status"] == "accepted":
             sizes.setdefault(o["client"], set()).update([o["examples"]] if o["examples"] else [])
-    return [AppClient(client, nodes.get(client, ""), tuple(sorted(own))) for client, own in sorted(sizes.items())]
+    return sizes
 
 
-def numbering(clients: Sequence[AppClient]) -> str:
-    """Which node each client's number stands for, in one sentence; empty if there are none."""
-    named = listed(list(map(str, clients)), MOST_CLIENTS)
-    return f"clients are numbered as Flower's nodes came, not by partition: {named}" if named else ""
+def _or(sizes: Iterable[int]) -> str:
+    return listed(list(map(str, sorted(sizes))), MOST_SIZES, " or ") or "?"
 
 
-def other_sizes(clients: Sequence[AppClient], assumed: int) -> str:
-    """Which clients report another number of examples than the audit takes each for; empty if none does."""
-    others = [f"client {c.client} reports {c.size}" for c in clients if set(c.examples) - {assumed}]
+def app_clients_table(ledger: Ledger) -> Table:
+    """List the clients of a user's own app; no rows for other runs."""
+    nodes, sizes = ledger.nodes(), _reported_sizes(ledger)
+    columns = [
+        Column("client", "client", "count"),
+        Column("node", "Flower's node"),
+        Column("size", "reported examples"),
+    ]
+    rows = [(client, nodes.get(client, ""), _or(own)) for client, own in sorted(sizes.items())]
+    return Table("Clients, numbered in the order of Flower's nodes, not by partition", columns, rows)
+
+
+def other_sizes(ledger: Ledger, assumed: int) -> str:
+    """Name the clients of a user's own app that report another number of examples than the audit assumes."""
+    others = [f"client {c} reports {_or(own)}" for c, own in sorted(_reported_sizes(ledger).items()) if own - {assumed}]
     if not others:
         return ""
-    taken = f"the audit takes each client to train on {many(assumed, 'example')} a round (batch_size under [data])"
-    return f"{taken}, but {listed(others, MOST_CLIENTS)}: what came back of these is of another computation"
+    taken = f"the audit assumes {many(assumed, 'example')} a round for each client (batch_size under [data])"
+    return f"{taken}, but {listed(others, MOST_CLIENTS)}: attacks on these inverted another computation"
 
 
 def may_have_sent(observed: Row, deployed: bool) -> bool:
-    """Whether a client may have computed an update: one came, its guard withheld it, or it came too late."""
+    """Check if a client may have computed an update: it arrived, its guard withheld it, or it was late."""
     return bool(observed["status"] != "missing" or observed["alarm"] or (deployed and observed["silent"]))
 
 
 def rounds_seen(protocol: Protocol, replies: Iterable[tuple[int, int]]) -> dict[int, set[int]]:
-    """For each client, the rounds in which the server saw a reply of it.
+    """Map each client to the rounds in which the server received its reply.
 
     Args:
-        replies: (round, client) of every reply that came, rejected ones too; under a secure sum of a group's first client.
+        replies: (round, client) of every reply, also rejected ones; under a secure sum of a group's first client.
     """
     seen: dict[int, set[int]] = {}
     for round, client in replies:
@@ -82,7 +67,7 @@ def rounds_seen(protocol: Protocol, replies: Iterable[tuple[int, int]]) -> dict[
 
 
 def participation(observations: Sequence[Row]) -> str:
-    """How many of all expected updates came in, and why the others did not, most frequent reason first; empty if all did."""
+    """Count the missing and rejected updates, the most frequent reason first; empty if none is missing."""
     reasons = Counter((o["client"], o["status"], o["reason"]) for o in observations if o["status"] != "accepted")
     if not reasons:
         return ""
@@ -95,7 +80,7 @@ def participation(observations: Sequence[Row]) -> str:
 
 
 def first_alarm(seen: Sequence[Row]) -> str:
-    """The first alarm: its round, the client of the update or sum, and the message; empty if no guard raised one."""
+    """Describe the first alarm of a client's guard; empty without one."""
     first = next((o for o in seen if o["alarm"]), None)
     if first is None:
         return ""
@@ -103,7 +88,7 @@ def first_alarm(seen: Sequence[Row]) -> str:
 
 
 def guarded(observations: Sequence[Row]) -> str:
-    """How often clients' guards raised an alarm or withheld an update in a simulation, and the first time; empty if never."""
+    """Count the alarms of clients' guards in a simulation; empty without one."""
     alarms = [o for o in observations if o["alarm"]]
     if not alarms:
         return ""

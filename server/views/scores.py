@@ -1,4 +1,4 @@
-"""All scores of a run as columns, in an order that does not depend on which worker wrote first."""
+"""All scores of a run as columns, in an order independent of the workers."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.roles import is_attack, is_limit
 
 LABELS = "label_accuracy"
-LARGEST = 1e100  # of a value: sums of squares of larger ones may be no numbers
+LARGEST = 1e100  # of a value, so that sums of squares are finite
 Mask = NDArray[np.bool_]
 SizeOf = Callable[[int, int], int]  # (round, client) -> how many examples the update is of
 NAMES = ("attack", "metric", "status")
@@ -31,16 +31,14 @@ ROW = [("round", int), ("client", int), ("attack", object), ("example", int), ("
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """All score rows of a ledger as columns of length N; a value is NaN where there was nothing to grade.
-
-    So is one that no view could compute with: beyond LARGEST, and no exact hit. A ledger from elsewhere may hold any number.
+    """All score rows of a ledger as columns of length N; a missing value, or one beyond LARGEST, is NaN.
 
     Args:
-        attack, metric, status: indices into attacks, metrics and statuses, which are in alphabetical order.
+        attack, metric, status: indices into attacks, metrics and statuses, which are sorted.
         modality: the kind of the run's data.
-        size_of: how many examples an update is of: so many are lost with a batch that came to nothing as a whole.
-        unordered: whether `example` is the place in the reconstruction, as clients grade, and not in the batch.
-        told_labels: the attacks to which the threat model gives the labels, which are then no leak: `of_metric` leaves them out.
+        size_of: number of examples of an update, which are all lost with a failed batch.
+        unordered: if `example` is the place in the reconstruction, as clients grade, not in the batch.
+        told_labels: attacks that are given the labels; `of_metric` leaves their labels out.
     """
 
     round: Ints
@@ -60,15 +58,12 @@ class Scores:
 
     @classmethod
     def empty(cls) -> "Scores":
-        """No rows."""
+        """Return no rows."""
         ints = np.zeros(0, np.int64)
         return cls(ints, ints, ints, ints, ints, np.zeros(0), ints, (), (), ())
 
     def extended(self, rows: Iterable[ScoreRow]) -> "Scores":
-        """These rows and further ones, sorted by round, client, attack, example and metric.
-
-        Equal rows give equal columns, in whatever order they came.
-        """
+        """Add rows, sorted by round, client, attack, example and metric."""
         fresh = np.fromiter(rows, ROW)
         columns: dict[str, Any] = {name: np.concatenate([getattr(self, name), fresh[name]]) for name in NUMBERS}
         known = {"attack": self.attacks, "metric": self.metrics, "status": self.statuses}
@@ -83,7 +78,7 @@ class Scores:
         return replace(self, **columns).where(order)._without_answered()
 
     def _without_answered(self) -> "Scores":
-        """Without the rows that stood for a reconstruction until somebody graded it."""
+        """Drop placeholder rows of reconstructions that are graded by now."""
         waiting = self.ungraded & (self.example == WHOLE_BATCH)
         if not waiting.any():
             return self
@@ -95,28 +90,24 @@ class Scores:
         return len(self.value)
 
     def where(self, chosen: Mask | Ints) -> "Scores":
-        """The chosen rows."""
+        """Return the chosen rows."""
         return replace(self, **{name: getattr(self, name)[chosen] for name in (*NUMBERS, *NAMES)})
 
     def named(self, metric: str) -> Mask:
-        """(N,) whether a row is of a metric."""
+        """Mask the rows of a metric, (N,)."""
         return np.isin(self.metric, _code(self.metrics, metric))
 
     def of_metric(self, metric: str) -> "Scores":
-        """The rows of a metric, and one row for each observation of which an attack gave nothing that any metric could grade.
+        """Return the rows of a metric, and one row for each attempt without any value, which failed under every metric.
 
-        A limit on the error is of the mean squared error alone, since a mean of PSNRs lies above the PSNR of the mean error. Of
-        labels, an attack that is given them has none.
-
-        A wave whose worker died leaves one row of the main metric, and an attack that restores no example may restore no label
-        either: under every metric that counts as a failed attempt.
+        A limit has only the mean squared error. An attack that is given the labels has no label accuracy.
         """
         without = {*(ERROR_LIMITS if metric != mse.name else ()), *(self.told_labels if metric == LABELS else ())}
         left_out = np.isin(self.attack, [i for i, name in enumerate(self.attacks) if name in without])
         if left_out.any():
             return self.where(~left_out).of_metric(metric)
         own = self.named(metric)
-        # an attack on examples does not fail at membership, nor the other way round
+        # attacks on examples do not fail at membership, and membership tests not at examples
         of_members = np.array([name in MEMBERSHIP for name in self.metrics], dtype=bool)[self.metric]
         missing = np.flatnonzero(np.isnan(self.value) & (of_members == (metric in MEMBERSHIP)))
         if not len(missing):
@@ -129,14 +120,14 @@ class Scores:
         return self.where(np.union1d(np.flatnonzero(own), lost))
 
     def of_attack(self, attack: str) -> "Scores":
-        """The rows of an attack."""
+        """Return the rows of an attack."""
         return self.where(self.attack == _code(self.attacks, attack))
 
     def comparable(self, metric: str) -> "Scores":
-        """Rows of one metric, all with a value, whose `example` is the same one under every attack.
+        """Number examples so that attacks can be compared.
 
-        Nobody but the client knows which example a value is of that it graded. So the best of one attack is compared with the best
-        of another, the second with the second: no more is told apart than is known.
+        Only the client knows the example of a value that it graded. So examples are numbered by rank: the best value of one
+        attack is compared with the best of another.
         """
         if not self.unordered or not len(self):
             return self
@@ -147,7 +138,7 @@ class Scores:
         return replace(rows, example=places - np.maximum.accumulate(np.where(first, places, 0)))
 
     def leakiest(self, metric: str, of_batch: bool = False) -> "Scores":
-        """Of rows of one metric, for each example the one that leaks most; of_batch: for each (round, client)."""
+        """Return the row of each example that leaks most; of_batch: of each (round, client)."""
         rows = self if of_batch else self.comparable(metric)
         keys = rows.batch_keys() if of_batch else rows.example_keys()
         order = np.lexsort((MEASURED[metric].sign * rows.value, keys))
@@ -155,10 +146,7 @@ class Scores:
         return rows.where(order[last])
 
     def counts(self, metric: str) -> Ints:
-        """(N,) how many examples each of these rows of a metric counts as: a batch that was lost as a whole, all of its own.
-
-        What nobody graded counts as one reconstruction, and a limit is one number a batch, lost or not.
-        """
+        """Count the examples of each row, (N,): all of its batch for a batch that failed as a whole, otherwise 1."""
         counts = np.ones(len(self), np.int64)
         if not MEASURED[metric].of_batch:
             whole = (self.example == WHOLE_BATCH) & ~self.by_limits
@@ -170,72 +158,68 @@ class Scores:
 
     @property
     def by_limits(self) -> Mask:
-        """(N,) whether a row is of a limit."""
+        """Mask of the rows of limits, (N,)."""
         return np.isin(self.attack, [i for i, a in enumerate(self.attacks) if is_limit(a)])
 
     @property
     def by_attacks(self) -> Mask:
-        """(N,) whether a row is of an attack, not of a baseline or limit."""
+        """Mask of the rows of attacks, (N,)."""
         return np.isin(self.attack, [i for i, a in enumerate(self.attacks) if is_attack(a)])
 
     @property
     def ungraded(self) -> Mask:
-        """(N,) whether a row stands for a reconstruction that a deployment's client did not grade."""
+        """Mask of the rows of reconstructions without a grade, (N,)."""
         return np.isin(self.status, _code(self.statuses, UNGRADED))
 
     @property
     def left_ungraded(self) -> int:
-        """How many reconstructions by attacks a deployment's clients did not grade."""
+        """Number of reconstructions by attacks without a grade."""
         return int((self.ungraded & self.by_attacks).sum())
 
     @property
     def measure(self) -> MainMetric:
-        """The metric by which the run's attacks are compared."""
+        """Main metric, by which attacks are compared."""
         return self.modality.main
 
     def batch_keys(self) -> Ints:
-        """(N,) one number for each (round, client)."""
+        """Key of each row by (round, client), (N,)."""
         return self._pack(self.round, self.client)
 
     def attempt_keys(self) -> Ints:
-        """(N,) one number for each (attack, round, client)."""
+        """Key of each row by (attack, round, client), (N,)."""
         return self._pack(self.attack, self.round, self.client)
 
-    def series_keys(self) -> Ints:
-        """(N,) one number for each (attack, client)."""
-        return self._pack(self.attack, self.client)
-
     def example_keys(self) -> Ints:
-        """(N,) one number for each (round, client, example)."""
+        """Key of each row by (round, client, example), (N,)."""
         return self._pack(self.round, self.client, self.example - WHOLE_BATCH)
 
     @staticmethod
     def _pack(*columns: Ints) -> Ints:
-        """(N,) one number for each distinct tuple of columns, each of which is below 2 ** 21."""
+        """Pack columns, each below 2 ** 21, into one number, (N,)."""
         return reduce(lambda packed, column: (packed << 21) + column, columns)
 
 
 def _code(names: tuple[str, ...], name: str) -> int:
-    """The index of a name; -1 if it is not there."""
+    """Return the index of a name, or -1."""
     return names.index(name) if name in names else -1
 
 
 def _usable(values: Floats, metric: Ints, names: tuple[str, ...]) -> Floats:
-    """The values, NaN for what is beyond LARGEST; an infinite one stays where the metric's mean caps it."""
+    """Replace values beyond LARGEST by NaN; infinity stays where the metric caps it."""
     far = np.abs(values) > LARGEST
     capped = np.array([name in MEASURED and MEASURED[name].cap is not None for name in names], dtype=bool)[metric]
     return np.where(far & ~(capped & (values == np.inf)), np.nan, values)
 
 
 def known_metrics(scores: Scores) -> list[str]:
-    """The metrics with at least one value, of those that this version of fedgauge knows."""
+    """Return the known metrics with at least one value."""
     present = {scores.metrics[i] for i in np.unique(scores.metric[~np.isnan(scores.value)])}
     if LABELS in present and np.isnan(scores.of_metric(LABELS).value).all():
-        present.remove(LABELS)  # every attack was given them
+        present.remove(LABELS)  # all attacks were given them
     return [m for m in MEASURED if m in present]
 
 
 def capped(metric: str, values: Floats) -> Floats:
-    """The values that enter a mean: the infinite PSNR of an exact hit is capped."""
+    """Cap the values for a mean, such as the infinite PSNR of an exact reconstruction."""
     cap = MEASURED[metric].cap if metric in MEASURED else None
     return values if cap is None else np.minimum(values, cap)

@@ -1,4 +1,4 @@
-"""The effects of a malicious server: what it sent, what that recovered, who noticed, and what it cost the federation."""
+"""Effects of a malicious server: messages, recovered examples, alarms, and accuracy."""
 
 from collections.abc import Sequence
 from statistics import mean
@@ -14,7 +14,7 @@ Key = tuple[int, int]  # round, client
 
 
 def server_attack_effects(reading: Reading) -> dict[str, str]:
-    """One sentence by heading; empty if the server is honest, or this machine cannot build the scenario."""
+    """Return a sentence by heading; empty for an honest server."""
     if not reading.tables.get("server_attack") or (scenario := reading.built) is None:
         return {}
     seen = [o for o in reading.observations if o["status"] == "accepted" or o["alarm"]]
@@ -25,44 +25,39 @@ def server_attack_effects(reading: Reading) -> dict[str, str]:
     trouble = reading.meta.get("server_attack")
     return {
         "sent": "; ".join([f"{'; '.join(map(str, scenario.server_attack))}: {sent}", *([trouble] if trouble else [])]),
-        "recovered": _recovered(reading, altered, rounds),
+        "recovered": _recovered(reading, altered),
         "noticed": _noticed(scenario, seen, altered),
         "cost": _cost(reading, scenario, len(altered), len(seen), rounds),
     }
 
 
 def _altered_clients(scenario: Scenario, round: int, client: int) -> list[int]:
-    """The clients behind one reply (several under a secure sum) that were sent altered weights."""
+    """Return the clients of one reply (several under a secure sum) with altered weights."""
     members = scenario.protocol.members(client, round)
     return [c for c in members if any(aimed.targeting.applies_to(round, c) for aimed in scenario.server_attack)]
 
 
-def _recovered(reading: Reading, altered: set[Key], rounds: Sequence[int]) -> str:
-    """How many examples came back whole, behind altered weights and behind others, by the best value of any attack."""
+def _recovered(reading: Reading, altered: set[Key]) -> str:
+    """Count the examples recovered completely, with altered and with other weights."""
     by, rows = reading.scores.measure, reading.scores.of_metric(reading.scores.measure.metric)
     rows = rows.where(rows.by_attacks & ~np.isnan(rows.value)).leakiest(by.metric)
-    found: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
+    found: dict[bool, list[float]] = {True: [], False: []}
     for round, client, value in zip(rows.round.tolist(), rows.client.tolist(), rows.value.tolist(), strict=True):
-        found[(round, client) in altered].append((round, value))
+        found[(round, client) in altered].append(value)
     words = []
-    for theirs, which in ((True, "behind altered weights"), (False, "of all others")):
-        whole = [round for round, value in found[theirs] if by.came_back_whole(value)]
-        best = by.leakiest((value for _, value in found[theirs]), float)
-        reached = f"{len(whole)} of {len(found[theirs])} at {by.complete:g} {by.unit}, the best {in_unit(best, by)}"
-        first = f", the first after {many(rounds.index(min(whole)) + 1, 'such round')}" if theirs and whole else ""
-        words.append(f"{by.private}s {which}: {reached}{first}")
+    for theirs, which in ((True, "with altered weights"), (False, "of all others")):
+        values = found[theirs]
+        reached = f"{sum(map(by.came_back_whole, values))} of {len(values)} at {by.complete:g} {by.unit}"
+        words.append(f"{by.private}s {which}: {reached}, the best {in_unit(by.leakiest(values, float), by)}")
     return "; ".join(words)
 
 
 def _noticed(scenario: Scenario, seen: Sequence[Row], altered: set[Key]) -> str:
-    """Alarms among the replies to altered messages and among the others, and the suspicions that clients reported.
-
-    A secure sum counts as alarmed if one of its members raised an alarm.
-    """
+    """Count the alarms at altered and at honest messages; a secure sum has the alarms of its members."""
     alarms = {(o["round"], o["client"]) for o in seen if o["alarm"]}
     honest = {(o["round"], o["client"]) for o in seen} - altered
     if scenario.protocol.guard.inspect == "off" and all(o["alarm"] is None for o in seen):
-        return "no client's guard reported anything (clients inspect what they are sent only if [guard] inspect is not off)"
+        return "no guard reported anything, as [guard] inspect is off"
     answer = "message" if scenario.protocol.secure_sum is None else "sum"
     counts = f"{len(alarms & altered)} of {many(len(altered), f'altered {answer}')}"
     words = [f"guards alarmed at {counts} and {len(alarms & honest)} of {len(honest)} honest ones"]
@@ -72,7 +67,7 @@ def _noticed(scenario: Scenario, seen: Sequence[Row], altered: set[Key]) -> str:
 
 
 def _cost(reading: Reading, scenario: Scenario, altered: int, seen: int, rounds: Sequence[int]) -> str:
-    """What happened to the updates, and how accuracy changed in rounds with and without altered weights."""
+    """Describe the use of the updates, and the accuracy in rounds with and without altered weights."""
     accuracy = {n: row["accuracy"] for n, row in reading.rounds.items() if row["accuracy"] is not None}
     steps = {r: 100 * (accuracy[r] - accuracy[r - 1]) for r in accuracy if r - 1 in accuracy}
     kept = [aimed.targeting.aggregate for aimed in scenario.server_attack]

@@ -1,4 +1,4 @@
-"""How many of the attacked examples come back at each level or better, and what no attack exceeds."""
+"""Success over thresholds: the share of examples at each PSNR or better, and its certified limit."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,10 +19,9 @@ THRESHOLDS = tuple(range(10, 61))  # dB
 
 @viewed
 def success_curve(reading: Snapshot) -> dict[str, list[Rate]]:
-    """For each attack and baseline, how many of all attacked examples reach each PSNR of THRESHOLDS; failures do not.
+    """Count the examples at each PSNR of THRESHOLDS or better, by attack and baseline, for images only.
 
-    What clients did not grade counts neither way: an attack of which they graded nothing has no curve, and if they graded
-    nothing at all there are no curves. There are none for text, whose thresholds would differ.
+    Failures count as failed. Reconstructions without a grade are left out.
     """
     scores = reading.scores
     if scores.measure != ImageModality.main:
@@ -42,12 +41,12 @@ def success_curve(reading: Snapshot) -> dict[str, list[Rate]]:
 
 
 def _unknown(rows: Scores) -> bool:
-    """Whether every reconstruction is ungraded: if the rest only failed, no rate can be given."""
+    """Check that no reconstruction has a grade."""
     return bool(rows.ungraded.any() and np.isnan(rows.value).all())
 
 
 def certified_success(reading: Reading, curve: Mapping[str, Sequence[Rate]]) -> list[float] | None:
-    """The success rates at THRESHOLDS that no attack on one round exceeds; None where the chain gives none."""
+    """Return the success rates at THRESHOLDS that no attack on one round exceeds; None without a certificate."""
     if (scenario := reading.built) is None:
         return None
     federation = scenario.federation
@@ -59,10 +58,10 @@ def certified_success(reading: Reading, curve: Mapping[str, Sequence[Rate]]) -> 
 def gaussian_mechanism(
     chain: Chain, batch_size: int, model: nn.Module | None = None, fitted: Sequence[str] = ()
 ) -> Mechanism | None:
-    """A chain's clipping and normal noise as a Gaussian mechanism; None for other chains (see `fedgauge.defenses.accounting`).
+    """Return a chain's clipping and normal noise as a Gaussian mechanism; None for other chains.
 
     Args:
-        fitted: of the dataset: where anything was, one example changes all others, and no clip bounds what it moves.
+        fitted: what the dataset fitted to the examples: then one example changes all others, and no clip bounds it.
     """
     try:
         found = None if fitted else mechanism(chain, batch_size, model)
@@ -72,9 +71,9 @@ def gaussian_mechanism(
 
 
 def certified(curve: Mapping[str, Sequence[Rate]], mechanism: Mechanism) -> list[float] | None:
-    """The success rates at THRESHOLDS that no attack exceeds (ReRo), from a success curve's baselines; None without any.
+    """Return the success rates at THRESHOLDS that no attack exceeds (ReRo); None without a baseline.
 
-    The prior's success is the best baseline's, at the upper end of its interval: an event that was never seen may happen.
+    The prior's success is the upper end of the best baseline's interval.
     """
     floors = [rates for attack, rates in curve.items() if is_baseline(attack)]
     if not floors:

@@ -1,4 +1,4 @@
-"""The one kind of table: typed columns and rows of plain values, which terminal, page, report and export show as they can."""
+"""Tables for terminal, page, report and export: typed columns and rows of plain values."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -13,15 +13,15 @@ Form = Literal["text", "count", "number", "interval", "rate"]
 
 @dataclass(frozen=True)
 class Column:
-    """What the cells of a column are, and how they are written.
+    """Column of a table.
 
     Args:
-        key: its name for programs.
-        head: its heading, with the unit.
-        form: interval: the two ends; rate: a count and out of how many.
+        key: name for programs.
+        head: heading with the unit.
+        form: interval: the two ends; rate: count and total.
         digits: decimals of a number; None: three significant digits.
         fraction: a share of 1, written in percent.
-        less: small numbers come first where a reader sorts.
+        less: sort small numbers first.
     """
 
     key: str
@@ -33,12 +33,12 @@ class Column:
 
     @classmethod
     def of(cls, by: Measured, key: str, head: str, form: Form = "number") -> "Column":
-        """A column of a metric's values."""
+        """Make a column of a metric's values."""
         digits, named = 0 if by.fraction else by.digits, f"{head} ({by.unit})" if by.unit else head
         return cls(key, named, form, digits, by.fraction, not by.higher_is_better)
 
     def written(self, cell: Cell) -> str:
-        """A cell as text."""
+        """Write a cell as text."""
         if cell is None or cell == "":
             return NONE
         if isinstance(cell, tuple):
@@ -52,10 +52,7 @@ class Column:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Rows of cells, each in the order of the columns.
-
-    A column `kind` says what stands in a row: rows of baselines and limits are shown in grey.
-    """
+    """Rows of cells in the order of the columns; a column `kind` marks rows of baselines and limits."""
 
     caption: str
     columns: Sequence[Column]
@@ -63,29 +60,29 @@ class Table:
 
     @classmethod
     def of(cls, caption: str, columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> "Table":
-        """A table without the columns that are empty in every row."""
+        """Make a table without empty columns."""
         lines = list(rows)
         used = [i for i in range(len(columns)) if not lines or any(row[i] not in (None, "") for row in lines)]
         return cls(caption, [columns[i] for i in used], [[row[i] for i in used] for row in lines])
 
     def only(self, *keys: str) -> "Table":
-        """The columns of these keys, of those that there are."""
+        """Select columns by key."""
         places = [i for key in keys for i, column in enumerate(self.columns) if column.key == key]
         return Table(self.caption, [self.columns[i] for i in places], [[row[i] for i in places] for row in self.rows])
 
     @property
     def records(self) -> list[Mapping[str, Cell]]:
-        """The rows by their columns' keys."""
+        """Rows by the columns' keys."""
         return [dict(zip((column.key for column in self.columns), row, strict=True)) for row in self.rows]
 
     @property
     def written(self) -> list[list[str]]:
-        """The rows as text."""
+        """Rows as text."""
         return [[c.written(cell) for c, cell in zip(self.columns, row, strict=True)] for row in self.rows]
 
 
 def in_json(value: Any) -> Any:
-    """A view as JSON holds it: numbers have ten significant digits, what is infinite is text, what is no number null."""
+    """Convert a view to JSON: infinity becomes text, NaN null."""
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):

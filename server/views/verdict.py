@@ -1,4 +1,4 @@
-"""The verdict on a run: whether an attack beats every baseline, reads labels or tells members by more than chance."""
+"""The verdict on a run: attacks against baselines, restored labels, and membership."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.server.views.formatting import counted_words, decibel, in_unit, many, percent
 from fedgauge.server.views.intervals import LUCK, Ints, Rate, guessed_labels, luck_bound, luck_of_hits
-from fedgauge.server.views.membership import ToldMembers, Word, members_sentences, told_members
+from fedgauge.server.views.membership import MembershipResult, Word, members_sentences, membership_results
 from fedgauge.server.views.outcomes import failure
 from fedgauge.server.views.reading import Reading, State, viewed
 from fedgauge.server.views.roles import is_attack
@@ -30,24 +30,21 @@ UNFINISHED: Mapping[State, str] = {  # of a run none of whose attacks waits or h
 
 @dataclass(frozen=True)
 class ExcessLeakage:
-    """By how much an attack beats the baseline that is hardest to beat, example by example.
+    """Difference between an attack and its hardest baseline, example by example.
 
     Args:
         attack, baseline: names.
-        mean, low, high: of the differences in the main metric (PSNR in dB, each capped; of text, ROUGE-1 in percent). The
-            interval is clustered by client, wider if several attacks are compared, and None below two clients.
+        mean, low, high: of the differences in the main metric. The interval is clustered by client and corrected for
+            several attacks; None below two clients.
         reached, floor: mean of attack and baseline in the main metric, over the examples that both have.
-        identified, floor_identified: how many examples are nearer to the attack's reconstruction, or to the best
-            baseline's, than to every auxiliary image; None if that is not graded.
-        identified_more_often: lower end of the clustered interval of the difference between these two rates; None below two
-            clients, or if that is not graded.
-        identified_by_luck: how probable it is that a guess as good as the baselines identifies as many examples that no
-            baseline identifies; 1 if that is not graded.
-        identified_clients: how many clients the identified examples belong to.
-        exposed: how many of `n` examples are identified (where that is graded) at a tenth of the squared error of every
-            baseline or less; of text, at half of the scale above them. No guess comes so near by luck.
-        clusters: how many clients.
-        attacks: how many are compared: the more, the rarer by luck alone a finding has to be (Bonferroni).
+        identified: rate of identification; None if not graded.
+        identified_more_often: lower end of the interval of their difference; None below two clients.
+        identified_by_luck: probability that a guess as good as the baselines identifies as many examples that no baseline
+            identifies; 1 if not graded.
+        exposed: number of examples too near for any guess: a tenth of the squared error of every baseline or less; of text,
+            half of the scale above them.
+        clusters: number of clients.
+        attacks: number of compared attacks, for Bonferroni's correction.
     """
 
     attack: str
@@ -58,10 +55,8 @@ class ExcessLeakage:
     reached: float
     floor: float
     identified: Rate | None
-    floor_identified: Rate | None
     identified_more_often: float | None
     identified_by_luck: float
-    identified_clients: int
     exposed: int
     n: int
     clusters: int
@@ -69,26 +64,19 @@ class ExcessLeakage:
 
     @property
     def leaks(self) -> bool:
-        """Whether the examples come back better than a guess: on average, or more often, or in some cases beyond luck."""
+        """True if the attack beats a guess on average, more often, or in some cases beyond luck."""
         higher = any(low is not None and low > 0 for low in (self.low, self.identified_more_often))
         return higher or self.identified_by_luck <= LUCK / self.attacks or self.exposed > 0
-
-    @property
-    def looks_identified(self) -> bool:
-        """Whether more examples are identified than by a guess, and nearer on average, where one client gives no interval."""
-        if self.clusters > 1 or self.identified is None or self.mean <= 0:
-            return False
-        return self.identified.count > (self.floor_identified.count if self.floor_identified else 0)
 
 
 @dataclass(frozen=True)
 class RestoredLabels:
-    """How well the attack that restores labels best did so.
+    """Result of the best label-restoration attack.
 
     Args:
-        share: of the labels, the mean over batches.
-        guess: the share that the best guess without the update gets on average.
-        by_luck: the most probable that such a guess gets as many, in any of the attacks that restore labels.
+        share: restored share of the labels, the mean over batches.
+        guess: mean share of the best guess without the update.
+        by_luck: bound on the probability that such a guess restores as many, over all attacks.
     """
 
     attack: str
@@ -98,7 +86,7 @@ class RestoredLabels:
 
     @property
     def leaks(self) -> bool:
-        """Whether labels are read off the updates."""
+        """True if more labels are restored than by luck."""
         return self.by_luck <= LUCK
 
     def __str__(self) -> str:
@@ -108,29 +96,29 @@ class RestoredLabels:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a run: one sentence for each kind of leak, and the numbers that support it.
+    """The verdict on a run, with one sentence for each kind of leak.
 
     Args:
-        word: "not shown to leak" only where both kinds were tested, and membership in the batches behind the updates.
-        strongest: of the attacks that beat a guess; if none does, of all that were set against one.
-        members: of each question about membership, the strongest test that tells members, or of all if none does.
-        reconstruction: the word on what comes back of the examples alone.
+        word: "not shown to leak" only if reconstruction and batch membership were tested.
+        strongest: the strongest attack that beats a guess, or of all attacks if none does.
+        members: the strongest membership test of each question.
+        reconstruction: the word on reconstruction only.
     """
 
     word: Word
     sentences: tuple[str, ...]
     strongest: ExcessLeakage | None = None
-    members: tuple[ToldMembers, ...] = ()
+    members: tuple[MembershipResult, ...] = ()
     reconstruction: Word = "undetermined"
 
     @property
     def sentence(self) -> str:
-        """All sentences as one text."""
+        """All sentences in one text."""
         return " ".join(self.sentences)
 
 
 def excesses(scores: Scores) -> list[ExcessLeakage]:
-    """One for each attack that shares examples with a baseline."""
+    """Compare each attack with the baselines on the examples that both have."""
     main, identified = (scores.of_metric(m) for m in (scores.measure.metric, "identified"))
     main, identified = (rows.where(~np.isnan(rows.value)) for rows in (main, identified))
     main = main.comparable(scores.measure.metric)
@@ -157,12 +145,10 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
         reached=float(gain.own.mean()),
         floor=float(gain.floor.mean()),
         identified=_rate_of(hits),
-        floor_identified=_rate_of(identified.of_attack(more_often.baseline)) if more_often else None,
         identified_more_often=(more_often and more_often.interval(attacks) or (None,))[0],
         identified_by_luck=luck_of_hits(
             int(alone.sum()), int(missed.sum()), int(rivals[graded].min(initial=len(guesses)))
         ),
-        identified_clients=len(np.unique(own.client[hit == 1])),
         exposed=int(((sign * own.value >= highest + main.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
         n=len(own),
         clusters=len(np.unique(gain.clients)),
@@ -171,28 +157,29 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
 
 
 def _rate_of(rows: Scores) -> Rate | None:
-    # clipped, as a ledger from elsewhere may hold any number
-    return Rate(int(np.clip(rows.value, 0, 1).sum()), len(rows)) if len(rows) else None
+    return (
+        Rate(int(np.clip(rows.value, 0, 1).sum()), len(rows)) if len(rows) else None
+    )  # a foreign ledger has any value
 
 
 @viewed
 def verdict_of(reading: Reading) -> Verdict:
-    """The run's verdict on both kinds of leak, as read so far. It never says that a run is private."""
+    """Return the verdict on both kinds of leak; it never says that a run is private."""
     examples = _of_examples(reading)
     doubt = doubts(reading, "members")
-    members = [replace(told, doubt=doubt) for told in told_members(reading.scores)]
-    words = {examples.word, *(told.word for told in members)}
+    members = [replace(result, doubt=doubt) for result in membership_results(reading.scores)]
+    words = {examples.word, *(result.word for result in members)}
     word: Word = "undetermined"
     if "leaks" in words:
         word = "leaks"
-    elif words == {"not shown to leak"} and any(told.metric == MEMBER for told in members):
+    elif words == {"not shown to leak"} and any(result.metric == MEMBER for result in members):
         word = "not shown to leak"
     sentences = (*examples.sentences, *members_sentences(members, reading.ledger))
     return Verdict(word, sentences, examples.strongest, tuple(members), examples.word)
 
 
 def _of_examples(reading: Reading) -> Verdict:
-    """The verdict on what comes back of the examples; labels that are read off are a leak whatever the examples."""
+    """Return the verdict on reconstruction; restored labels are a leak whatever the examples."""
     scores, jobs, compared = reading.scores, reading.jobs, excesses(reading.scores)
     by, labels = scores.measure, restored_labels(reading)
     subject = f"So far ({jobs.words}), the clients'" if jobs.left else "The clients'"
@@ -203,15 +190,14 @@ def _of_examples(reading: Reading) -> Verdict:
         why = "; ".join(filter(None, (_nothing_to_judge(reading), reading.plan_coverage.words)))
         sentence = f"{before}Nothing can be said about reconstruction: {why}."
         return Verdict("leaks" if read_off else word, (sentence,))
-    beat = [e for e in compared if e.leaks] or [e for e in compared if e.looks_identified]
-    strongest = by.leakiest(beat or compared, lambda e: e.reached)
+    strongest = by.leakiest([e for e in compared if e.leaks] or compared, lambda e: e.reached)
     assert strongest is not None
     numbers = "; ".join(_numbers(reading, strongest)) + (f"; {labels}" if labels and not read_off else "")
     doubt = doubts(reading, "examples")
     if strongest.leaks:
         word, words = "leaks", f"{subject} {by.private}s leak: {numbers}."
-    elif doubt or strongest.looks_identified:
-        why = doubt or f"the {by.private}s of one client are too few to tell a leak from luck"
+    elif doubt or strongest.clusters < 2:
+        why = doubt or f"the {by.private}s of one client are too few to distinguish a leak from luck"
         words = f"Nothing can be said about reconstruction: {why}: {numbers}."
     else:
         word = "not shown to leak"
@@ -220,7 +206,7 @@ def _of_examples(reading: Reading) -> Verdict:
 
 
 def _numbers(reading: Reading, e: ExcessLeakage) -> Iterator[str]:
-    """What the strongest attack reached, beside its baseline and the limit."""
+    """Describe the strongest attack with its baseline and the limit."""
     by, limit = reading.scores.measure, Limits.of(reading.pooled("mse")).bound
     apart = "one client gives no interval"
     if e.low is not None and e.high is not None:
@@ -230,9 +216,8 @@ def _numbers(reading: Reading, e: ExcessLeakage) -> Iterator[str]:
     yield f"{e.attack} ({budget}) reaches {in_unit(e.reached, by)} {by.name} on average {all_of}"
     yield f"its hardest baseline ({e.baseline}) {in_unit(e.floor, by)} ({apart})"
     if e.identified is not None:
-        of = f", of {many(e.identified_clients, 'client')}" if e.identified.count else ""
         beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
-        yield f"{e.identified} {by.private}s are identified{of}{beyond}"
+        yield f"{e.identified} {by.private}s are identified{beyond}"
     elif e.exposed:
         yield f"{e.exposed} of them come back {by.beyond}"
     if limit is not None:
@@ -255,20 +240,18 @@ def doubts(reading: Reading, kind: Kind) -> str:
     if wrong := meta.get("truth_doubts"):
         return f"the grades may be against wrong examples: {wrong}"
     if kind == "examples" and (count := scores.left_ungraded):
-        return f"{many(count, 'reconstruction')} not graded{_because(reading)}"
+        return f"{many(count, 'reconstruction')} not graded{_in_brackets(ungraded_reason(reading))}"
     if kind == "examples" and _none_moved(reading):
         return NO_DERIVATIVE
     return UNFINISHED.get(reading.state, "")
 
 
-def _because(reading: Reading) -> str:
-    """Why nobody graded, in brackets."""
-    reason = ungraded_reason(reading)
+def _in_brackets(reason: str) -> str:
     return f" ({reason})" if reason else ""
 
 
 def _none_moved(reading: Reading) -> bool:
-    """Whether no attack on the examples could move, of those that are compared with a guess."""
+    """Check that the chain gave none of the compared attacks a derivative."""
     scores, planned = reading.scores, reading.ledger.planned()
     flat = {row["name"] for row in reading.attacks if row["flat"]}
     graded = scores.where(scores.by_attacks & ~np.isnan(scores.value))
@@ -279,7 +262,7 @@ def _none_moved(reading: Reading) -> bool:
 
 @viewed
 def restored_labels(reading: Reading) -> RestoredLabels | None:
-    """The labels of the attack that restored most, of those that were not given them; None if none restored any."""
+    """Return the labels of the attack that restored most; attacks with given labels do not count."""
     scores, shares, found = reading.scores, reading.class_shares, []
     known = scores.where(~np.isnan(scores.value)).of_metric("label_accuracy")
     for attack in reading.ledger.planned():
@@ -297,7 +280,7 @@ def restored_labels(reading: Reading) -> RestoredLabels | None:
 
 
 def _batch_sizes(scores: Scores, rows: Scores) -> Ints:
-    """How many examples each row's batch has, from the rows of an attack's examples."""
+    """Return the number of examples in the batch of each row."""
     each = scores.of_metric(scores.measure.metric)
     each = each.where(each.example != WHOLE_BATCH)
     batches, counts = np.unique(each.batch_keys(), return_counts=True)
@@ -317,11 +300,12 @@ def _nothing_to_judge(reading: Reading) -> str:
     if not np.isnan(real.value).all():
         return "no baseline has been graded yet"
     counts = Counter(real.statuses[s] for s in real.status)
-    return f"no {scores.measure.private} came back that anybody graded{_because(reading)}: {counted_words(counts)}"
+    reason = _in_brackets(ungraded_reason(reading))
+    return f"no {scores.measure.private} came back that anybody graded{reason}: {counted_words(counts)}"
 
 
 def ungraded_reason(reading: Reading) -> str:
-    """Why a deployment's clients graded nothing or not everything, in their words; empty if they graded everything."""
+    """Return the reason for reconstructions without a grade; empty if all are graded."""
     if "grading" not in reading.meta and reading.ledger.foreign:
-        return "the app's clients keep their data; who owns it grades with: fedgauge audit RUN --truth FOLDER"
+        return "the app's clients keep their data; its owner grades with: fedgauge audit RUN --truth FOLDER"
     return reading.meta.get("ungraded", "")

@@ -1,7 +1,6 @@
-"""`python -m fedgauge.simulations.benchmarks.gpu`: what attacks cost on a GPU, beside the published loop on the same GPU.
+"""`python -m fedgauge.simulations.benchmarks.gpu`: cost of attacks on a GPU, compared with the published loop on the same GPU.
 
-It needs torch and numpy alone (safetensors and transformers for one measure each), so that any machine with a GPU can run it:
-docs/gpu.md says how, also where fedgauge is not installed. It is sized for ten minutes on an H100.
+It needs only torch and numpy (and safetensors for one measure), so it runs on any machine with a GPU; see docs/gpu.md.
 """
 
 import argparse
@@ -20,11 +19,10 @@ from statistics import mean, median
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Wave
 from fedgauge.attacks.engine.devices import CPU, Precision, compute_on, devices_of, numerics
 from fedgauge.attacks.learned.learning_to_invert import learning_to_invert
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr
-from fedgauge.attacks.text.lamp import lamp
 from fedgauge.client.models.vision import convnet, lenet
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
@@ -37,25 +35,23 @@ from fedgauge.simulations.benchmarks.engine import (
     resnet18,
 )
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, cells, interleaved, record
-from fedgauge.simulations.benchmarks.text import random_sentences
 
 PEAK = 67.0  # TFLOP/s of an H100 and an H200 in float32, without tensor cores
 FORWARDS = 8  # by which an iteration's work is counted: forward, backward, and both derived once more
-WAVE = 10.0  # seconds of the wave with which transfers are compared
 FULL_SCHEDULE = 24_000  # iterations of one image
-EPOCHS, TEXT_STEPS = 200, 2000
+EPOCHS = 200
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is computed.
+    """Size of each measure.
 
     Args:
         lenet, convnet, resnet, psnr: problems, and iterations of each.
         channels: of the first layer of ConvNet and ResNet-18.
-        pixels: side of ResNet-18's images; alone: iterations of one of them.
+        pixels: side of ResNet-18's images.
+        single: iterations on a single image.
         auxiliary, hidden, epochs: examples, units and timed epochs of learning to invert.
-        bert: layers, width and heads; vocabulary: of it; sentences, length, draws, steps: of LAMP, of which steps are timed.
     """
 
     lenet: tuple[int, int] = (1024, 240)
@@ -64,29 +60,23 @@ class Sizes:
     psnr: tuple[int, int] = (64, 300)
     channels: int = 64
     pixels: int = 224
-    alone: int = 100
+    single: int = 100
     auxiliary: int = 50_000
     hidden: int = 3000
     epochs: int = 2
-    bert: tuple[int, int, int] = (12, 768, 12)
-    vocabulary: int = 30_522
-    sentences: int = 16
-    length: int = 32
-    draws: int = 500
-    steps: int = 20
     repetitions: int = 3
 
 
 FULL = Sizes()
 QUICK = Sizes(
-    lenet=(4, 2), convnet=(2, 1), resnet=(2, 1), psnr=(2, 4), channels=4, pixels=32, alone=1, repetitions=1,
-    auxiliary=300, hidden=16, epochs=1, bert=(1, 32, 2), vocabulary=100, sentences=2, length=8, draws=2, steps=2,
+    lenet=(4, 2), convnet=(2, 1), resnet=(2, 1), psnr=(2, 4), channels=4, pixels=32, single=1, repetitions=1,
+    auxiliary=300, hidden=16, epochs=1,
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class GpuBenchmark:
-    """The measures, each of which gives figures."""
+    """The measures; each yields figures."""
 
     device: torch.device
     sizes: Sizes = FULL
@@ -123,7 +113,7 @@ class GpuBenchmark:
 
     def resnet(self) -> Iterator[Figure]:
         """Inverting Gradients on ResNet-18, and the full schedule of one image."""
-        pixels, n, make = self.sizes.pixels, self.sizes.alone, partial(resnet18, width=self.sizes.channels)
+        pixels, n, make = self.sizes.pixels, self.sizes.single, partial(resnet18, width=self.sizes.channels)
         name = f"ResNet-18 at {pixels} x {pixels}"
         yield from self._compared(name, make, *self.sizes.resnet, pixels=pixels, rooflines=True)
         single = problem(CIFAR_SHAPE, 1, make=make, pixels=pixels, device=self.device)
@@ -173,7 +163,7 @@ class GpuBenchmark:
         return [min(v, PSNR_CAP) for v in found.tolist()]
 
     def tf32(self) -> Iterator[Figure]:
-        """What TF32 gains and costs, and what deterministic algorithms cost."""
+        """Speed and PSNR with TF32 and with IEEE products; speed without deterministic algorithms."""
         size, n = self.sizes.convnet
         name = f"ConvNet {self.sizes.channels} at 32 x 32, K = {size}"
         posed = problem(CIFAR_SHAPE, size, make=partial(convnet, width=self.sizes.channels), device=self.device)
@@ -193,16 +183,12 @@ class GpuBenchmark:
         ratio = spent["IEEE"] / spent["any algorithm"]
         yield Figure(f"{name}: without / with deterministic algorithms", ratio, "x")
 
-    # ---------------------------------------------------------------------------------------------- learned, text, moves
+    # ------------------------------------------------------------------------------------------------------- learned
 
     def _run(self, attack: Attack, wave: Wave, known: Knowledge, steps: int) -> float:
         """Seconds of an attack of so many steps."""
-        found: list[Reconstruction] = []
         streams = [partial(generator, 0, "gpu", k) for k in range(len(wave))]
-        spent = self.seconds(lambda: found.extend(attack.reconstruct(wave, known, Budget(steps), streams)))
-        if refused := [r.reason for r in found if r.x is None]:
-            raise RuntimeError(refused[0])
-        return spent
+        return self.seconds(lambda: attack.reconstruct(wave, known, Budget(steps), streams))
 
     def learning(self) -> Iterator[Figure]:
         """Learning To Invert on LeNet: the shadow updates, and epochs of training."""
@@ -221,54 +207,9 @@ class GpuBenchmark:
         note = f"{begun:.1f} s until the first step, and {each:.3g} s an epoch of {steps} steps, the mean of {sizes.epochs}"
         yield Figure(title, (begun + EPOCHS * each) / 60, "min", at_most=15.0, note=f"{note}; hidden {sizes.hidden}")
 
-    def text(self) -> Iterator[Figure]:
-        """LAMP on a network of BERT-base's shape, without the language model's score."""
-        sizes = self.sizes
-        name = f"LAMP on BERT-base, T = {sizes.length}, {TEXT_STEPS:,} steps: a sentence in a wave of {sizes.sentences}"
-        if importlib.util.find_spec("transformers") is None:
-            yield Figure(name, None, "s", at_most=60.0, note="skipped: needs the package transformers")
-            return
-        attack = lamp(lm_weight=0.0, draws=1, orders=1, discrete="none")
-        start = replace(attack, draws=sizes.draws, orders=sizes.draws)
-        moving = replace(attack, discrete="alternating", period=sizes.steps + 1)
-        posed = random_sentences(sizes.sentences, sizes.length, sizes.vocabulary, sizes.bert, self.device)
-        self._run(moving, *posed, sizes.steps + 1)
-        begun, one, several = (self._run(a, *posed, n) for a, n in ((start, 1), (attack, 1), (attack, sizes.steps + 1)))
-        moved = max(0.0, self._run(moving, *posed, sizes.steps + 1) - several)
-        step, moves = (several - one) / sizes.steps, TEXT_STEPS // lamp().period
-        note = (
-            f"extrapolated: the start {begun:.3g} s, a step {1e3 * step:.3g} ms (mean of {sizes.steps}), the moves of words "
-            f"{moves} times {moved:.3g} s; random weights, frozen word embeddings, no language model's score"
-        )
-        whole = begun + (TEXT_STEPS - 1) * step + moves * moved
-        yield Figure(name, whole / sizes.sentences, "s", at_most=60.0, note=note)
-
-    def transfers(self) -> Iterator[Figure]:
-        """What it takes to move a wave of ResNet-18, auxiliary images and the results."""
-        sizes, make = self.sizes, partial(resnet18, width=self.sizes.channels)
-        posed = problem(CIFAR_SHAPE, sizes.resnet[0], make=make, pixels=sizes.pixels, device=self.device)
-        wave = posed.wave.to(CPU)
-        auxiliary = Batch(torch.rand(sizes.auxiliary, 3, 32, 32), torch.zeros(sizes.auxiliary, dtype=torch.int64))
-        known = replace(posed.known.to(CPU), auxiliary=auxiliary)
-        result = Reconstruction(posed.truth[0], None, 0.0, 1, 0.0, "converged")
-
-        def move() -> None:
-            wave.to(self.device)
-            known.to(self.device)
-            for _ in wave.clients:
-                result.to(CPU)
-
-        spent = self._medians({"move": move})["move"]
-        tensors = [*wave.params.values(), *wave.update.values(), auxiliary.x]
-        gigabytes = sum(t.numel() * t.element_size() for t in tensors) / 1e9
-        note = f"{spent:.3g} s for {gigabytes:.2f} GB there and {len(wave)} images back; Ray's queue is not in it"
-        title = f"ResNet-18, K = {len(wave)}, {sizes.auxiliary:,} auxiliary images: transfers of a wave of {WAVE:g} s"
-        yield Figure(title, 100 * spent / WAVE, "%", at_most=5.0, note=note)
-
 
 MEASURES: Mapping[str, Callable[[GpuBenchmark], Iterable[Figure]]] = {
-    name: getattr(GpuBenchmark, name)
-    for name in ("lenet", "convnet", "resnet", "psnr", "tf32", "learning", "transfers", "text")
+    name: getattr(GpuBenchmark, name) for name in ("lenet", "convnet", "resnet", "psnr", "tf32", "learning")
 }
 
 

@@ -29,7 +29,7 @@ WIDE: Table = {"use": "mlp", "hidden": [3000, 2900]}  # 11.1 M parameters on a d
 
 @dataclass(frozen=True, eq=False)
 class InterceptCase:
-    """A federation whose recording is measured; each client takes `steps` local steps on batches of `batch` images."""
+    """A measured federation; each client takes `steps` local steps on batches of `batch` images."""
 
     name: str
     clients: int
@@ -121,6 +121,6 @@ def _tapped(case: InterceptCase, folder: Path) -> list[tuple[float, float]]:
     for round in range(1, case.rounds + 2):
         federation.advance(round)
         run.tape().forget(round, range(case.clients))
-    grid._fedgauge_recorder.flush()  # type: ignore[attr-defined]  # it writes in a thread of its own
+    grid._fedgauge_recorder.flush()  # type: ignore[attr-defined]  # it writes in a separate thread
     with run.ledger() as ledger:
         return [(row["intercept_seconds"], row["seconds"]) for row in ledger.rounds()[1:]]

@@ -26,7 +26,7 @@ def invert(
     steps: int = 1,
     local: float = 0.1,
 ) -> Tensor:
-    """The normalised image (1, C, H, W) whose gradient has the direction of the observed one.
+    """Search the normalised image (1, C, H, W) by the direction of its gradient.
 
     Args:
         seen: the gradient, in the order of model.parameters().

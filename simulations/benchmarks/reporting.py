@@ -1,4 +1,4 @@
-"""What a benchmark reports: figures with units and targets, and the settings that reproduce them."""
+"""A benchmark's report: figures with units and targets, and the settings that reproduce them."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None without a target or a value."""
+        """True if the target is met; None without a target or a value."""
         if self.value is None or not self.target:
             return None
         return self.value >= self.at_least if self.at_least is not None else self.value <= (self.at_most or 0.0)

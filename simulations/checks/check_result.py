@@ -1,4 +1,4 @@
-"""The result of one check, how a check is carried out, and what to change after an exception of torch."""
+"""Carry out a check, and turn exceptions into problems with remedies."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,17 +25,17 @@ _REMEDIES = (  # parts of torch's and Python's messages, the first that occurs d
     (("derivative for", "double backward", "is not implemented"), "use another layer, or attacks that do not descend"),
     (("out of memory", "can't allocate memory"), "take a smaller network, batch or wave"),
 )  # fmt: skip
-Found = str | Problem  # what a check found, in words where it works
+Found = str | Problem  # a check's result; text if it works
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check and what it found.
+    """The result of one check.
 
     Args:
         works: None: not checked.
-        needed: whether fedgauge needs it, to train, to replay an update or for a planned attack.
-        stops: whether nothing is trained where it does not work.
+        needed: needed to train, to replay an update or for a planned attack.
+        stops: nothing is trained if it does not work.
     """
 
     name: str
@@ -46,7 +46,7 @@ class CheckResult:
 
     @property
     def message(self) -> str:
-        """What was found, as a sentence."""
+        """The result as a sentence."""
         return str(self.found)
 
     @property
@@ -56,7 +56,7 @@ class CheckResult:
 
 
 def attempt(name: str, check: Callable[[], Found], needed: bool = True, stops: bool = False) -> CheckResult:
-    """Carry out a check, which calls a user's own code, that may raise anything."""
+    """Carry out a check of a user's code, which may raise anything."""
     try:
         found = check()
     except Exception as error:  # the failure is what the user asked to see
@@ -65,7 +65,7 @@ def attempt(name: str, check: Callable[[], Found], needed: bool = True, stops: b
 
 
 def attempt_all(name: str, checks: Iterable[CheckResult]) -> Iterator[CheckResult]:
-    """Pass on the results of several checks; an exception on the way becomes the last result, under this name."""
+    """Pass on the results of several checks; turn an exception into the last result, under this name."""
     try:
         yield from checks
     except Exception as error:  # a check calls a user's own code, which may raise anything
@@ -73,7 +73,7 @@ def attempt_all(name: str, checks: Iterable[CheckResult]) -> Iterator[CheckResul
 
 
 def problem_of(error: Exception, code: str = "error", otherwise: str = "") -> Problem:
-    """An exception of a check or of a user's code as a problem.
+    """Turn an exception of a check or of a user's code into a problem.
 
     Args:
         otherwise: the remedy if none is known.
@@ -86,13 +86,13 @@ def problem_of(error: Exception, code: str = "error", otherwise: str = "") -> Pr
 
 
 def remedy(error: BaseException, otherwise: str = "") -> str:
-    """What to change after this exception."""
+    """Return what to change after this exception."""
     text = str(error)
     return next((words for parts, words in _REMEDIES if any(part in text for part in parts)), otherwise)
 
 
 def sentence(error: BaseException) -> str:
-    """An exception as one short line, with the place in a user's code that raised it."""
+    """Shorten an exception to one line, with the line of a user's code that raised it."""
     words = " ".join(str(error).split())
     short = words if len(words) <= LONGEST else words[:LONGEST].rsplit(" ", 1)[0] + " ..."
     return (f"{type(error).__name__}: {short}" if short else type(error).__name__) + own_line(error)

@@ -1,4 +1,4 @@
-"""What this machine has: versions, hardware, local data, weights."""
+"""Examine this machine: versions, hardware, local data, weights."""
 
 import os
 import platform
@@ -24,8 +24,8 @@ def examine() -> list[CheckResult]:
         version = package(name)
         needed = name not in ("transformers", "rouge-score", "fedgauge")
         results.append(CheckResult(name, version is not None, needed, version or f"not installed: pip install {name}"))
-    results += [attempt("torchvision import", _torchvision), *gpus(), attempt("Ray", _ray, needed=False)]
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # beside Python's
+    results += [*gpus(), attempt("Ray", _ray, needed=False)]
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # next to Python's
     program = shutil.which("flower-superlink", path=path)
     found = program or "no flower-superlink on the path"
     results.append(CheckResult("Flower's programs", program is not None, True, found))
@@ -56,13 +56,6 @@ def _gpu(device: torch.device) -> str:
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
     torch.ones(1, device=device).add(1).item()  # torch may be built for other models of GPUs
     return f"{torch.cuda.get_device_name(device)}, {free:.1f} of {total:.1f} GiB free, driver {driver() or 'unknown'}"
-
-
-def _torchvision() -> str:
-    import torchvision
-
-    declared = ", operators declared by fedgauge" if torch.version.cuda is None else ""
-    return f"{torchvision.__version__} beside torch {torch.__version__}{declared}"
 
 
 def _ray() -> str:

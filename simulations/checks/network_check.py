@@ -1,12 +1,11 @@
-"""What is wrong with a network, tried on a few examples: named with the layer and the remedy."""
+"""Try a network on a few examples; problems name the layer and the remedy."""
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 from fedgauge.attacks.engine.compatibility import (
@@ -15,7 +14,6 @@ from fedgauge.attacks.engine.compatibility import (
     lookup_problem,
     parameter_problem,
 )
-from fedgauge.attacks.modality.registry import examples_of
 from fedgauge.attacks.problem import Problem
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.data.images import batch_of
@@ -46,12 +44,6 @@ def inputs(fed: Federation, count: int = TRIED) -> Tensor:
 
 def _forward(fed: Federation) -> Found:
     model, data, params = fed.model, fed.shards.dataset, fed.initial()[0]
-    if further := _further_arguments(model):
-        why = f"needs {' and '.join(map(repr, further))} besides the {examples_of(data)}"
-        return Problem("arguments", "its forward", why, "give it a default, or wrap the network in a module")
-    if bad := [name for name, p in params.items() if not p.isfinite().all()]:
-        why = "is not finite at the start"
-        return Problem("not finite", f"parameter {bad[0]!r}", why, "check how the network is initialised")
     x = inputs(fed)
     logits = (len(x), *data.y.shape[1:], data.classes)
     count = sum(p.numel() for p in params.values())
@@ -75,14 +67,14 @@ def _gradient(fed: Federation) -> Found:
 
 
 def try_softmax(fed: Federation) -> Found:
-    """Whether its outputs are no probabilities, of which the cross-entropy would take the softmax a second time."""
+    """Check that the cross-entropy does not get probabilities: it would apply the softmax a second time."""
     with torch.no_grad(), without_running_stats(fed.model):  # a check must not change BatchNorm's statistics
         made: Tensor = functional_call(fed.model, fed.initial()[0], (inputs(fed),))
     sums_to_one = bool(((made.sum(-1) - 1).abs() < UNIT).all())
     probabilities = made.shape[-1] > 1 and bool((made >= 0).all()) and sums_to_one
     if not (probabilities and is_cross_entropy(fed.loss)):
         return "no probabilities"
-    why = "its outputs are probabilities, of which the cross-entropy takes the softmax again"
+    why = "its outputs are probabilities, and the cross-entropy applies the softmax again"
     return Problem("softmax", "", why, "let it return logits, without its last softmax")
 
 
@@ -92,10 +84,3 @@ def try_derivatives(fed: Federation) -> Found:
     found = differentiation_of(known, fed.initial()[0], one_pass=False)
     remedy = "let forward compute with tensors throughout, or take another layer"
     return Problem("derivative", "", found.note, remedy) if found.note else "as the gradient changes"
-
-
-def _further_arguments(model: nn.Module) -> list[str]:
-    """The arguments of its forward without a default, after the first."""
-    empty, several = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    taken = [p for p in inspect.signature(model.forward).parameters.values() if p.kind not in several]
-    return [p.name for p in taken[1:] if p.default is empty]

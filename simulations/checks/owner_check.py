@@ -1,4 +1,4 @@
-"""What is wrong with a client's own file, before the client meets a server."""
+"""Check a client's own file before the client connects to a server."""
 
 import math
 from functools import partial
@@ -21,12 +21,12 @@ def check_owner(owner: OwnerConfig) -> list[CheckResult]:
     if not results[0].works:
         return results
     if protocol is None:
-        message = "no protocol has come yet: a small network stands in for the server's model, and this client counts as the last"
+        message = "no protocol received yet: tried with a small network, as the last client"
         results.append(CheckResult("server", None, False, message))
     clients: list[DeployedClient] = []
 
     def build_all() -> str:
-        terms = _stand_in(owner) if protocol is None else ServerTerms.parse(protocol)
+        terms = _small_terms(owner) if protocol is None else ServerTerms.parse(protocol)
         clients.append(DeployedClient.of(owner, terms))
         return " > ".join(map(describe, owner.chain))
 
@@ -38,7 +38,7 @@ def check_owner(owner: OwnerConfig) -> list[CheckResult]:
     return results
 
 
-def _stand_in(owner: OwnerConfig) -> ServerTerms:
+def _small_terms(owner: OwnerConfig) -> ServerTerms:
     models = {"classification": {"use": "tiny_bert"}, "next_token": {"use": "tiny_gpt2"}}
     mlp = {"use": "mlp", "hidden": [16]}
     model = models[owner.dataset.task] if isinstance(owner.dataset, Text) else mlp

@@ -1,14 +1,12 @@
-"""The preflight: estimates in seconds, before any training, what a scenario would leak, and says what to change.
+"""The preflight: estimate in seconds, before any training, what a scenario would leak and what to change.
 
-Auxiliary images stand in for the clients', whose data is never touched. The preflight counts unknowns against equations,
-tries the attacks that need no search (analytic inversion, label restoration) on updates that went through the whole
-chain, and computes the limit.
+Simulated clients hold auxiliary images; the clients' data is not read. The preflight counts unknowns and equations, tries the
+attacks that need no search on updates behind the whole chain, and computes the limit.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
@@ -35,11 +33,11 @@ from fedgauge.client.transforms import is_identity
 from fedgauge.client.update import Batch
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.assurance.gate import EPSILON, Measurement
 from fedgauge.server.views.formatting import decibel, finite, in_unit, percent
+from fedgauge.server.views.gate import EPSILON, Measurement
 from fedgauge.simulations.checks.network_check import try_softmax
 
-STAND_INS = 8  # clients, with batches of auxiliary images
+SIMULATED = 8  # clients, with batches of auxiliary images
 STRONG = 8.0  # epsilon of a record, up to which the guarantee means something
 FAINT = 0.05  # true positives at 1 % false positives, up to which membership hardly shows
 TESTED = 512  # auxiliary images on which the mean image is measured
@@ -66,10 +64,6 @@ class Preflight:
     findings: tuple[Finding, ...]
     measured: Mapping[str, Measurement]
 
-    def to_json(self, **more: object) -> str:
-        """As one JSON object, with further keys."""
-        return json.dumps({**asdict(self), **more}, indent=1, allow_nan=False)
-
 
 def preflight(scenario: Scenario) -> Preflight:
     """Examine a checked scenario; this takes some seconds."""
@@ -78,11 +72,11 @@ def preflight(scenario: Scenario) -> Preflight:
 
 
 class _Probe:
-    """A scenario with the updates of stand-in clients, which hold auxiliary images."""
+    """A scenario with the updates of simulated clients that hold auxiliary images."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.fed = scenario, scenario.federation
-        self.source = PublicSource(self.fed, count=STAND_INS)
+        self.source = PublicSource(self.fed, count=SIMULATED)
         self.auditor, self.members, self.size = (
             Auditor(self.source, scenario.plan.seed),
             self.source.members,
@@ -92,7 +86,7 @@ class _Probe:
         self.measured: dict[str, Measurement] = {}
 
     def findings(self) -> Iterator[Finding]:
-        """The worst first."""
+        """Yield the findings, the worst first."""
         model = self.fed.model
         own = self._word_embeddings(model) if isinstance(model, LanguageModel) else self._structure()
         closed_forms = [
@@ -105,7 +99,7 @@ class _Probe:
         yield from sorted(findings, key=lambda f: list(_STYLES).index(f.severity))
 
     def _word_embeddings(self, model: LanguageModel) -> Iterator[Finding]:
-        """What the rows of the word embeddings' gradient reveal."""
+        """Compare the nonzero rows of the word embeddings' gradient with the words."""
         parts = model.parts
         seen = self.wave.update.get(parts.word)
         if seen is None or parts.tied:
@@ -116,13 +110,15 @@ class _Probe:
         rows = [set(t.flatten(1).any(1).nonzero().flatten().tolist()) for t in seen]
         used = [set(_fed(b, model.pad).tolist()) for b in self.batches]
         right = sum(map(set.__eq__, rows, used))
-        words = f"the nonzero rows of the word embeddings' update are the sentences' words for {right} of {len(rows)} stand-ins"
+        words = (
+            f"the nonzero rows of the word embeddings' update are the words of {right} of {len(rows)} simulated clients"
+        )
         change = '[model] freeze = ["words"], or noise after local_sgd'
         yield Finding("leaks", words, change) if right else Finding("note", words)
 
     def _structure(self) -> Iterator[Finding]:
         unknowns = self.size * math.prod(self.fed.shards.dataset.shape)
-        visible = sum(int(t.count_nonzero()) for t in self.wave.update.values()) // STAND_INS
+        visible = sum(int(t.count_nonzero()) for t in self.wave.update.values()) // SIMULATED
         noun, count = self.auditor.modality.parts, "1 example" if self.size == 1 else f"{self.size} examples"
         words = f"{visible:,} entries of an update are not zero, for {unknowns:,} unknown {noun} of {count}"
         if visible >= unknowns:
@@ -140,7 +136,7 @@ class _Probe:
                 return
 
     def _closed_form(self, use: str, where: str) -> Finding | None:
-        """Result of an attack by a closed form on the stand-ins' updates."""
+        """Result of a closed-form attack on the simulated updates."""
         if type(self.auditor.modality) not in modalities_of(use):
             return None
         results = self.auditor.attack(PlannedAttack(use, {"use": use}), self.wave, self.members)
@@ -149,23 +145,23 @@ class _Probe:
         if not values:
             return None
         mean = sum(values) / len(values)
-        self._reaches(mean, f"{use} on {len(values)} stand-ins")
+        self._reaches(mean, f"{use} on {len(values)} simulated clients")
         if exact := sum(map(main.came_back_whole, values)):
-            words = f"{where} holds the {main.private}: read off {exact} of {len(values)} stand-ins without any search ({use})"
+            words = f"{where} holds the {main.private}: read off {exact} of {len(values)} simulated clients ({use}, no search)"
             return Finding("leaks", words, "more examples an update, a convolution before it, or noise after it")
         return Finding("note", f"{use} reads {where} and gets {in_unit(mean, main)} through this chain")
 
     def _trained_on(self) -> list[Batch]:
-        """The stand-ins' examples as a link has changed them; members of a secure sum train separately."""
+        """The simulated clients' examples as a link has changed them; members of a secure sum train separately."""
         if self.members > 1:
             return self.batches
         fed, seed = self.fed, self.fed.protocol.seed
-        draws = [generator(seed, "stand-in draws", k) for k in range(STAND_INS)]
+        draws = [generator(seed, "stand-in draws", k) for k in range(SIMULATED)]
         each = zip(self.batches, draws, strict=True)
         return [trained_on(fed.chain, fed.gradient, self.params, batch, draw) or batch for batch, draw in each]
 
     def _reaches(self, value: float, words: str) -> None:
-        """Note what an attacker reaches at least of the main metric, on average and without any search."""
+        """Keep a lower bound of the main metric, reached on average without any search."""
         metric = self.auditor.modality.main.metric
         before = self.measured.get(metric)
         if before is None or before.value is None or before.value < value:
@@ -183,10 +179,10 @@ class _Probe:
             return Finding("note", f"labels cannot be restored: {error}")
         right = [label_accuracy(b.y, y) for b, y in zip(self.batches, restored, strict=True)]
         share = sum(right) / len(right)
-        where = f"read off the updates of {len(right)} stand-ins at the untrained weights"
+        where = f"read off the updates of {len(right)} simulated clients at the untrained weights"
         self.measured["label_accuracy"] = Measurement(share, where, estimated=True)
         chance = 1 / self.fed.shards.dataset.classes
-        words = f"labels: {percent(share)} of the stand-ins' are read off the classifier's gradient (chance: {percent(chance)})"
+        words = f"labels: {percent(share)} are read off the classifier's gradient (chance: {percent(chance)})"
         return Finding("leaks" if share > 0.9 else "weak" if share > 3 * chance else "note", words)
 
     def _chain(self) -> Iterator[Finding]:
@@ -196,7 +192,8 @@ class _Probe:
         if local.steps > 1:
             words = f"{local.steps} local steps at rate {local.rate:g}: attacks unroll them at {local.steps} times the cost, or"
             yield Finding(
-                "note", f"{words} match one gradient between their ends (surrogate); more steps alone hide nothing"
+                "note",
+                f"{words} match one gradient between their ends (surrogate); more steps do not hide anything by themselves",
             )
         protected = self.fed.protocol.model.get("defense") or self.fed.protocol.secure_sum
         if not protected and all(link is local or is_identity(link) for link in chain.links):
@@ -218,7 +215,7 @@ class _Probe:
         guessing = f"guessing the mean image of each class gets {decibel(floor)} dB"
         if not noise_is_known(self.fed):
             words = f"no limit: the chain declares no noise of a known density, so only a search's cost stops it; {guessing}"
-            return Finding("weak", words, "noise whose density is known (gaussian, dp_sgd)")
+            return Finding("weak", words, "noise of a known density (gaussian, dp_sgd)")
         known = self.auditor.knowledge(PlannedAttack("limit", {"use": "idlg"}))
         try:
             mse = bayes_limit(
@@ -239,26 +236,28 @@ class _Probe:
         return Finding("weak", f"{words}; {guessing}: there is room for a leak", "more noise, or larger batches")
 
     def _membership(self) -> Finding:
-        """Who was in a batch, in closed form: from the norms of gradients and the noise."""
+        """Batch membership in closed form, from the norms of gradients and the noise."""
         known, shards = self.auditor.knowledge(PlannedAttack("limit", {"use": "membership"})), self.fed.shards
         density = known.chain.update_distribution
         if density is not None and not density.noisy:
-            words = "no noise hides who was in a batch from whoever knows the rest of it"
+            words = "no noise hides batch membership from an attacker who knows the rest of the batch"
             self.measured[MEMBER] = Measurement(1.0, words)
             words = "who was in a batch: no noise hides it, as an update moves with each example's gradient"
             return Finding("weak", words, 'noise; measure it with [[attack]] use = "membership"')
-        some = Batch(*(t[:STAND_INS] for t in self.source.auxiliary))
+        some = Batch(*(t[:SIMULATED] for t in self.source.auxiliary))
         try:
             mu = float(detectability(CandidateGradients(known, self.params, some)).median())
         except ValueError as error:
             return Finding("unknown", f"who was in a batch: {error}")
         times = max(1.0, self.fed.protocol.rounds * shards.batch_size / min(map(len, shards.indices)))
         once, often = (percent(power(0.01, math.sqrt(n) * mu)) for n in (1, times))
-        words = "the area under the ROC curve after all rounds, for the median stand-in at the untrained weights"
+        words = (
+            "the area under the ROC curve after all rounds, for the median simulated client at the untrained weights"
+        )
         self.measured[MEMBER] = Measurement(area(math.sqrt(times) * mu), words, estimated=True)
         words = (
-            f"who was in a batch: whoever knows the rest of it detects half of the members with a probability of {once} or more at "
-            f"1 % false positives, {often} after all rounds"
+            f"who was in a batch: an attacker who knows the rest of it detects half of the members with a probability of {once} or "
+            f"more at 1 % false positives, {often} after all rounds"
         )
         if power(0.01, math.sqrt(times) * mu) <= FAINT:
             return Finding("holds", words)

@@ -1,6 +1,6 @@
-"""What is wrong with a scenario: its data, model, loss, chain and attacks, in one sequence of checks.
+"""Check a scenario: its data, model, chain and attacks.
 
-The doctor carries out all of them. A run carries out those that need no second build, before anything is trained.
+The doctor carries out all checks; a run, before its training, those that need no second build.
 """
 
 import logging
@@ -12,7 +12,6 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.problem import Problem
@@ -21,7 +20,6 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.server.pool.service import attack_devices
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.attack_trial import NOT_APPLICABLE, PATIENCE, PLAN, check_attacks
@@ -34,11 +32,10 @@ Stage = Callable[[Scenario], Iterator[CheckResult]]
 
 
 def check(scenario: Scenario) -> list[CheckResult]:
-    """Check a scenario that could be built; what follows a stage with which nothing can be trained is left out."""
+    """Check a scenario that could be built; stop after a stage without which nothing can be trained."""
     stages = (
         _check_data,
         _check_model,
-        _check_loss,
         _strategy,
         check_links,
         _check_step,
@@ -49,19 +46,19 @@ def check(scenario: Scenario) -> list[CheckResult]:
 
 
 def warnings_before(scenario: Scenario, patience: float = PATIENCE) -> Iterator[str]:
-    """Try a scenario once before it is trained; yields what will not work as it should.
+    """Try a scenario once before it is trained; yield what will fail.
 
     Args:
         patience: seconds, after which no further attack is tried.
 
     Raises:
-        SpecError: clients cannot train, no update could be computed again, or none of the planned attacks works.
+        SpecError: clients cannot train, no update can be recomputed, or no planned attack works.
     """
 
     def network(scenario: Scenario) -> Iterator[CheckResult]:
         return check_network(scenario.federation)
 
-    attacks = partial(check_attacks, patience=patience, timed=False)
+    attacks = partial(check_attacks, patience=patience)
     for result in _carry_out(scenario, (_strategy, network, check_links, attacks)):
         _refuse(result)
         if result.works is False and (result.code != NOT_APPLICABLE or result.name == PLAN):
@@ -69,7 +66,7 @@ def warnings_before(scenario: Scenario, patience: float = PATIENCE) -> Iterator[
 
 
 def try_first(scenario: Scenario, console: Console, where: str, patience: float = PATIENCE) -> None:
-    """Print what will not work as it should; arguments and SpecError as `warnings_before`.
+    """Print what `warnings_before` yields, with its arguments and SpecError.
 
     Args:
         where: a name that begins each sentence.
@@ -82,7 +79,7 @@ def try_first(scenario: Scenario, console: Console, where: str, patience: float 
 
 
 def refuse_misfit(fed: Federation, where: str) -> None:
-    """Try network, loss and chain on a few examples; SpecError, which begins with the scenario's file, if none can train."""
+    """Try network, loss and chain on a few examples; SpecError, which names the scenario's file, if they cannot train."""
     for name, checks in (("model", check_network(fed)), ("links", try_links(fed))):
         for result in attempt_all(name, checks):
             _refuse(result, f"{where}: ")
@@ -110,21 +107,12 @@ def _strategy(scenario: Scenario) -> Iterator[CheckResult]:
     yield attempt("strategy", partial(_try_strategy, scenario), stops=True)
 
 
-def _try_strategy(scenario: Scenario) -> Found:
-    """Build the server's strategy, and let one of Flower's aggregate a round of small replies, one a client or group."""
+def _try_strategy(scenario: Scenario) -> str:
+    """Build the server's strategy."""
     from fedgauge.server.strategy.build import build_strategy  # imports Flower: seconds
-    from fedgauge.simulations.checks.strategy_trial import aggregated
 
     logging.getLogger("flwr").setLevel(logging.ERROR)  # it warns that evaluation is off, which is our own choice
-    protocol = scenario.protocol
-    strategy = build_strategy(scenario.strategy, protocol.clients)
-    groups = len(protocol.groups(1)) if protocol.secure_sum is not None else protocol.clients
-    if type(strategy).__module__.startswith("flwr.") and not aggregated(strategy, protocol.clients, groups):
-        why = (
-            f"[strategy]: with these arguments it makes no finite, new weights of a round's replies (at most {groups})"
-        )
-        return Problem("strategy", "", why, "change them")
-    return type(strategy).__name__
+    return type(build_strategy(scenario.strategy, scenario.protocol.clients)).__name__
 
 
 def _check_devices(scenario: Scenario) -> Iterator[CheckResult]:
@@ -133,12 +121,8 @@ def _check_devices(scenario: Scenario) -> Iterator[CheckResult]:
 
 
 def _devices(scenario: Scenario) -> str:
-    found = attack_devices(scenario.audit, in_cluster="RAY_ADDRESS" in os.environ)
-    if found == [CPU]:
-        return "attacks run on the CPU"
-    places = " and ".join(map(str, found)) or "the GPUs of the Ray cluster, or its cores"
-    precision = scenario.audit.precision
-    return f"attacks run on {places}, with {precision} products; the times of trials are this machine's CPU's"
+    devices = attack_devices(scenario.audit, in_cluster="RAY_ADDRESS" in os.environ)
+    return f"attacks run on {' and '.join(map(str, devices)) or 'the Ray cluster'}"
 
 
 def _check_data(scenario: Scenario) -> Iterator[CheckResult]:
@@ -160,7 +144,7 @@ def _check_data(scenario: Scenario) -> Iterator[CheckResult]:
 
 
 def describe_data(data: Dataset) -> str:
-    """How many examples of what shape and how many classes."""
+    """Describe the examples: their number, shape and classes."""
     modality, shape = modality_of(data), " x ".join(map(str, data.shape))
     what = f"{modality.main.private}s of {shape} {modality.parts}"
     of = "classes" if data.labelled else "words"
@@ -178,7 +162,7 @@ def _same_data(fed: Federation, other: Federation) -> Found:
 
 
 def _check_model(scenario: Scenario) -> Iterator[CheckResult]:
-    """What training and attacks need of it, and what is lost in eval mode."""
+    """Check the network for training and attacks, and for dropout that eval mode disables."""
     fed, works = scenario.federation, True
     for result in check_network(fed):
         works &= result.works is True or not result.needed
@@ -194,20 +178,12 @@ def _check_model(scenario: Scenario) -> Iterator[CheckResult]:
         yield attempt("second derivative", partial(try_derivatives, fed))
 
 
-def _check_loss(scenario: Scenario) -> Iterator[CheckResult]:
-    fed = scenario.federation
-    words = "cross-entropy"
-    if not is_cross_entropy(fed.loss):
-        words = f"{fed.protocol.loss['use']}; labels cannot be read off its gradient"
-    yield CheckResult("loss", True, True, words)
-
-
 def _check_step(scenario: Scenario) -> Iterator[CheckResult]:
     yield attempt("one client's step", partial(_one_step, scenario.federation))
 
 
 def _one_step(fed: Federation) -> Found:
-    """Let a client, or a group of a secure sum, compute an update, and run the replay check on it in another federation."""
+    """Compute an update of a client or group, and run the replay check on it in another federation."""
     own, client = Federation(fed.protocol), fed.protocol.groups(1)[0][0]
     result = replay(Federation(fed.protocol), FederationSource(own).seen(client))
     message = f"replay check: cosine {result.cosine:.7f}, relative error {result.relative_error:.1e}: {result.verdict}"

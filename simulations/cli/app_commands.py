@@ -56,7 +56,7 @@ def app(options: argparse.Namespace) -> int:
     console.print(f"attack it otherwise: edit {run.folder / 'scenario.toml'}, then in {options.folder}: ", end="")
     console.print(f"fedgauge audit {shlex.quote(str(run.folder))} --retry all {allow}")
     if thresholds:
-        from fedgauge.server.views.assurance.gate import gate_of_run
+        from fedgauge.server.views.gate import gate_of_run
         from fedgauge.server.views.reading import read_once
 
         with read_once(run) as reading:

@@ -52,7 +52,7 @@ OTHER_DEFAULTS = {"min_train_nodes": "1", "min_available_nodes": "all"}
 
 @dataclass(frozen=True)
 class Component:
-    """One component as it is listed.
+    """One listed component.
 
     Args:
         target: the class or function; None if it cannot be imported.
@@ -93,8 +93,8 @@ def components_of(kind: str | None = None, own_only: bool = False) -> list[Compo
         listed += [_component(name, entry) for entry in once.values() if entry.own or not own_only]
     if kind is None and not own_only:  # plug-ins of a group that no kind has would be ignored in silence
         groups = [group for each in KINDS.values() for group in each.groups]
-        told = f"there is no such group; the groups are {', '.join(groups)}"
-        listed += [Component("unknown", e.name, package=e.package, error=told) for e in unknown_groups(groups)]
+        error = f"there is no such group; the groups are {', '.join(groups)}"
+        listed += [Component("unknown", e.name, package=e.package, error=error) for e in unknown_groups(groups)]
     return listed
 
 
@@ -112,8 +112,8 @@ def _component(kind: str, entry: Entry) -> Component:
 
 def _load(kind: ComponentKind, entry: Entry) -> Callable[..., Any]:
     namesakes = {other.package for other in kind.entries() if other.name == entry.name} - {entry.package}
-    if not entry.own and namesakes:  # nobody takes a name from fedgauge
-        raise ValueError(f"{' and '.join(sorted(namesakes))} has a component of this name, too")
+    if not entry.own and namesakes:  # no plug-in replaces a name of fedgauge
+        raise ValueError(f"{' and '.join(sorted(namesakes))} also has a component of this name")
     target = pkgutil.resolve_name(entry.value)
     if not entry.own and not kind.admits_outside(target, (entry.module.split(".")[0],)):
         raise TypeError(f"{entry.value} is not {kind.noun}")
@@ -150,7 +150,7 @@ def arguments_of(target: Callable[..., Any]) -> list[Argument]:
 
 
 def _is_settable(hint: Any) -> bool:
-    """Whether TOML can hold a value of this type: a tensor and a function it cannot."""
+    """Return whether TOML can hold a value of this type; it cannot hold a tensor or a function."""
     if typing.get_origin(hint) is Callable or hint is Tensor:
         return False
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -160,7 +160,7 @@ def _is_settable(hint: Any) -> bool:
 
 
 def toml(value: object) -> str:
-    """A default as it would stand in a scenario; none where it is left out."""
+    """Return a default as a scenario writes it; "none" for None."""
     if value is None:
         return "none"
     if isinstance(value, Mapping):
@@ -170,7 +170,7 @@ def toml(value: object) -> str:
     return json.dumps(value) if isinstance(value, str | bool) else str(value)
 
 
-# ------------------------------------------------------------------------------------------------- in a terminal, as JSON
+# -------------------------------------------------------------------------------------------------------- in a terminal
 
 
 def print_components(components: Sequence[Component], console: Console) -> None:
@@ -184,9 +184,3 @@ def print_components(components: Sequence[Component], console: Console) -> None:
                 f"cannot be used{plug_in}: {component.error}" if component.error else component.description + plug_in
             )
             console.print(Text(f"  {component.name:{width}}  ").append(words, "red" if component.error else None))
-
-
-def to_json(components: Sequence[Component]) -> str:
-    """An array with one object per component."""
-    shown = ("kind", "name", "arguments", "description", "package", "error")
-    return json.dumps([{name: getattr(c, name) for name in shown} for c in components], indent=1)

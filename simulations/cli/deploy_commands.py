@@ -1,4 +1,4 @@
-"""`fedgauge deploy init|up|status|down`, and `register` and `start`, which containers run once."""
+"""`fedgauge deploy init|up|down`, and `register` and `start`, which containers run once."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ def add_to(commands: Commands) -> None:
         added.set_defaults(action=action)
         path(added, "folder", "DIR", "the deployment's folder")
         text = "allow components from this package of your own; its code is run here (repeatable)"
-        # a name of its own: an --allow before the action must not be overwritten
+        # another name, so that an --allow before the action is not overwritten
         several(added, "--allow", "PACKAGE", text, dest="allow_too")
         return added
 
@@ -41,7 +41,6 @@ def add_to(commands: Commands) -> None:
     flag(begun, "--local", "without containers (with containers: docker compose)", required=True)
     flag(begun, "--new", "begin another run, even if the last one is unfinished")
     begun.add_argument("--log", choices=get_args(Log), default="auto", help="as in fedgauge run")
-    add("status", status, "which processes of a local start are alive, and the state of its last run")
     add("down", down, "end a local start, and the processes that a killed one has left behind")
     for name, action, summary in (
         ("register", register, "make the clients' keys known to the SuperLink"),
@@ -54,7 +53,7 @@ def add_to(commands: Commands) -> None:
 
 
 def deploy(options: argparse.Namespace) -> int:
-    """fedgauge deploy init|up|status|down DIR: a federation of real processes, each client its own, here or in containers."""
+    """fedgauge deploy init|up|down DIR: a federation of real processes, each client its own, here or in containers."""
     action: Command = options.action
     return action(options)
 
@@ -73,11 +72,9 @@ def init(options: argparse.Namespace) -> int:
     )
     folder = deployment.folder
     print(f"{folder}: {options.clients} clients; start it with: fedgauge deploy up {folder} --local")
-    if packages := deployment.foreign_packages():
-        print(
-            f"the scenario names code of your own, which each client's owner must allow: allow = {json.dumps(packages)} in "
-            f"{folder}/clients/*/client.toml, and {' and '.join(packages)} beside that file (or installed)"
-        )
+    if packages := [*options.allow, *options.allow_too]:
+        files = f"{folder}/clients/*/client.toml"
+        print(f"each owner must allow your packages: write allow = {json.dumps(packages)} into {files}")
     return 0
 
 
@@ -90,8 +87,8 @@ def up(options: argparse.Namespace) -> int:
 
     deployment = Deployment.open(options.folder)
     tell(
-        "while it is up, every user of this machine can run code in it and read its updates, as Flower's SuperLink and "
-        "SuperNodes ask nobody here who they are: use a machine of your own (SECURITY.md)"
+        "while it is up, every user of this machine can run code in it and read its updates, because Flower does not "
+        "authenticate local processes: use a machine without other users (SECURITY.md)"
     )
     run, ended = None, FAILED
     with Interrupt().caught() as interrupt:
@@ -126,18 +123,6 @@ def start(options: argparse.Namespace) -> int:
 
     with Interrupt().caught() as interrupt:
         return train(Deployment.open(options.folder), options.superlink, options.name, interrupt)
-
-
-def status(options: argparse.Namespace) -> int:
-    """Print which processes are alive; exit status 1 if none is."""
-    from fedgauge.simulations.deploy.folder import Deployment
-    from fedgauge.simulations.deploy.local_start import status as read_status
-
-    alive, lines = read_status(Deployment.open(options.folder))
-    for name, lives in alive.items():
-        print(f"{name}: {'alive' if lives else 'ended'}")
-    print(*(lines or ["no run has begun"]), sep="\n")
-    return 0 if any(alive.values()) else FAILED
 
 
 def down(options: argparse.Namespace) -> int:

@@ -2,8 +2,7 @@
 
 import argparse
 
-from fedgauge.client.components import SpecError
-from fedgauge.simulations.cli.options import Commands, flag, path, positive, several
+from fedgauge.simulations.cli.options import Commands, path, positive, refuse, several
 
 SUITE = "suite"
 
@@ -19,10 +18,8 @@ def add_to(commands: Commands) -> None:
         command.add_argument("--jobs", "--parallel", type=positive, metavar="N", default=default, help=text)
     table.add_argument("name", metavar="NAME", help="a published table: a file's name in simulations/papers; or suite")
     table.add_argument("--level", choices=("small", "full"), help="of the suite (default: small)")
-    text = "attack every chosen cell with this, too, on the cell's terms (repeatable)"
+    text = "also attack every chosen cell with this, on the cell's terms (repeatable)"
     several(table, "--attack", "'NAME KEY=VALUE ...'", text)
-    text = "add a cell with this defense beside each chosen cell that has none (repeatable)"
-    several(table, "--defense", "'NAME KEY=VALUE ...'", text)
     table.add_argument(
         "--n", type=positive, metavar="N", help="updates attacked in each setting, instead of the table's"
     )
@@ -31,7 +28,6 @@ def add_to(commands: Commands) -> None:
     )
     for option, of in (("--cells", "settings"), ("--attacks", "attacks")):
         table.add_argument(option, metavar="PATTERN", help=f"only these {of}: part of their name, or with * and ?")
-    flag(table, "--json", "one object per line instead of a table")
     path(table, "--output -o", "FILE", "keep the figures too, and continue what it holds")
     text = "what fedgauge reproduce --output wrote; or suite_small: the figures that fedgauge keeps of it"
     path(commands.add(compare, with_run=False), "files", "FILE", text, nargs="+")
@@ -45,24 +41,23 @@ def sweep(options: argparse.Namespace) -> int:
 
 
 def reproduce(options: argparse.Namespace) -> int:
-    """fedgauge reproduce NAME: attack what a paper attacked, and print its figures beside ours."""
+    """fedgauge reproduce NAME: attack what a paper attacked, and print its figures next to ours."""
     from fedgauge.simulations.experiments.paper_table_files import load, restrict, submitted, with_submissions
     from fedgauge.simulations.experiments.reproduce import reproduce_table
 
-    if options.level is not None and options.name != SUITE:
-        raise SpecError(f"--level is the suite's: leave it out, or write: fedgauge reproduce {SUITE} --level small")
+    refuse({f"--level is only for fedgauge reproduce {SUITE}": options.level is not None and options.name != SUITE})
     name = f"{SUITE}_{options.level or 'small'}" if options.name == SUITE else options.name
     chosen = restrict(load(name), options.n, options.budget, options.cells)
-    paper_table = with_submissions(chosen, options.attack, options.defense)
+    paper_table = with_submissions(chosen, options.attack)
     if options.attacks is not None:
-        always = [submitted(text, "--attack")[0] for text in options.attack]
+        always = [submitted(text)[0] for text in options.attack]
         paper_table = restrict(paper_table, None, None, "*", options.attacks, always)
-    reproduce_table(paper_table, options.output, options.jobs, options.json)
+    reproduce_table(paper_table, options.output, options.jobs)
     return 0
 
 
 def compare(options: argparse.Namespace) -> int:
-    """fedgauge compare FILE ...: figures that several people computed of the same cells and attacks, side by side."""
+    """fedgauge compare FILE ...: show the figures of several files of the same table in columns."""
     from fedgauge.simulations.experiments.results import compared, print_table, read_results
 
     print_table(compared({str(file): read_results(file) for file in options.files}))

@@ -1,4 +1,4 @@
-"""Finds runs by folder, or by name under runs/."""
+"""Find runs by folder, or by name under runs/."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from fedgauge.simulations.cli.options import RUNS, tell
 
 
 def find_run(named: Path, folder: Path) -> Run:
-    """A run by its folder, or by its name in the folder of runs; LedgerError if there is none."""
+    """Find a run by its folder, or by its name in the folder of runs; LedgerError if there is none."""
     below = folder / named
     if not named.exists() and not below.exists():
         raise LedgerError(f"there is no run {named}, neither here nor in {folder}: fedgauge runs lists those there are")
@@ -23,7 +23,7 @@ def find_runs(named: Path, folder: Path) -> list[Run]:
 
 
 def _runs_in(folder: Path) -> list[Run]:
-    """The runs in a folder, less the links, which may point anywhere and are named on standard error."""
+    """Return the runs in a folder without links, which are named on standard error."""
     kept = []
     for path in sorted(folder.glob("*/ledger.sqlite")):
         run = Run(path.parent)  # which has resolved a link; asking the folder again may give another answer
@@ -36,8 +36,6 @@ def _runs_in(folder: Path) -> list[Run]:
 
 def all_runs(folder: Path) -> list[Run]:
     """Every run in the folder of runs, newest first; SpecError if a folder was named that is none."""
-    if (folder / "ledger.sqlite").exists():
-        raise SpecError(f"{folder} is itself a run: --runs names the folder in which runs are kept")
-    if folder != RUNS and not folder.is_dir():
-        raise SpecError(f"{folder} is not a folder: --runs names the folder in which runs are kept")
+    if (folder / "ledger.sqlite").exists() or (folder != RUNS and not folder.is_dir()):
+        raise SpecError(f"{folder} is a run, or no folder: --runs names the folder in which runs are kept")
     return _runs_in(folder)[::-1]

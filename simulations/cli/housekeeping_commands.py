@@ -45,12 +45,12 @@ def runs(options: argparse.Namespace) -> int:
 
 
 def _columns(run: Run) -> list[str]:
-    """State, rounds, chain, attacks by name, how many are done, and the best value that an attack reached."""
-    told = run_line(run)
-    done = f"{told.done}/{told.total}" + (" so far" if told.state == "training" else "")
-    done += f", {told.failed} failed" if told.failed else ""
-    reached = "" if told.best is None else f"{told.measure.name} {in_unit(told.best, told.measure)}"
-    return [told.state, f"{told.round}/{told.rounds}", told.chain, ", ".join(told.attacks), done, reached]
+    """Return the columns of a run after its name."""
+    line = run_line(run)
+    done = f"{line.done}/{line.total}" + (" so far" if line.state == "training" else "")
+    done += f", {line.failed} failed" if line.failed else ""
+    reached = "" if line.best is None else f"{line.measure.name} {in_unit(line.best, line.measure)}"
+    return [line.state, f"{line.round}/{line.rounds}", line.chain, ", ".join(line.attacks), done, reached]
 
 
 def stop(options: argparse.Namespace) -> int:
@@ -87,9 +87,9 @@ def prune(options: argparse.Namespace) -> int:
                 deleted = delete(run, age, time.time())
                 words = f"{deleted} files deleted" if deleted else f"kept; it is younger than {age} days"
         except RunBusy as error:
-            words = f"kept, as it is at work: {error}"
+            words = f"kept because it is at work: {error}"
         except (LedgerError, OSError) as error:  # the others' retention does not wait for this one
             tell(error)
-            words, status = "kept, as it cannot be read", MISTAKE
+            words, status = "kept because it cannot be read", MISTAKE
         print(printable(f"{run.name}: {words}"))
     return status

@@ -25,13 +25,13 @@ GROUPS: dict[str, dict[str, str]] = {
         "watch": "show runs in the browser, while they work and afterwards; Ctrl-C ends it.",
         "report": "write the HTML report of each run, and compare several; figures if asked for.",
         "gate": "compare what a run's attacks reached with thresholds; the exit status says whether they hold.",
-        "export": "every score as CSV or parquet.",
+        "export": "every score as CSV.",
         "client-report": "what a client of a deployment sent, answered and leaked, from its own log.",
     },
     "experiment_commands": {
         "sweep": "train and attack a grid of defenses, attacks and seeds in memory; continues where it stopped.",
-        "reproduce": "attack what a paper attacked, and print its figures beside ours.",
-        "compare": "figures that several people computed of the same cells and attacks, side by side.",
+        "reproduce": "attack what a paper attacked, and print its figures next to ours.",
+        "compare": "show the figures of several files of the same table in columns.",
     },
     "deploy_commands": {
         "deploy": "a federation of real processes, each client its own, here or in containers.",
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:
-    """Allow the user's own packages, which lie in FEDGAUGE_ALLOW_PATH, beside the scenario, or in the current folder."""
+    """Allow the user's packages, found in FEDGAUGE_ALLOW_PATH, the scenario's folder or the current folder."""
     from fedgauge.client import components, registry
 
     names = [*registry.allowed(), *options.allow, *getattr(options, "allow_too", [])]
@@ -107,7 +107,8 @@ def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:
 def _parser(command: str = "") -> argparse.ArgumentParser:
     """A parser that knows the options of one command, and the names of all."""
     parser = argparse.ArgumentParser(
-        prog="fedgauge", description="Run a real federation whose server is curious, and see what it can reconstruct."
+        prog="fedgauge",
+        description="Run a real federation with a curious server, and see what the server can reconstruct.",
     )
     parser.add_argument("--version", action="version", version=f"fedgauge {metadata.version('fedgauge')}")
     commands = Commands(parser)

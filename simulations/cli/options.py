@@ -1,9 +1,9 @@
-"""How a command registers itself on the command line, and the options that several commands share."""
+"""Registration of commands on the command line, and options that several commands share."""
 
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -51,6 +51,15 @@ class Commands:
         return added
 
 
+def refuse(mistakes: Mapping[str, object]) -> None:
+    """Raise SpecError with the first sentence that holds."""
+    from fedgauge.client.components import SpecError  # not for help
+
+    for words, holds in mistakes.items():
+        if holds:
+            raise SpecError(words)
+
+
 def path(command: argparse.ArgumentParser, name: str, value: str, text: str | None = None, **more: Any) -> None:
     """Give a command an argument or option that is a path."""
     command.add_argument(*name.split(), type=Path, metavar=value, help=text, **more)
@@ -59,11 +68,6 @@ def path(command: argparse.ArgumentParser, name: str, value: str, text: str | No
 def several(command: argparse.ArgumentParser, name: str, value: str, text: str, **more: Any) -> None:
     """Give a command an option that may be repeated."""
     command.add_argument(name, action="append", default=[], metavar=value, help=text, **more)
-
-
-def whole(command: argparse.ArgumentParser, name: str, text: str, **more: Any) -> None:
-    """Give a command an option that is a whole number."""
-    command.add_argument(name, type=int, metavar="N", help=text, **more)
 
 
 def flag(command: argparse.ArgumentParser, name: str, text: str, **more: Any) -> None:
@@ -87,7 +91,7 @@ def add_gate(command: argparse.ArgumentParser) -> None:
     """Give a command thresholds that decide its exit status, and the files that say what came of them."""
     for way in ("above", "below"):
         text = (
-            f"end with status 1 if a metric lies {way} this value, with 3 if it was not measured, with 4 if part of the plan "
+            f"end with status 1 if a metric is {way} this value, with 3 if it was not measured, with 4 if part of the plan "
             "was never attacked (repeatable)"
         )
         several(command, f"--fail-{way}", "METRIC=VALUE", text, type=metric_value)
@@ -98,34 +102,31 @@ def add_gate(command: argparse.ArgumentParser) -> None:
 
 
 def metric_value(text: str) -> tuple[str, float]:
-    """A metric and a finite number: psnr=20."""
+    """Parse a metric and a finite number: psnr=20."""
     name, _, value = text.partition("=")
     if not name or not math.isfinite(bound := float(value)):
         raise ValueError
     return name, bound
 
 
-def port(text: str) -> int:
-    """A TCP port; 0 asks the system for a free one."""
-    if not 0 <= int(text) <= 65535:
-        raise ValueError
-    return int(text)
+def between(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Return a parser of numbers of this kind from `least` to `most`, without infinity."""
+
+    def parsed(text: str) -> float:
+        if not least <= kind(text) <= most or math.isinf(float(text)):
+            raise ValueError
+        return kind(text)
+
+    return parsed
 
 
-def days(text: str) -> float:
-    """A number of days, 0 or more."""
-    if not 0 <= float(text) < math.inf:
-        raise ValueError
-    return float(text)
+days, port, positive = (
+    between(float, 0),
+    between(int, 0, 65535),
+    between(int, 1),
+)  # port 0: the system chooses a free one
 
 
 def numbers(text: str) -> list[int]:
-    """Whole numbers with commas between."""
+    """Parse whole numbers with commas between."""
     return [int(part) for part in text.split(",")]
-
-
-def positive(text: str) -> int:
-    """A whole number from 1 on."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)

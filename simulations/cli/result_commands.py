@@ -8,11 +8,10 @@ from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.views.assurance.gate import GateResult, Threshold
+from fedgauge.server.views.gate import GateResult, Threshold
 from fedgauge.simulations.cli.finding_runs import find_run, find_runs
-from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, flag, path, port, tell
+from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, flag, path, port, refuse, tell
 from fedgauge.simulations.cli.run_summary import wide_console
 from fedgauge.simulations.reports.gate_output import gate_lines, gate_status, write_junit
 from fedgauge.simulations.run.exit_status import MISTAKE
@@ -30,12 +29,11 @@ def add_to(commands: Commands) -> None:
     written = commands.add(report, with_run=False)
     path(written, "run", "RUN", "a run's folder, or its name under runs/", nargs="+")
     path(written, "--figures", "FOLDER", "each plot as PNG and SVG, one column wide")
-    text = "where the comparison of several runs goes (default: comparison.html beside the first)"
+    text = "where the comparison of several runs goes (default: comparison.html next to the first)"
     path(written, "--output -o", "FILE", text)
     add_gate(commands.add(gate))
     table = commands.add(export)
-    table.add_argument("--to", choices=("csv", "parquet"), default="csv")
-    path(table, "--output -o", "PATH", "default: standard output (csv), or scores.parquet in the run")
+    path(table, "--output -o", "PATH", "default: standard output")
     path(commands.add(client_report, with_run=False), "file", "CLIENT.toml", "the owner's file")
 
 
@@ -74,8 +72,9 @@ def report(options: argparse.Namespace) -> int:
     from fedgauge.simulations.reports.report import write_comparison, write_report
 
     chosen = [run for named in options.run for run in find_runs(named, options.runs)]
-    if options.output is not None and len(chosen) == 1:
-        raise SpecError("--output is for the comparison of several runs; a run's own report is written into its folder")
+    refuse(
+        {"--output needs several runs; a single report is written into its run": options.output and len(chosen) == 1}
+    )
     shown = []
     for run in chosen:
         try:
@@ -100,12 +99,11 @@ def report(options: argparse.Namespace) -> int:
 
 def gate(options: argparse.Namespace) -> int:
     """fedgauge gate RUN: compare what a run's attacks reached with thresholds; the exit status says whether they hold."""
-    from fedgauge.server.views.assurance.gate import gate_of_run
+    from fedgauge.server.views.gate import gate_of_run
     from fedgauge.server.views.reading import read_once
 
     thresholds = chosen_thresholds(options)
-    if not thresholds:
-        raise SpecError("a gate needs a threshold: --fail-above psnr=20")
+    refuse({"a gate needs a threshold: --fail-above psnr=20": not thresholds})
     run = find_run(options.run, options.runs)
     with read_once(run) as reading:
         results = gate_of_run(reading, thresholds)
@@ -116,8 +114,7 @@ def chosen_thresholds(options: argparse.Namespace) -> list[Threshold]:
     """The thresholds of --fail-above and --fail-below; SpecError if a file is named and no threshold."""
     found = [Threshold(name, bound) for name, bound in options.fail_above]
     found += [Threshold(name, bound, above=False) for name, bound in options.fail_below]
-    if not found and options.junit:
-        raise SpecError("--junit writes what a gate found: add a threshold, --fail-above psnr=20")
+    refuse({"--junit needs a threshold: --fail-above psnr=20": options.junit and not found})
     return found
 
 
@@ -136,13 +133,11 @@ def conclude_gate(options: argparse.Namespace, results: Sequence[GateResult], of
 
 
 def export(options: argparse.Namespace) -> int:
-    """fedgauge export RUN: every score as CSV or parquet."""
-    from fedgauge.simulations.reports.export import save_csv, write_csv, write_parquet
+    """fedgauge export RUN: every score as CSV."""
+    from fedgauge.simulations.reports.export import save_csv, write_csv
 
     run = find_run(options.run, options.runs)
-    if options.to == "parquet":
-        print(write_parquet(run, options.output))
-    elif options.output:
+    if options.output:
         save_csv(run, options.output)
         print(options.output)
     else:

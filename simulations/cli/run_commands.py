@@ -18,9 +18,9 @@ from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, component_of, plan_of
 from fedgauge.server.store.tester_truth import TesterTruth
-from fedgauge.server.views.participation import app_clients, other_sizes
+from fedgauge.server.views.participation import other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
-from fedgauge.simulations.cli.options import Commands, add_log, add_settings, flag, numbers, path, several, tell, whole
+from fedgauge.simulations.cli.options import Commands, add_log, add_settings, flag, numbers, path, refuse, several, tell
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.live.log import emit
 from fedgauge.simulations.live.terminal import view_of
@@ -34,7 +34,7 @@ def add_to(commands: Commands) -> None:
     path(start, "--resume", "RUN", "continue a run that was interrupted, failed or was killed")
     text = "train in one process, without Flower's servers: the same messages, the same bits, and no minute of waiting"
     flag(start, "--in-memory", text)
-    whole(start, "--rounds", "instead of the scenario's")
+    start.add_argument("--rounds", type=int, metavar="N", help="instead of the scenario's")
     add_log(start)
     add_settings(start)
     again = commands.add(audit)
@@ -44,11 +44,10 @@ def add_to(commands: Commands) -> None:
     again.add_argument("--clients", type=numbers, metavar="0,1", help="with --attack: which clients")
     text = "try these again, after their cause is mended, or all after the run's scenario.toml was changed (repeatable)"
     again.add_argument("--retry", action="append", choices=("failed", "not-applicable", "all"), default=[], help=text)
-    text = "grade what came back by the clients' own examples: files of them, or a dataset with --truth-rows"
+    text = "grade what came back by the clients' own examples: a folder of files"
     again.add_argument("--truth", metavar="FOLDER|'NAME KEY=VALUE ...'", help=text)
-    path(again, "--truth-rows", "FILE.json", "which rows of the dataset each client has")
     again.add_argument("--executor", choices=("ray", "local"), help="instead of the scenario's")
-    whole(again, "--workers", "instead of the scenario's")
+    again.add_argument("--workers", type=int, metavar="N", help="instead of the scenario's")
     again.add_argument("--devices", metavar="cuda:0,cuda:1", help="instead of the scenario's; auto, cpu, cuda or names")
     flag(again, "--force", "attack although the replay check fails")
     flag(again, "--follow", "wait for jobs while the training continues")
@@ -61,10 +60,13 @@ def run(options: argparse.Namespace) -> int:
     from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
     from fedgauge.simulations.run.simulate import Interrupt, simulate
 
-    if (options.scenario is None) == (options.resume is None):
-        raise SpecError("name either a SCENARIO.toml to start, or --resume RUN")
-    if options.resume is not None and (options.set or options.rounds is not None):
-        raise SpecError("--resume continues with the run's own scenario: leave out --set and --rounds")
+    both = options.resume is not None and (options.set or options.rounds is not None)
+    refuse(
+        {
+            "name either a SCENARIO.toml or --resume RUN": (options.scenario is None) == (options.resume is None),
+            "--resume continues with the run's scenario: leave out --set and --rounds": both,
+        }
+    )
     before = find_run(options.resume, options.runs) if options.resume is not None else None
     scenario = resume(before) if before else Scenario.load(options.scenario, options.set, options.rounds)
     if scenario.audit.curious:
@@ -75,9 +77,6 @@ def run(options: argparse.Namespace) -> int:
     folder = before or new_run(scenario, options.scenario.stem, options.runs)
     if options.log == "auto":
         console.print(f"run {folder.name}: {scenario.protocol.clients} clients, {scenario.protocol.rounds} rounds")
-        if scenario.left_out:
-            beyond = ", ".join(map(str, scenario.left_out))
-            console.print(f"these rounds are beyond --rounds and are not attacked: {beyond}")
     status = 0
     with Interrupt().caught() as interrupt:
         try:
@@ -102,12 +101,13 @@ def audit(options: argparse.Namespace) -> int:
     from fedgauge.simulations.checks.scenario_check import refuse_misfit
     from fedgauge.simulations.run.create import enter_attacks, prepare_app
 
-    if options.follow and (options.attack or options.retry or options.truth):
-        raise SpecError("--follow carries out the run's own plan: leave out --attack, --retry and --truth")
-    if not options.attack and (options.rounds or options.clients):
-        raise SpecError("--rounds and --clients choose for --attack: add one")
-    if options.truth_rows and not options.truth:
-        raise SpecError("--truth-rows chooses rows of the dataset that --truth names: add --truth")
+    more = options.attack or options.retry or options.truth
+    refuse(
+        {
+            "--follow carries out the run's plan: leave out --attack, --retry and --truth": options.follow and more,
+            "--rounds and --clients need --attack": not options.attack and (options.rounds or options.clients),
+        }
+    )
     run = find_run(options.run, options.runs)
     devices = options.devices.split(",") if options.devices and "," in options.devices else options.devices
     changes = {"executor": options.executor, "workers": options.workers, "devices": devices}
@@ -138,7 +138,7 @@ def audit(options: argparse.Namespace) -> int:
             if options.retry:
                 _retry(run, ledger, scenario, options.retry, console)
         waiting = ledger.progress().waiting
-        if waiting and (words := other_sizes(app_clients(ledger), scenario.federation.shards.batch_size)):
+        if waiting and (words := other_sizes(ledger, scenario.federation.shards.batch_size)):
             console.print(f"warning: {words}", soft_wrap=True)  # before hours of work
         interrupted = _attack(options, run, ledger, scenario, console) if truth is None or waiting else False
         with Progress(console=console, disable=options.log != "auto", transient=True) as bars:
@@ -194,7 +194,7 @@ def _truth(options: argparse.Namespace, run: Run, ledger: Ledger) -> TesterTruth
         return None
     if not ledger.deployed:
         raise SpecError(f"--truth is for deployments and your own Flower app; {run.folder} is graded by its own data")
-    return TesterTruth.named(options.truth, options.truth_rows)
+    return TesterTruth.named(options.truth)
 
 
 def _assume(run: Run, ledger: Ledger, scenario: Scenario, known: dict[str, str], retry: list[str]) -> None:

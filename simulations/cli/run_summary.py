@@ -1,4 +1,4 @@
-"""What `fedgauge run` and `fedgauge audit` print at their end: scores, failures, the report, and what to do next."""
+"""The end of `fedgauge run` and `fedgauge audit`: print scores, failures, the report, and the next step."""
 
 import sys
 
@@ -8,10 +8,10 @@ from fedgauge.client.deployment.self_grading import NOT_ALLOWED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import printable
-from fedgauge.server.views.leak_tables import rounds_table, without_truth
+from fedgauge.server.views.leak_tables import rounds_table
 from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on, failure, inapplicable, none_accepted
-from fedgauge.server.views.participation import app_clients, guarded, numbering, other_sizes, participation
+from fedgauge.server.views.participation import guarded, other_sizes, participation
 from fedgauge.server.views.privacy import canaries
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
@@ -21,7 +21,17 @@ from fedgauge.simulations.live import json_log
 from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.reports.terminal import rich_table
 
-SHOWN = ("round", "accuracy", "attack", "mean", "worst", "baseline", "labels", "lost")  # columns of the results
+SHOWN = (
+    "round",
+    "accuracy",
+    "attack",
+    "mean",
+    "worst",
+    "baseline",
+    "labels",
+    "lost",
+    "ungraded",
+)  # columns of the results
 
 
 def print_summary(run: Run, log: Log) -> None:
@@ -43,7 +53,7 @@ def print_summary(run: Run, log: Log) -> None:
 
 
 def next_step(run: Run, ledger: Ledger) -> str:
-    """What is left to do on a run that is at rest, and the command for it; empty if nothing is."""
+    """Return the next step for a run at rest, with its command; empty if there is none."""
     from fedgauge.simulations.run.create import restart_command
 
     audit, progress = f"fedgauge audit {run.folder}", ledger.progress()
@@ -68,9 +78,9 @@ def wide_console() -> Console:
 
 
 def _problems(reading: Reading) -> list[str]:
-    """What makes the figures doubtful, what failed, and what to do next."""
+    """Return doubts about the figures, failures, and the next step."""
     ledger = reading.ledger
-    sizes = other_sizes(app_clients(ledger), reading.tables["data"].get("batch_size", 1))
+    sizes = other_sizes(ledger, reading.tables["data"].get("batch_size", 1))
     doubts = [f"WARNING: {text}" for text in (sizes, reading.meta.get("truth_doubts")) if text]
     failures = none_accepted(ledger), failure(ledger), inapplicable(ledger), reading.plan_coverage.words
     return [*doubts, *filter(None, (*failures, next_step(reading.run, ledger)))]
@@ -80,17 +90,14 @@ def _print_results(reading: Reading) -> None:
     """Print the table of scores, failures, and what to do next."""
     console = wide_console()
     ledger, meta = reading.ledger, reading.meta
-    table, ungraded = rounds_table(reading).only(*SHOWN), without_truth(reading)
-    graded = any(row.get("mean") is not None for row in table.records) or (table.rows and not ungraded.rows)
-    if graded:
+    table = rounds_table(reading).only(*SHOWN)
+    if table.rows:
         console.print(rich_table(table))
-    elif not ungraded.rows:
+    else:
         _print_line(console, f"no table: {verdict_of(reading).sentence}")
-    if ungraded.rows:
-        console.print(rich_table(ungraded))
-        if reason := ungraded_reason(reading):
-            _print_line(console, f"nobody graded these reconstructions, which the report shows: {reason}")
-    if ledger.attacks() and (graded or ungraded.rows):
+    if reading.scores.left_ungraded and (reason := ungraded_reason(reading)):
+        _print_line(console, f"reconstructions without a grade, which the report shows: {reason}")
+    if ledger.attacks() and table.rows:
         for text in members_sentences(verdict_of(reading).members, ledger):
             _print_line(console, text)
     if "replay_detail" in meta:
@@ -98,16 +105,13 @@ def _print_results(reading: Reading) -> None:
         _print_line(console, f"replay check: {meta['replay_detail']}", style)
     effects = server_attack_effects(reading)
     reasons = ledger.reasons()
-    beyond = len(reasons) - MOST_REASONS
     for text in (
         canaries(reading).words,
         *(f"malicious server, {name}: {effect}" for name, effect in effects.items()),
         attacked_on(ledger),
-        numbering(app_clients(ledger)),
         _clients(ledger),
         _grading(ledger),
         *(f"{row['attack']} ({row['jobs']} x): {row['reason']}" for row in reasons[:MOST_REASONS]),
-        f"and {beyond} more reasons of attacks" if beyond > 0 else "",
     ):
         if text:
             _print_line(console, text)
@@ -120,7 +124,7 @@ def _print_line(console: Console, text: str, style: str | None = None) -> None:
 
 
 def _clients(ledger: Ledger) -> str:
-    """What clients' guards reported; of a deployment, which clients gave no update, and why. Empty if there is nothing."""
+    """Return the reports of clients' guards; for a deployment, the missing clients with their reasons."""
     observations = ledger.observations()
     if not ledger.deployed:
         return guarded(observations)
@@ -128,7 +132,7 @@ def _clients(ledger: Ledger) -> str:
 
 
 def _grading(ledger: Ledger) -> str:
-    """What a deployment's clients reported of the attacks' success, and how their owners can allow more."""
+    """Return how a deployment's clients graded the attacks, and how owners can allow it."""
     grading = ledger.meta().get("grading")
     if grading is None or "truth" in ledger.meta():
         return grading or ""

@@ -5,6 +5,7 @@ import json
 import sys
 import tomllib
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -12,11 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fedgauge.client import toml_text
-from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.files import read_file
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.cli.options import Commands, add_gate, add_settings, flag, path
+from fedgauge.simulations.cli.options import Commands, add_gate, add_settings, flag, path, refuse
 from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 
 QUICKSTARTS = {"images": "quickstart.toml", "text": "quickstart-text.toml", "tables": "quickstart-table.toml"}
@@ -29,16 +29,13 @@ def add_to(commands: Commands) -> None:
     started.add_argument("--data", choices=tuple(QUICKSTARTS), default="images", help="kind of data (default: images)")
     listed = commands.add(list_components, with_run=False, name="list")
     listed.add_argument("kind", nargs="?", metavar="KIND", help="dataset, model, link, attack, ...; default: all")
-    flag(listed, "--json", "one array of objects instead of lines")
     commands.add(schema, with_run=False)
     estimate = commands.add(preflight, with_run=False)
     path(estimate, "scenario", "SCENARIO.toml")
     add_settings(estimate)
     flag(estimate, "--json", "one object instead of tables")
     add_gate(estimate)
-    flag(
-        estimate, "--accept-estimates", "an estimate within its threshold passes, too, though an attack may reach more"
-    )
+    flag(estimate, "--accept-estimates", "let an estimate within its threshold pass, although an attack may reach more")
     examined = commands.add(doctor, with_run=False)
     text = "a scenario, or a client's own file; default: this machine"
     path(examined, "scenario", "SCENARIO.toml|CLIENT.toml", text, nargs="?")
@@ -48,8 +45,7 @@ def add_to(commands: Commands) -> None:
 def init(options: argparse.Namespace) -> int:
     """fedgauge init [FILE]: write a commented scenario to start from."""
     target: Path = options.file
-    if target.exists():
-        raise SpecError(f"{target} exists; choose another name")
+    refuse({f"{target} exists; choose another name": target.exists()})
     target.write_text((Path(__file__).parents[1] / QUICKSTARTS[options.data]).read_text())
     print(f"{target}: edit it, then: fedgauge run {target}")
     return 0
@@ -57,13 +53,9 @@ def init(options: argparse.Namespace) -> int:
 
 def list_components(options: argparse.Namespace) -> int:
     """fedgauge list [KIND]: every component by kind, with those of installed plug-ins."""
-    from fedgauge.simulations.cli.components import components_of, print_components, to_json
+    from fedgauge.simulations.cli.components import components_of, print_components
 
-    components = components_of(options.kind)
-    if options.json:
-        print(to_json(components))
-    else:
-        print_components(components, Console(soft_wrap=True))
+    print_components(components_of(options.kind), Console(soft_wrap=True))
     return 0
 
 
@@ -78,7 +70,7 @@ def schema(options: argparse.Namespace) -> int:
 def preflight(options: argparse.Namespace) -> int:
     """fedgauge preflight SCENARIO.toml: what would leak, in seconds and before any training, and what to change."""
     from fedgauge.attacks.modality.registry import modality_of
-    from fedgauge.server.views.assurance.gate import check_thresholds, judged
+    from fedgauge.server.views.gate import check_thresholds, judged
     from fedgauge.simulations.checks.preflight import NOT_BEFORE_TRAINING, show
     from fedgauge.simulations.checks.preflight import preflight as examine
     from fedgauge.simulations.checks.scenario_check import refuse_misfit
@@ -92,7 +84,7 @@ def preflight(options: argparse.Namespace) -> int:
     result = examine(scenario)
     judgement = judged(thresholds, result.measured, NOT_BEFORE_TRAINING, options.accept_estimates)
     if options.json:
-        print(result.to_json(gate=gate_tables(judgement)))
+        print(json.dumps({**asdict(result), "gate": gate_tables(judgement)}, indent=1, allow_nan=False))
     else:
         show(result, Console(markup=False, width=None if sys.stdout.isatty() else 132))
     return conclude_gate(options, judgement, options.scenario, quiet=options.json)
@@ -110,8 +102,9 @@ def doctor(options: argparse.Namespace) -> int:
     elif _is_owners(file):
         from fedgauge.simulations.checks.owner_check import check_owner
 
-        if options.set or options.allow:
-            raise SpecError(f"{file}: a client's owner decides by the file alone: leave out --set and --allow")
+        refuse(
+            {f"{file}: an owner decides only by the file: leave out --set and --allow": options.set or options.allow}
+        )
         results = check_owner(OwnerConfig.load(file))
     else:
         from fedgauge.simulations.checks.scenario_check import check
@@ -139,7 +132,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _is_owners(file: Path) -> bool:
-    """Whether a file is a client's: it gives a client's number, where a scenario counts its clients."""
+    """Return whether a file is a client's: it has the key `client`, and a scenario has `clients`."""
     try:
         tables = toml_text.parse(read_file(file, toml_text.MOST))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):  # reading it as a scenario reports this

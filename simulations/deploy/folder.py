@@ -6,26 +6,20 @@ import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
 from rich.console import Console
 
-from fedgauge.client.components import SpecError, package_of
-from fedgauge.client.federation import DATASET, TRANSFORM
-from fedgauge.client.models.build import MODEL
-from fedgauge.client.models.losses import LOSS
-from fedgauge.client.registry import OWN
+from fedgauge.client.components import SpecError
 from fedgauge.server.pki import alternative_names, write_authority, write_node_key, write_secret
 from fedgauge.server.pool.service import attack_devices
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.scenario_check import try_first
 from fedgauge.simulations.deploy.services import Addresses, supernode
-from fedgauge.simulations.run.create import check_deployable, create_run
+from fedgauge.simulations.run.create import check_deployable, create_run, free_folder
 
 DEMO = Path(__file__).parents[1] / "deployment.toml"
 VERSION = "0.1.0"  # of the image
@@ -91,7 +85,7 @@ class Deployment:
         write_secret(folder / ".env", _settings(clients).encode())
         (folder / "compose.override.yaml").write_text(override(clients))
         if os.getuid() == 0:  # the containers do not run as root
-            for path in (*folder.rglob("*"), folder):  # whose new owner enters it last
+            for path in (*folder.rglob("*"), folder):  # the folder last: then only its new owner can enter it
                 os.chown(path, CONTAINER_USER, CONTAINER_USER, follow_symlinks=False)
         return deployment
 
@@ -107,7 +101,7 @@ class Deployment:
 
     @property
     def clients(self) -> int:
-        """How many clients there are."""
+        """The number of clients."""
         return len(list((self.folder / "keys").glob("client-*.pub")))
 
     def scenario(self) -> Scenario:
@@ -140,9 +134,7 @@ class Deployment:
         runs = self.runs()
         if runs and not new and not runs[-1].model.exists():
             return runs[-1].name
-        stem = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{FIRST_RUN}"
-        taken = {run.name for run in runs}
-        return next(name for n in count(1) if (name := stem if n == 1 else f"{stem}-{n}") not in taken)
+        return free_folder(FIRST_RUN, self.folder / "runs").name
 
     def begin(self, name: str, here: bool = False) -> tuple[Run, bool]:
         """The run of this name, created if it does not exist, and whether it must be resumed.
@@ -167,14 +159,6 @@ class Deployment:
         with run.ledger(readonly=True) as ledger:
             return run, bool(ledger.meta().get("state"))
 
-    def foreign_packages(self) -> list[str]:
-        """Packages outside fedgauge that the scenario names: each owner must install and allow them."""
-        protocol = self.scenario().protocol
-        tables = (protocol.data, protocol.model, protocol.loss, *protocol.chain)
-        kinds = (DATASET, MODEL, LOSS, *[TRANSFORM] * len(protocol.chain))
-        packages = {package_of(table, kind) for table, kind in zip(tables, kinds, strict=True)}
-        return sorted(packages - {OWN, ""})
-
     def _write_client(self, client: int, scenario: Scenario, grading: Grading, sampling: Sampling) -> None:
         folder = self.folder / "clients" / str(client)
         (folder / "state").mkdir(parents=True, mode=0o700)
@@ -185,7 +169,7 @@ class Deployment:
             "allow": [],
             "data": {**scenario.protocol.data, "whole": False, "sampling": sampling},
             "chain": list(scenario.protocol.chain),
-            **({"canary": False} if client in scenario.protocol.canary_clients else {}),  # nobody is one unasked
+            **({"canary": False} if client in scenario.protocol.canary_clients else {}),  # only if the owner agrees
             **({"loss": scenario.tables["loss"]} if "loss" in scenario.tables else {}),
             "grading": {"mode": grading, "precision": 0.5, "queries": 8},
             "guard": {"inspect": "refuse"},
@@ -221,7 +205,7 @@ def container(client: int) -> Mapping[str, Any]:
         "networks": ["federation"],
         "volumes": ["./tls/ca.crt:/deployment/tls/ca.crt:ro", f"./clients/{client}:/deployment/clients/{client}"],
         "secrets": [{"source": f"client-{client}", "target": f"/deployment/keys/client-{client}"}],
-        "healthcheck": {"test": ["CMD", "python", "-c", health(Addresses().port(client))], **_PATIENT},
+        "healthcheck": {"test": ["CMD", "python", "-c", HEALTH], **_PATIENT},
     }
 
 
@@ -246,22 +230,7 @@ _OWNER = """\
 """
 
 
-def health(port: int, first: int = 1, mute: float = 60.0) -> str:
-    """A health check in Python: whether a SuperNode answers; one that refuses connections long after its start is ended.
-
-    A connection that breaks at the wrong moment makes a SuperNode fail while its process stays, and Docker restarts only
-    processes that have ended.
-
-    Args:
-        first: the container's first process.
-        mute: seconds after its start from which on a refused connection counts as a failure.
-    """
-    return (
-        "import os, time, urllib.error, urllib.request as u\n"
-        "direct = u.build_opener(u.ProxyHandler({}))\n"  # Docker passes its own proxies to every container
-        f"try: direct.open('http://127.0.0.1:{port}/health', timeout=3)\n"
-        "except urllib.error.URLError as error:\n"
-        f"    late = time.time() - os.stat('/proc/{first}').st_mtime > {mute:g}\n"
-        f"    if late and isinstance(error.reason, ConnectionRefusedError): os.kill({first}, 15)\n"
-        "    raise\n"
-    )
+HEALTH = """\
+import urllib.request as u
+u.build_opener(u.ProxyHandler({})).open('http://127.0.0.1:9094/health', timeout=3)
+"""  # without the proxies that Docker passes to every container

@@ -11,7 +11,6 @@ from rich.console import Console
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
-from fedgauge.server.views.participation import Row, participation
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.deploy.supervisor import FACTS, LocalDeployment
 from fedgauge.simulations.deploy.train import not_attacked
@@ -86,11 +85,11 @@ def _start_all(local: LocalDeployment, run: Run, interrupt: Interrupt) -> None:
 
 def _follow(local: LocalDeployment, run: Run, view: View, interrupt: Interrupt) -> int:
     """Supervise the services until the run has ended; returns INTERRUPTED or 0."""
-    reporter, ledger = AbsenceReporter(view), view.run_progress.ledger
-    status = _await_end(local, "start", view, interrupt, reporter)
+    ledger = view.run_progress.ledger
+    status = _await_end(local, "start", view, interrupt)
     view.run_progress.coming = False
     if "attack" in local.children:  # it ends when the queue is empty, or after an interrupt with the attacks in flight
-        _await_end(local, "attack", view, interrupt, reporter)
+        _await_end(local, "attack", view, interrupt)
     if interrupt.asked:
         return INTERRUPTED
     meta = ledger.meta()
@@ -101,45 +100,24 @@ def _follow(local: LocalDeployment, run: Run, view: View, interrupt: Interrupt) 
     return 0
 
 
-def _await_end(local: LocalDeployment, name: str, view: View, interrupt: Interrupt, reporter: "AbsenceReporter") -> int:
+def _await_end(local: LocalDeployment, name: str, view: View, interrupt: Interrupt) -> int:
     """Supervise the services until this one has ended; an interrupt signals it."""
     signalled = False
     while (status := local.status(name)) is None:
         if view.note and view.run_progress.rounds:
             view.note = ""
         view.update()
-        reporter.report()
         if not interrupt.asked:
             local.poll()
         elif not signalled:
             signalled = True
             local.children[name].send_signal(signal.SIGTERM)
         time.sleep(POLL)
-    reporter.report()
     return status
 
 
-class AbsenceReporter:
-    """Reports for each new round which clients gave no update."""
-
-    def __init__(self, view: View) -> None:
-        self.view = view
-        self.ledger = view.run_progress.ledger
-        self.round = max((o["round"] for o in self.ledger.observations()), default=0)
-
-    def report(self) -> None:
-        """Report the rounds that are new."""
-        by_round: dict[int, list[Row]] = {}
-        for observation in self.ledger.observations(self.round + 1):
-            by_round.setdefault(observation["round"], []).append(observation)
-        for round, observations in sorted(by_round.items()):
-            if text := participation(observations):
-                self.view.say(f"fedgauge: round {round}: {text}")
-            self.round = round
-
-
 def _why(local: LocalDeployment, ledger: Ledger, status: int) -> str:
-    """Why a training failed: no client took part, the SuperLink died, or what `start` reported."""
+    """Return the cause of a failed training: no update, a dead SuperLink, or the message of `start`."""
     if ledger.meta().get("state") == "failed" and (why := ledger.meta().get(EMPTY)):
         return why
     if local.deaths.get("superlink") or local.status("superlink") is not None:
@@ -147,28 +125,11 @@ def _why(local: LocalDeployment, ledger: Ledger, status: int) -> str:
     return local.blame("start", f"exit status {status}")
 
 
-def status(deployment: Deployment) -> tuple[dict[str, bool], list[str]]:
-    """Which services of a local start are alive, and lines on the state of its last run."""
-    mark, pids = _facts(deployment)
-    living = processes.marked(mark) if mark else []
-    alive = {name: pid in living for name, pid in pids.items()}
-    lines = []
-    for run in deployment.runs()[-1:]:
-        with run.ledger(readonly=True) as ledger:
-            rounds, progress, meta = ledger.last_round(), ledger.progress(), ledger.meta()
-            rows = sum(1 for _ in ledger.scores())
-        lines.append(f"{run.name}: {meta.get('state') or 'not started'}, round {rounds} of {meta.get('rounds', '?')}")
-        lines.append(
-            f"attacks: {progress.done} done, {progress.waiting} to come, {progress.failed} failed; {rows} score rows"
-        )
-    return alive, lines
-
-
 def down(deployment: Deployment, patience: float = 60.0) -> list[int]:
     """Ask a local start to end, then end processes that it left behind; returns their ids.
 
     Args:
-        patience: seconds to wait; a start that still finishes its attacks in flight is then left alone.
+        patience: seconds to wait; after that, a start that still finishes its attacks continues.
 
     Raises:
         LedgerError: the process that the lock names does not hold it.
@@ -180,12 +141,5 @@ def down(deployment: Deployment, patience: float = 60.0) -> list[int]:
         if time.monotonic() > deadline:
             return []
         time.sleep(0.2)
-    mark, _ = _facts(deployment)
-    return processes.sweep(mark) if mark else []
-
-
-def _facts(deployment: Deployment) -> tuple[str, dict[str, int]]:
-    """The mark of the last local start, and each service's process; "" and {} before the first."""
-    path = deployment.folder / FACTS
-    facts = json.loads(path.read_text()) if path.exists() else {}
-    return facts.get("mark", ""), facts.get("pids", {})
+    facts = deployment.folder / FACTS
+    return processes.sweep(json.loads(facts.read_text())["mark"]) if facts.exists() else []

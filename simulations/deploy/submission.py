@@ -1,4 +1,4 @@
-"""What a deployment submits to its SuperLink: the app, the run's settings, and how the run's true status is asked for."""
+"""Submit the app and the settings of a deployment's run to the SuperLink, and query its status."""
 
 import json
 import re
@@ -74,17 +74,17 @@ class Submission:
         Args:
             blame: makes the error's message from what went wrong.
         """
-        if not (run := self._run()):
-            raise TrainingFailed(blame("it never started"))
-        try:
-            listing = self._ask("ls", "fedgauge", "--run-id", run, "--format", "json")
-        except subprocess.TimeoutExpired:
-            raise TrainingFailed(blame(f"its status is unknown: no answer in {PATIENCE:.0f} s")) from None
-        try:
-            return str(json.loads(listing.stdout)["runs"][0]["status"])
-        except (json.JSONDecodeError, KeyError, IndexError, TypeError):
-            output = listing.stderr.strip() or listing.stdout.strip()
-            raise TrainingFailed(blame(f"its status is unknown: {output[-300:]}")) from None
+        output = "it never started"
+        if run := self._run():
+            try:
+                listing = self._ask("ls", "fedgauge", "--run-id", run, "--format", "json")
+                output = f"its status is unknown: {(listing.stderr.strip() or listing.stdout.strip())[-300:]}"
+                return str(json.loads(listing.stdout)["runs"][0]["status"])
+            except subprocess.TimeoutExpired:
+                output = f"its status is unknown: no answer in {PATIENCE:.0f} s"
+            except (json.JSONDecodeError, KeyError, IndexError, TypeError):
+                pass
+        raise TrainingFailed(blame(output))
 
     def _ask(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

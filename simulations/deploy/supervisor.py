@@ -20,7 +20,7 @@ from fedgauge.simulations.deploy.submission import PATIENCE
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.launch import TrainingFailed
 
-FACTS = "up.json"  # a local start's file for `status` and `down`
+FACTS = "up.json"  # a local start's file for `down`
 # deaths of one service before it is given up: the SuperLink readmits a killed node after a minute at the earliest
 DEATHS = 20
 CLUSTER = ("ray-head", "ray-worker")
@@ -125,12 +125,5 @@ class LocalDeployment:
         return env | {"FLWR_HOME": str(home)} | dict(service.environment)
 
     def _write_facts(self) -> None:
-        facts = {
-            "mark": self.mark,
-            "run": self.addresses.run,
-            "dashboard": self.addresses.dashboard_address,
-            "pids": {name: child.pid for name, child in self.children.items()},
-        }
-        write_bytes(
-            self.deployment.folder / FACTS, json.dumps(facts, indent=1).encode()
-        )  # written at once, so that readers see it whole
+        facts = {"mark": self.mark, "pids": {name: child.pid for name, child in self.children.items()}}
+        write_bytes(self.deployment.folder / FACTS, json.dumps(facts).encode())

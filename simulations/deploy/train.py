@@ -38,10 +38,10 @@ def register(deployment: Deployment, superlink: str) -> None:
             command = ["flwr", "supernode", "register", str(key.resolve()), "fedgauge", "--name", f"client-{client}"]
             try:
                 done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
-            except subprocess.TimeoutExpired as error:
-                raise TrainingFailed(f"{superlink} does not answer") from error
-            if done.returncode and REGISTERED not in done.stdout + done.stderr:
-                output = (done.stderr.strip() or done.stdout.strip())[-500:]
+                output = (done.stdout + done.stderr).strip()[-500:] if done.returncode else REGISTERED
+            except subprocess.TimeoutExpired:
+                output = "it does not answer"
+            if REGISTERED not in output:
                 raise TrainingFailed(f"{key.name} could not be registered at {superlink}: {output}")
 
 
@@ -69,7 +69,7 @@ def _train(
     state = "failed"
 
     def blame(what: str) -> str:
-        return launch.blame(run, f"the federation failed: {what}", "flower.log")
+        return launch.with_ends(f"the federation failed: {what}", run.folder / "logs" / "flower.log")
 
     try:
         with _control(deployment, superlink) as (scratch, env):

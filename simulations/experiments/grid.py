@@ -32,14 +32,14 @@ class Cell:
 
 
 def expand(tables: Table, keys: Collection[str], joined: Collection[str], others: Collection[str] = ()) -> list[Cell]:
-    """The cells of a file.
+    """Return the cells of a file.
 
-    Keys of a cell may stand at the top, in the tables of the axes and in [[where]], which is for the cells that it names; the last
-    one holds. So do changes to attacks (`attacks`, by a name or a pattern), of which those at the top are defaults.
+    Keys of a cell may be at the top, in the tables of the axes and in [[where]], which names its cells; the last one holds. The
+    same is true for changes to attacks (`attacks`, by a name or a pattern); those at the top are defaults.
 
     Args:
         keys: of a cell.
-        joined: those of them whose tables are joined key by key.
+        joined: keys with tables that are joined key by key.
         others: further keys that the file has at the top.
 
     Raises:
@@ -104,8 +104,6 @@ def _selection(table: Table, axes: Names, where: str) -> tuple[Names, Table]:
     chosen, rest = {}, dict(table)
     for axis, names in axes.items():
         chosen[axis] = coerce(rest.pop(f"{axis}s", names), Sequence[str], f"{where}: {axis}s")
-        if not chosen[axis]:
-            raise SpecError(f"{where}: {axis}s is empty; name some, or leave the key out for all")
         if unknown := [name for name in chosen[axis] if name not in names]:
             raise SpecError(f"{where}: unknown {axis} {unknown[0]!r} (there are: {', '.join(names)})")
     return chosen, rest
@@ -127,7 +125,7 @@ def _attacks(name: str, layers: Sequence[Table], attacks: Sequence[Table]) -> li
 
 
 def _matching(by_name: Table, name: str) -> list[Table]:
-    """The values whose key is this name, or a pattern of it."""
+    """Return the values with this name, or a pattern of it, as key."""
     return [value for pattern, value in by_name.items() if fnmatchcase(name, pattern)]
 
 

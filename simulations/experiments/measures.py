@@ -1,14 +1,11 @@
 """Measures: the figures of a paper's table, each with a 95 % interval."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP
-from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.server.views.intervals import Floats, Ints, Rate, clustered_interval
@@ -21,7 +18,7 @@ SUCCESS_MSE = 1e-3  # mean squared error below which an image counts as recovere
 
 @dataclass(frozen=True)
 class ComparedFigure:
-    """One of our figures beside the paper's.
+    """One of our figures, compared with the paper's.
 
     Args:
         cell, attack, metric: what was measured.
@@ -47,18 +44,13 @@ class ComparedFigure:
     note: str = ""
     seconds: float = 0.0
 
-    def to_json(self) -> str:
-        """The figures as one JSON object, without budget, note and time."""
-        keys = ("cell", "attack", "metric", "reference", "here", "low", "high", "n")
-        return json.dumps({k: getattr(self, k) for k in keys}, allow_nan=False)
-
 
 @dataclass(frozen=True, eq=False)
 class AttackOutcome:
     """One attack's scores on n updates of B examples each, its cost, and the score of a guess that reads no update.
 
     Args:
-        scores: of this attack alone; each update has a client of its own.
+        scores: of this attack only; each update has a separate client.
         iterations: (n,) spent on each update.
         failed: attacks that reconstructed nothing; reasons: why.
         floor: score of the first baseline, by metric.
@@ -141,14 +133,14 @@ def _iterations(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
 
 
 def _success_gain(outcome: AttackOutcome, against: AttackOutcome | None) -> Interval:
-    """How many more updates succeed than with the other attack, in percent of the other's."""
+    """Return the gain in successes over the other attack, in percent."""
     assert against is not None
     ours, theirs = (_succeeded(o).astype(float) for o in (outcome, against))
     return _paired(lambda w: 100 * ((w @ ours) / (w @ theirs) - 1), len(ours))
 
 
 def _iterations_saved(outcome: AttackOutcome, against: AttackOutcome | None) -> Interval:
-    """How many fewer iterations a success takes than with the other attack, in percent of the other's."""
+    """Return the iterations saved for a success compared with the other attack, in percent."""
     assert against is not None
     (ours, succeeded), (theirs, others) = (
         (o.iterations * _succeeded(o), _succeeded(o).astype(float)) for o in (outcome, against)
@@ -192,12 +184,6 @@ def all_measures() -> tuple[str, ...]:
 def metric_of(measure: str) -> str:
     """The metric that a measure reads."""
     return DERIVED[measure][0] if measure in DERIVED else RENAMED.get(measure, measure)
-
-
-def measures_of(modality: Modality, members: bool = False) -> list[str]:
-    """The measures that there are of what is attacked: of a kind of data, or of who was in a batch."""
-    there_are = MEMBERSHIP if members else modality.measured
-    return [measure for measure in all_measures() if metric_of(measure) in there_are]
 
 
 def measured(measure: str, outcome: AttackOutcome, against: AttackOutcome | None) -> Interval:

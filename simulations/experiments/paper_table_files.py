@@ -1,4 +1,4 @@
-"""Find, read, check and restrict the files of simulations/papers, and add the attacks and defenses of other people to them."""
+"""Find, read, check and restrict the files of simulations/papers, and add the attacks of other people to them."""
 
 import tomllib
 from collections.abc import Collection, Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.plan import attack_name, modalities_of
-from fedgauge.client.components import SpecError, Table, call, check_arguments, coerce, settings_of
+from fedgauge.client.components import SpecError, Table, call, check_arguments, settings_of
 from fedgauge.server.store.scenario import component_of
 from fedgauge.simulations.experiments.grid import Cell, expand
 from fedgauge.simulations.experiments.paper_tables import (
@@ -17,7 +17,6 @@ from fedgauge.simulations.experiments.paper_tables import (
     PaperTable,
     Pretraining,
     Setting,
-    check_link,
 )
 
 PAPERS = Path(__file__).parents[1] / "papers"
@@ -40,15 +39,11 @@ def load(name: str) -> PaperTable:
     """Read a table by name; SpecError if there is none or if it has a mistake."""
     if name not in names():
         raise SpecError(f"no paper table is called {name!r}; there are {', '.join(names())}")
-    path = next(PAPERS.glob(f"*/{name}.toml"))
-    try:
-        return parse(name, tomllib.loads(path.read_text()))
-    except SpecError as error:
-        raise SpecError(f"{path.name}: {error}") from error
+    return parse(name, tomllib.loads(next(PAPERS.glob(f"*/{name}.toml")).read_text()))
 
 
 def parse(name: str, tables: Table) -> PaperTable:
-    """A table from parsed TOML, whose cells are those of its grid."""
+    """Make a table from parsed TOML, with the cells of its grid."""
     cells = tuple(map(_setting, expand(tables, CELL_KEYS, JOINED, HEAD)))
     head = {"title": "", "note": "", "seed": 0} | {key: tables[key] for key in HEAD if key in tables}
     return PaperTable(**check_arguments(PaperTable, head, "the table", {"name": name, "cells": cells}), cells=cells)
@@ -57,8 +52,6 @@ def parse(name: str, tables: Table) -> PaperTable:
 def _setting(cell: Cell) -> Setting:
     where, table = f"cell {cell.name}", cell.table
     specs = [_attack_spec(t, f"{where}, attack #{j}") for j, t in enumerate(cell.attacks, 1)]
-    for j, link in enumerate(coerce(table.get("chain", []), list, f"{where}: chain"), 1):
-        check_link(link, f"{where}, chain #{j}")
     made = {
         "name": cell.name,
         "images": settings_of(Images, table.get("data"), f"{where}: data"),
@@ -94,7 +87,7 @@ def restrict(
     attacks: str | None = None,
     always: Collection[str] = (),
 ) -> PaperTable:
-    """The table with another n, other iterations, or only the cells and attacks whose names match (a part, or with * and ?).
+    """Change the n and iterations of a table, or keep only matching cells and attacks (part of a name, or with * and ?).
 
     Without a pattern: all cells but the heavy ones, and all attacks. A chosen attack brings the attack it is compared with, and
     those called `always` are chosen.
@@ -120,36 +113,28 @@ def restrict(
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a name contains a pattern, or matches it with * and ?."""
+    """Return whether a name contains a pattern, or matches it with * and ?."""
     return pattern in name or fnmatchcase(name, pattern)
 
 
-# ------------------------------------------------------------------------------------ attacks and defenses of other people
+# ------------------------------------------------------------------------------------------------- attacks of other people
 
 
-def with_submissions(paper_table: PaperTable, attacks: Sequence[str], defenses: Sequence[str]) -> PaperTable:
-    """The table with further attacks in every cell that they fit, and for each defense a cell beside each one without.
+def with_submissions(paper_table: PaperTable, attacks: Sequence[str]) -> PaperTable:
+    """Add further attacks to every cell that they fit.
 
     An attack gets the budget, knowledge and metrics of the cell's first attack. A test of membership fits cells of members, and a
-    registered attack those of its kind of data. A defense stands before local training, so it acts on gradients.
+    registered attack those of its kind of data.
 
     Args:
-        attacks, defenses: components as text, such as 'mine:sharper rate=0.1'.
+        attacks: components as text, such as 'mine:sharper rate=0.1'.
 
     Raises:
         SpecError: a component is unknown, has no such argument, names what the cell decides, or fits no cell.
     """
     cells = list(paper_table.cells)
-    for text in defenses:
-        name, link = submitted(text, "--defense")
-        check_link(link, "--defense")
-        cells += [
-            replace(cell, name=f"{cell.name}, {name}", chain=(link, *cell.chain))
-            for cell in paper_table.cells
-            if len(cell.chain) == 1
-        ]
     for text in attacks:
-        name, table = submitted(text, "--attack")
+        name, table = submitted(text)
         made = [_attacked(cell, name, table) for cell in cells]
         if made == cells:
             raise SpecError(f"--attack: {name} fits none of the chosen cells: choose others with --cells")
@@ -157,14 +142,12 @@ def with_submissions(paper_table: PaperTable, attacks: Sequence[str], defenses: 
     return replace(paper_table, cells=tuple(cells))
 
 
-def submitted(text: str, option: str) -> tuple[str, Table]:
-    """The name and the settings of a component from text: 'mine:sharper rate=0.1'."""
-    table = component_of(text, option)
+def submitted(text: str) -> tuple[str, Table]:
+    """Parse the name and the settings of an attack from text: 'mine:sharper rate=0.1'."""
+    table = component_of(text, "--attack")
     if wrong := [key for key in table if key in NOT_SUBMITTED]:
-        raise SpecError(f"{option}: {wrong[0]} is the same for every attack of a cell; leave it out")
-    if not (name := str(attack_name(table))):
-        raise SpecError(f"{option}: name must be a text of at least one letter, or left out")
-    return name, {key: value for key, value in table.items() if key != "name"}
+        raise SpecError(f"--attack: {wrong[0]} is the same for every attack of a cell; leave it out")
+    return str(attack_name(table)), {key: value for key, value in table.items() if key != "name"}
 
 
 def _attacked(cell: Setting, name: str, table: Table) -> Setting:

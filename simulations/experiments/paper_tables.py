@@ -6,12 +6,9 @@ from typing import Literal
 
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
 from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.client.components import Table, build, call, check_arguments, check_at_least, coerce, resolve
+from fedgauge.client.components import Table, build
 from fedgauge.client.data.corpora import Longer
-from fedgauge.client.federation import TRANSFORM
 from fedgauge.client.models.tokenizer import Task
-
-OFFERED = ("model", "shape", "classes", "batch_size", "examples", "normalise")  # to links, by a federation
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Pretraining:
-    """How a network is trained before it is attacked: Adam, from the seed's initial weights, on training images.
+    """The training of a network before the attack: Adam, from the seed's initial weights, on training images.
 
     Args:
         steps, batch_size, rate: of Adam.
@@ -100,10 +97,10 @@ class Setting:
         auxiliary: the last training images, which the attacker has.
         server_attack: what a malicious server does to the weights it sends (a component table); None: an honest server.
         rounds: how often each client is asked, on the same examples; the server attack sees all answers, the last is attacked.
-        members: clients with batch_size images each, of whose updates the server sees only the mean; the server attack is on
-            all but the first of them.
-        alone: attack only the example of each batch that the server attack isolates (the one with the largest update), by
-            itself and at honest weights: the reference for what isolating it achieves.
+        members: clients with batch_size images each. The server sees only the mean of their updates, and the server attack is
+            on all but the first of them.
+        alone: attack only the example of each batch that the server attack isolates (the one with the largest update), at
+            honest weights. This is the reference for isolation.
         faintest: attack the quarter of four times as many updates that is smallest at honest weights.
     """
 
@@ -124,9 +121,6 @@ class Setting:
     members: int = 1
     alone: bool = False
     faintest: bool = False
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "auxiliary", "rounds", "members")
 
     def build_server_attack(self) -> ServerAttack | None:
         """The server attack; SpecError if its table has a mistake."""
@@ -150,13 +144,3 @@ class PaperTable:
     seed: int
     cells: tuple[Setting, ...] = ()
     version: int = 1
-
-
-def check_link(table: Table, where: str) -> None:
-    """Check a link before there is a network: build it, unless it needs something of the network or the data."""
-    arguments = {key: value for key, value in table.items() if key not in ("use", "each")}
-    coerce(table.get("each", False), bool, f"{where}: each")
-    target, given = resolve(table, where, TRANSFORM), dict.fromkeys(OFFERED)
-    checked = check_arguments(target, arguments, where, given)
-    if not any(checked.get(k, "") is None for k in OFFERED):
-        call(target, checked, where)

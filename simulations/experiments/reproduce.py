@@ -10,41 +10,33 @@ from rich.console import Console
 
 from fedgauge.attacks.plan import ATTACK
 from fedgauge.client.components import SpecError, is_own, own_line
-from fedgauge.client.federation import TRANSFORM
 from fedgauge.simulations.checks.check_result import remedy, sentence
 from fedgauge.simulations.experiments.measures import AttackOutcome, ComparedFigure
 from fedgauge.simulations.experiments.paper_tables import PaperTable, Setting
 from fedgauge.simulations.experiments.results import ResultsFile, figures_table, head_of, print_table
-from fedgauge.simulations.experiments.run_attack import check_attacks, compared_figures, run_attack
+from fedgauge.simulations.experiments.run_attack import compared_figures, run_attack
 from fedgauge.simulations.experiments.runner import run_cells
 from fedgauge.simulations.experiments.setups import build_setup
 
 
-def reproduce_table(paper_table: PaperTable, output: Path | None, jobs: int, as_json: bool) -> None:
+def reproduce_table(paper_table: PaperTable, output: Path | None, jobs: int) -> None:
     """Print the figures of a table, and keep them in a file, which is continued; the command `fedgauge reproduce`."""
     file = None if output is None else ResultsFile(output, ComparedFigure, head_of(paper_table))
     rows, console = [] if file is None else list(file.rows), Console(stderr=True, markup=False, highlight=False)
     if rows:
         console.print(f"{output} holds {len(rows)} of the figures; the others follow", soft_wrap=True)
 
-    def say(found: list[ComparedFigure]) -> None:
-        for row in found if as_json else ():
-            print(row.to_json(), flush=True)
-
-    say(rows)
     total = sum(len(cell.attacks) for cell in paper_table.cells)
     with console.status(f"{paper_table.name}: {total} attacks"):
         for found in reproduce(paper_table, {(row.cell, row.attack) for row in rows}, jobs):
             rows += found
             if file is not None:  # after every attack: an interruption loses no more than those at work
                 file.write(rows)
-            say(found)
             done = len({(row.cell, row.attack) for row in rows})
             console.print(f"{done} of {total}: {found[0].cell}, {found[0].attack}", soft_wrap=True)
-    if not as_json:
-        order = [cell.name for cell in paper_table.cells]
-        print_table(figures_table(sorted(rows, key=lambda row: order.index(row.cell)), paper_table.title))
-        print(paper_table.note)
+    order = [cell.name for cell in paper_table.cells]
+    print_table(figures_table(sorted(rows, key=lambda row: order.index(row.cell)), paper_table.title))
+    print(paper_table.note)
     if output is not None:
         print(f"kept in {output}", file=sys.stderr)
 
@@ -70,22 +62,22 @@ def reproduce(
 
 
 def _attack_cell(cell: Setting, seed: int, left: Collection[str], place: int) -> Iterator[list[ComparedFigure]]:
-    with _told(f"cell {cell.name}", all(is_own(link, TRANSFORM) for link in cell.chain)):
-        setup = build_setup(cell, seed)
-    check_attacks(cell, setup)
+    setup = build_setup(cell, seed)
     yield []
     outcomes: dict[str, AttackOutcome] = {}
     for spec in (spec for spec in cell.attacks if spec.name in left):
         for needed in cell.attacks:  # what it is compared with was perhaps done in an earlier call
             if needed.name in (spec.name, spec.against) and needed.name not in outcomes:
-                with _told(f"cell {cell.name}, attack {needed.name}", needed.is_limit or is_own(needed.table, ATTACK)):
+                with _one_sentence(
+                    f"cell {cell.name}, attack {needed.name}", needed.is_limit or is_own(needed.table, ATTACK)
+                ):
                     outcomes[needed.name] = run_attack(needed, setup, cell.wave)
         yield compared_figures(cell, spec, outcomes[spec.name], outcomes, setup.note)
 
 
 @contextmanager
-def _told(where: str, own: bool) -> Iterator[None]:
-    """Make one sentence of what somebody's own attack or defense raises; fedgauge's own errors stay as they are."""
+def _one_sentence(where: str, own: bool) -> Iterator[None]:
+    """Turn an exception of a user's attack or defense into a SpecError; pass on fedgauge's own errors."""
     try:
         yield
     except SpecError:

@@ -50,7 +50,7 @@ class ResultsFile(Generic[Row]):
             self.rows, self._seconds = rows_of(kept, kind, str(path)), kept["seconds"]
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Keep these rows in place of those before; a reader, and whoever continues, sees all of them or none."""
+        """Replace the rows atomically."""
         kept = {
             **self._head,
             "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -70,10 +70,9 @@ class ResultsFile(Generic[Row]):
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """A file of results, or one that fedgauge keeps, by the name of its table; SpecError if it is none."""
-    ours = {kept.stem: kept for kept in PAPERS.glob("*/results/*.json")}
+    """Read a file of results, or a kept one by the name of its table; SpecError if it is none."""
     if not path.exists():
-        path = ours.get(str(path), path)
+        path = next(PAPERS.glob(f"*/results/{path}.json"), path)
     try:
         kept: dict[str, Any] = json.loads(read_file(path, LARGEST_FILE))
         for key, kind in {"name": str, "environment": dict, "seconds": float, "rows": list}.items():
@@ -98,7 +97,7 @@ def rows_of(kept: Mapping[str, Any], kind: type[Row], name: str) -> list[Row]:
 
 
 def head_of(paper_table: PaperTable) -> dict[str, Any]:
-    """What a file of a paper's table says first; `computed` has all that decides an attack's figures but the code."""
+    """Return the head of a table's file; `computed` has digests of all that decides an attack's figures except the code."""
     computed = {}
     for cell in paper_table.cells:
         setting = {key: value for key, value in asdict(cell).items() if key != "attacks"}
@@ -139,7 +138,7 @@ OPTIONAL = ("reference", "95 % interval", "baseline", "budget", "remarks")  # le
 
 
 def figures_table(rows: list[ComparedFigure], caption: str = "") -> Table:
-    """Our figures beside a paper's."""
+    """Return our figures with the paper's as a table."""
     lines = [_texts(row) for row in rows]
     shown = [i for i, h in enumerate(HEADS) if h not in OPTIONAL or any(line[i] not in ("", "-") for line in lines)]
     return texts(caption, [HEADS[i] for i in shown], [[line[i] for i in shown] for line in lines])
@@ -157,10 +156,10 @@ def _number(value: float | None) -> str:
 
 
 def compared(files: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The figures of several files: a line for each cell, attack and metric, a column for each file.
+    """Return a table of several files' figures: a line for each cell, attack and metric, a column for each file.
 
     Raises:
-        SpecError: the files are of different tables, or computed the same attack of a cell otherwise.
+        SpecError: the files have different tables, or different settings for the same attack of a cell.
     """
     (first, head), *others = files.items()
     for name, other in others:

@@ -13,7 +13,6 @@ from fedgauge.attacks.modality.membership import LABELS_ALONE
 from fedgauge.attacks.modality.registry import modality_measured
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.score_rows import WHOLE_BATCH, came_back
-from fedgauge.client.components import SpecError
 from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.experiments.measures import (
     DERIVED,
@@ -22,19 +21,18 @@ from fedgauge.simulations.experiments.measures import (
     all_measures,
     mean_of,
     measured,
-    measures_of,
     metric_of,
 )
 from fedgauge.simulations.experiments.paper_tables import AttackSpec, Setting
 from fedgauge.simulations.experiments.setups import Setup
 
-RANDOM_DRAWS = 10  # of random words for each update, whose mean is the floor
+RANDOM_DRAWS = 10  # of random words for each update; the floor is their mean
 
 
 def run_attack(spec: AttackSpec, setup: Setup, wave: int) -> AttackOutcome:
     """Attack and grade every update of a setup; a failed attack is counted, and enters the figures as `_published` says.
 
-    A limit on the error reads no update, so it is computed once. Where nobody can tell who was in a batch, there is no value.
+    A limit on the error reads no update, so it is computed once.
     """
     started = time.perf_counter()
     results: list[AuditResult] = []
@@ -55,7 +53,7 @@ def run_attack(spec: AttackSpec, setup: Setup, wave: int) -> AttackOutcome:
 
 
 def _failed(spec: AttackSpec, result: AuditResult) -> bool:
-    """Whether an attack reconstructed nothing, or a test or limit has no value."""
+    """Return whether an attack reconstructed nothing, or a test or limit has no value."""
     if spec.metric:
         return all(row.value is None for row in result.rows)
     return not came_back(result.reconstruction.x)
@@ -171,19 +169,3 @@ def _budget(spec: AttackSpec, cell: Setting) -> str:
         if key != "restarts" or theirs != 1 or ours != 1:
             parts.append(f"{key} {ours}" + (f" of {theirs:g}" if theirs != ours else ""))
     return ", ".join(parts)
-
-
-def check_attacks(cell: Setting, setup: Setup) -> None:
-    """SpecError if an attack asks for knowledge or a metric that the setting's data do not have."""
-    modality = setup.auditor.modality
-    for spec in cell.attacks:
-        where = f"cell {cell.name}, attack {spec.name}"
-        if spec.tells_members and cell.images.part == "test":
-            raise SpecError(f'{where}: strangers are of the test part, so members must not be: set data part = "train"')
-        there_are = [mse.name] if spec.metric == mse.name else measures_of(modality, bool(spec.metric))
-        if wrong := [m for m in spec.metrics if m not in there_are]:
-            raise SpecError(f"{where}: {wrong[0]} is no metric of it; there are {', '.join(there_are)}")
-        if spec.lengths == "given" and not modality.gives_lengths:
-            raise SpecError(f'{where}: lengths = "given" is for sentences')
-        if spec.labels == "given" and not setup.truth[0].labelled:
-            raise SpecError(f'{where}: labels = "given" would hand over the sentences; set labels = "restored"')

@@ -1,7 +1,6 @@
-"""Run a sweep: every defense and seed is a run of its own, trained in memory and then attacked.
+"""Run a sweep: train and attack a run in memory for every defense and seed.
 
-The runs lie in one folder, so that `fedgauge watch` and `fedgauge report` compare them. An interrupted sweep continues where
-it stopped.
+The runs are in one folder, so that `fedgauge watch` and `fedgauge report` compare them. An interrupted sweep continues.
 """
 
 import sys
@@ -44,7 +43,7 @@ def try_cells(cells: Sequence[SweepCell], console: Console) -> None:
 def run_sweep(sweep: Sweep, file: ResultsFile[SweepRow], jobs: int) -> Iterator[list[SweepRow]]:
     """Yield the rows of all finished cells, in the order of the sweep: those that were there, then again after every cell.
 
-    sweep.json, the file, and beside it sweep.csv and sweep.md are rewritten each time.
+    sweep.json, sweep.csv and sweep.md are rewritten each time.
 
     Args:
         jobs: cells at a time.

@@ -38,14 +38,14 @@ class SweepCell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A checked sweep file: its cells, whose scenarios were all built once."""
+    """A checked sweep file; the scenarios of its cells were built once."""
 
     name: str
     cells: tuple[SweepCell, ...]
 
     @property
     def promises(self) -> dict[str, str]:
-        """What each defense claims, in the sweep's order."""
+        """The claim of each defense, in the sweep's order."""
         return {cell.defense: cell.promise for cell in self.cells}
 
     @classmethod
@@ -61,8 +61,6 @@ class Sweep:
 
 
 def _cells(tables: Table) -> list[SweepCell]:
-    if "chain" in tables:
-        raise SpecError("this looks like a scenario, which fedgauge run takes")
     shared = coerce(tables.get("scenario", {}), dict, "[scenario]")
     for key in ("chain", "attack", "seed"):
         if key in shared:

@@ -30,7 +30,7 @@ from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
 
 @dataclass(frozen=True)
 class SweepRow:
-    """What one attack recovered under one defense with one seed, and what the defense cost.
+    """Result of one attack under one defense with one seed, with the cost of the defense.
 
     Args:
         accuracy: on the test images after the last round.
@@ -43,7 +43,7 @@ class SweepRow:
         n: graded examples; failed: attacked examples without a grade.
         reason: why there is no number, or why some are missing.
         metric: by which the attacks are compared, or the question of membership; an older sweep's rows do not name it.
-        told: of a test of membership, the share of members that it tells at 1 % false positives.
+        told: share of members that a membership test detects at 1 % false positives.
         exact: the best is an exact hit, which is inf here and in CSV, and null in JSON.
     """
 
@@ -72,7 +72,7 @@ class SweepRow:
 
 
 def is_done(path: Path) -> bool:
-    """Whether a cell has finished training and all its attacks; RefusedFile if it, or its ledger, is a link."""
+    """Return whether a cell has finished training and all attacks; RefusedFile if it, or its ledger, is a link."""
     if run_files.look(path / "ledger.sqlite") is None:
         return False
     with Run(path).ledger() as ledger:
@@ -147,11 +147,9 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> Table:
     Args:
         promises: of every defense, in the sweep's order.
 
-    The strongest attack is, as anywhere, that whose mean leaks most, here over the seeds; in brackets stands the interval of a
-    single seed, or the least and the largest mean of several. What came back best of what a defense made of the examples stands
-    beside it. Membership: of the strongest test, the area under the ROC curve, and the members told at
-    1 % false positives. Limit, bound and gap are PSNRs of mean squared errors; the gap is from the limit to the attack of the
-    least error.
+    The strongest attack has the highest mean leakage over the seeds. In brackets: the interval of a single seed, or the range of
+    several means. Membership: the strongest test's area under the ROC curve, and the members detected at 1 % false positives.
+    Limit, bound and gap are PSNRs of mean squared errors; the gap is between the limit and the attack with the least error.
     """
     by = modality_measured([row.metric for row in found]).main
     asked = {q: words.where for q, words in QUESTIONS.items() if q == MEMBER or any(r.metric == q for r in found)}
@@ -178,7 +176,7 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> Table:
                     if compared
                     else []
                 ),
-                *(_told([row for row in every if row.metric == question]) for question in asked),
+                *(_detected([row for row in every if row.metric == question]) for question in asked),
                 _epsilon([r.epsilon for r in every]),
                 percent(accuracy, space=" "),
                 number(cost, 0),
@@ -217,8 +215,8 @@ def _means(own: Sequence[SweepRow], column: str) -> dict[str, float]:
     return {attack: mean for attack, mean in means.items() if mean is not None}
 
 
-def _told(tests: Sequence[SweepRow]) -> str:
-    """What the strongest test of one question of membership reached, as text."""
+def _detected(tests: Sequence[SweepRow]) -> str:
+    """Return the result of the strongest membership test as text."""
     areas = _means(tests, "mean")
     best = MEASURED[MEMBER].leakiest(sorted(areas), areas.__getitem__)
     if best is None:

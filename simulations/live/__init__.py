@@ -1,1 +1,1 @@
-"""What a run shows while it works: terminal, plain lines, JSON log."""
+"""Display of a run at work: terminal, plain lines, JSON log."""

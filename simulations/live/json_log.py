@@ -1,6 +1,6 @@
-"""The JSON log: the events of a run on standard output, one object per line, for programs that follow it.
+"""The JSON log: events of a run on standard output, one object a line.
 
-A number that is not finite is null; `exact` says of a PSNR that it is null because it is infinite.
+A number that is not finite is null; `exact` marks an infinite PSNR.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from fedgauge.simulations.live.view import View
 
 
 class Events(View):
-    """The events started, then round, scores, progress and replay as they come."""
+    """View that emits started, round, scores, progress and replay."""
 
     def __init__(self, run_progress: RunProgress, run: Run) -> None:
         super().__init__(run_progress)
@@ -36,7 +36,6 @@ class Events(View):
             clients=protocol.clients,
             rounds=protocol.rounds,
             attacks=self.run_progress.attacks,
-            beyond_rounds=list(self.run_progress.scenario.left_out),
         )
         yield self
         self._emit_changes(force=True)
@@ -52,7 +51,7 @@ class Events(View):
             tested = {key: finite(row[key]) for key in ("accuracy", "loss", "seconds")}
             self._once(number, "round", {"round": number, **tested})
         for leak in s.leaks:
-            facts = {"round": leak.round, **_in_numbers(leak), "complete": s.is_complete(leak)}
+            facts = {"round": leak.round, **_in_numbers(leak)}
             self._once((leak.attack, leak.round), "scores", facts)
         p, jobs = s.progress, s.jobs
         counts = {
@@ -69,14 +68,14 @@ class Events(View):
             self._once("replay", "replay", {"verdict": verdict, "words": words})
 
     def _once(self, key: object, event: str, facts: Mapping[str, object], **more: object) -> None:
-        """Emit, unless the last event of this key had the same facts."""
+        """Emit an event with new facts."""
         if self._emitted.get(key) != facts:
             self._emitted[key] = facts
             emit(event, **facts, **more)
 
 
 def finish(run: Run, report: Path) -> None:
-    """Emit how a run ended, with its verdict and scores."""
+    """Emit the end of a run with verdict and scores."""
     with read_once(run) as reading:
         result, ledger = verdict_of(reading), reading.ledger
         pooled = reading.pooled(reading.scores.measure.metric)
@@ -98,7 +97,7 @@ def finish(run: Run, report: Path) -> None:
 
 
 def _in_numbers(leak: Leak) -> dict[str, object]:
-    """What came back; capped in the mean and raw in the best."""
+    """Return the numbers of a Leak, with a capped mean and a raw best."""
     return {
         "attack": leak.attack,
         "kind": role_of(leak.attack),

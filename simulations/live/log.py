@@ -1,4 +1,4 @@
-"""How a command reports what it does, and the events of its JSON log; light to import, as every command line reads it."""
+"""Events of the JSON log; light to import, as every command needs it."""
 
 import json
 from argparse import Namespace
@@ -12,13 +12,13 @@ Command = Callable[[Namespace], int]
 
 
 def emit(event: str, **facts: object) -> None:
-    """Print an event and flush; BrokenPipeError if the reader has gone."""
+    """Print an event and flush."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     print(json.dumps({"event": event, "time": now, **facts}, allow_nan=False), flush=True)
 
 
 def with_errors(command: Command) -> Command:
-    """Wrap a command so that, with --log json, an error that ends it is an event first."""
+    """Wrap a command so that --log json also emits an error."""
 
     @wraps(command)
     def run(options: Namespace) -> int:

@@ -1,11 +1,10 @@
-"""The state of a run, read from its ledger incrementally, and only when the ledger has changed."""
+"""State of a run at work, read from its ledger in increments."""
 
 import time
 from collections.abc import Callable
 from math import inf
 
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.score_rows import attack_of
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import Leak
@@ -18,17 +17,16 @@ Clock = Callable[[], float]  # seconds since any moment
 
 
 class RunProgress(Snapshot):
-    """The state of a run, as of the last reading.
+    """State of a run at the last reading.
 
     Args:
-        training: whether the run trains meanwhile.
+        training: if the run trains meanwhile.
         clock: for the time between two readings.
 
     Attributes:
-        measure: the metric by which attacks are compared.
-        coming: whether rounds are still to come.
-        devices: how the attack service uses each.
-        plan_coverage: planned against attacked updates; while the run trains, as of the newest round.
+        measure: the main metric.
+        coming: if rounds are still to come.
+        plan_coverage: planned and attacked updates; during training as of the newest round.
     """
 
     def __init__(
@@ -40,7 +38,6 @@ class RunProgress(Snapshot):
         self.training = self.coming = training
         planned = ledger.planned()
         self.attacks, self.reconstructing = list(planned), [name for name in planned if planned[name].reconstructs]
-        self._waiting: set[tuple[str, int]] = set()  # attacks and rounds to which jobs are still to come
         self.plan_coverage = PlanCoverage()
         self._covered: int | None = None  # round up to which updates are counted
         self._version: object = None
@@ -48,12 +45,12 @@ class RunProgress(Snapshot):
         self._read_at = -inf
 
     def refresh(self, force: bool = False) -> bool:
-        """Read what is new, at most once a second unless forced; returns whether anything was."""
+        """Read changes, at most once a second unless forced; return True if there were any."""
         now = self._clock()
         if not force and now - self._read_at < EVERY:
             return False
         self._read_at = now
-        version = self.ledger.version()  # before reading: whatever is written meanwhile gets another version
+        version = self.ledger.version()  # before reading, as writes go on
         if version == self._version:
             return False
         self._version = version
@@ -63,32 +60,27 @@ class RunProgress(Snapshot):
 
     def read(self) -> None:
         super().read()
-        self._waiting = {(row["attack"], row["round"]) for row in self.ledger.unfinished()}
         if not self.coming or self._covered != self.newest:
             self.plan_coverage = plan_coverage(self.ledger, self.tables, self.coming)
             self._covered = self.newest
 
     @property
     def leaks(self) -> list[Leak]:
-        """The results of each attack, limit and baseline in each round so far; the attacks of a round come first."""
+        """Results of each name in each round; the attacks of a round come first."""
         found = [leak for leak in self.leakage(self.measure.metric) if leak.round is not None]
         return sorted(found, key=lambda leak: (leak.round or 0, not is_attack(leak.attack), leak.attack))
 
-    def is_complete(self, leak: Leak) -> bool:
-        """Whether no job of an attack is left in a round."""
-        return (attack_of(leak.attack), leak.round) not in self._waiting
-
     @property
     def replay(self) -> tuple[str, str]:
-        """The verdict of the replay check and its reason; empty before it."""
+        """Verdict and reason of the replay check; empty before it."""
         return self.meta.get("replay", ""), " ".join(self.meta.get("replay_detail", "").split())
 
     @property
     def round(self) -> int:
-        """The newest finished round."""
+        """Newest finished round."""
         return max(self.rounds, default=0)
 
     @property
     def jobs(self) -> Jobs:
-        """The jobs, with those of rounds not yet trained."""
+        """Jobs, with those of future rounds."""
         return self.jobs_of(self.scenario if self.coming else None)

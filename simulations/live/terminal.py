@@ -1,4 +1,4 @@
-"""The live display of a run in a terminal: rich's bars of rounds and attacks, and what came of each attack."""
+"""Live display of a run in a terminal: bars of rounds and attacks, and results of each attack."""
 
 import sys
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from fedgauge.simulations.live.view import Lines, View, progress_line
 
 
 class LiveDisplay(View):
-    """The live display; its number of lines depends only on the number of attacks, so that nothing jumps."""
+    """Live display with a constant number of lines."""
 
     def __init__(self, run_progress: RunProgress, console: Console) -> None:
         super().__init__(run_progress)
@@ -32,7 +32,6 @@ class LiveDisplay(View):
         last = run_progress.scenario.protocol.rounds
         self._rounds = self._bars.add_task("rounds", total=last, visible=run_progress.training)
         self._jobs = self._bars.add_task("attacks")
-        # drawn by `update` only, as its thread reads the ledger
         self._live = Live(self, console=console, auto_refresh=False, transient=True)
 
     @contextmanager
@@ -52,13 +51,12 @@ class LiveDisplay(View):
         s, jobs = self.run_progress, self.run_progress.jobs
         self._bars.update(self._rounds, completed=s.round)
         self._bars.update(self._jobs, completed=jobs.expected - jobs.left, total=jobs.expected)
-        # attacks come last, as a display that is too tall loses its last lines
         verdict, words = s.replay
         check = _line(f"replay check: {words}", "yellow" if verdict == "mismatch" else "dim")
         return Group(self._bars, Text(printable(progress_line(s))), check, _line(self.note, "dim"), *self._leakage())
 
     def _leakage(self) -> Iterator[Text]:
-        """A line for the best baseline and one for each attack."""
+        """Yield a line for the best baseline and one for each attack."""
         s = self.run_progress
         last = max((leak.round or 0 for leak in s.leaks), default=0)
         floor = best_of((leak for leak in s.leaks if leak.round == last), "baseline")
@@ -73,14 +71,14 @@ class LiveDisplay(View):
 
 
 def _line(text: str, style: str = "") -> Text:
-    """One line of text, which is neither markup nor control codes."""
+    """Make one line of text without markup and control codes."""
     return Text(printable(text).replace("\n", " "), style, no_wrap=True, overflow="ellipsis")
 
 
 def view_of(
     run: Run, ledger: Ledger, scenario: Scenario, console: Console, log: Log = "auto", training: bool = True
 ) -> View:
-    """The view that was asked for; auto: the live display in a terminal that can show it, plain lines elsewhere."""
+    """Make a view; auto: the live display in a capable terminal, otherwise plain lines."""
     run_progress = RunProgress(ledger, scenario, training)
     if log == "json":
         return Events(run_progress, run)

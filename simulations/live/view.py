@@ -1,4 +1,4 @@
-"""Views of a run at work: what all have in common, and plain lines."""
+"""Views of a run at work: the base class, and plain lines."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from math import inf
 
 from fedgauge.server.views.formatting import in_unit
-from fedgauge.server.views.outcomes import device_use
+from fedgauge.server.views.outcomes import work_words
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.strength import best_of, final_accuracy
 from fedgauge.simulations.live.progress import Clock, RunProgress
@@ -16,11 +16,7 @@ PLAIN_EVERY = 5.0  # seconds between plain lines
 
 
 class View:
-    """Follows a run and shows nothing; `update` may be called at any rate.
-
-    Attributes:
-        note: what the run waits for.
-    """
+    """View that shows nothing; note: what the run waits for."""
 
     def __init__(self, run_progress: RunProgress) -> None:
         self.run_progress = run_progress
@@ -36,11 +32,11 @@ class View:
         self.run_progress.refresh()
 
     def say(self, text: str) -> None:
-        """Show the user a message beside the view."""
+        """Show a message next to the view."""
 
 
 class Lines(View):
-    """A plain line every few seconds, if something has changed."""
+    """View with a plain line every few seconds after a change."""
 
     def __init__(self, run_progress: RunProgress, clock: Clock = time.monotonic) -> None:
         super().__init__(run_progress)
@@ -70,17 +66,11 @@ class Lines(View):
 
 
 def progress_line(s: RunProgress) -> str:
-    """The state of a run on one line."""
+    """Write the state of a run on one line."""
     jobs, parts = s.jobs, [f"round {s.round}/{s.scenario.protocol.rounds}"] if s.training else []
-    shares = device_use(s.devices)
     if s.training and (accuracy := final_accuracy(s.rounds)) is not None:
         parts.append(f"accuracy {accuracy:.1%}")
-    parts.append(
-        f"attacks on updates {s.progress.done}/{jobs.expected} (baselines too), {s.progress.queued} queued, "
-        f"{s.progress.leased} at work{f' ({shares})' if shares else ''}"
-    )
-    if s.progress.failed:
-        parts.append(f"{s.progress.failed} failed")
+    parts += work_words(jobs, s.devices)
     if s.plan_coverage.words and not jobs.left:
         parts.append(s.plan_coverage.words)
     by = s.measure
@@ -88,6 +78,4 @@ def progress_line(s: RunProgress) -> str:
     best = by.leakiest((k.best for k in leaks if k.best is not None), float)
     if best is not None and (strongest := best_of(leaks, "attack")):
         parts.append(f"{by.name} best {in_unit(best, by)}, mean {in_unit(strongest.mean, by)} by {strongest.attack}")
-    if (left := jobs.seconds_left) is not None:
-        parts.append(f"about {left:.0f} s left")
     return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""A client's own report, which needs no server: its rounds, answers, withheld updates, and its worst leak."""
+"""A client's own report, which needs no server: rounds, answers, withheld updates, and worst leak."""
 
 import json
 from collections import Counter
@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 
 from fedgauge.attacks.modality.images import ImageModality
-from fedgauge.attacks.plan import describe
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
@@ -23,7 +22,7 @@ from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.tables import Cell, Column, Table
 from fedgauge.simulations.reports.terminal import rich_table
 
-GRADED = ImageModality.main  # a client grades images alone
+GRADED = ImageModality.main  # clients grade only images
 SHOWN_REASONS = 10
 MOST_BYTES = 1 << 30  # of a log
 Graded = tuple[str, float, float | None, int]  # attack, best value, that reported to the server, round
@@ -34,11 +33,10 @@ class ClientReport:
     """Totals of a client's log.
 
     Args:
-        rounds: what happened in each.
         graded: the best reconstruction of each attack in each round.
-        answers: how many scores the server was told.
-        reasons: why updates were withheld, and requests refused or failed, with counts.
-        privacy: what the sent updates have spent; None if the client never met a server.
+        answers: number of scores sent to the server.
+        reasons: of withheld updates, and refused or failed requests, with counts.
+        privacy: loss of the sent updates; None before the first protocol.
     """
 
     owner: OwnerConfig
@@ -50,11 +48,14 @@ class ClientReport:
 
 
 def read(path: Path) -> ClientReport:
-    """The report for an owner's file; SpecError if the file or the log cannot be read."""
-    owner, events = OwnerConfig.load(path), list[Mapping[str, Any]]()
-    state = ClientFolder(owner.state)
-    events.extend(_events(state.log))
-    made = [event for event in events if event["event"] in ("sent", "withheld")]  # silence follows from the update, too
+    """Read the report for an owner's file.
+
+    Raises:
+        SpecError: the file or the log cannot be read.
+    """
+    owner = OwnerConfig.load(path)
+    events = list(_events(ClientFolder(owner.state).log))
+    made = [event for event in events if event["event"] in ("sent", "withheld")]
     at_fault = (event for event in events if event["event"] in ("withheld", "refused", "failed"))
     reasons = Counter(f"{event['event']}: {event.get('cause') or event.get('reason')}" for event in at_fault)
     rows: list[Sequence[Cell]] = []
@@ -83,7 +84,7 @@ def read(path: Path) -> ClientReport:
 
 
 def _best(graded: Iterator[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """The best value of each attack."""
+    """Return the best value of each attack."""
     found: dict[str, float] = {}
     for each in graded:
         found |= {name: best for name, values in each.items() if (best := GRADED.leakiest(values, float)) is not None}
@@ -105,12 +106,12 @@ def _events(log: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _privacy(owner: OwnerConfig, made: Sequence[Mapping[str, Any]]) -> PrivacyStatement | None:
-    """The epsilon of all updates that were made; unknown if the owner's chain or data changed between them."""
+    """Return the privacy loss of all updates; unknown if the owner's chain or data changed between them."""
     protocol = ClientFolder(owner.state).protocol()
     if protocol is None:
         return None
     try:
-        # what was spent does not depend on who is a canary, of which the owner may think otherwise by now
+        # the loss does not depend on canaries
         own = DeployedClient.of(replace(owner, canary=False), replace(ServerTerms.parse(protocol), canaries=0))
     except (RequestRefused, ValueError) as error:
         raise SpecError(f"{owner.state}: the last protocol cannot be used: {error}") from error
@@ -127,40 +128,19 @@ def show(report: ClientReport, console: Console) -> None:
     """Print the report, as plain text if there is no terminal."""
 
     def say(text: str) -> None:
-        # what a server named, in one line without control codes
         console.print(printable(text).replace("\n", " "), markup=False, highlight=False, soft_wrap=True)
 
-    owner, grading = report.owner, report.owner.grading
-    say(f"client {owner.client}, as {owner.path} says")
-    chain = " > ".join(map(describe, owner.chain))
-    say(f"chain: {chain}; {owner.draw.batch_size} examples a round, sampling {owner.draw.sampling}")
-    scores = f"scores, to {grading.precision:g} {GRADED.unit}, at most {grading.queries} of one batch"
-    say(f"grading: {'off, no reconstruction is scored' if grading.mode == 'off' else scores}")
-    say(f"guard: {_guard(owner)}")
+    say(f"client {report.owner.client}, as {report.owner.path} says")
     console.print(rich_table(report.rounds) if report.rounds.rows else "no round yet")
     for text, times in sorted(report.reasons.items(), key=lambda item: -item[1])[:SHOWN_REASONS]:
         say(f"{text} ({times} x)")
-    attacks, baselines = ([found for found in report.graded if is_attack(found[0]) is own] for own in (True, False))
-    for found, which in ((attacks, "worst leak"), (baselines, "best of what the server calls a baseline")):
-        if worst := GRADED.leakiest(found, lambda each: each[1]):
-            name, value, told, round = worst
-            reported = "not reported" if told is None else f"reported to the server as {told:g}"
-            say(f"{which}: {value:.2f} {GRADED.unit} {GRADED.name} ({name}, round {round}; {reported})")
-    if report.rounds.rows and not attacks:
+    if worst := GRADED.leakiest((each for each in report.graded if is_attack(each[0])), lambda each: each[1]):
+        name, value, answer, round = worst
+        reported = "not reported" if answer is None else f"reported to the server as {answer:g}"
+        say(f"worst leak: {value:.2f} {GRADED.unit} {GRADED.name} ({name}, round {round}; {reported})")
+    elif report.rounds.rows:
         say("worst leak: unknown, because nothing was graded; that is no sign of safety")
     if report.privacy is not None:
         say(f"differential privacy: {report.privacy.words}.")
         if report.answers:
-            say(f"That is of the updates alone: {report.answers} scores, which the examples decided, are not in it.")
-
-
-def _guard(owner: OwnerConfig) -> str:
-    guard = owner.guard
-    if guard is None:
-        return "none"
-    parts = ["entries that are not finite"]
-    parts += [] if guard.max_norm is None else [f"a norm above {guard.max_norm:g}"]
-    if guard.audit is not None:  # its unit is that of the data, which the server names
-        level = "the value from which it has leaked" if guard.threshold is None else f"{guard.threshold:g}"
-        parts.append(f"an example reconstructed by {guard.audit} at {level} or better, by the data's main metric")
-    return "holds back " + ", or ".join(parts)
+            say(f"This covers only the updates, not the {report.answers} scores, which also depend on the examples.")

@@ -1,4 +1,4 @@
-"""A gate's results as lines and as JUnit XML."""
+"""Results of a gate as lines and as JUnit XML."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,25 +9,25 @@ from xml.etree import ElementTree
 
 from fedgauge.client.files import writing
 from fedgauge.server.store.run_files import printable
-from fedgauge.server.views.assurance.gate import GateResult, Outcome
 from fedgauge.server.views.formatting import finite
+from fedgauge.server.views.gate import GateResult, Outcome
 from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE, INCOMPLETE
 
 
 def gate_status(results: Sequence[GateResult]) -> int:
-    """0 if every threshold holds, 1 if one does not, 4 if planned updates were never attacked, 3 if one was not measured."""
+    """Return the exit status: 0 passed, 1 failed, 4 updates never attacked, 3 not measured."""
     outcomes = {result.outcome for result in results}
     statuses: dict[Outcome, int] = {"failed": FAILED, "incomplete": INCOMPLETE, "not measured": INAPPLICABLE}
     return next((status for outcome, status in statuses.items() if outcome in outcomes), 0)
 
 
 def gate_lines(results: Sequence[GateResult]) -> list[str]:
-    """One line for each threshold."""
+    """Write one line for each threshold."""
     return [printable(f"gate: {r.outcome}: fails if {r.threshold}; {r}") for r in results]
 
 
 def gate_tables(results: Sequence[GateResult]) -> list[dict[str, Any]]:
-    """The results as plain data; what is infinite stands in the words alone."""
+    """Convert the results to plain data; an infinite value is null."""
     return [
         {**asdict(r.threshold), **asdict(r.measurement), "value": finite(r.measurement.value), "outcome": r.outcome}
         for r in results
@@ -35,7 +35,7 @@ def gate_tables(results: Sequence[GateResult]) -> list[dict[str, Any]]:
 
 
 def write_junit(results: Sequence[GateResult], of: str, path: Path) -> None:
-    """Write JUnit XML: a test case for each threshold, which is an error if it is not measured or incomplete."""
+    """Write JUnit XML: a test case for each threshold, an error if not measured or incomplete."""
     counts = Counter(result.outcome for result in results)
     suite = ElementTree.Element(
         "testsuite",

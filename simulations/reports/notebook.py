@@ -1,7 +1,6 @@
-"""A run's objects in a notebook: after `%load_ext fedgauge.simulations.reports.notebook` each shows itself.
+"""Runs in a notebook, after `%load_ext fedgauge.simulations.reports.notebook`.
 
-A `Run` shows its verdict and figures, `figures(run)` each figure, `Report(run)` the whole report. All of them are what reports and
-figures for papers show; nothing is drawn a second time.
+A `Run` shows its verdict and figures, `figures(run)` each figure, `Report(run)` the whole report.
 """
 
 import base64
@@ -22,14 +21,14 @@ HEIGHT = 800  # pixels of a report's frame
 
 
 def figures(run: Run) -> dict[str, PaperFigure]:
-    """Every figure of a run by its name, such as leakage-psnr or gallery; each shows itself."""
+    """Draw every figure of a run, by name, such as leakage-psnr or gallery."""
     with read_once(run) as reading, own_style():
         return {figure.name: figure for figure in run_figures(reading)}
 
 
 @dataclass(frozen=True)
 class Report:
-    """A run's report, written anew, in a frame that may neither ask a network for anything nor touch the notebook."""
+    """New report of a run in a sandboxed frame."""
 
     run: Run
 
@@ -40,7 +39,7 @@ class Report:
 
 
 def run_html(run: Run) -> str:
-    """A run's verdict, what a reader must know first, the curve over rounds, and the gallery."""
+    """Show a run's verdict, notices, curve over rounds, and gallery."""
     with read_once(run) as reading, own_style():
         shown = (f"leakage-{reading.scores.measure.metric}", "gallery")
         drawn = [(figure.name, *figure._repr_png_()) for figure in run_figures(reading) if figure.name in shown]

@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML file with a run's leakage, figures, tables and pictures."""
+"""The report: one self-contained HTML file with figures, tables and pictures of a run."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,23 +16,21 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
 from fedgauge.server.views.formatting import many, number, percent
-from fedgauge.server.views.gallery import Gallery, Page
+from fedgauge.server.views.gallery import Card, Gallery, Page, sample_of
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.tables import in_json
-from fedgauge.server.views.verdict import verdict_of
-from fedgauge.simulations.reports.sampling import ExampleSample, sample_examples
 
 
 def write_report(run: Run) -> Path:
-    """Write report.html into the run folder, atomically and for its owner only; returns its path."""
+    """Write report.html into the run folder, for its owner only, and return its path."""
     with read_once(run) as reading:
         content = _content(reading)
     return _write(run.folder / "report.html", "report.html", content, in_run=True)
 
 
 def write_comparison(runs: Sequence[Run], path: Path) -> Path:
-    """Write one HTML file that compares several runs, atomically and for its owner only; returns its path."""
+    """Write one HTML file that compares several runs, for its owner only, and return its path."""
     with ExitStack() as stack:
         distinct = {run.folder.absolute(): run for run in runs}
         readings = [stack.enter_context(read_once(run)) for run in distinct.values()]
@@ -44,7 +42,6 @@ def write_comparison(runs: Sequence[Run], path: Path) -> Path:
 def _write(path: Path, template: str, content: Mapping[str, Any], in_run: bool = False) -> Path:
     from plotly.offline import get_plotlyjs
 
-    # the report is drawn by the live page's scripts and style
     style = Markup((STATIC / "style.css").read_text())
     drawing = Markup("\n".join((STATIC / name).read_text() for name in DRAWING))
     page = fill_template(template, {**content, "style": style, "drawing": drawing, "plotly": Markup(get_plotlyjs())})
@@ -54,7 +51,7 @@ def _write(path: Path, template: str, content: Mapping[str, Any], in_run: bool =
 
 
 def fill_template(name: str, content: Mapping[str, Any]) -> str:
-    """A template of this folder with these values, each escaped and without control codes."""
+    """Fill a template of this folder with escaped values without control codes."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -68,39 +65,33 @@ def fill_template(name: str, content: Mapping[str, Any]) -> str:
 
 
 def _shown(value: object) -> object:
-    """What a place of the template shows: words from elsewhere without control codes."""
     return run_files.printable(value.encode(errors="replace").decode()) if type(value) is str else value
 
 
 def _content(reading: Reading) -> dict[str, Any]:
-    """The values of the template: those of the live page, and the examples that the report shows."""
+    """Return the values of the template: the live page's, and a sample of examples."""
     gallery = Gallery(reading)
-    page, shown = overview(reading), sample_examples(gallery)
+    page, cards = overview(reading), [gallery.card(*place) for place in sample_of(gallery)]
     return {
         "o": page,
-        "strongest": verdict_of(reading).strongest,
-        "shown": shown,
+        "shown": len(cards),
+        "attacked": len(gallery.attacked()),
         "truth_shown": gallery.shards is not None or "truth" in reading.meta,
         "data": in_json(
             {
                 "overview": page,
-                "gallery": _sampled(gallery, shown),
-                "clients": clients(reading, reading.scores.measure.metric, None),
+                "gallery": _page(gallery, cards),
+                "clients": clients(reading, reading.scores.measure.metric),
             }
         ),
     }
 
 
-def _sampled(gallery: Gallery, shown: ExampleSample) -> Page:
-    """The page's gallery, with all sampled cards."""
-    cards = shown.cards(gallery)
+def _page(gallery: Gallery, cards: Sequence[Card]) -> Page:
     return Page(
         kind=gallery.kind,
         noun=gallery.reading.scores.measure.private,
-        rounds=list(shown.keys),
+        rounds=sorted({card.round for card in cards}),
         clients=sorted({card.client for card in cards}),
-        attacks=gallery.attacks,
-        labels=sorted({card.label for card in cards if card.label is not None}),
-        class_names=gallery.class_names,
         cards=cards,
     )

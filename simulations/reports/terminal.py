@@ -8,7 +8,7 @@ from fedgauge.server.views.tables import Table
 
 
 def rich_table(table: Table) -> RichTable:
-    """A table as rich prints it; what others named is neither markup nor control codes."""
+    """Convert a table to rich's, without markup and control codes."""
     shown = RichTable(box=None)
     for column in table.columns:
         shown.add_column(Text(printable(column.head)), justify="left" if column.form == "text" else "right")

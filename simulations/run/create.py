@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -26,19 +27,20 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.uploads import REPLIES, Replies, replies_of
 from fedgauge.simulations.run.environment import environment, package
 
-DECISIVE = ("fedgauge", "torch", "numpy", "flwr")  # packages whose version changes the trained bits
+DECISIVE = ("fedgauge", "torch", "numpy", "flwr")  # versions of these packages change the trained bits
 GPU_WAVE = 64  # observations that a GPU attacks together, if nothing else is asked for
 Mode = Literal["simulation", "deployment"]
 
 
 def new_run(scenario: Scenario, name: str, runs: Path) -> Run:
     """Create a run under runs/, named by time and scenario."""
-    stem = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9_-]+', '-', name)}"
-    attempt, folder = 1, runs / stem
-    while folder.exists():
-        attempt += 1
-        folder = runs / f"{stem}-{attempt}"
-    return create_run(scenario, folder)
+    return create_run(scenario, free_folder(re.sub(r"[^A-Za-z0-9_-]+", "-", name), runs))
+
+
+def free_folder(name: str, runs: Path) -> Path:
+    """Return a folder that does not exist yet, named by the time and this name."""
+    stem = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
+    return next(folder for n in count(1) if not (folder := runs / (stem if n == 1 else f"{stem}-{n}")).exists())
 
 
 def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> Run:
@@ -107,9 +109,7 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
     from fedgauge.server.strategy.build import build_strategy  # imports Flower, which an audit does not need
 
     if (server := run.holder("server")) is not None:
-        raise RunBusy(
-            f"{run.folder}: process {server} trains it; a server whose driver was killed ends within a minute"
-        )
+        raise RunBusy(f"{run.folder}: process {server} trains it; after its driver was killed it ends within a minute")
     with run.lock("training"), run.ledger() as ledger:
         if ledger.deployed and mode != DEPLOYMENT:
             command = restart_command(run, ledger)

@@ -1,4 +1,4 @@
-"""What a result was computed with: versions, hardware, and the commit of the code."""
+"""The environment of a result: versions, hardware, and the commit of the code."""
 
 import os
 import platform
@@ -32,7 +32,7 @@ def one_thread() -> Iterator[None]:
 
 
 def environment() -> dict[str, object]:
-    """Versions and hardware, as kept beside a run's results."""
+    """Return versions and hardware, as kept with a run's results."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),

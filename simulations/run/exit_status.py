@@ -27,4 +27,4 @@ def exit_status(run: Run, attacks: Collection[str] | None = None, force: bool = 
             return INAPPLICABLE
         whole_plan = attacks is None
         training = state_of(run, ledger) == "training"
-        return INCOMPLETE if whole_plan and not plan_coverage(ledger, tables_of(run), training).complete else 0
+        return INCOMPLETE if whole_plan and plan_coverage(ledger, tables_of(run), training).words else 0

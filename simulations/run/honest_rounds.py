@@ -8,7 +8,7 @@ from fedgauge.client.update import Params, Update
 
 
 class HonestRound(NamedTuple):
-    """What the clients are sent in a round, and the mean of their updates."""
+    """The weights sent in a round, and the mean of the clients' updates."""
 
     round: int
     params: Params

@@ -1,4 +1,4 @@
-"""The child processes of a run: the federation in training, and the attack service beside it."""
+"""The child processes of a run: the federation in training, and the attack service."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ class AuditFailed(Exception):
 
 
 class OwnProcess:
-    """One process of ours beside the driver, with everything that it starts; ray: whether it starts Ray."""
+    """A child process of the driver, with everything that it starts; ray: it starts Ray."""
 
     def __init__(
         self, run: Run, log: str, *arguments: str, ray: bool = True, at_our_death: int = signal.SIGTERM
@@ -45,13 +45,18 @@ class OwnProcess:
         self.mark = uuid.uuid4().hex
         self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))
         env = child_environment(self.scratch, self.mark) | (private_ray(self.scratch) if ray else {})
-        # in a folder of its own, as Ray's workers look for every package in their driver's current folder first
+        # in a separate folder, as Ray's workers look for every package in their driver's current folder first
         command = [sys.executable, "-P", "-m", *arguments]
         self._child = processes.start(command, run.log(log), env, self.scratch, at_our_death)
 
     def status(self) -> int | None:
         """Its exit status, or None while it works."""
         return self._child.poll()
+
+    def park(self) -> None:
+        """Ask it to end in order; an attack service finishes what is in flight."""
+        if self._child.poll() is None:
+            self._child.send_signal(signal.SIGTERM)
 
     def close(self) -> None:
         """End it with everything it started, and remove its scratch folder."""
@@ -62,21 +67,15 @@ class OwnProcess:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
     def blame(self, what: str) -> str:
-        """A message: what went wrong, its exit status and the end of its log."""
-        return blame(self.run, f"{what} (exit status {self.status()})", self.log)
+        """Return a message: what went wrong, its exit status and the end of its log."""
+        return with_ends(f"{what} (exit status {self.status()})", self.run.folder / "logs" / self.log)
 
 
-class AuditService(OwnProcess):
-    """The attack service that runs during training: `fedgauge audit RUN --follow` in its own process."""
-
-    def __init__(self, run: Run) -> None:
-        command = ("fedgauge.simulations.cli.main", "audit", str(run.folder.absolute()), "--follow")
-        super().__init__(run, "audit.log", *command)
-
-    def park(self) -> None:
-        """Ask it to finish what is in flight and take nothing more."""
-        if self._child.poll() is None:
-            self._child.send_signal(signal.SIGTERM)
+def attack_service(run: Run) -> OwnProcess:
+    """Start the attack service that runs during training: `fedgauge audit RUN --follow`."""
+    return OwnProcess(
+        run, "audit.log", "fedgauge.simulations.cli.main", "audit", str(run.folder.absolute()), "--follow"
+    )
 
 
 class TrainingProcess(OwnProcess):
@@ -98,22 +97,14 @@ class TrainingProcess(OwnProcess):
             raise TrainingFailed(self.blame("the federation failed"))
 
 
-def blame(run: Run, what: str, *logs: str) -> str:
-    """A message: what went wrong, and the ends of these logs of a run."""
-    return with_ends(what, *(run.folder / "logs" / name for name in logs))
-
-
-def with_ends(what: str, *logs: Path) -> str:
-    """A message: what went wrong, and the ends of these logs."""
-    parts = [what]
-    for path in logs:
-        if lines := _end(path).decode(errors="replace").strip().splitlines():
-            parts += [f"--- the end of {path}:", *lines[-12:]]
-    return "\n".join(parts)
+def with_ends(what: str, log: Path) -> str:
+    """Return a message: what went wrong, and the end of a log."""
+    lines = _end(log).decode(errors="replace").strip().splitlines()
+    return "\n".join([what, f"--- the end of {log}:", *lines[-12:]] if lines else [what])
 
 
 def _end(log: Path) -> bytes:
-    """The last 64 KiB of a log; nothing of one that is missing or no file of ours."""
+    """Return the last 64 KiB of a log; nothing if it is missing or no regular file."""
     try:
         with os.fdopen(run_files.opened(log), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (64 << 10)))
@@ -131,7 +122,7 @@ def child_environment(scratch: Path, mark: str) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", *SETTINGS)}
     data = data_folder()
     env |= {processes.MARK: mark, "RAY_TMPDIR": str(scratch / "ray"), **_SETTINGS, **paths_from_here()}
-    # Flower starts its own programs, which lie beside Python's
+    # Flower's programs are next to Python's
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
     if data is not None:  # absolute, as children may run in another folder
         env["FEDGAUGE_DATA"] = str(data.resolve())

@@ -26,7 +26,7 @@ def start(
     folder: Path | None = None,
     at_our_death: int = signal.SIGTERM,
 ) -> subprocess.Popen[bytes]:
-    """Start a child whose output goes to a log file; it gets no Ctrl-C from the terminal.
+    """Start a child process with its output in a log file; the terminal's Ctrl-C does not reach it.
 
     Args:
         folder: its current folder; None: ours.
@@ -75,7 +75,7 @@ def sweep(mark: str, patience: float = 5.0) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -97,7 +97,7 @@ def free_port() -> int:
 
 
 def listens(port: int) -> bool:
-    """Whether a process accepts connections on a port of the loopback address."""
+    """Return whether a process accepts connections on a port of the loopback address."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(("127.0.0.1", port)) == 0

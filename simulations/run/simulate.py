@@ -15,7 +15,7 @@ from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.live.terminal import view_of
 from fedgauge.simulations.live.view import View
 from fedgauge.simulations.run.exit_status import INTERRUPTED
-from fedgauge.simulations.run.launch import AuditFailed, AuditService, TrainingFailed, TrainingProcess
+from fedgauge.simulations.run.launch import AuditFailed, OwnProcess, TrainingFailed, TrainingProcess, attack_service
 
 POLL = 0.3  # seconds between two readings of the run
 
@@ -68,7 +68,7 @@ def simulate(
         try:
             with run.lock("training"):  # the service follows while this lock is held
                 if scenario.audit.curious:
-                    supervisor.service = AuditService(run)
+                    supervisor.service = attack_service(run)
                 loads = "the training" if in_memory else "Flower's simulation engine and the clients"
                 supervisor.view.note = f"waiting for {loads} to load"
                 _train(run, ledger, supervisor, interrupt, in_memory)
@@ -106,7 +106,7 @@ class AuditSupervisor:
 
     def __init__(self, run: Run, view: View, interrupt: Interrupt) -> None:
         self.run, self.view, self.interrupt = run, view, interrupt
-        self.service: AuditService | None = None
+        self.service: OwnProcess | None = None
 
     def poll(self) -> bool:
         """Update the view; returns whether the service works."""

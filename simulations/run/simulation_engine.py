@@ -1,7 +1,7 @@
 """A federation on Flower's simulation engine, in a process of its own.
 
-It is started by `run_simulation` and not by `flwr run`, although Flower advises the second: a SuperLink listens on a port and
-asks nobody who they are, so that any user of the machine could submit an app to it and have it run with our rights.
+It is started by `run_simulation` instead of `flwr run`: a SuperLink listens on a port without authentication, so any user of the
+machine could run code with our rights.
 """
 
 import sys
@@ -26,7 +26,7 @@ class ConfiguredClient(ClientApp):
         self._config = dict(config)
 
     def __call__(self, message: Message, context: Context) -> Message:
-        # a context of its own with the same state, as a context's run-config cannot be set
+        # a new context with the same state, as a context's run-config cannot be set
         own = Context(context.run_id, context.node_id, context.node_config, context.state, dict(self._config))
         return client_app(message, own)
 

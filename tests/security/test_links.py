@@ -25,7 +25,7 @@ COMMANDS: dict[str, list[str]] = {
     "resume": ["run", "--in-memory", "--resume"],
     "prune": ["prune", "--days", "0"],
     "report": ["report"],
-    "export": ["export", "--to", "parquet"],
+    "export": ["export"],
     "stop": ["stop"],
     "gate": ["gate", "--fail-above", "psnr=20"],
     "compare": ["report"],  # with another run

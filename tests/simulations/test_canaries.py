@@ -211,7 +211,7 @@ def test_attacks_leave_canaries_alone_and_these_are_looked_at_in_every_round(run
     assert looked_at[CANARIES] == {
         (round, canary) for round in (1, 2) for canary in (3, 4, 5)
     }  # the last one was refused
-    assert [row[0] for row in told["canaries_table"]["rows"]] == [1, 2]
+    assert [series["x"] for series in told["canaries_figure"]["series"]] == [[1, 2], [1, 2]]
     assert told["canaries"].startswith(
         "3 canaries sent a fixed random direction in place of an update, at most 2 times each"
     )

@@ -165,7 +165,7 @@ def bounded(epsilon: float, accounted: float | None) -> str:
 
 def test_the_sentence_says_which_side_the_accounted_epsilon_is_on() -> None:
     assert "protects less than the accounting says" in bounded(2, 1.9)
-    assert "so many canaries can show 3.04 at most" in bounded(2, 2.1)
+    assert "so many canaries can show at most 3.04" in bounded(2, 2.1)
     assert "No epsilon is accounted" in bounded(2, None)
     assert "After at most 1 update of each client, 30 of the 32 surest guesses are right" in bounded(2, None)
 
@@ -198,7 +198,7 @@ def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(ru
     assert (rows[0].accounted or 0) < (rows[1].accounted or 0) and all(
         row.accounted is not None and row.epsilon <= row.accounted for row in rows
     )
-    assert told["canaries"].startswith("30 canary examples were each among a client's data or not")
+    assert told["canaries"].startswith("A fair coin put each of 30 canary examples into a client's data or not")
     assert EVIDENCE not in {figure["metric"] for figure in told["over_rounds"]}
     assert CANARIES not in {row[0] for row in told["summary"]["rows"]}
     (looked_at,) = [p for p in run.scenario().plan.attacks if p.name == CANARIES]
@@ -208,10 +208,10 @@ def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(ru
 
 def test_report_terminal_and_figure_say_it(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = write_report(run).read_text()
-    assert "<h2>What canaries show" in report and "30 canary examples were each among" in report
-    assert "surest guesses right" in report
+    assert "<h2>What canaries show" in report and "each of 30 canary examples" in report
+    assert "surest guesses are right" in report
     print_summary(run, "auto")
-    assert "30 canary examples were each among" in capsys.readouterr().out
+    assert "each of 30 canary examples" in capsys.readouterr().out
     paths, _ = write_figures([run], tmp_path)
     (drawn,) = [path.read_text() for path in paths if path.name == "canaries.svg"]
-    assert "at least, by canaries" in drawn and "epsilon, one record" in drawn
+    assert "lower bound by canaries" in drawn and "epsilon, one record" in drawn

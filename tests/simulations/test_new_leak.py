@@ -18,42 +18,14 @@ from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports.export import write_csv
-from tests.simulations.test_new_modality import TABLES, TOY
-
-LEAK = '''
-from dataclasses import dataclass
-
-from fedgauge.attacks.measure import Case, Measure, Memories, Rows
-from fedgauge.attacks.modality.base import Measured
-from fedgauge.attacks.modality.registry import MEASURED
-from fedgauge.attacks.score_rows import WHOLE_BATCH
-
-MEASURED["class_told"] = Measured("told whether a batch has the class", fraction=True, rate=True, of_batch=True)
-
-
-@dataclass(frozen=True)
-class contains(Measure):
-    """Tell by the sign of its bias's gradient whether a batch has a class."""
-
-    label: int = 1
-
-    metric = "class_told"
-
-    def measure(self, case: Case) -> tuple[Rows, Memories]:
-        found = Rows()
-        for k, client in enumerate(case.wave.clients):
-            told = bool(case.wave.update["bias"][k, self.label] > 0)
-            there = bool((case.fed.batch_at(client, case.wave.round).y == self.label).any())
-            found[client] = case.rows(client, {self.metric: [float(told == there)]}, [WHOLE_BATCH])
-        return found, {}
-'''
+from tests.simulations.test_new_modality import TABLES
+from tests.test_docs_code import write
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, make_taped: Callable[..., Run]) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("leak")
-    (folder / "mynumbers.py").write_text(TOY.read_text())
-    (folder / "myleak.py").write_text(LEAK)
+    write("adding-components.md", folder)
     kept = [(table, dict(table)) for table in (registry.MODALITIES, registry.MEASURED, registry.BASELINES)]
     with allowing(["mynumbers", "myleak"], [folder]):
         attacks = [*TABLES["attack"], {"use": "myleak:contains", "label": 0}]
@@ -72,12 +44,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, make_taped: Callable[..., Run]
 def test_a_leak_is_a_row_of_its_own_metric_and_leaves_the_verdict_to_reconstructions(run: Run) -> None:
     with run.ledger() as ledger:
         found = {(row["metric"], row["value"]) for row in ledger.scores() if row["attack"] == "contains"}
-        assert ledger.planned()["contains"].metric == "class_told"
-    assert found == {("class_told", 1.0)}, "of one example, the sign tells its class"
+        assert ledger.planned()["contains"].metric == "class_detected"
+    assert found == {("class_detected", 1.0)}, "of one example, the sign tells its class"
     table = io.StringIO()
     write_csv(run, table)
     lines = [line for line in table.getvalue().splitlines() if ",contains," in line]
-    assert len(lines) == 6 and all(",class_told," in line and ",1.0," in line for line in lines)
+    assert len(lines) == 6 and all(",class_detected," in line and ",1.0," in line for line in lines)
     with closing(Reading(run)) as reading, reading.now():
         told, verdict = overview(reading), verdict_of(reading)
     assert {row["attack"] for row in told.summary.records} >= {"row_over_bias", "mean_number"}

@@ -13,7 +13,6 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views import membership
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.tables import in_json
@@ -96,7 +95,8 @@ def test_it_is_shown_where_its_module_may_not_be_loaded(run: Run) -> None:
     with pytest.raises(SpecError, match="--allow own_tests"):
         AttackSpec("aligned", {"use": "own_tests:aligned"}).build()
     with run.ledger() as ledger:
-        assert (membership.tests_of(ledger, MEMBER), membership.tests_of(ledger, HELD)) == (["aligned"], ["remembers"])
+        planned = {name: attack.metric for name, attack in ledger.planned().items()}
+    assert (planned["aligned"], planned["remembers"]) == (MEMBER, HELD)
     with closing(Reading(run)) as reading, reading.now():
         told, found = in_json(overview(reading)), verdict_of(reading)
     rows = {tuple(row[:2]) for row in told["membership_table"]["rows"]}

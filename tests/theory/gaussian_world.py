@@ -20,7 +20,7 @@ from fedgauge.attacks.limits import fisher, known_noise, precision
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import Prior, gaussian, laplacian
-from fedgauge.attacks.matching.quasi_newton import LBFGSSearch
+from fedgauge.attacks.matching.search import LBFGSSearch
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator

@@ -17,7 +17,7 @@ from fedgauge.attacks.grading.tuning import Tuning
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian, total_variation
-from fedgauge.attacks.matching.quasi_newton import LBFGSSearch
+from fedgauge.attacks.matching.search import LBFGSSearch
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import Dataset

@@ -177,7 +177,7 @@ TIMM: dict[str, Entry] = {
     "timm edgenext": (partial(_timm, "edgenext_xx_small"), SMALL, False, "", False),
     "timm mobilevit": (partial(_timm, "mobilevit_xxs"), (3, 64, 64), False, "", False),
     "timm levit": (
-        partial(_timm, "levit_128s", img_size=64), (3, 64, 64), False, "keeps what it made of its parameters", False,
+        partial(_timm, "levit_128s", img_size=64), (3, 64, 64), False, "caches values computed from its parameters", False,
     ),
     "timm poolformer": (partial(_timm, "poolformer_s12"), SMALL, False, "", False),
     "timm regnet": (partial(_timm, "regnetx_002"), SMALL, False, "", False),

@@ -105,7 +105,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
     "not finite": (lambda: flat(Lambda(lambda x: x / 0.0)), False, "not finite"),
     "lazy": (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(CLASSES)), False, "no weights before its first batch"),
     "parameters in a list": (listed, False, "parameter 'last.weight' is read from a list"),
-    "keeps a bias": (remembering, False, "the model itself keeps what it made of its parameters"),
+    "keeps a bias": (remembering, False, "the model itself caches values computed from its parameters"),
     "whole numbers first": (holding_numbers, False, "parameter 'own' holds whole numbers"),
     "no parameters": (lambda: Lambda(lambda x: x.flatten(1)[:, :CLASSES]), False, "no parameters"),
     "TorchScript": (
@@ -121,5 +121,5 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
     ),
     "randomised leaky relu": (lambda: image(nn.RReLU()), True, "lacks its draws"),
     "first derivative only": (lambda: flat(Lambda(Blend.apply)), False, ""),
-    "no second derivative": (lambda: flat(Lambda(Unfinished.apply)), False, "layer '2' (Lambda) cannot be differentiated twice"),
+    "no second derivative": (lambda: flat(Lambda(Unfinished.apply)), False, "the model cannot be differentiated twice"),
 }  # fmt: skip

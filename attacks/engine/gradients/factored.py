@@ -8,11 +8,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 EXACT = {torch.float32: 1e-6, torch.float64: 1e-12}  # relative error up to which a product equals the matrix
-FORM_BELOW = (
-    2**15
-)  # entries below which a gradient is formed although factors would do, and compared together with others
-CACHE = 2**18  # numbers that fit into a core's own cache besides other data
-AT_ONCE = 2**26  # numbers that a device beside the CPU computes at once: calls are what costs there
+FORM_BELOW = 2**15  # entries below which a gradient is always formed, and compared together with others
+CACHE = 2**18  # numbers that fit into a core's cache next to other data
+AT_ONCE = 2**26  # numbers that a GPU computes at once: there, calls are expensive
 
 
 class FactoredGradient(NamedTuple):
@@ -47,7 +45,7 @@ class FactoredGradient(NamedTuple):
 
     @staticmethod
     def fewer(rows: int, high: int, wide: int) -> bool:
-        """Whether inner products of this many rows are cheaper than a gradient of this size."""
+        """True if inner products of this many rows are cheaper than a gradient of this size."""
         return 2 * rows * (high + wide) <= high * wide
 
 
@@ -116,7 +114,7 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 
 def _is_product(matrix: Tensor, basis: Tensor, rows: Tensor) -> bool:
-    """Whether a matrix equals basis @ rows up to rounding of its entries; the basis is orthonormal."""
+    """True if a matrix equals basis @ rows up to rounding of its entries; the basis is orthonormal."""
     size = float(rows.double().norm())
     scale = 1 / size if size else 1.0  # squares of tiny entries would underflow to zero
     few = max(1, CACHE // matrix.shape[1])

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from fedgauge.attacks.engine.gradients.convolution import Convolution, KernelGradient, WindowProduct
+from fedgauge.attacks.engine.gradients.convolution import Convolution, KernelGradient, Unfold, WindowProduct, Windows
 from fedgauge.attacks.engine.gradients.factored import (
     FactoredGradient,
     Gradients,
@@ -22,12 +24,46 @@ from fedgauge.attacks.engine.gradients.factored import (
     as_matrices,
     formed,
 )
-from fedgauge.attacks.engine.gradients.recording import CallRecorder, Unsupported
-from fedgauge.attacks.engine.gradients.windows import Unfold, Windows
 from fedgauge.client.update import Params
 
 KEPT = 2**21  # numbers up to which an input's windows are kept between passes instead of being made again
 WIDE = 64  # channels from which an input's windows are too large to be kept
+
+
+class Unsupported(Exception):
+    """The model uses a parameter in an unknown way, or mixes examples: use vmap, which handles everything."""
+
+
+class CallRecorder(TorchFunctionMode):
+    """Runs a model and passes every use of a parameter to the method that knows its gradient.
+
+    Args:
+        names: of the parameters, by id.
+        layers: the method for each function of torch; any other function raises Unsupported.
+    """
+
+    def __init__(self, names: Mapping[int, str], layers: Mapping[Any, Callable[..., Tensor]]) -> None:
+        self.names, self.layers = names, layers
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if not self.among(args) and not self.among(kwargs.values()):
+            return func(*args, **kwargs)
+        if func in self.layers:
+            return self.layers[func](self, *args, **kwargs)
+        result = func(*args, **kwargs)
+        if any(isinstance(part, Tensor) for part in tree_leaves(result)):  # not just a shape or a type
+            raise Unsupported(f"a parameter goes into {getattr(func, '__name__', func)}")
+        return result
+
+    def among(self, values: Iterable[Any]) -> bool:
+        """True if one of the values is a parameter, or a list that contains one, as for torch.cat."""
+        return any(self.among(v) if isinstance(v, list | tuple) else id(v) in self.names for v in values)
+
+    def name(self, t: Tensor | None) -> str | None:
+        return None if t is None else self.names.get(id(t))
 
 
 class Examples:
@@ -156,7 +192,7 @@ class GradientRecorder(CallRecorder):
         return self.keep(_ProductCall(input, out, self.names[id(weight)], self.name(bias), out._version, rows))
 
     def by_move(self, rows: Tensor, weight: Tensor | FactoredGradient, bias: Tensor | None) -> Tensor:
-        """What the moves add to a fully connected layer's output (P, rows, out)."""
+        """The moves' contribution to a fully connected layer's output (P, rows, out)."""
         if isinstance(weight, FactoredGradient):
             added = torch.bmm(torch.bmm(rows, weight.input.transpose(1, 2)), weight.signal)
         else:
@@ -180,7 +216,7 @@ class GradientRecorder(CallRecorder):
         if groups != 1 or _pair(dilation) != (1, 1) or isinstance(padding, str) or input.dim() != 4:
             raise Unsupported("a convolution with groups, dilation or padding given as a string")
         if self.moves and input.shape[1] >= WIDE:
-            raise Unsupported("a wide convolution whose weights differ between problems")
+            raise Unsupported("a wide convolution with different weights for each problem")
         kernel = (weight.shape[2], weight.shape[3])
         windows = Windows(tuple(input.shape), kernel, _pair(stride), _pair(padding))
         names = self.names[id(weight)], self.name(bias)

@@ -7,19 +7,23 @@ local steps, a problem's weights are the shared ones plus its own change. vmap g
 """
 
 import math
+from collections.abc import Callable
+from typing import cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.gradients.factored import Gradients, formed, is_large, plus
 from fedgauge.attacks.engine.gradients.layers import Examples, GradientRecorder, LayerCall
+from fedgauge.client.chain import Chain
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.training import StochasticLayer, local_sgd, without_running_stats
-from fedgauge.client.update import Loss, Params
+from fedgauge.client.transforms import UpdateTransform, is_identity, per_example
+from fedgauge.client.update import Loss, Params, Transform, Update
 
 
 def gradients(
@@ -116,7 +120,7 @@ def _run(model: nn.Module, params: Params, moves: Gradients, examples: Examples)
 
 
 def examples_are_independent(model: nn.Module, params: Params, x: Tensor) -> bool:
-    """Whether the first problem of x (P, B, ...) gets the same logits alone as with the others, and no layer draws noise."""
+    """True if the first problem of x (P, B, ...) has the same logits without the others, and no layer draws noise."""
     if any(isinstance(m, StochasticLayer) for m in model.modules()):  # its term of the loss is no cross-entropy either
         return False
     with torch.no_grad(), without_running_stats(model):
@@ -124,3 +128,49 @@ def examples_are_independent(model: nn.Module, params: Params, x: Tensor) -> boo
         alone = functional_call(model, params, (x[0],))
     size = float(alone.abs().max())
     return math.isfinite(size) and torch.allclose(together, alone, rtol=1e-3, atol=1e-5 * size)
+
+
+Step = Callable[[nn.Module, Params, Tensor, Tensor, bool], Gradients]
+
+
+def whole_batch_update(
+    chain: Chain, loss: Loss = F.cross_entropy, rng: torch.Generator | None = None, by_example: bool = False
+) -> Step | None:
+    """Compute updates in one pass, for a chain with whole-batch local steps; None for any other chain.
+
+    Other links may change the finished update, or the only gradient. The loss is the mean of its examples' losses.
+
+    Args:
+        rng: of the links' draws, separate ones for each problem.
+        by_example: the first links may take the examples of a batch one by one.
+    """
+    steps, place = chain.local, chain.links.index(chain.local)
+    before, after = (
+        [k for k in part if not is_identity(k)] for part in (chain.links[:place], chain.links[place + 1 :])
+    )
+    each = [k.inner for k in before if by_example and isinstance(k, per_example)]
+    whole = before[len(each) :]
+    if not steps.plain or steps.batch_size is not None or (before and steps.steps > 1):
+        return None
+    if not before and not after:
+        return lambda model, params, x, y, factors: local_training_changes(model, params, x, y, steps, factors, loss)
+    if not all(isinstance(link, UpdateTransform) for link in [*each, *whole, *after]):
+        return None
+
+    def through(links: list[Transform], found: Gradients) -> Update:
+        for link in cast(list[UpdateTransform], links):
+            found = {**vmap(lambda one, link=link: link.apply(one, rng), randomness="different")(found)}
+        return cast(Update, found)
+
+    def update(model: nn.Module, params: Params, x: Tensor, y: Tensor, factors: bool) -> Gradients:
+        if not before:
+            return {**through(after, local_training_changes(model, params, x, y, steps, False, loss))}
+        size = x.shape[1]
+        if each:
+            x, y = x.flatten(0, 1)[:, None], y.flatten(0, 1)[:, None]
+        found = through(each, gradients(model, params, x, y, 1.0, False, loss))
+        if each:
+            found = {k: t.view(-1, size, *t.shape[1:]).mean(1) for k, t in found.items()}
+        return {**through(after, {k: -steps.rate * t for k, t in through(whole, {**found}).items()})}
+
+    return update

@@ -1,12 +1,12 @@
 "use strict";
-// The gallery: private examples beside what each attack made of them, as images or as text.
+// The gallery: private examples and their reconstructions, as images or as text.
 
 const SORTS = [["leak", "worst leak first"], ["hidden", "least leak first"], ["client", "by client"]];
 
 /** The cards of a round, with controls; link(card): the address of the image's own view, or none. */
 function gallery(data, state, change, link) {
   if (!data.rounds.length) return el("p.empty", "Nothing has been reconstructed yet: images appear here once an attack is done.");
-  const none = el("p.empty", "No example matches: choose another client, attack or class.");
+  const none = el("p.empty", "No example matches: choose another client.");
   const found = data.cards.length ? cards(data.cards, data.kind, link) : none;
   const head = [galleryControls(data, state, change), galleryWords(data), data.kind === "text" && tokenLegend(data.cards.some(card => card.headings.length))];
   return el("div.gallery", head, found, pager(data, change));
@@ -28,20 +28,19 @@ function bestBack(worst, kind, noun, all, link) {
 }
 
 function galleryControls(data, state, change) {
-  const round = state.get("round") || String(data.round ?? "all"), all = round === "all"; // the round that was asked for, whose cards may not have come yet
+  const round = state.get("round") || String(data.round ?? "all"), all = round === "all";
   const step = all ? data.rounds.length - 1 : Math.max(0, data.rounds.map(String).indexOf(round));
   const words = i => all && i === step ? "all rounds" : `round ${data.rounds[i]}`;
   const reset = values => change({ offset: null, ...values });
-  const pick = (label, key, values, names = []) => {
-    const options = [["", "all"], ...values.map(value => [value, names[value] || String(value)])];
+  const pick = (label, key, values) => {
+    const options = [["", "all"], ...values.map(value => [value, String(value)])];
     return choice(label, state.get(key) || "", options, value => reset({ [key]: value }));
   };
   return el("div.controls",
     slider("Round", step, data.rounds.length, words, i => reset({ round: data.rounds[i] })),
     check("all rounds", all, () => reset({ round: all ? null : "all" })),
     choice("Sort", state.get("sort") || "leak", SORTS, value => reset({ sort: value })),
-    pick("Client", "client", data.clients), pick("Attack", "attack", data.attacks),
-    data.labels.length > 0 && pick("Class", "label", data.labels, data.class_names));
+    pick("Client", "client", data.clients));
 }
 
 const EACH = {
@@ -70,11 +69,11 @@ function pager(data, change) {
 
 function cardOf(card, kind, link) {
   const address = link && link(card), words = `client ${card.client} · round ${card.round} · example ${card.example}`;
-  const title = el("h3.who", address ? el("a", { href: address }, words) : words, card.why && [" · ", el("b", card.why)]);
+  const title = el("h3.who", address ? el("a", { href: address }, words) : words);
   return el("article", { class: address ? "card opens" : "card" }, title, kind !== "text" ? tiles(card) : card.headings.length ? rowsOf(card) : texts(card));
 }
 
-/** The truth, then each attack's reconstruction beside its difference from the truth. */
+/** The truth, then each attack's reconstruction with its difference from the truth. */
 function tiles(card) {
   const words = el("figcaption", el("b", "truth"), card.label !== null && ` ${card.label_name}`);
   const truth = el("figure", picture(card.truth, "the private image", card.absent), words);
@@ -90,7 +89,7 @@ function pair(truth, tile) {
 
 const picture = (source, alt, without = "no image") => source ? el("img", { src: source, alt }) : el("div.none", without);
 
-/** Two images on top of each other, of which the browser shows the difference. */
+/** The difference of two images, by the browser. */
 function difference(truth, image) {
   const pair = [truth, image].map(source => el("img", { src: source, alt: "" }));
   return el("div.difference", { role: "img", "aria-label": "difference" }, pair);

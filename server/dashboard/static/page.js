@@ -10,11 +10,11 @@ const VIEWS = [
   { path: /^\/$/, name: "Runs", keys: [], load: () => ask("/api/runs"), draw: runsView },
   { path: /^\/run\/(?<id>[^/]+)$/, name: "Overview", keys: [], load: p => ask(`${api(p)}/overview`), draw: overviewView },
   {
-    path: /^\/run\/(?<id>[^/]+)\/gallery$/, name: "Gallery", keys: ["round", "client", "attack", "label", "sort", "offset"],
+    path: /^\/run\/(?<id>[^/]+)\/gallery$/, name: "Gallery", keys: ["round", "client", "sort", "offset"],
     load: p => ask(`${api(p)}/gallery`, asked(p)), draw: galleryView,
   },
   {
-    path: /^\/run\/(?<id>[^/]+)\/clients$/, name: "Clients", keys: ["metric", "attack"],
+    path: /^\/run\/(?<id>[^/]+)\/clients$/, name: "Clients", keys: ["metric"],
     load: p => ask(`${api(p)}/clients`, asked(p)), draw: clientsView,
   },
   {
@@ -125,7 +125,6 @@ function take(found) {
   restoreScroll();
   showStatus(statusOf(data));
   follow();
-  if (data.runs?.some(run => run.verdict === null)) refresh(); // the server was still reading
 }
 
 /** After a change of address: scroll to where the reader was, or to the top. */
@@ -143,7 +142,7 @@ const REFUSALS = {
   503: ["Not readable", "This page tries again when the file changes."],
 };
 
-/** Say why there is nothing and what to do; if only the server is silent, the page stays as it is. */
+/** Show the reason and the remedy; if only the server is silent, the page stays. */
 function refuse({ status, message }) {
   const [title, help] = REFUSALS[status] || ["Not possible", "The list shows what is there."];
   if (status) data = null;
@@ -167,7 +166,7 @@ function statusOf(found) {
 
 const WORDS = { live: "live", finished: "finished", stopped: "not running", lost: "connection lost, trying again" };
 
-/** Show a status beside the dot. */
+/** Show a status next to the dot. */
 function showStatus(state, words = WORDS[state]) {
   const live = document.getElementById("live");
   live.dataset.state = state;

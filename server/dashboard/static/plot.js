@@ -74,7 +74,7 @@ function specified(spec, shown, worst = true) {
     const traces = spec.series.flatMap(s => seriesTraces(s, Boolean(spec.right), !shown || shown(s), worst));
     const right = spec.right && { ...axis(spec.right), overlaying: "y", side: "right", showgrid: false };
     if (right && narrow.matches) right.title = { text: "" };
-    const hovermode = spec.x.kind === "fraction" ? "closest" : "x unified"; // points lie anywhere, lines share their x
+    const hovermode = spec.x.kind === "fraction" ? "closest" : "x unified";
     const more = { hovermode, ...(right ? { yaxis2: right } : {}), legend: { ...legend(), ...(shown ? { itemclick: false, itemdoubleclick: false } : {}) } };
     draw(node, traces, layout(axis(spec.x), { uirevision: spec.metric, ...axis(spec.y) }, height, more));
   };

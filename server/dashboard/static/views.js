@@ -12,27 +12,24 @@ function runsView(folder, { state }) {
   const one = run => el("li.run", { "data-key": run.id }, run.error ? brokenRun(run) : runLine(run));
   const shown = folder.runs.filter(run => matches(run, state));
   const count = el("p.small", { role: "status" }, `${shown.length} of ${many(folder.runs.length, "run")}.`);
-  const all = [runFilter(folder.runs, state), count, el("ul.runs", shown.map(one))];
+  const all = [runFilter(state), count, el("ul.runs", shown.map(one))];
   return [el("h1", `Runs in ${folder.folder}`), folder.runs.length ? all : none];
 }
 
 const trouble = run => run.error || run.failed > 0 || ["failed", "interrupted"].includes(run.state);
 
-/** Whether a run passes the filter: by words of its name, data, network, chain, attacks or state; by verdict; by trouble. */
+/** Check a run against the filter: words of its name, data, network, chain, attacks or state, and trouble. */
 function matches(run, state) {
   const words = [run.id, run.state, run.data, run.model, run.chain, ...(run.attacks || []), run.error].join(" ").toLowerCase();
   const sought = (state.get("find") || "").toLowerCase().split(/\s+/);
-  const verdict = state.get("verdict");
-  return sought.every(word => words.includes(word)) && (!verdict || run.verdict === verdict) && (!state.has("trouble") || trouble(run));
+  return sought.every(word => words.includes(word)) && (!state.has("trouble") || trouble(run));
 }
 
-function runFilter(runs, state) {
-  const found = [...new Set(runs.map(run => run.verdict).filter(Boolean))].sort();
+function runFilter(state) {
   const seek = event => change({ find: event.target.value });
   const field = el("input", { type: "search", "aria-label": "Find", oninput: seek, value: state.get("find") || "" });
   return el("div.controls",
     el("label.choice", "Find", field),
-    choice("Verdict", state.get("verdict") || "", [["", "all"], ...found.map(word => [word, word])], value => change({ verdict: value })),
     check("failed only", state.has("trouble"), () => change({ trouble: state.has("trouble") ? null : "1" })));
 }
 
@@ -41,15 +38,14 @@ const brokenRun = run => [el("h2", run.id), el("p.notice", run.error)];
 function runLine(run) {
   const fact = (name, value) => el("div", el("dt", name), el("dd", value));
   const views = ["gallery", "clients"].map(view => link(address(run.id, `/${view}`), view));
-  const told = run.verdict ? badge(run.verdict, VERDICTS[run.verdict]) : badge("verdict being read");
   const failed = run.failed > 0 && badge(`${many(run.failed, "attack")} failed`, "leaks");
   return [
-    el("div.head", el("h2", link(address(run.id), run.id)), [told, badge(run.state, LIVE.has(run.state) ? "live" : ""), failed], views),
+    el("div.head", el("h2", link(address(run.id), run.id)), [badge(run.state, LIVE.has(run.state) ? "live" : ""), failed], views),
     el("p.small", `${run.data}; ${run.model}; ${run.chain}`),
     el("dl.numbers",
       fact("round", `${run.round} of ${run.rounds}`), fact("accuracy", percent(run.accuracy)),
       fact(`best ${run.measure.name}`, inMetric(run.measure, run.best)), fact("attacks", run.attacks.join(", ") || NONE)),
-    progressBar(run, run.expected ?? run.total),
+    progressBar(run, run.total),
   ];
 }
 
@@ -75,28 +71,16 @@ function overviewView(overview, { state }) {
     progressStrip(overview.progress, overview.state),
     effects.length > 0 && section("The malicious server", el("dl", effects)),
     section("Leakage and accuracy over rounds", overRounds(overview, state, change), el("p.small", lines(overview)), el("p.small", overview.privacy.words)),
-    overview.without_truth.rows.length > 0 && section("Reconstructions without a truth", withoutTruth(overview)),
-    overview.app_rounds.rows.length > 0 && section("What the app returned", table(overview.app_rounds)),
     section("Numbers", overview.summary.rows.length > 0 ? numbers : nothing("No attack has given a score yet; they appear here by themselves."), shown(overview.reasons)),
     section("Success over thresholds", overview.success ? specified(overview.success) : nothing("No attack has given a score yet.")),
     section("Who was in a batch", el("p", overview.membership), overview.membership_figure && specified(overview.membership_figure), shown(overview.membership_table)),
-    overview.canaries_figure && section("What canaries show", el("p", overview.canaries), specified(overview.canaries_figure), table(overview.canaries_table)),
+    overview.canaries_figure && section("What canaries show", el("p", overview.canaries), specified(overview.canaries_figure)),
     section("What each attacker knew", knowledge(overview)),
     section("Participation", el("p", overview.participation || "No client has answered yet."), shown(overview.clients), shown(overview.absences)),
     section("Replay check", el("p", replay || "Not done yet: it runs before the first attack.")),
     section("Scenario and environment",
       overview.attacked_on !== "" && el("p.small", overview.attacked_on),
       opening("Scenario", overview.scenario), overview.environment && opening("Environment", JSON.stringify(overview.environment, null, 2))),
-  ];
-}
-
-/** What came back though nobody can grade it. */
-function withoutTruth(overview) {
-  const why = overview.ungraded_reason && ` (${overview.ungraded_reason})`;
-  return [
-    el("p", `${many(overview.ungraded, "reconstruction")} not graded${why}; what came back is in the `, link(address(overview.name, "/gallery"), "gallery"),
-      ". A lower objective fits the update better; it compares updates under one attack, never two attacks."),
-    table(overview.without_truth),
   ];
 }
 
@@ -121,9 +105,9 @@ function progressStrip(progress, state) {
     el("p", el("b", state), model), progressBar(progress, progress.expected), el("p.small", progress.words));
 }
 
-function knowledge({ shared, cards: all }) {
+function knowledge({ cards: all }) {
   if (!all.length) return empty("No attack is planned.");
-  const part = words => el("li", { class: shared.includes(words) ? "" : "own" }, words);
+  const part = words => el("li", words);
   const how = attacker => el("p.small", el("code", attacker.component), `; attacker's seed ${attacker.seed}`);
   const one = attacker => el("li.card", el("h3", attacker.name), how(attacker), el("ul.parts", attacker.parts.map(part)));
   const others = all.filter(attacker => attacker.kind !== "attack").map(attacker => `${attacker.name} (${attacker.parts.join(", ")}); `);
@@ -196,10 +180,7 @@ function tracePanel({ truth, iterations, images, ...trace }, state) {
 
 function clientsView(clients, { id, state }) {
   const open = client => go(address(id, `/gallery?client=${client}&round=all`));
-  const attacks = [["", "the worst of all"], ...clients.attacks.map(name => [name, name])];
-  const controls = el("div.controls",
-    choice("Leakage as", clients.metric, clients.metrics, value => change({ metric: value })),
-    choice("Attack", clients.attack, attacks, value => change({ attack: value })));
+  const controls = el("div.controls", choice("Leakage as", clients.metric, clients.metrics, value => change({ metric: value })));
   const none = empty("Nothing is graded yet: the map of clients and rounds appears here by itself.");
   const cells = { client: record => link(address(id, `/gallery?client=${record.client}&round=all`), `client ${record.client}`) };
   return [

@@ -5,24 +5,22 @@ from math import nan
 from textwrap import fill
 from typing import Any
 
-import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, MaxNLocator, MultipleLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, MultipleLocator, PercentFormatter
 
 from fedgauge.server.views import figures as views
-from fedgauge.simulations.reports.figures.style import INK, MUTED, SCALE, SYMBOLS, THEME, add_legend, new_axes
+from fedgauge.simulations.reports.figures.style import INK, SCALE, SYMBOLS, THEME, add_legend, new_axes
 
 LETTERS = 30  # of an axis' label in a line
-RASTER_FROM = 2000  # table entries from which the heat map is a bitmap even in SVG
 
 
 def draw(spec: views.Figure) -> Figure:
-    """Lines and points with their intervals and worst cases."""
+    """Draw lines and points with their intervals and worst cases."""
     figure, axes = new_axes()
     right = axes.twinx() if spec.right else None
     handles: list[Artist] = []
@@ -87,37 +85,3 @@ def _set_axis(axes: Axes, which: str, spec: views.Axis) -> None:
     if spec.kind == "round":
         axis.set_major_locator(MaxNLocator(integer=True))
     getattr(axes, f"set_{which}lim")(spec.low, spec.high)
-
-
-def draw_heat_map(spec: views.HeatMap) -> Figure:
-    """A square for each client and round, the brightest leaks most; hatched where there is no value."""
-    figure, axes = new_axes(height=min(6.0, max(1.75, 0.8 + 0.17 * len(spec.clients))))
-    table = np.array([_numbers(row) for row in spec.values])
-    axes.grid(False)
-    axes.set_facecolor("white")
-    axes.patch.set(hatch="////", edgecolor=MUTED)
-    low, high = sorted((spec.darkest, spec.brightest))
-    mesh = axes.pcolormesh(
-        np.ma.masked_invalid(table), cmap="cividis" if spec.darkest == low else "cividis_r", vmin=low, vmax=high,
-        rasterized=table.size > RASTER_FROM, edgecolors="none",
-    )  # fmt: skip
-    if len(spec.rounds) <= 10 and len(spec.clients) <= 30:
-        for (row, column), value in np.ndenumerate(table):
-            if not np.isnan(value):
-                red, green, blue, _ = mesh.to_rgba(value)
-                color = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else INK
-                axes.text(column + 0.5, row + 0.5, f"{value:.0f}", ha="center", va="center", size=7, color=color)
-    figure.colorbar(mesh, ax=axes, label=f"worst {spec.by.label}", pad=0.02)
-    axes.invert_yaxis()
-    _number_axis(axes.xaxis, spec.rounds, 10)
-    _number_axis(axes.yaxis, spec.clients, 16)
-    axes.set(xlabel="attacked round", ylabel="client")
-    return figure
-
-
-def _number_axis(axis: Axis, names: Sequence[int], most: int) -> None:
-    """Label evenly spaced rows or columns with their numbers, at their middle."""
-    places = np.unique(np.linspace(0, len(names) - 1, min(most, len(names))).round().astype(int))
-    axis.set_major_locator(FixedLocator((places + 0.5).tolist()))
-    axis.set_ticklabels([str(names[i]) for i in places])
-    axis.set_tick_params(length=0)

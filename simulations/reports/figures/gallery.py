@@ -1,4 +1,4 @@
-"""True examples above what each attack reconstructed of them."""
+"""True examples above their reconstructions."""
 
 import base64
 import io
@@ -8,28 +8,26 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from fedgauge.server.views.gallery import Gallery
+from fedgauge.server.views.gallery import Gallery, sampled
 from fedgauge.simulations.reports.figures.style import LINE_HEIGHT, MUTED, WIDTH
-from fedgauge.simulations.reports.sampling import sample_examples
 
 EXAMPLES = 6
 
 
 def gallery_figure(gallery: Gallery) -> Figure | None:
-    """True images above each attack's reconstructions, with the score below; None if no true image is on this machine."""
-    found = sample_examples(gallery, EXAMPLES).cards(gallery)
-    cards = [card for card in found if card.truth is not None][:EXAMPLES]
+    """Draw true images above their reconstructions and scores; None without true images."""
+    found = [gallery.card(*place) for place in sampled(gallery.attacked(), EXAMPLES)]
+    cards = [card for card in found if card.truth is not None]
     if not cards:
         return None
     shown = {tile.attack for card in cards for tile in card.tiles}
-    attacks = [attack for attack in gallery.attacks if attack in shown]  # a test of membership shows nothing
+    attacks = [attack for attack in gallery.attacks if attack in shown]
     heights = WIDTH / EXAMPLES + 2.2 * LINE_HEIGHT
     figure = Figure((max(1.5, WIDTH / EXAMPLES * len(cards)), heights * (1 + len(attacks)) + 4 * LINE_HEIGHT))
     figure.set_layout_engine("constrained", w_pad=0.01, h_pad=0.5 * LINE_HEIGHT)
     columns = figure.subplots(1 + len(attacks), len(cards), squeeze=False).T
     for card, column in zip(cards, columns, strict=True):
-        notes = [f"round {card.round}", f"client {card.client}", *card.why.split()]
-        _draw_tile(column[0], card.truth, f"label {card.label}", "\n".join(notes))
+        _draw_tile(column[0], card.truth, f"label {card.label}", f"round {card.round}\nclient {card.client}")
         tiles = {tile.attack: tile for tile in card.tiles}
         for attack, axes in zip(attacks, column[1:], strict=True):
             own = tiles.get(attack)

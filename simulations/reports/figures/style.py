@@ -1,4 +1,4 @@
-"""How figures look in print: sizes, the page's colours, and the legend."""
+"""Style of figures in print: sizes, the page's colours, and the legend."""
 
 import io
 import re
@@ -48,43 +48,43 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class PaperFigure:
-    """A figure, its file name without ending, and the description in its metadata."""
+    """Figure with its file name and a description for its metadata."""
 
     name: str
     figure: Figure
     about: str
 
     def rendered(self, kind: Literal["png", "svg"]) -> bytes:
-        """The file, with no date and no program in it, so that equal ledgers give equal bytes."""
+        """Render a file without date and program, so that equal ledgers give equal bytes."""
         metadata = {"Title": self.name, "Description": self.about}
         unnamed = {"Software": None} if kind == "png" else {"Date": None}
         data = io.BytesIO()
         with own_style():
             self.figure.savefig(data, format=kind, metadata={**metadata, **unnamed})
-        self.figure.set_layout_engine("none")  # layout is half of the work, so do it once
+        self.figure.set_layout_engine("none")  # keep the layout
         return data.getvalue()
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        """As a notebook shows it: the PNG, at its width on a screen of 144 dots an inch."""
+        """Return the PNG with its width for a notebook."""
         return self.rendered("png"), {"width": round(144 * self.figure.get_size_inches()[0])}
 
 
 @contextmanager
 def own_style() -> Iterator[None]:
-    """Draw as all figures here are drawn, whatever the user's own style; afterwards the caller's settings are back."""
+    """Draw in the style of fedgauge, whatever the user's style."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
         yield
 
 
-def new_axes(height: float = HEIGHT) -> tuple[Figure, Axes]:
-    figure = Figure((WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02))
+def new_axes() -> tuple[Figure, Axes]:
+    figure = Figure((WIDTH, HEIGHT), layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02))
     return figure, figure.subplots()
 
 
 def add_legend(figure: Figure, handles: Sequence[Artist]) -> None:
-    """Add a legend below the axes, with as many columns as the longest name allows; the figure grows by its height."""
+    """Add a legend below the axes, by which the figure grows."""
     labels = [str(handle.get_label()) for handle in handles]
     longest = max(len(line) for label in labels for line in label.split("\n"))
     columns = max(1, min(3, int(WIDTH / (0.45 + 0.058 * longest))))

@@ -1,4 +1,4 @@
-"""Figures for papers: each plot of a run as PNG and SVG, one column wide, the same bytes for the same ledger."""
+"""Figures for papers: each plot of a run as PNG and SVG, one column wide."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -8,13 +8,12 @@ from typing import Literal
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
-from fedgauge.server.views.clients import heat_map
 from fedgauge.server.views.compare import named_readings, utility_figure
 from fedgauge.server.views.figures import canaries_figure, membership_figure, rounds_figures, success_figure
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.roles import is_baseline
-from fedgauge.simulations.reports.figures.draw import draw, draw_heat_map
+from fedgauge.simulations.reports.figures.draw import draw
 from fedgauge.simulations.reports.figures.gallery import gallery_figure
 from fedgauge.simulations.reports.figures.style import PaperFigure, own_style
 
@@ -22,10 +21,10 @@ KINDS: tuple[Literal["png", "svg"], ...] = ("png", "svg")
 
 
 def write_figures(runs: Sequence[Run], folder: Path) -> tuple[list[Path], list[str]]:
-    """Write every figure of the runs and of their comparison, each file atomically and readable for its owner only.
+    """Write every figure of the runs and of their comparison.
 
-    Returns the paths, and sentences on what could not be drawn. One run's files go into the folder itself, those of several
-    runs into a folder each.
+    Returns:
+        The paths, and the reasons for missing figures. Several runs have a folder each.
     """
     paths, missing = [], []
     with ExitStack() as stack, own_style():
@@ -54,21 +53,19 @@ def _save(figure: PaperFigure, folder: Path) -> list[Path]:
 
 
 def run_figures(reading: Reading) -> Iterator[PaperFigure]:
-    """Every figure of a run that has a score."""
+    """Draw every figure of a run with a score."""
     if not len(reading.scores):
         return
     others = success_figure(reading), membership_figure(reading), canaries_figure(reading)
     about = f"{reading.run.name}. {_knowledge(reading)}"
     for spec in filter(None, (*rounds_figures(reading), *others)):
         yield PaperFigure(spec.name, draw(spec), about)
-    if (heat := heat_map(reading, reading.scores.measure.metric)) is not None:
-        yield PaperFigure(heat.name, draw_heat_map(heat), about)
     if (strip := gallery_figure(Gallery(reading))) is not None:
         yield PaperFigure("gallery", strip, about)
 
 
 def _comparison(named: Mapping[str, Reading]) -> Iterator[PaperFigure]:
-    """Leakage against accuracy, a figure for each metric that two runs have."""
+    """Draw leakage against accuracy for each metric of two runs."""
     about = ". ".join(f"{i}: {r.run.name}. {_knowledge(r)}" for i, r in enumerate(named.values(), 1))
     for metric in MEASURED:
         spec = utility_figure(named, metric)
@@ -77,5 +74,5 @@ def _comparison(named: Mapping[str, Reading]) -> Iterator[PaperFigure]:
 
 
 def _knowledge(reading: Reading) -> str:
-    """What each attacker knew, which every figure must state."""
+    """Return the knowledge of each attacker for a figure's metadata."""
     return ". ".join(f"{row['name']}: {row['knowledge']}" for row in reading.attacks if not is_baseline(row["name"]))

@@ -1,6 +1,6 @@
 """Who advances together: finished problems leave, waiting ones take their places, and none of them notices."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Wave
-from fedgauge.attacks.engine import scheduler
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
-from fedgauge.attacks.engine.distances import InnerProducts, cosine
+from fedgauge.attacks.engine.distances import cosine
 from fedgauge.attacks.engine.scheduler import CHECK_EVERY, Deadline, OptimizerState, advance
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
@@ -42,7 +41,7 @@ def test_a_place_that_falls_free_goes_to_the_next_that_waits() -> None:
         part.variables["x"] += length
         return length
 
-    interrupted = advance(state, torch.arange(5)[:, None], 40, 0, BatchLimiter(2), NEVER, stretch)
+    interrupted = advance(state, torch.arange(5)[:, None], 40, BatchLimiter(2), NEVER, stretch)
     assert not interrupted.any()
     # 16 iterations to a look, and 8 to the end of 40; then to the nearest look or end of the two
     assert seen == [[0, 1], [0, 1], [1, 2], [2, 3], *[[3, 4]] * 4, [4]]
@@ -58,7 +57,7 @@ def test_a_unit_stays_until_all_of_it_has_ended() -> None:
         part.finite.copy_(torch.tensor([k not in (0, 2, 3) for k in rows.tolist()]))
         return length
 
-    advance(state, torch.arange(4).view(2, 2), 2 * CHECK_EVERY, 0, BatchLimiter(2), NEVER, stretch)
+    advance(state, torch.arange(4).view(2, 2), 2 * CHECK_EVERY, BatchLimiter(2), NEVER, stretch)
     assert seen == [[0, 1, 2, 3], [0, 1]]
 
 
@@ -73,7 +72,7 @@ def test_what_memory_ends_is_done_again_by_fewer() -> None:
             raise MemoryError("in the second stretch")
         return length
 
-    advance(state, torch.arange(4)[:, None], 2 * CHECK_EVERY, 0, limiter, NEVER, stretch)
+    advance(state, torch.arange(4)[:, None], 2 * CHECK_EVERY, limiter, NEVER, stretch)
     assert seen == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1], [2, 3]]
     assert state.variables["x"].flatten().tolist() == [2 * CHECK_EVERY] * 4, (
         "the stretch that failed left nothing behind"
@@ -115,22 +114,9 @@ def test_the_clock_interrupts_those_that_have_not_ended(
     state, clock = optimizer_state(3), Until(questions)
     stretch = until(clock)
     assert (
-        advance(state, torch.arange(3)[:, None], CHECK_EVERY, 0, BatchLimiter(1), clock, stretch).tolist()
-        == interrupted
+        advance(state, torch.arange(3)[:, None], CHECK_EVERY, BatchLimiter(1), clock, stretch).tolist() == interrupted
     )
     assert state.spent.tolist() == spent
-
-
-def test_a_stall_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "TOLERANCE", 0.1)
-    state = optimizer_state(2)
-    for objectives in ([8.0, 8.0], [7.5, 7.0], [7.1, 6.9], [6.9, 5.0]):
-        state.record(torch.tensor(objectives), None)
-    # a tenth below 8 is 7.2: reached by 7.1 only after 7.5 was none; then 6.9 is none below 7.1. 8, 7 and 5 are each a fall
-    assert state.since.tolist() == [1, 0]
-    torch.testing.assert_close(state.lowest, torch.tensor([7.1, 5.0]))
-    state.record(torch.tensor([1.0, 9.0]), torch.tensor([False, True]))
-    assert state.since.tolist() == [1, 1], "an objective that cannot be compared is neither a fall nor a stall"
 
 
 # -------------------------------------------------------------------------------------------------------- in the engine
@@ -165,12 +151,12 @@ def same(one: Reconstruction, other: Reconstruction) -> None:
 ATTACKS = {
     "cuts": GradientMatching(
         Objective(cosine(), (total_variation(0.01),)),
-        AdamSearch(0.1, True, CUTS, patience=12),
+        AdamSearch(0.1, True, CUTS),
         trace=6,
     ),
     "annealed, decaying, sampled": GradientMatching(
         Objective(cosine(), (total_variation(0.01),)),
-        AdamSearch(0.1, decay=0.99, patience=10, anneal=0.1, samples=2, radius=0.05),
+        AdamSearch(0.1, decay=0.99, anneal=0.1, samples=2, radius=0.05),
         trace=6,
     ),
 }
@@ -178,17 +164,14 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.usefixtures("double")
-def test_a_problem_goes_its_own_way_whoever_advances_beside_it(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_the_problems_of_the_same_pass(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wave, known = scene(6, lost=(1,))
-    monkeypatch.setattr(scheduler, "TOLERANCE", 0.05)
     monkeypatch.setattr(GradientMatching, "_batch_limiter", lambda *_: BatchLimiter(2))
-    budget, order = Budget(90), [4, 1, 0, 5, 3, 2]
+    budget, order = Budget(40), [4, 1, 0, 5, 3, 2]
     alone = {k: run(ATTACKS[attack], wave, known, [k], budget)[0] for k in range(6)}
-    spent = {k: found.iterations for k, found in alone.items()}
     assert alone[1].status == "diverged"
-    assert spent[1] == CHECK_EVERY, "it is lost at the first look"
-    assert len(set(spent.values())) > 2, "problems end at different iterations, so that others join in between"
-    assert any(CHECK_EVERY < n < 90 for n in spent.values())
+    # the first check ends problem 1, so that another one joins problem 0 in the middle
+    assert [found.iterations for found in alone.values()] == [40, CHECK_EVERY, 40, 40, 40, 40]
     for k, found in enumerate(run(ATTACKS[attack], wave, known, range(6), budget)):
         if k != 1:
             same(found, alone[k])
@@ -212,24 +195,3 @@ def test_a_finished_problem_costs_nothing_more(monkeypatch: pytest.MonkeyPatch) 
     assert [f.status for f in found] == ["diverged", "converged", "diverged"]
     assert [f.iterations for f in found] == [CHECK_EVERY, 40, CHECK_EVERY]
     assert widths == [3] * CHECK_EVERY + [1] * (40 - CHECK_EVERY) + [3]  # at last their objectives
-
-
-class raised_cosine(cosine):
-    """Between 1 and 3, far above any processor's rounding errors: it can never fall by 99 hundredths of itself."""
-
-    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
-        return 1 + super().of(products)
-
-
-@pytest.mark.parametrize("anneal", [1.0, 0.1])
-def test_a_stall_is_judged_where_objectives_can_be_compared(anneal: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an unreachable tolerance everything stalls; while the likelihood's weight grows nothing does."""
-    wave, known = scene(2)
-    monkeypatch.setattr(scheduler, "TOLERANCE", 0.99)
-    search = AdamSearch(0.1, patience=5, anneal=anneal)
-    attack = GradientMatching(Objective(raised_cosine()), search)
-    for found in run(attack, wave, known, range(2), Budget(200)):
-        assert found.status == "converged"
-        assert 1 - 1e-5 < found.objective < 3 + 1e-5
-        expected = CHECK_EVERY if anneal == 1 else -(-(100 + 5) // CHECK_EVERY) * CHECK_EVERY
-        assert found.iterations == expected

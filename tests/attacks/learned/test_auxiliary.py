@@ -50,7 +50,7 @@ def test_the_knowledge_card_and_the_knowledge_have_the_chosen_images(make_federa
     assert len(known.auxiliary.x) == 50
     assert set(known.auxiliary.y[:40].tolist()) == {0, 1}
     assert (
-        "40 auxiliary images, 100% of them of classes 0, 1 alone and 10 pseudo-images, normal in the cosine"
+        "40 auxiliary images, 100% of them of classes 0, 1 and 10 pseudo-images, normal in the cosine"
         in knowledge_card(fed, planned)
     )
     assert PlannedAttack.from_json(planned.to_json()) == planned

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from torch import Tensor
 from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.learning_to_invert import learning_to_invert
-from fedgauge.attacks.learned.refinement import Refinement, UpdateLikelihood, WhitenedPrior, _line
-from fedgauge.attacks.learned.ridge import FittedRidge, ridge_inversion
-from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
+from fedgauge.attacks.learned.refinement import UpdateLikelihood, WhitenedPrior
+from fedgauge.attacks.learned.ridge import ridge_inversion
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.rng import generator
 from fedgauge.client.training import local_sgd
@@ -50,12 +48,6 @@ def test_white_coordinates_are_white_and_lead_back() -> None:
     covariance = torch.cov(z.T, correction=0)
     assert float(covariance.diagonal().max()) < 1.03
     assert float((covariance - covariance.diagonal().diag()).abs().max()) < 0.02
-
-
-def test_a_line_through_variances_tells_noise_from_what_grows() -> None:
-    sizes = torch.logspace(-4, 2, 40)
-    assert _line(sizes, 0.01 + 0.3 * sizes) == pytest.approx((0.01, 0.3), rel=1e-6)
-    assert _line(sizes, 2 * sizes) == pytest.approx((0.0, 2.0), abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -110,16 +102,6 @@ def test_where_refinement_does_not_win_on_held_out_images_the_linear_answer_stay
     for a, b in zip(linear, refined, strict=True):
         assert (b.iterations, b.status) == (0, "converged")
         assert torch.equal(a.x, b.x)  # type: ignore[arg-type]  # both have images
-
-
-def test_what_refinement_would_make_worse_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known, wave, _ = digits(CHAINS["bare"])
-    shadow = ShadowTrainer(known, wave.params, UpdateFeatures())
-    refined = Refinement(FittedRidge(ridge_inversion(), shadow), 4)
-    monkeypatch.setattr(Refinement, "descend", lambda self, seen, labels, start, trust, clock: (1 - start, 4))
-    assert refined.trust[0] == 0
-    _, batches, start = refined.held
-    assert refined.trust[1] == pytest.approx(float((start - batches.x.flatten(2)).square().mean()))
 
 
 def test_packing_changes_no_refinement_and_the_clock_ends_it() -> None:

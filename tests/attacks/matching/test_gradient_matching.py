@@ -12,22 +12,13 @@ from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Wav
 from fedgauge.attacks.engine.distances import Distance, cosine, squared
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
-from fedgauge.attacks.matching.quasi_newton import LBFGSSearch
 from fedgauge.attacks.matching.recipes import CUTS, dlg, idlg, inverting_gradients, surrogate
-from fedgauge.attacks.matching.search import AdamSearch
+from fedgauge.attacks.matching.search import AdamSearch, LBFGSSearch
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
-from tests.attacks.matching.tiny_problems import (
-    CLASSES,
-    MEAN,
-    SHAPE,
-    STD,
-    plain_objective,
-    scene,
-    streams,
-)
+from tests.attacks.matching.tiny_problems import CLASSES, MEAN, SHAPE, STD, plain_objective, scene, streams
 
 
 def plain_attack(
@@ -81,35 +72,24 @@ def test_matching_is_the_published_loop_from_start_to_end(recipe: str, attack: G
 
 
 @pytest.mark.parametrize(
-    ("attack", "iterations", "gain"),
-    [(inverting_gradients(), 150, 3), (dlg(), 300, 1), (idlg(), 150, 3)],
-    ids=["inverting_gradients", "dlg", "idlg"],
+    ("attack", "local", "iterations", "gain"),
+    [
+        (inverting_gradients(), local_sgd(0.1), 150, 3),
+        (dlg(), local_sgd(0.1), 300, 1),
+        (idlg(), local_sgd(0.1), 150, 3),
+        (surrogate(tv=0.001), local_sgd(0.05, 4), 200, 3),
+    ],
+    ids=["inverting_gradients", "dlg", "idlg", "surrogate"],
 )
-def test_the_objective_falls_and_the_image_comes_nearer(attack: GradientMatching, iterations: int, gain: float) -> None:
-    wave, known, batches = scene(clients=2, n=1, labels=False)
+def test_the_objective_falls_and_the_image_comes_nearer(
+    attack: GradientMatching, local: local_sgd, iterations: int, gain: float
+) -> None:
+    wave, known, batches = scene(clients=2, n=1, links=chain(local), labels=False)
     few, many = (attack.reconstruct(wave, known, Budget(n), streams(0, 1)) for n in (1, iterations))
     for batch, early, late in zip(batches, few, many, strict=True):
         assert late.objective < 0.2 * early.objective
         assert early.x is not None and late.x is not None
         assert float(psnr(batch.x, late.x)) > float(psnr(batch.x, early.x)) + gain
-
-
-@pytest.mark.usefixtures("double")
-def test_the_restart_with_the_lowest_objective_is_kept() -> None:
-    wave, known, _ = scene(clients=2)
-    attack, restarts = inverting_gradients(), 4
-
-    def only(stream: Stream, restart: int) -> Stream:
-        return lambda purpose, _: stream(purpose, restart)
-
-    both = attack.reconstruct(wave, known, Budget(15, restarts), streams(0, 1))
-    single = [attack.reconstruct(wave, known, Budget(15), [only(s, r) for s in streams(0, 1)]) for r in range(restarts)]
-    for k, found in enumerate(both):
-        each = [results[k] for results in single]
-        best = min(each, key=lambda result: result.objective)
-        assert len({round(result.objective, 9) for result in each}) == restarts, "the restarts differ"
-        assert found.objective == pytest.approx(best.objective, abs=1e-12)
-        torch.testing.assert_close(found.x, best.x, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(("restarts", "measured"), [(2, 0), (3, 1)])
@@ -143,8 +123,8 @@ def test_time_ends_an_attack_with_what_it_has() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"tv": -0.1}, {"tv": float("nan")}, {"rate": 0.0}, {"rate": -1.0}])
-def test_hyperparameters_without_sense_are_refused(arguments: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=" must "):
+def test_invalid_hyperparameters_are_refused(arguments: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must"):
         inverting_gradients(**arguments)
 
 
@@ -168,29 +148,15 @@ def test_an_objective_that_is_not_finite_is_reported_as_diverged(value: float) -
     results_in_the_box(found)
 
 
-class WithDropout(nn.Module):
-    """A classifier that drops out."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.body, self.forget, self.head = nn.Flatten(), layer, nn.Linear(64, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.forget(self.body(x)))
-
-
-@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.AlphaDropout(0.1)])
-def test_dropout_in_train_mode_is_not_applicable(layer: nn.Module) -> None:
+def test_dropout_in_train_mode_is_not_applicable() -> None:
     torch.manual_seed(0)
-    model = WithDropout(layer)
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, CLASSES))
     wave, known, _ = scene(model=model.eval())
     assert inverting_gradients().reconstruct(wave, known, Budget(1), streams(0))[0].status == "converged"
     model.train()
     (found,) = inverting_gradients().reconstruct(wave, known, Budget(1), streams(0))
     assert (found.status, found.x, found.y) == ("not_applicable", None, None)
-    assert found.reason.startswith("layer 'forget' ") and "draws random numbers" in found.reason
-    layer.p = 0.0
-    assert inverting_gradients().reconstruct(wave, known, Budget(1), streams(0))[0].status == "converged"
+    assert "'1' (Dropout)" in found.reason
 
 
 def test_labels_that_cannot_be_restored_are_not_applicable() -> None:
@@ -198,10 +164,7 @@ def test_labels_that_cannot_be_restored_are_not_applicable() -> None:
     model = nn.Sequential(nn.Conv2d(1, CLASSES, 8), nn.Flatten())
     wave, known, _ = scene(model=model, labels=False)
     (found,) = inverting_gradients().reconstruct(wave, known, Budget(1), streams(0))
-    assert (found.status, found.reason) == (
-        "not_applicable",
-        "the model has no fully connected layer, which label restoration reads",
-    )
+    assert found.status == "not_applicable" and "label" in found.reason
     assert dlg().reconstruct(wave, known, Budget(1), streams(0))[0].status == "converged", "DLG finds labels itself"
 
 
@@ -214,28 +177,19 @@ def test_given_labels_are_used_as_they_are(make: Callable[[], GradientMatching])
         assert torch.equal(result.y, batch.y)
 
 
-def test_one_gradient_between_the_ends_stands_for_several_local_steps() -> None:
-    wave, known, batches = scene(clients=2, n=1, links=chain(local_sgd(0.05, 4)))
-    few, many = (surrogate(tv=0.001).reconstruct(wave, known, Budget(n), streams(0, 1)) for n in (1, 200))
-    for batch, early, late in zip(batches, few, many, strict=True):
-        assert late.objective < 0.2 * early.objective
-        assert early.x is not None and late.x is not None
-        assert float(psnr(batch.x, late.x)) > float(psnr(batch.x, early.x)) + 3
-
-
 @pytest.mark.usefixtures("double")
-def test_where_slices_hold_which_label_is_not_known_restarts_try_it() -> None:
+def test_restarts_try_the_assignments_of_labels_to_slices() -> None:
     links = chain(local_sgd(0.1, 2, batch_size=1))
     wave, known, batches = scene(clients=2, n=2, links=links, labels=False)
     assert len(set(batches[0].y.tolist())) == 2, "the scene's labels differ"
-    found = idlg().reconstruct(wave, known, Budget(400, restarts=2), streams(0, 1))
+    found = idlg().reconstruct(wave, known, Budget(300, restarts=2), streams(0, 1))
     for batch, result in zip(batches, found, strict=True):
         assert result.y is not None
         assert sorted(result.y.tolist()) == sorted(batch.y.tolist())
     assert any(r.y is not None and r.y.tolist() == b.y.tolist() for r, b in zip(found, batches, strict=True))
 
 
-def test_lbfgs_finds_the_surrogates_point_too() -> None:
+def test_lbfgs_also_optimises_the_surrogates_point() -> None:
     wave, known, _ = scene(clients=2, n=1, links=chain(local_sgd(0.1, 3)))
     attack = replace(surrogate(), search=LBFGSSearch())
     few, many = (attack.reconstruct(wave, known, Budget(n), streams(0, 1)) for n in (1, 60))

@@ -113,12 +113,10 @@ def test_epochs_are_counted(local: local_sgd, batch_size: int, expected: int) ->
 
 def test_the_tie_is_the_mean_over_pairs_of_epochs() -> None:
     x = torch.randn(2, 3 * 4, 1, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for aggregate in ("mean", "max"):
-        for k in range(2):
-            epochs = x[k].view(3, 4, 4)
-            g = epochs.mean(1) if aggregate == "mean" else epochs.max(1).values
-            pairs = [float((a - b).square().mean()) for a in g for b in g]
-            assert float(local_steps.aggregate_gap(x, 3, aggregate)[k]) == pytest.approx(sum(pairs) / 9, rel=1e-12)
+    for k in range(2):
+        g = x[k].view(3, 4, 4).mean(1)
+        pairs = [float((a - b).square().mean()) for a in g for b in g]
+        assert float(local_steps.aggregate_gap(x, 3)[k]) == pytest.approx(sum(pairs) / 9, rel=1e-12)
 
 
 def test_copies_are_paired_by_distance_and_averaged() -> None:
@@ -189,7 +187,8 @@ def test_copies_of_a_shuffled_training_with_a_ragged_last_batch(beside: dict[str
 # ---------------------------------------------------------------------------------------------------------- what it gains
 
 
-def test_where_the_order_is_unknown_tied_copies_find_more_than_the_order_assumed() -> None:
+@pytest.mark.slow
+def test_tied_copies_are_nearer_than_an_assumed_order() -> None:
     links = chain(local_sgd(0.1, 4, batch_size=1))  # two epochs of two slices
     posed = scene(links, [((1, 0), (0, 1)), ((0, 1), (1, 0))] * 2, 2)
     found = {}
@@ -202,7 +201,7 @@ def test_where_the_order_is_unknown_tied_copies_find_more_than_the_order_assumed
     assert float(gain.mean()) > 10, "decibels"
     assert int((gain > 5).sum()) >= 3, "one of the four is not found either way"
     assert float(gain.min()) > -1
-    assert float((found["tied"] - found["copies apart"]).mean()) > 0, "the tie tells more than copies alone"
+    assert float((found["tied"] - found["copies apart"]).mean()) > 0, "the tie helps, not only the copies"
 
 
 # ----------------------------------------------------------------------------------------------------------- the recipe
@@ -213,18 +212,6 @@ def test_local_sgds_slices_that_do_not_divide_the_batch_are_not_applicable() -> 
     posed = scene(links, [((0, 1, 2),)], 3)
     (found,) = federated_averaging().reconstruct(posed.wave, posed.known, Budget(1), streams(1))
     assert found.status == "not_applicable"
-    assert found.reason.startswith("slices of 2 do not divide 3 examples")
-
-
-def test_where_every_step_takes_the_whole_batch_there_is_nothing_to_tie() -> None:
-    posed = scene(chain(local_sgd(0.1, 3)), [((0, 1),), ((1, 0),)], 2)
-    tied = federated_averaging()
-    free = federated_averaging(tied=0.0)
-    for one, other in zip(
-        *(a.reconstruct(posed.wave, posed.known, Budget(5), streams(2)) for a in (tied, free)), strict=True
-    ):
-        assert one.x is not None and other.x is not None
-        assert torch.equal(one.x, other.x)
 
 
 def test_labels_found_beside_copies_are_those_of_paired_copies() -> None:

@@ -29,7 +29,7 @@ from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
 
 PRIORS: dict[str, Prior] = {
-    "total_variation": total_variation(1.0, isotropic=True),
+    "total_variation": total_variation(1.0),
     "magnitude": magnitude(1.0),
     "batch_statistics": batch_statistics(1.0),
     "gaussian": gaussian(),
@@ -39,7 +39,7 @@ PRIORS: dict[str, Prior] = {
 
 
 def tv(x: Tensor) -> Tensor:
-    return total_variation(1.0)._anisotropic(x)
+    return total_variation(1.0)._energy(x)
 
 
 def test_total_variation_by_hand() -> None:
@@ -52,7 +52,6 @@ def test_total_variation_by_hand() -> None:
 def test_total_variation_of_one_row_of_pixels_is_that_row_s() -> None:
     x = torch.tensor([[0.0, 1.0, 3.0]])
     assert float(tv(x)) == pytest.approx(3 / 2)
-    assert float(total_variation(1.0, isotropic=True)._isotropic(x)) == 0.0, "no pixel has a neighbour below it"
 
 
 def test_total_variation_averages_over_images_and_channels() -> None:
@@ -113,12 +112,10 @@ def test_batch_statistics_vanish_where_the_running_ones_are_the_batchs() -> None
     assert float(energy(x + 1)) > 0.1
 
 
-def test_squared_and_isotropic_total_variation_by_hand() -> None:
+def test_squared_total_variation_by_hand() -> None:
     x = torch.tensor([[0.0, 3.0], [4.0, 0.0]])[None, None]
-    known = knowledge()
     # dx: 3, -4; dy: 4, -3
-    assert float(total_variation(1.0, power=2).bind(known, {})(x)) == 9 + 16 + 16 + 9
-    assert float(total_variation(1.0, isotropic=True).bind(known, {})(x)) == pytest.approx(5.0)
+    assert float(total_variation(1.0, power=2).bind(knowledge(), {})(x)) == 9 + 16 + 16 + 9
 
 
 def test_every_prior_of_the_package_is_held_to_the_contract() -> None:

@@ -1,7 +1,7 @@
 """The objective: that of a plain loop, whichever way it is computed."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.engine.distances import Distance, cosine, squared
-from fedgauge.attacks.engine.whole_batch import whole_batch_update
+from fedgauge.attacks.engine.gradients.per_problem import whole_batch_update
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.matching import problems
 from fedgauge.attacks.matching.objective import Objective
@@ -143,20 +143,22 @@ def test_restarts_of_a_group_are_held_together() -> None:
     torch.testing.assert_close(higher - plain, 0.7 * apart.square().flatten(2).mean(2), rtol=0, atol=1e-9)
 
 
-@pytest.mark.usefixtures("double")
-def test_samples_in_a_box_average_the_objective() -> None:
+def test_the_objective_is_averaged_over_images_near_the_guess() -> None:
     wave, known, _ = scene(clients=2)
-    search = AdamSearch(samples=3, radius=0.2)
     assert known.labels is not None
     posed = Problems(Objective(cosine()), wave, known, known.labels, 1, torch.float64)
     rows = torch.arange(2)
     z = torch.randn(2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
-    nearby = search.nearby(z, [7, 7])
-    assert nearby is not None
-    assert nearby.shape == (3, 1, 2, *SHAPE)
-    assert 0.15 < float(nearby.abs().max()) <= 0.2
-    value, slopes = posed.value_and_slopes({"x": z}, rows, 1.0, nearby)
-    each = [posed.value_and_slopes({"x": z + step}, rows) for step in nearby]
+    near: list[Tensor] = []
+
+    def step(variables: dict[str, Tensor], *others: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        near.append(variables["x"])
+        return posed.value_and_slopes(variables, *others)
+
+    value, slopes = AdamSearch(samples=3, radius=0.2)._sampled(step, {"x": z}, rows, 1.0, [7, 7])
+    assert len(near) == 3
+    assert 0.15 < float((torch.stack(near) - z).abs().max()) <= 0.2
+    each = [posed.value_and_slopes({"x": x}, rows) for x in near]
     torch.testing.assert_close(value, torch.stack([v for v, _ in each]).mean(0))
     torch.testing.assert_close(slopes["x"], torch.stack([s["x"] for _, s in each]).mean(0))
 
@@ -203,26 +205,11 @@ def test_the_chains_own_likelihood_comes_nearer_than_the_cosine_under_laplace_no
     errors = {}
     for name in ("known", "cosine"):
         attack = bayes(name, tv=0.0, rate=0.05, decay=0.99)  # type: ignore[arg-type]
-        found = attack.reconstruct(Wave.stack(seen), known, Budget(400), streams(*range(24)))
+        found = attack.reconstruct(Wave.stack(seen), known, Budget(300), streams(*range(24)))
         errors[name] = sum(
             float((f.x - b.x).square().mean()) for f, b in zip(found, batches, strict=True) if f.x is not None
         )
     assert errors["known"] < errors["cosine"]
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("distance", [cosine(), squared()])
-def test_the_order_of_an_updates_names_means_nothing(distance: Distance) -> None:
-    wave, known, batches = scene(clients=2)
-    backwards = replace(wave, update=dict(reversed(wave.update.items())))
-    z = torch.stack([normalise(b.x) for b in batches])[:, None]
-    objective = Objective(distance)
-    for seen in (wave, backwards):
-        slopes, objectives = evaluate(objective, z, seen, known)
-        assert float(objectives.abs().max()) < 1e-9, "the truth explains what was seen"
-    elsewhere = z + 0.1
-    ours, theirs = (evaluate(objective, elsewhere, seen, known) for seen in (wave, backwards))
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_what_pruning_dropped_is_not_compared(
@@ -230,8 +217,8 @@ def test_what_pruning_dropped_is_not_compared(
 ) -> None:
     """A guess is not held against entries that were dropped: who knows of the pruning comes nearer, on every client."""
     dropping = [{"use": "local_sgd", "rate": 0.1}, {"use": "prune", "keep": 0.02}]
-    fed = make_federation(clients=4, chain=dropping)
-    wave, auditor = observe(fed, (0, 1, 2, 3)), Auditor(FederationSource(fed))
+    fed = make_federation(clients=2, chain=dropping)
+    wave, auditor = observe(fed, (0, 1)), Auditor(FederationSource(fed))
     found = {}
     for defense in ("known", "unknown"):
         table = {"use": "inverting_gradients", "iterations": 80, "defense": defense, "labels": "given"}

@@ -1,20 +1,16 @@
 """The page follows a run that works, and never delays the writer."""
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
 from copy import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.attacks.score_rows import ScoreRecord
-from fedgauge.server.dashboard.events import EventStream
-from fedgauge.server.dashboard.runs import RunCatalog
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
@@ -67,7 +63,7 @@ def test_what_is_deleted_is_shown_no_more(
 ) -> None:
     def shown(reading: Reading) -> tuple[object, ...]:
         with reading.now():
-            who = (reading.rounds, reading.sizes, reading.participation, reading.answered)
+            who = (reading.rounds, reading.participation, reading.answered)
             return reading.version, reading.leakage("psnr"), *map(copy, who)
 
     run = make_taped(tmp_path / "live", make_scenario())
@@ -94,46 +90,6 @@ def test_a_change_is_told_to_who_listens(folder: Path) -> None:
                 ledger.record_round(3, 0.5, 1.0, 1.0, 0.0)
             second = next(line for line in lines if line.startswith("id: "))
         assert first != second
-
-
-def test_a_listener_is_not_told_again_what_it_knows(folder: Path) -> None:
-    class Written(EventStream):
-        """The next round is written when the version that the listener has was looked up."""
-
-        versions: tuple[str, ...] = ()
-
-        def _version(self, name: str | None) -> str:
-            self.versions = (*self.versions, super()._version(name))
-            if len(self.versions) == 1:
-                with Run(folder / "complete").ledger() as ledger:
-                    ledger.record_round(3, 0.6, 1.0, 1.0, 0.0)
-            return self.versions[-1]
-
-    async def listen(last: str | None) -> tuple[str, tuple[str, ...]]:
-        stream = Written(RunCatalog(folder))
-        told = stream.events("complete", last)
-        assert (await anext(told)).startswith("retry:")
-        event = await anext(told)
-        await told.aclose()  # type: ignore[attr-defined]  # it is a generator
-        return event, stream.versions
-
-    known = EventStream(RunCatalog(folder))._version("complete")
-    event, versions = asyncio.run(listen(known))
-    assert versions[0] == known != versions[-1]
-    assert event.startswith(f"id: {versions[-1]}\n"), "and not the version that it has"
-
-
-def test_a_look_that_fails_is_not_passed_over_in_silence(folder: Path) -> None:
-    class Broken(EventStream):
-        def _touched(self, name: str | None) -> Any:
-            raise ZeroDivisionError
-
-    async def listen() -> None:
-        async for _ in Broken(RunCatalog(folder)).events("complete", None):
-            pass
-
-    with pytest.raises(ZeroDivisionError):
-        asyncio.run(asyncio.wait_for(listen(), 60))
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def test_the_report_and_its_figures_are_written(run: Run, tmp_path: Path) -> Non
     assert "mean PSNR" not in told
     written, missing = write_figures([run], tmp_path)
     names = {p.stem for p in written}
-    assert {"leakage-rouge1", "leakage-exact", "clients"} <= names and not missing
+    assert {"leakage-rouge1", "leakage-exact"} <= names and not missing
     assert not any("psnr" in name for name in names)
 
 

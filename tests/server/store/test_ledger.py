@@ -60,15 +60,6 @@ def test_problems_are_kept_once_and_in_order(path: Path) -> None:
         assert ledger.problems() == expected[1:]
 
 
-def test_a_thousand_problems_are_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedgauge.server.store.ledger._MOST_PROBLEMS", 10)
-    with Ledger(path, create=True) as ledger:
-        for round in range(12):
-            ledger.add_problem("unreadable", "x" * 1000, round)
-        assert [problem.round for problem in ledger.problems()] == list(range(10))
-        assert len(ledger.problems()[0].words) == 300
-
-
 def test_json_with_half_a_pair_of_code_units_is_damaged() -> None:
     with pytest.raises(LedgerError, match="is damaged: its devices"):
         json_table(r'{"a": "\ud800"}', Path("ledger.sqlite"), "devices")

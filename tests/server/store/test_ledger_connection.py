@@ -1,24 +1,13 @@
 """The ledger's file is opened, checked and brought up to date; readers change nothing."""
 
-import json
 import sqlite3
 from pathlib import Path
 
 import pytest
 
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_connection import APPLICATION, VERSION, LedgerError
+from fedgauge.server.store.ledger_connection import LedgerError
 from tests.server.store.ledgers import filled, plan_of, rows_of
-
-
-def test_a_new_ledger_is_in_wal_mode_and_says_what_it_is(path: Path) -> None:
-    Ledger(path, create=True).close()
-    with sqlite3.connect(path) as db:
-        assert db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
-        assert db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION == int.from_bytes(b"flek", "big")
-        assert db.execute("PRAGMA user_version").fetchone()[0] == VERSION
-        assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
-    db.close()
 
 
 def test_a_missing_ledger_is_named_and_not_made(path: Path) -> None:
@@ -120,12 +109,6 @@ def test_an_analysed_ledger_is_one(path: Path) -> None:
     for readonly in (True, False):
         with Ledger(path, readonly=readonly) as ledger:
             assert ledger.progress().queued == 4
-
-
-def test_an_app_may_have_many_nodes(path: Path) -> None:
-    with Ledger(path, create=True) as ledger:
-        ledger.set_meta(nodes=json.dumps({str(i): str(9 * 10**18 + i) for i in range(40_000)}))
-        assert len(ledger.nodes()) == 40_000
 
 
 def test_what_a_reader_asks_is_answered_from_an_index(path: Path) -> None:

@@ -64,15 +64,6 @@ def test_a_name_that_means_something_else_is_refused(path: Path) -> None:
         assert [(a["name"], a["knowledge"], a["seed"]) for a in ledger.attacks()] == [("a", "card of a", 0)]
 
 
-def test_a_lease_carries_all_that_the_wave_needs(path: Path) -> None:
-    plan = plan_of("a", seed=11)
-    with filled(path, plan) as ledger:
-        lease = take(ledger)
-        assert lease.attack == plan.attacks[0]
-        assert (lease.seed, lease.round, lease.attempt) == (11, 1, 1)
-        assert lease.digests == ("weights1:update1.0", "weights1:update1.1")
-
-
 def test_scores_are_in_long_format_in_a_stable_order(path: Path) -> None:
     with filled(path, plan_of("a", wave=4)) as ledger:
         lease = take(ledger)
@@ -100,41 +91,6 @@ def test_exact_hits_and_missing_values_survive(path: Path) -> None:
         rows = [ScoreRecord(1, 0, "a", i, "psnr", v, "diverged", 0.0) for i, v in enumerate(values)]
         ledger.finish(lease, {0: rows})
         assert [r["value"] for r in ledger.scores()] == [math.inf, None, None, 0.1 + 0.2]
-
-
-def test_a_wave_is_tried_again_and_then_fails_with_rows_that_say_so(path: Path) -> None:
-    with filled(path, plan_of("a", wave=2)) as ledger:
-        for attempt in range(1, 4):
-            lease = take(ledger)
-            assert (lease.clients, lease.attempt) == ((0, 1), attempt)
-            if attempt < 3:
-                ledger.retry(lease, f"died {attempt}")
-                assert ledger.progress() == Progress(queued=4)
-                assert list(ledger.scores()) == ledger.reasons("failed") == []
-        ledger.fail(lease, "died 3")
-        assert ledger.progress() == Progress(queued=2, failed=2)
-        assert [(r["client"], r["status"], r["value"]) for r in ledger.scores()] == [
-            (0, "failed", None),
-            (1, "failed", None),
-        ]
-        assert [row["reason"] for row in ledger.reasons("failed")] == ["died 3"]
-        following = take(ledger)
-        assert following.clients == (2, 3)
-
-
-def test_a_wave_that_is_split_comes_back_one_by_one_and_first(path: Path) -> None:
-    plan = plan_of("a", wave=3)
-    with filled(path, plan) as ledger:
-        lease = take(ledger)
-        assert lease.clients == (0, 1, 2)
-        ledger.retry(lease, "one of them raises", split=True)
-        assert ledger.progress() == Progress(queued=4)
-        ledger.enqueue(plan)
-        assert ledger.progress() == Progress(queued=4), "a split job is the same job"
-        found = [ledger.lease() for _ in range(4)]
-        assert {one.clients for one in found[:3] if one} == {(0,), (1,), (2,)}
-        assert [one.clients for one in found[3:] if one] == [(3,)], "the wave that was not split waits its turn"
-        assert {one.attempt for one in found[:3] if one} == {2}
 
 
 def test_why_an_attack_ended_as_it_did_is_kept_beside_its_job(path: Path) -> None:
@@ -177,28 +133,6 @@ def test_what_no_attack_needs_any_more_may_be_forgotten(path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- stateful attacks
-
-
-def taken(ledger: Ledger) -> list[tuple[str, int, tuple[int, ...]]]:
-    """All that may be leased at this moment: attack, round, clients."""
-    found = []
-    while (lease := ledger.lease()) is not None:
-        found.append((lease.attack.name, lease.round, lease.clients))
-    return found
-
-
-def test_an_attack_with_memory_waits_for_the_clients_earlier_rounds_and_no_other_does(path: Path) -> None:
-    with filled(path, plan_of("m", "a", wave=1), rounds=3, clients=2) as ledger:
-        first, second = ledger.lease(), ledger.lease()
-        others = [("a", 1, (0,)), ("a", 1, (1,)), *(("a", r, (c,)) for r in (2, 3) for c in (0, 1))]
-        assert taken(ledger) == others
-        finish(ledger, second)
-        assert taken(ledger) == [("m", 2, (1,))], "a client does not wait for another one"
-        finish(ledger, first)
-        assert taken(ledger) == [("m", 2, (0,))]
-        ledger.release()
-        again = taken(ledger)
-        assert again == [*others[:2], ("m", 2, (0,)), ("m", 2, (1,)), *others[2:]], "in order of rounds, as before"
 
 
 def test_a_lease_says_what_was_left_of_each_client_and_the_key_holds_its_digest(path: Path) -> None:

@@ -51,9 +51,7 @@ def test_the_use_of_devices_is_told(path: Path) -> None:
         assert ledger.devices() == []
         ledger.set_devices(use)
         assert ledger.devices() == use
-    assert device_use(use) == (
-        "cuda:0 at work (93%), 12 waves; cuda:1 idle (50%), 3 waves; cpu 2 of 4 at work (25%), 7 waves"
-    )
+    assert device_use(use) == ("cuda:0 busy 93%, 12 waves; cuda:1 busy 50%, 3 waves; cpu busy 25%, 7 waves")
     assert device_use(use[2:]) == device_use([]) == "", "where there is the CPU alone nothing needs to be told apart"
     assert device_use([*use] * 4).endswith("; 4 more")
 

@@ -1,7 +1,6 @@
 """Uploads as users' apps send them: what is read as parameters, what beside them, and what is refused with which words."""
 
 from collections.abc import Callable, Mapping
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Observation
 from fedgauge.client.federation import Federation
-from fedgauge.server.store import uploads
 from fedgauge.server.store.uploads import UploadMismatch, as_the_model_has_it
 
 Make = Callable[..., Federation]
@@ -37,13 +35,6 @@ def test_a_whole_state_is_split_into_parameters_and_buffers(normed: Federation) 
     statistics = {k for k in state if k.endswith(("running_mean", "running_var"))}
     assert set(seen.buffers) == statistics
     assert all(torch.equal(seen.buffers[k], state[k]) for k in statistics)
-
-
-def test_names_are_looked_up_once_for_all_arrays(normed: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    look_up = Mock(wraps=uploads.names_of)
-    monkeypatch.setattr(uploads, "names_of", look_up)
-    as_the_model_has_it(uploaded(normed.model.state_dict()), normed, "updates")
-    assert look_up.call_count == 2
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.float64])

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
-from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
@@ -24,7 +23,6 @@ from fedgauge.server.store.tape import Tape, read_tensors
 from fedgauge.server.strategy.build import STRATEGY, build_strategy
 from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.node_discovery import TIMES, LateJoiners, discover_nodes
-from fedgauge.simulations.checks.strategy_trial import aggregated
 
 USES = STRATEGY.names()
 BATCHNORM = {
@@ -375,21 +373,3 @@ def test_a_strategy_gets_its_arguments_and_a_simulations_defaults() -> None:
     seen = vars(strategy)
     assert (seen["eta"], seen["fraction_train"], seen["fraction_evaluate"]) == (1.0, 0.5, 0.0)
     assert (seen["min_train_nodes"], seen["min_available_nodes"]) == (1, 7)
-
-
-@pytest.mark.parametrize(("use", "name", "good", "bad"), [
-    ("Bulyan", "num_malicious_nodes", 1, 2), ("MultiKrum", "num_nodes_to_select", 1, 0), ("FedAdam", "tau", 1e-9, 0.0),
-    ("FedYogi", "tau", 1e-9, 0.0), ("FedAdagrad", "tau", 1e-9, 0.0), ("FedAdam", "beta_1", 0.99, 1.0),
-    ("FedAdam", "beta_2", 0.99, 1.0), ("FedYogi", "beta_1", 0.99, 1.0), ("FedAvgM", "server_learning_rate", 0.1, 0.0),
-    ("FedAdam", "eta", 0.1, 0.0),
-])  # fmt: skip
-def test_a_trial_round_shows_which_arguments_give_no_trained_weights(use: str, name: str, good: Any, bad: Any) -> None:
-    def trains(value: Any) -> bool:
-        return aggregated(getattr(flower, use)(fraction_evaluate=0.0, **{name: value}), 7, 7)
-
-    assert trains(good) and not trains(bad)
-
-
-def test_a_trial_round_has_a_reply_for_each_group() -> None:
-    bulyan = flower.Bulyan(fraction_evaluate=0.0, num_malicious_nodes=1)  # which needs seven
-    assert aggregated(bulyan, 14, 7) and not aggregated(bulyan, 14, 6)

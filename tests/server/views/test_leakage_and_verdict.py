@@ -381,11 +381,9 @@ GUESSED: Values = {"psnr": [12.0] * 4, "identified": [1.0] * 4}
         pytest.param(quiet(3, 20, c0=TWENTY), "leaks", 0, id="those of one client of three"),
         pytest.param(quiet(1, c0=ALL), "leaks", 0, id="those of the only client"),
         # who identifies them without the update proves that luck does
+        pytest.param(quiet(1, c0=ALL) | {(1, 0, "mean_image"): GUESSED}, "undetermined", 0, id="a guess does, too"),
         pytest.param(
-            quiet(1, c0=ALL) | {(1, 0, "mean_image"): GUESSED}, "not shown to leak", 0, id="a guess does, too"
-        ),
-        pytest.param(
-            quiet(1, c0=ALL) | {(1, 0, "wrong_client(matching)"): GUESSED}, "not shown to leak", 0, id="so do others'"
+            quiet(1, c0=ALL) | {(1, 0, "wrong_client(matching)"): GUESSED}, "undetermined", 0, id="so do others'"
         ),
     ],
 )
@@ -397,7 +395,6 @@ def test_images_that_are_identified_beyond_luck_are_a_leak_whatever_the_mean(
     assert (verdict.reconstruction, verdict.strongest.exposed) == (word, exposed)
     assert ("1 of them" in verdict.sentence) == (exposed == 1)
     assert ("one client gives no interval" in verdict.sentence) == (verdict.strongest.clusters == 1)
-    assert verdict.strongest.clusters != 3 or verdict.strongest.identified_clients == 1
 
 
 def labelled(clients: int, accuracy: Sequence[float]) -> dict[Cell, Values | None]:
@@ -441,7 +438,7 @@ def test_one_client_gives_no_interval(tmp_path: Path) -> None:
     verdict = judged(tmp_path, drawn(0, gain=3.0, clients=1, chance=0.0))
     e = verdict.strongest
     assert e is not None and (e.low, e.identified_more_often, e.clusters) == (None, None, 1)
-    assert verdict.reconstruction == "not shown to leak"
+    assert verdict.reconstruction == "undetermined" and "too few" in verdict.sentence
 
 
 def test_the_sentence_names_attack_budget_baseline_and_numbers(tmp_path: Path) -> None:
@@ -566,18 +563,3 @@ def test_only_an_attack_has_a_worst_case_and_no_rate_has_one() -> None:
     assert {(k.metric, k.attack): k.worst for k in leaks} == {
         ("psnr", "a"): 1.0, ("psnr", "mean_image"): None, ("identified", "a"): None, ("identified", "mean_image"): None
     }  # fmt: skip
-
-
-def test_identified_images_of_one_client_leave_it_undetermined(tmp_path: Path) -> None:
-    floor = {"psnr": [12.0, 12.5], "identified": [0.0, 0.0]}
-    near = {"psnr": [18.0, 18.5], "identified": [1.0, 1.0]}
-    found = {}
-    for name, own in (("identified", near), ("not", {**near, "identified": [0.0, 0.0]})):
-        with Ledger(tmp_path / f"{name}.sqlite", create=True) as ledger:
-            ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
-            score(ledger, {(1, 0, "matching"): own, (1, 0, "mean_image"): floor, (1, 0, "random_image"): floor})
-            found[name] = verdict_on(ledger)
-    assert found["identified"].word == "undetermined"
-    assert "too few" in found["identified"].sentence
-    assert "2 of 2 images are identified" in found["identified"].sentence
-    assert found["not"].reconstruction == "not shown to leak"

@@ -13,7 +13,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.leak_tables import membership_table
 from fedgauge.server.views.leakage import leakage, leakage_of_all
-from fedgauge.server.views.membership import RATES_SHOWN, roc_curves, told_members
+from fedgauge.server.views.membership import RATES_SHOWN, membership_results, roc_curves
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.verdict import Verdict
 from tests.server.views.test_leakage_and_verdict import Cell, Values, score
@@ -58,11 +58,11 @@ def test_the_numbers_of_a_test_are_means_over_members(tmp_path: Path) -> None:
     found = of_members([[1.0, 0.9], [1.0, 0.7], [1.0, 0.8]])
     guesses = of_members([[0.5, 0.6]] * 3, "label_frequency")
     ledger = written(tmp_path / "l.sqlite", {**IMAGES, **found, **guesses})
-    (told,) = told_members(scores_of(ledger))
+    (told,) = membership_results(scores_of(ledger))
     assert told.area == pytest.approx(0.9)
     assert (told.baseline, told.floor) == ("label_frequency", pytest.approx(0.55))
     assert told.hits is not None and (told.hits.count, told.hits.n) == (3, 6)
-    assert told.leaks and told.interval is not None and told.interval[0] < 0.9 < told.interval[1]
+    assert told.leaks
     row, guess = membership_table(LedgerAlone(ledger)).records
     shown = {"n": 6, "mean": pytest.approx(0.9), "told_at_1_percent": (3, 6)}
     assert row == row | shown and (guess["test"], guess["kind"]) == ("label_frequency", "baseline")
@@ -76,7 +76,7 @@ def test_chance_alone_leaks_seldom(tmp_path: Path) -> None:
         found = of_members(rng.uniform(size=(4, 8)).tolist())
         guesses = of_members(rng.uniform(size=(4, 8)).tolist(), "label_frequency")
         with written(tmp_path / f"{seed}.sqlite", {**found, **guesses}, (*TESTS, *GUESSES)) as ledger:
-            alarms += any(told.leaks for told in told_members(scores_of(ledger)))
+            alarms += any(told.leaks for told in membership_results(scores_of(ledger)))
     assert alarms <= 3  # of 40 at 2.5 %, with a probability of 98 %
 
 
@@ -87,8 +87,8 @@ def test_one_client_leaks_where_whole_batches_are_told(tmp_path: Path) -> None:
         for round in (1, 2, 3)
     }
     with written(tmp_path / "l.sqlite", cells, TESTS) as ledger:
-        (told,) = told_members(scores_of(ledger))
-    assert told.interval is None and told.leaks
+        (told,) = membership_results(scores_of(ledger))
+    assert told.excess_low is None and told.leaks
     assert told.hits_by_luck == pytest.approx(2 * 0.02**3)
 
 
@@ -100,7 +100,7 @@ def test_what_the_weights_tell_as_well_is_no_leak_of_the_update(tmp_path: Path) 
         cells = {(1, c, attack): told for c in range(count) for attack in ("membership", "loss")}
         plan = (*TESTS, PlannedAttack("loss", {"use": "membership", "score": "loss"}))
         with written(tmp_path / f"{name}.sqlite", cells, plan) as ledger:
-            (found,) = told_members(scores_of(ledger))
+            (found,) = membership_results(scores_of(ledger))
         assert not found.leaks and found.baseline == "loss"
         assert found.word == ("undetermined" if count == 1 else "not shown to leak")
 
@@ -111,7 +111,7 @@ def test_what_a_baseline_tells_too_leaves_the_batch_as_large_as_it_is(tmp_path: 
     loss = {"membership": [1.0] * 3 + [0.4], "membership_at_1_percent": [1.0] * 3 + [0.0]}
     plan = (*TESTS, PlannedAttack("loss", {"use": "membership", "score": "loss"}))
     with written(tmp_path / "l.sqlite", {(1, 0, "membership"): own, (1, 0, "loss"): loss}, plan) as ledger:
-        (found,) = told_members(scores_of(ledger))
+        (found,) = membership_results(scores_of(ledger))
     assert found.hits_by_luck == pytest.approx(2 * 0.04), "any of four, and not half"
 
 
@@ -122,7 +122,7 @@ def test_over_rounds_the_last_round_counts(tmp_path: Path) -> None:
         for client in range(3)
     }
     with written(tmp_path / "l.sqlite", cells, TESTS) as ledger:
-        (told,) = told_members(scores_of(ledger))
+        (told,) = membership_results(scores_of(ledger))
     assert (told.metric, told.area) == ("held_membership", pytest.approx(0.9))
     assert told.sentence.startswith("Whom a client's data holds leaks")
 
@@ -162,10 +162,8 @@ def test_the_clients_view_counts_the_same_rows(tmp_path: Path) -> None:
 
     reading = Reading(graded(tmp_path / "run", how, clients=2, rounds=2, limit=False))
     with reading.now():
-        for attack in (None, "first"):
-            rows = clients(reading, "held_membership", attack).table.records
-            assert [(row["n"], row["mean"]) for row in rows] == [(1, 0.9)] * 2
-        assert [row["mean"] for row in clients(reading, "held_membership", "second").table.records] == [None] * 2
+        rows = clients(reading, "held_membership").table.records
+        assert [(row["n"], row["mean"]) for row in rows] == [(1, 0.9)] * 2
 
 
 def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> None:
@@ -181,8 +179,7 @@ def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> Non
     with written(tmp_path / "l.sqlite", cells, plan) as ledger:
         curves = roc_curves(scores_of(ledger))
         row = membership_table(LedgerAlone(ledger)).records[-1]
-    by_curve = dict(zip(RATES_SHOWN, curves[MEMBERSHIP_LIMIT], strict=True))[0.01]
-    assert (row["power"], row["told_at_1_percent"]) == (pytest.approx(by_curve), None), "a power is no count of members"
+    assert row["told_at_1_percent"] is None, "a power is no count of members"
     assert curves[MEMBERSHIP_LIMIT] == pytest.approx([np.mean([power(r, mu) for mu in mus]) for r in RATES_SHOWN])
     known = dict(zip(RATES_SHOWN, curves["membership"], strict=True))
     assert known[0.001] is None and known[0.01] == 0.5 and known[0.5] == 0.5 and known[1.0] == 1.0
@@ -197,7 +194,7 @@ def test_values_that_no_test_gives_break_nothing(tmp_path: Path) -> None:
         cells = {(1, client, name): odd for client in range(2) for name in names}
         with written(tmp_path / f"{value}.sqlite", cells, plan) as ledger:
             scores = scores_of(ledger)
-            assert roc_curves(scores) and membership_table(LedgerAlone(ledger)).written and told_members(scores)
+            assert roc_curves(scores) and membership_table(LedgerAlone(ledger)).written and membership_results(scores)
             assert verdict_on(ledger).sentence
 
 

@@ -153,11 +153,6 @@ def detached() -> UpdateTransform:
     return Each(lambda t, *_: t.detach() * 0.5)
 
 
-def half_detached() -> UpdateTransform:
-    """Has another derivative than that of its values."""
-    return Each(lambda t, *_: t + t.detach())
-
-
 def overwriting() -> UpdateTransform:
     """Changes the update that it is given."""
     return Each(lambda t, *_: t.mul_(0.5))

@@ -53,13 +53,6 @@ class Small(nn.Module):
         here("forward")
         return self.head(self.hidden(x.flatten(1)).relu())
 
-    def __deepcopy__(self, memo):
-        here("copy")
-        with torch.random.fork_rng(devices=[]):
-            other = Small((1, 6, 6), 2)
-        other.load_state_dict(self.state_dict())
-        return other.train(self.training)
-
 
 def network(shape, classes):
     return Small if chosen("a class as the model") else Small(shape, classes)

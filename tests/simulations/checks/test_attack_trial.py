@@ -1,4 +1,4 @@
-"""A trial of the planned attacks: what fails is named before an audit, and its time and memory are estimated."""
+"""A trial of the planned attacks: what fails is named before an audit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,6 @@ import pytest
 
 from fedgauge.client.components import allowing
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.checks import attack_trial
 from fedgauge.simulations.checks.attack_trial import check_attacks
 from fedgauge.simulations.checks.check_result import CheckResult
 
@@ -25,10 +24,10 @@ class broken(Attack):
 
 @dataclass(frozen=True)
 class honest(Attack):
-    """Asks for as many iterations as it is given, and for nothing else."""
+    """Asks for one iteration and a few public examples."""
     def reconstruct(self, wave, known, budget, streams):
-        assert len(known.auxiliary.x) <= 64 and budget.restarts == 1
-        return [Reconstruction(None, None, 0.0, budget.iterations, 0.0, "diverged" if budget.iterations == 11 else "converged")]
+        assert len(known.auxiliary.x) <= 64 and (budget.restarts, budget.iterations) == (1, 1)
+        return [Reconstruction(None, None, 0.0, 1, 0.0, "converged")]
 '''
 
 
@@ -55,14 +54,6 @@ def tried(planned: Scenario) -> dict[str, CheckResult]:
     return {result.name: result for result in check_attacks(planned)}
 
 
-def test_an_attack_that_works_is_timed_and_the_audit_estimated() -> None:
-    found = tried(scenario({"use": "inverting_gradients", "iterations": 50}, audit={"every": 2}))
-    assert list(found) == ["attack inverting_gradients", "audit, estimated"]
-    assert found["attack inverting_gradients"].message.startswith("works; ")
-    assert "an iteration" in found["attack inverting_gradients"].message
-    assert "on 6 updates by 1 worker" in found["audit, estimated"].message, "rounds 1 and 3 of three clients"
-
-
 def test_what_fails_is_named_and_what_is_not_applicable_is_a_note(own: None) -> None:
     found = tried(
         scenario(
@@ -77,7 +68,7 @@ def test_what_fails_is_named_and_what_is_not_applicable_is_a_note(own: None) -> 
     assert "KeyError: 'no such parameter'" in broken.message
     assert (analytic.code, analytic.needed) == ("not applicable", False)
     assert (found["attack learning_to_invert"].works, found["attack learning_to_invert"].needed) == (None, False)
-    assert found["attack honest"].code == "diverges"
+    assert found["attack honest"].works
 
 
 def test_a_plan_of_which_nothing_applies_is_noted_before_training() -> None:
@@ -87,7 +78,7 @@ def test_a_plan_of_which_nothing_applies_is_noted_before_training() -> None:
     assert "the whole plan" not in tried(scenario({"use": "analytic"}, {"use": "inverting_gradients"}))
 
 
-def test_who_was_in_a_batch_is_not_asked_of_a_stand_in() -> None:
+def test_membership_is_not_tried() -> None:
     asked = tried(scenario({"use": "membership"}))["attack membership"]
     assert asked.works is None
 
@@ -98,22 +89,6 @@ def test_an_attack_that_shares_its_iterations_out_is_not_called_inapplicable() -
         {"use": "leave_layer_out", "iterations": 20}, model={"use": "mlp", "hidden": [8, 8, 8, 8]}, chain=[LOCAL]
     )
     assert tried(planned)["attack leave_layer_out"].works
-
-
-def test_the_estimate_is_the_sum_over_updates_limited_by_the_budgets_seconds() -> None:
-    """By hand: 12 updates of 30 s are 360 s; 4 waves of at most 10 s are 40 s; together, by two workers, 200 s."""
-    planned = scenario(
-        {"use": "dlg", "iterations": 10},
-        {"use": "idlg", "iterations": 10, "seconds": 10.0},
-        {"use": "gi_gip"},
-        audit={"workers": 2},
-    )
-    costs = {"dlg": 30.0, "idlg": 30.0}
-    told = attack_trial._estimate(planned, costs)
-    assert "about 3 min of attacks on 12 updates by 2 workers" in told
-    assert told.endswith("not counted: gi_gip")
-    some = scenario({"use": "dlg", "iterations": 10}, strategy={"use": "FedAvg", "fraction_train": 0.4})
-    assert "on 4 updates" in attack_trial._estimate(some, costs), "one of three clients in each of four rounds"
 
 
 def test_sentences_are_tried_too() -> None:

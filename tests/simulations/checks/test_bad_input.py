@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # what is brought, and what 
     "second argument": (model("Masked"), "'mask'"),
     "list": (model("Listed"), "'head.weight'"),
     "lazy": (model("Lazy"), "'1' (LazyLinear)"),
-    "nan": (model("NotANumber"), "'head.weight'"),
+    "nan": (model("NotANumber"), "'head' (Linear)"),
     "overflow": (model("Overflowing"), "'conv' (Conv2d)"),
     "drops": (defense("dropping"), "which parameters"),
     "doubles": (defense("doubled"), "torch.float64"),
@@ -62,7 +62,6 @@ WARNED: dict[str, tuple[dict[str, Any], str]] = {
     "numpy": (defense("by_numpy"), "differentiate"),
     "noise": (defense("undeclared_noise"), "without a generator"),
     "detached": (defense("detached"), "derivative"),
-    "half detached": (defense("half_detached"), "derivative"),
     "overwrites": (defense("overwriting"), "(overwriting)"),
 }
 

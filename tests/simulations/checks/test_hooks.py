@@ -122,11 +122,6 @@ def test_a_strategy_that_cannot_be_built_is_refused_before_training(
     assert "[strategy]: Mishap" in capsys.readouterr().err
 
 
-def test_what_training_and_the_planned_attacks_never_call_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOOK", "copy")
-    assert main(COMMANDS["doctor"]) == 0
-
-
 def test_a_fault_of_fedgauges_own_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError

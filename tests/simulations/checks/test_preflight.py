@@ -54,7 +54,7 @@ def finding(found: Preflight, *words: str) -> Finding:
 
 def test_an_mlp_of_one_example_is_read_off() -> None:
     found = preflight(scenario())
-    assert finding(found, "read off 8 of 8 stand-ins").severity == "leaks"
+    assert finding(found, "read off 8 of 8 simulated").severity == "leaks"
     assert finding(found, "labels: 100\u00a0%").severity == "leaks"
     assert finding(found, "the chain has no defense").severity == "leaks"
     assert [f.severity for f in found.findings][:3] == ["leaks"] * 3, "the worst first"
@@ -68,7 +68,7 @@ def test_a_convolution_first_is_not_read_off() -> None:
 def test_an_example_that_alone_excites_a_neuron_is_told() -> None:
     """By hand: of 1,000 random neurons nearly every one of two digits has one of its own; clipping each leaves the quotient."""
     wide = preflight(scenario(model={**MLP, "hidden": [1000]}, data={"use": "mnist5k", "batch_size": 2}))
-    assert finding(wide, "read off 16 of 16 stand-ins", "(read_rows)").severity == "leaks"
+    assert finding(wide, "read off 16 of 16 simulated", "(read_rows").severity == "leaks"
     narrow = preflight(scenario(model={**MLP, "hidden": [2]}, data={"use": "mnist5k", "batch_size": 64}))
     assert finding(narrow, "read_rows").severity == "note"
     chain = [SGD, {"use": "gaussian", "sigma": 0.1}]
@@ -87,7 +87,7 @@ def test_an_example_that_alone_excites_a_neuron_is_told() -> None:
 )
 def test_what_leaves_the_quotient_of_a_row_does_not_hide_what_was_trained_on(link: dict[str, Any]) -> None:
     wide = scenario(model={**MLP, "hidden": [500]}, data={"use": "mnist5k", "batch_size": 2}, chain=[link, SGD])
-    assert finding(preflight(wide), "read off", "(read_rows)").severity == "leaks"
+    assert finding(preflight(wide), "read off", "(read_rows").severity == "leaks"
 
 
 @pytest.mark.parametrize("group", [2, 4])

@@ -153,13 +153,12 @@ def test_what_only_costs_something_is_a_note(examine: Examine) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_where_attacks_run_is_told(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert examine()["devices"].message == "attacks run on the CPU"
+    assert examine()["devices"].message == "attacks run on cpu"
     assert "devices" not in examine(audit={"curious": False}), "nothing is attacked"
     assert examine(audit={"devices": ["cuda:0"]})["devices"].message.startswith("[audit] devices: ")
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     found = examine(audit={"devices": "cuda", "precision": "tf32"})["devices"]
     assert found.works
-    assert "cuda" in found.message and "tf32" in found.message
     assert "a Ray cluster chooses the GPU" in examine(audit={"devices": ["cuda:0"]})["devices"].message
 
 

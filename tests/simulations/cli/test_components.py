@@ -1,6 +1,5 @@
 """fedgauge list: every component is listed, and a broken plug-in stops nothing."""
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,13 +88,10 @@ def test_the_command_prints_names_and_descriptions(capsys: pytest.CaptureFixture
     assert headings == list(KINDS)
 
 
-def test_a_kind_that_does_not_exist_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_kind_is_answered_with_all_kinds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "atack"]) == 2
     error = capsys.readouterr().err
     assert "'atack'" in error and all(kind in error for kind in KINDS)
-    assert main(["list", "zzz"]) == 2
-    error = capsys.readouterr().err
-    assert "did you mean" not in error and all(kind in error for kind in KINDS)
 
 
 @pytest.mark.usefixtures("plug_in")
@@ -121,9 +117,6 @@ def test_plug_ins_are_listed_with_their_package_and_broken_ones_with_the_reason(
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:] if "[loud-links]" in line}
     assert set(lines) == {"loud", "gone", "wrong", "broken", "clip"}
     assert "cannot be used [loud-links]: SystemExit: no licence" in lines["broken"]
-    assert main(["list", "link", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert {r["name"] for r in rows if r["package"] == "loud-links" and r["error"]} == set(theirs)
 
 
 @pytest.mark.usefixtures("plug_in")

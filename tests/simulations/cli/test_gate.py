@@ -14,7 +14,7 @@ import yaml
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.assurance.gate import GateResult, Measurement, Threshold, gate_of_run, judged
+from fedgauge.server.views.gate import GateResult, Measurement, Threshold, gate_of_run, judged
 from fedgauge.server.views.reading import read_once
 from fedgauge.simulations.checks.preflight import preflight as examine
 from fedgauge.simulations.cli.main import main
@@ -148,15 +148,15 @@ def test_junit_says_what_the_lines_say(attacked: Run, tmp_path: Path) -> None:
 def test_membership_is_compared_by_its_area(tmp_path: Path) -> None:
     from fedgauge.server.pool.executors import LocalExecutor
     from fedgauge.server.pool.service import serve
-    from fedgauge.server.views.assurance.gate import gate_of_run
-    from fedgauge.server.views.membership import told_members
+    from fedgauge.server.views.gate import gate_of_run
+    from fedgauge.server.views.membership import membership_results
 
     tables = {**TABLES, "attack": [{"use": "membership"}]}
     run = taped_run(tmp_path / "runs", tables)
     serve(run, LocalExecutor())
     with read_once(run) as reading:
         (result,) = gate_of_run(reading, [Threshold("membership", 0.7)])
-        areas = [told.area for told in told_members(reading.scores)]
+        areas = [told.area for told in membership_results(reading.scores)]
         (held,) = gate_of_run(reading, [Threshold("held_membership", 0.7)])
     assert result.measurement.value == max(areas) > 0.7 and result.outcome == "failed"
     assert held.outcome == "not measured" and "--attack membership_over_rounds" in str(held)

@@ -27,15 +27,6 @@ def test_export_is_one_long_table(attacked: Run, tmp_path: Path, capsys: pytest.
     assert own and all("labels restored" in r["knowledge"] for r in own)
     assert all("and nothing else" in r["knowledge"] for r in rows if r not in own), "baselines restore nothing"
 
-    import pyarrow.parquet
-
-    target = tmp_path / "scores.parquet"
-    assert main(["export", str(attacked.folder), "--to", "parquet", "-o", str(target)]) == 0
-    table = pyarrow.parquet.read_table(target)
-    assert table.num_rows == len(rows)
-    assert table.column_names == list(rows[0])
-    assert [v for v in table["round"].to_pylist()] == [int(r["round"]) for r in rows]
-
 
 def test_an_export_takes_the_place_of_a_file_and_goes_into_a_pipe(
     attacked: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]

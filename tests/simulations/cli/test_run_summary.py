@@ -83,13 +83,6 @@ def test_what_is_left_to_do_is_said_in_every_phase(tmp_path: Path, capsys: pytes
     assert "no updates on its tape" in capsys.readouterr().err
 
 
-def test_a_deployment_begins_again_as_one(tmp_path: Path) -> None:
-    (tmp_path / "keys").mkdir()
-    run = create_run(Scenario.from_tables(TABLES), tmp_path / "runs" / "one", mode="deployment")
-    with run.ledger() as ledger:
-        assert next_step(run, ledger).endswith(f"begin again with: fedgauge deploy up {tmp_path} --local")
-
-
 def test_the_end_of_a_deployment_says_who_was_missing_and_how_to_be_graded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,7 +47,8 @@ class Net(nn.Module):
 """
 
 
-def test_what_a_network_warns_of_is_said_once(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_warnings_of_a_network_are_printed_once(tmp_path: Path) -> None:
     (tmp_path / "wordy.py").write_text(WORDY)
     scenario = scenario_file(tmp_path, model={"use": "wordy:Net"})
     command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "doctor", str(scenario), "--allow", "wordy"]

@@ -1,9 +1,6 @@
 """A deployment's folder holds what its parties need and no more, and its runs in order."""
 
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +9,7 @@ import pytest
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.simulations.cli import main as cli
-from fedgauge.simulations.deploy.folder import DEMO, Deployment, health
-from fedgauge.simulations.run import processes
-from tests.simulations.deploy.conftest import SLEEP, linux
+from fedgauge.simulations.deploy.folder import DEMO, Deployment
 
 
 def test_the_folder_and_its_secrets_are_their_owners_alone(made: Deployment) -> None:
@@ -109,7 +104,7 @@ def test_what_only_a_simulation_can_do_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_deployment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for action in (["up", str(tmp_path), "--local"], ["status", str(tmp_path)], ["down", str(tmp_path)]):
+    for action in (["up", str(tmp_path), "--local"], ["down", str(tmp_path)]):
         assert cli.main(["deploy", *action]) == 2
         assert "is not a deployment" in capsys.readouterr().err
 
@@ -133,18 +128,3 @@ def test_a_run_stays_in_the_deployments_folder(fresh: Deployment, name: str) -> 
     with pytest.raises(SpecError, match="name"):
         fresh.begin(name)
     assert fresh.runs() == []
-
-
-@linux
-@pytest.mark.parametrize(("mute", "ends"), [(0.0, True), (600.0, False)], ids=["old", "young"])
-def test_the_health_check_ends_a_node_that_has_failed_and_stays(mute: float, ends: bool) -> None:
-    with subprocess.Popen([sys.executable, "-c", SLEEP]) as node:
-        try:
-            code = health(processes.free_port(), node.pid, mute)
-            failed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-            assert failed.returncode == 1 and "Connection refused" in failed.stderr
-            if ends:
-                assert node.wait(10) == -signal.SIGTERM
-            assert node.poll() is not None or not ends
-        finally:
-            node.kill()

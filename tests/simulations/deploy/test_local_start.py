@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.simulations.cli import main as cli
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.deploy.local_start import _why, down, status
+from fedgauge.simulations.deploy.local_start import _why, down
 from fedgauge.simulations.deploy.supervisor import LocalDeployment
 from fedgauge.simulations.run import in_memory, processes
 from fedgauge.simulations.run.create import create_run
@@ -69,26 +68,6 @@ def test_a_superlink_that_died_is_named_and_not_who_died_of_it(local: LocalDeplo
         )
         wait_for(lambda: local.poll() or local.status("superlink") is None)
         assert _why(local, ledger, 1).startswith("the SuperLink died"), "it is up again, and the run is not"
-
-
-@linux
-def test_status_tells_who_lives_and_how_the_run_stands(fresh: Deployment, attacked_run: Run) -> None:
-    assert status(fresh) == ({}, [])
-    shutil.copytree(attacked_run.folder, fresh.folder / "runs" / "one")
-    local = LocalDeployment(fresh, "one")
-    try:
-        program(local, "living", SLEEP)
-        program(local, "ended", "")
-        local.children["ended"].wait()
-        alive, lines = status(fresh)
-    finally:
-        local.close()
-    assert alive == {"living": True, "ended": False}
-    with attacked_run.ledger() as ledger:
-        rows, done = len(list(ledger.scores())), ledger.progress().done
-    assert lines[0] == "one: trained, round 2 of 2"
-    assert lines[1].startswith(f"attacks: {done} done, 0 to come") and lines[1].endswith(f"{rows} score rows")
-    assert status(fresh)[0] == {"living": False, "ended": False}
 
 
 HOLD = """

@@ -11,7 +11,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.deploy import submission
 from fedgauge.simulations.deploy.submission import Submission
-from fedgauge.simulations.run.launch import TrainingFailed, blame, child_environment
+from fedgauge.simulations.run.launch import TrainingFailed, child_environment, with_ends
 from tests.small_runs import SMALLEST
 
 Answering = Callable[..., Submission]
@@ -24,7 +24,9 @@ def run(tmp_path: Path) -> Run:
 
 
 def status(run: Run, submitted: Submission) -> str:
-    return submitted.status(lambda what: blame(run, f"the federation failed: {what}", "flower.log"))
+    return submitted.status(
+        lambda what: with_ends(f"the federation failed: {what}", run.folder / "logs" / "flower.log")
+    )
 
 
 def test_the_app_that_flower_hands_to_every_client_holds_no_code(run: Run, tmp_path: Path) -> None:
@@ -80,7 +82,7 @@ def test_a_run_that_failed_is_told_with_the_end_of_its_log(run: Run, answering: 
     with run.log("flower.log").open("a") as log:
         log.write("first\n" * 50 + "the last words\n")
     assert status(run, submitted) == "finished:failed"
-    lines = blame(run, "the federation failed: finished:failed", "flower.log").splitlines()
+    lines = with_ends("the federation failed: finished:failed", run.folder / "logs" / "flower.log").splitlines()
     assert lines[0] == "the federation failed: finished:failed"
     assert lines[1] == f"--- the end of {run.folder / 'logs' / 'flower.log'}:"
     assert (len(lines), lines[-1]) == (2 + 12, "the last words")

@@ -37,7 +37,6 @@ def test_every_table_is_there_and_every_part_of_it_exists() -> None:
         ({"sede": 1}, "'sede'"),
         ({"cell": {"atack": []}}, "'atack'"),
         ({"cell": {"attack": [{**ANALYTIC, "tv": 1.0}]}}, "'tv'"),
-        ({"chain": [{"use": "os:system"}]}, "'os:system'"),
         ({"data": {"use": "mnist5k", "part": "all"}}, "part"),
         ({"n": "few"}, "'few'"),
     ],

@@ -1,8 +1,6 @@
 """The file of results: it is written whole, continues after a kill, and takes no rows of anything else."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +13,47 @@ from fedgauge.simulations.experiments import reproduce as reproducing
 from fedgauge.simulations.experiments.measures import ComparedFigure
 from fedgauge.simulations.experiments.paper_tables import PaperTable
 from fedgauge.simulations.experiments.reproduce import reproduce
-from fedgauge.simulations.experiments.results import ResultsFile, head_of
+from fedgauge.simulations.experiments.results import ResultsFile, compared, head_of, read_results
 from tests.simulations.experiments.small_tables import ANALYTIC, paper_table
+from tests.test_docs_code import write
 
-CALL = ["reproduce", "suite", "--cells", "rows B*", "--attacks", "spear", "--n", "1", "--json"]
 IDLG = {"use": "idlg", "labels": "restored", "iterations": 3, "metrics": ["mse", "success_gain"], "against": "analytic"}
 
 
-def test_what_was_killed_goes_on_where_it_stopped(
+@pytest.fixture
+def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toys").mkdir()
+    write("adding-components.md", tmp_path / "toys")
+    monkeypatch.setattr(paper_table_files, "PAPERS", tmp_path)
+
+
+@pytest.mark.usefixtures("toys")
+def test_what_was_interrupted_continues_where_it_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real reproduction is killed when its second cell prints its rows; the second start runs the others alone."""
-    kept = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "fedgauge.simulations.cli.main", *CALL, "-o", str(kept)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
-            if json.loads(line)["cell"] == "rows B=8":
-                child.kill()
-                break
-    before = json.loads(kept.read_text())
-    finished = {(row["cell"], row["attack"]) for row in before["rows"]}
-    assert len(finished) >= 2
+    """The second cell is interrupted; the second call attacks only that cell."""
+    command = ["reproduce", "toy", "-o", str(tmp_path / "figures.json")]
     attacked: list[int] = []
     whole = reproducing.run_attack
 
-    def watched(spec: Any, setup: Any, *rest: Any) -> Any:
-        attacked.append(len(setup.truth[0].y))
+    def interrupted(spec: Any, setup: Any, *rest: Any) -> Any:
+        attacked.append(len(setup.auditor.federation.chain.links))
+        if attacked == [1, 2]:
+            raise KeyboardInterrupt
         return whole(spec, setup, *rest)
 
-    monkeypatch.setattr(reproducing, "run_attack", watched)
-    assert main([*CALL, "-o", str(kept)]) == 0
-    printed, said = capsys.readouterr()
-    assert f"holds {len(before['rows'])}" in said
-    assert attacked == [1, 8, 8][len(finished) :], "what was done is not done again"
-    after = json.loads(kept.read_text())
-    assert after["rows"][: len(before["rows"])] == before["rows"]
-    attacked.clear()
-    assert main(CALL) == 0
+    monkeypatch.setattr(reproducing, "run_attack", interrupted)
+    assert main(command) == 130
+    before = json.loads((tmp_path / "figures.json").read_text())
+    assert [row["cell"] for row in before["rows"]] == ["none"]
+    assert main(command) == 0
+    printed, errors = capsys.readouterr()
+    assert "holds 1" in errors and attacked == [1, 2, 2], "what was done is not done again"
+    after = json.loads((tmp_path / "figures.json").read_text())
+    assert after["rows"][:1] == before["rows"] and [row["cell"] for row in after["rows"]] == ["none", "sign"]
+    assert main(command[:2]) == 0
     assert capsys.readouterr().out == printed, "as in one go"
-    assert len(attacked) == 3
+    assert "A toy paper's table" in printed and "61.5" in printed
 
 
 def test_what_it_is_compared_with_is_run_again_where_a_call_was_interrupted_between_the_two() -> None:
@@ -120,46 +119,27 @@ def test_what_is_no_file_of_figures_is_refused_with_status_2(tmp_path: Path, tex
     assert path.read_text() == text
 
 
-TOY = """
-title = "A toy paper's table"
-note = "Digits that need no file."
-n = 2
-data = { use = "mnist5k" }
-model = { use = "mlp", hidden = [16] }
-axes = ["defense"]
-
-[[defense]]
-name = "none"
-chain = [{ use = "local_sgd", rate = 0.5 }]
-
-[[defense]]
-name = "sign"
-chain = [{ use = "local_sgd", rate = 0.5 }, { use = "sign" }]
-
-[[attack]]
-name = "analytic"
-use = "analytic"
-iterations = 1
-metrics = ["psnr"]
-
-[reference]
-none.analytic.psnr = 61.5
-"""
+@pytest.mark.full
+@pytest.mark.usefixtures("toys")
+def test_cells_in_processes_give_the_same_figures(tmp_path: Path) -> None:
+    paths = [tmp_path / "one.json", tmp_path / "several.json"]
+    for path, jobs in zip(paths, ("1", "2"), strict=True):
+        assert main(["reproduce", "toy", "--jobs", jobs, "-o", str(path)]) == 0
+    one, several = (sorted((r["cell"], r["here"]) for r in json.loads(path.read_text())["rows"]) for path in paths)
+    assert [cell for cell, _ in one] == [cell for cell, _ in several] == ["none", "sign"]
+    assert [here for _, here in one] == pytest.approx([here for _, here in several])
 
 
-def test_a_papers_table_is_one_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Seen by `reproduce`, alone and in processes of its own, by its results file and by `compare`."""
-    (tmp_path / "toys").mkdir()
-    (tmp_path / "toys" / "toy.toml").write_text(TOY)
-    monkeypatch.setattr(paper_table_files, "PAPERS", tmp_path)
-    alone, apart = tmp_path / "alone.json", tmp_path / "apart.json"
-    assert main(["reproduce", "toy", "-o", str(alone)]) == 0
-    printed = capsys.readouterr().out
-    assert "A toy paper's table" in printed and "61.5" in printed
-    assert main(["reproduce", "toy", "--jobs", "2", "-o", str(apart)]) == 0
-    assert main(["compare", str(alone), str(apart)]) == 0
-    rows = [sorted((r["cell"], r["here"]) for r in json.loads(path.read_text())["rows"]) for path in (alone, apart)]
-    assert [cell for cell, _ in rows[0]] == ["none", "sign"]
-    assert [here for _, here in rows[0]] == pytest.approx([here for _, here in rows[1]])
+def test_only_figures_of_equal_settings_are_compared(tmp_path: Path) -> None:
+    kept = json.loads((paper_table_files.PAPERS / "suite" / "results" / "suite_small.json").read_text())
+    theirs = {**kept, "rows": [{**row, "here": None} for row in kept["rows"][1:]]}
+    path = tmp_path / "theirs.json"
+    path.write_text(json.dumps(theirs))
+    table = compared({"ours": read_results(Path("suite_small")), "theirs": read_results(path)})
+    assert len(table.rows) == len({(row["cell"], row["attack"], row["metric"]) for row in kept["rows"]})
+    assert {row[4] for row in table.rows} == {"-"} and {row[3] for row in table.rows} != {"-"}
+    assert main(["compare", "suite_small", str(path)]) == 0
+    first = next(iter(kept["computed"]))
+    for change in ({"computed": {**kept["computed"], first: "another"}}, {"version": -1}, {"rows": 3}):
+        path.write_text(json.dumps({**theirs, **change}))
+        assert main(["compare", "suite_small", str(path)]) == 2

@@ -1,11 +1,8 @@
-"""The suite: its files hold together, what others submit runs on a cell's terms, and figures compare only if computed alike."""
+"""The suite: its files hold together, and what others submit runs on a cell's terms."""
 
-import json
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,10 +11,8 @@ from fedgauge.attacks.plan import modalities_of
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.experiments.measures import ComparedFigure
-from fedgauge.simulations.experiments.paper_table_files import load, restrict, with_submissions
-from fedgauge.simulations.experiments.results import compared, head_of, read_results, rows_of
-from fedgauge.simulations.experiments.run_attack import check_attacks
-from fedgauge.simulations.experiments.setups import build_setup
+from fedgauge.simulations.experiments.paper_table_files import PAPERS, load, restrict, with_submissions
+from fedgauge.simulations.experiments.results import head_of, read_results, rows_of
 
 SUITES = ("suite_small", "suite_full")
 
@@ -52,50 +47,33 @@ def test_a_limit_stands_beside_the_attacks_where_it_is_known_of_a_cells_noise(na
 
 def test_a_submission_runs_on_the_terms_of_the_cell() -> None:
     table = restrict(load("suite_small"), None, None, "prune")
-    (cell,) = with_submissions(table, ["dlg name=mine restart_above=0.5"], []).cells
+    (cell,) = with_submissions(table, ["dlg name=mine restart_above=0.5"]).cells
     first, *_, mine = cell.attacks
     assert mine.name == "mine" and mine.table == {"use": "dlg", "restart_above": 0.5}
     assert (mine.budget, mine.labels, mine.metrics) == (first.budget, first.labels, first.metrics)
 
 
-def test_a_defense_adds_a_cell_beside_each_that_has_none() -> None:
-    table = restrict(load("suite_small"), None, None, "images B=4")
-    made = with_submissions(table, [], ["gaussian sigma=0.1 name=fog"])
-    before, more = table.cells, made.cells[len(table.cells) :]
-    assert made.cells[: len(before)] == before
-    assert [cell.name for cell in more] == [f"{cell.name}, fog" for cell in before]
-    assert [cell.chain[0] for cell in more] == [{"use": "gaussian", "sigma": 0.1}] * len(before)
-
-
 @pytest.mark.parametrize(
-    ("attacks", "defenses", "named"),
+    ("attack", "named"),
     [
-        (["dlgg"], [], "dlgg"),
-        (["dlg iterations=9"], [], "iterations"),
-        (["dlg name="], [], "name"),
-        (["idlg"], [], "idlg"),
-        ([""], [], "empty"),
-        (["membership"], [], "membership"),
-        (["tag"], [], "tag"),
-        ([], ["fogg"], "fogg"),
+        ("dlgg", "dlgg"),
+        ("dlg iterations=9", "iterations"),
+        ("idlg", "idlg"),
+        ("", "empty"),
+        ("membership", "membership"),
+        ("tag", "tag"),
     ],
 )
-def test_a_mistaken_submission_is_refused(attacks: list[str], defenses: list[str], named: str) -> None:
+def test_a_mistaken_submission_is_refused(attack: str, named: str) -> None:
     with pytest.raises(SpecError, match=named):
-        with_submissions(restrict(load("suite_small"), None, None, "prune"), attacks, defenses)
+        with_submissions(restrict(load("suite_small"), None, None, "prune"), [attack])
 
 
 def test_a_test_of_membership_runs_where_members_are_told_and_other_attacks_elsewhere() -> None:
-    made = with_submissions(load("suite_small"), ["membership score=cosine name=mine", "dlg name=other"], [])
+    made = with_submissions(load("suite_small"), ["membership score=cosine name=mine", "dlg name=other"])
     names = {cell.name: {attack.name for attack in cell.attacks} for cell in made.cells}
     assert {cell for cell, of_it in names.items() if "mine" in of_it} == {c for c in names if c.startswith("members")}
     assert {cell for cell, of_it in names.items() if "other" in of_it} == {c for c in names if c.startswith("images")}
-
-
-@pytest.mark.parametrize("words", [["a.json", "a.json"], ["a.json"]])
-def test_a_mistake_ends_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", *words]) == 2
-    assert capsys.readouterr().err.startswith("fedgauge: ")
 
 
 # ------------------------------------------------------------------------------------------------------ real figures
@@ -103,45 +81,23 @@ def test_a_mistake_ends_with_2(words: list[str], capsys: pytest.CaptureFixture[s
 PART = ["reproduce", "suite", "--cells", "prune", "--n", "1", "--budget", "2"]
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The same part of the suite, and with an attack that somebody submits."""
-    folder = tmp_path_factory.mktemp("figures")
-    ours, theirs = folder / "ours.json", folder / "theirs.json"
-    assert main([*PART, "--attacks", "idlg", "-o", str(ours)]) == 0
-    assert main([*PART, "--attacks", "idlg", "--attack", "dlg name=mine", "-o", str(theirs)]) == 0
-    return ours, theirs
-
-
-def test_a_submission_stands_beside_what_both_computed(
-    kept: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    ours, theirs = (read_results(path) for path in kept)
-    found = {tuple(row[1:3]): row[3:5] for row in compared({"ours": ours, "theirs": theirs}).rows}
-    assert found["idlg", "psnr"][0] == found["idlg", "psnr"][1] and found["mine", "psnr"][0] == "-"
-    assert main(["compare", *map(str, kept)]) == 0
-    out = capsys.readouterr().out
-    assert "mine" in out and "suite_small, version 2, seed 0" in out
-
-
-def test_the_kept_figures_are_of_todays_suite_and_compare_with_whoever_computes_it(kept: tuple[Path, Path]) -> None:
-    ours, table = read_results(Path("suite_small")), load("suite_small")
+def test_the_kept_figures_are_of_todays_suite() -> None:
+    ours, table = read_results(next(PAPERS.glob("*/results/suite_small.json"))), load("suite_small")
     assert (ours["version"], ours["seed"]) == (table.version, table.seed)
     assert ours["computed"] == head_of(table)["computed"]
     assert {(row["cell"], row["attack"]) for row in ours["rows"]} == {
         (cell.name, attack.name) for cell in table.cells for attack in cell.attacks
     }
-    assert main(["compare", "suite_small", str(kept[0])]) == 2, "idlg of fewer images and iterations"
 
 
 def test_a_submission_may_be_computed_alone() -> None:
-    table = with_submissions(restrict(load("suite_small"), None, None, "images B=1"), ["dlg name=mine"], [])
+    table = with_submissions(restrict(load("suite_small"), None, None, "images B=1"), ["dlg name=mine"])
     alone, beside = (restrict(table, None, None, "*", attacks, ["mine"]) for attacks in ("mine", "idlg"))
     assert {a.name for cell in alone.cells for a in cell.attacks} == {"mine"}
     assert {a.name for cell in beside.cells for a in cell.attacks} == {"mine", "idlg"}
 
 
-def test_a_newcomer_finds_the_file_of_the_page_in_the_comparison(
+def test_the_pages_own_attack_runs_in_the_suite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The guide's own commands, in cells that take a second, with the mine.py of the page that it names."""
@@ -150,73 +106,34 @@ def test_a_newcomer_finds_the_file_of_the_page_in_the_comparison(
     (tmp_path / "mine.py").write_text("\n".join(own))
     monkeypatch.chdir(tmp_path)
     section = (docs / "guides/suite.md").read_text().partition("## Submit")[2]
-    attack, defense, comparison = map(shlex.split, re.findall(r"^fedgauge (.*)$", section, re.MULTILINE))
+    (attack,) = map(shlex.split, re.findall(r"^fedgauge (.*)$", section, re.MULTILINE))
     less = ["--n", "1", "--budget", "2"]
     assert main([*attack, "--cells", "images B=1, prune", "--attacks", "descent", *less]) == 0
-    assert main([*defense, "--cells", "rows B=1", "--attacks", "spear"]) == 0
-    capsys.readouterr()
-    assert main(comparison) == 0
-    out = capsys.readouterr().out
-    assert "descent" in out and "rows B=1, shrink" in out
+    assert "descent" in capsys.readouterr().out
 
 
 OWN = """
 from dataclasses import dataclass
 
 from fedgauge.attacks.base import Attack
-from fedgauge.client.transforms import UpdateTransform
 
 
 @dataclass(frozen=True)
 class broken(Attack):
     def reconstruct(self, wave, known, budget, streams):
         return [1 / 0 for _ in streams]
-
-
-@dataclass(frozen=True)
-class halves(UpdateTransform):
-    def apply(self, update, rng):
-        return {name: t[: len(t) // 2] for name, t in update.items()}
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--cells", "images B=1, prune", "--attack", "own_file:broken", "--attacks", "broken"], "ZeroDivisionError"),
-        (["--cells", "rows B=1", "--defense", "own_file:halves", "--attacks", "spear"], "1.weight"),
-    ],
-)
 def test_what_a_submitted_file_does_wrong_is_one_sentence(
-    words: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "own_file.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", "suite", "--allow", "own_file", *words, "--n", "1", "--budget", "2"]) == 2
-    told = capsys.readouterr().err
-    assert named in told and "Traceback" not in told
-
-
-def changed(path: Path, folder: Path, change: Any) -> Path:
-    content = json.loads(path.read_text())
-    change(content)
-    (folder / "changed.json").write_text(json.dumps(content))
-    return folder / "changed.json"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda c: c["computed"].update({next(iter(c["computed"])): "0" * 64}),
-        lambda c: c.update(name="lamp"),
-        lambda c: c.update(version=1),
-        lambda c: c.pop("computed"),
-        lambda c: c.update(rows=[{"cell": 1}]),
-        lambda c: c.update(computed=7),
-    ],
-)
-def test_what_does_not_compare_is_refused(kept: tuple[Path, Path], tmp_path: Path, change: Any) -> None:
-    assert main(["compare", str(kept[0]), str(changed(kept[1], tmp_path, change))]) == 2
+    words = ["--allow", "own_file", "--attack", "own_file:broken", "--attacks", "broken"]
+    assert main([*PART, *words]) == 2
+    error = capsys.readouterr().err
+    assert "ZeroDivisionError" in error and "Traceback" not in error
 
 
 @pytest.fixture(scope="module")
@@ -237,10 +154,3 @@ def test_members_are_told_by_a_score_and_no_better_than_the_limit(of_members: Pa
     assert told.here is not None and limit.here is not None and told.low is not None and told.high is not None
     assert told.floor is not None and 0.4 < told.floor < told.here < limit.here < 1
     assert 0 <= told.low <= told.here <= told.high <= 1
-
-
-def test_members_that_the_strangers_are_among_are_refused() -> None:
-    (cell,) = restrict(load("suite_small"), 1, None, "members, rows B=16").cells
-    cell = replace(cell, images=replace(cell.images, part="test"))
-    with pytest.raises(SpecError, match="strangers"):
-        check_attacks(cell, build_setup(cell, 0))

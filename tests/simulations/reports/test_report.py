@@ -123,9 +123,6 @@ def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None
         "60 iterations x 1 restart",
     ):
         assert needed in words
-    assert words.count("What the attackers knew and spent: honest server; labels restored; chain known") == 1
-    assert page.html.count('id="knowledge"') == 1
-    assert "LPIPS" not in words, "there is none of 28 pixels, with weights or without"
     assert "safe" not in words.replace("safetensors", "")
 
 
@@ -182,16 +179,14 @@ def test_a_quickstart_is_shown_whole_below_six_megabytes(tmp_path: Path) -> None
 
 
 def test_a_large_gallery_is_a_choice_that_says_so(attacked: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedgauge.simulations.reports.sampling.BYTES", 1)
+    monkeypatch.setattr("fedgauge.server.views.gallery.BYTES", 1)
     page = page_of(attacked)
-    assert "A selection: 3 of 4 examples, of 1 of 2 attacked rounds" in page.words
+    assert "3 of 8 examples, evenly spaced" in page.words
     with attacked.ledger() as ledger:
         rows = [r for r in ledger.scores("psnr") if r["attack"] == "inverting_gradients"]
     worst = max(rows, key=lambda r: r["value"])
-    (most,) = [card for card in page.cards if card["why"] == "leaked most"]
-    assert [most[key] for key in ("client", "round", "example")] == [
-        worst[key] for key in ("client", "round", "example")
-    ]
+    places = [[card[key] for key in ("client", "round", "example")] for card in page.cards]
+    assert [worst[key] for key in ("client", "round", "example")] in places
 
 
 def test_a_comparison_holds_every_run_and_metric(attacked: Run, copied: Run, tmp_path: Path) -> None:

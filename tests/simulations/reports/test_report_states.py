@@ -1,18 +1,12 @@
 """Reports of runs that are unfinished, failed or damaged."""
 
 from pathlib import Path
-from types import SimpleNamespace
-
-import pytest
-import torch
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
-from fedgauge.client.data.images import Dataset
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
-from fedgauge.server.views import notices
 from tests.simulations.reports.report_pages import page_of, taped
 from tests.small_runs import scenario
 
@@ -106,19 +100,6 @@ def test_a_chain_without_a_derivative_is_a_warning(tmp_path: Path) -> None:
         ledger.add_attacks(plan, {p.name: "a" for p in plan.attacks}, flat=[plan.attacks[0].name])
     words = page_of(run).words
     assert words.index(f"inverting_gradients: {NO_DERIVATIVE}.") < words.index("Accuracy and leakage over rounds")
-
-
-@pytest.mark.parametrize(("pixels", "told"), [((3, 32, 32), True), ((1, 28, 28), False)])
-def test_a_missing_lpips_is_told_where_it_has_a_meaning(pixels: tuple[int, int, int], told: bool) -> None:
-    """Of the two things that the notice depends on."""
-    x, y = torch.zeros(1, *pixels, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
-    shards = SimpleNamespace(dataset=Dataset("black", x, y, x, y, 2, (), ()))
-    reading = SimpleNamespace(
-        metrics=["psnr"], attacks=[], scenario=SimpleNamespace(federation=SimpleNamespace(shards=shards))
-    )
-    assert [words for words, _ in notices._of_data(reading)] == ["LPIPS: unavailable (no backbone weights)."] * told  # type: ignore[arg-type]
-    reading.metrics.append("lpips_alex")
-    assert list(notices._of_data(reading)) == []  # type: ignore[arg-type]
 
 
 def test_given_labels_are_not_shown_as_restored(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""The sample of a large gallery keeps to its limit and hides no extreme."""
+"""The sample of a large gallery, and its pictures."""
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -10,41 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgauge.server.store.pictures import SMALL, png
-from fedgauge.simulations.reports.sampling import sample_keys
+from fedgauge.server.views.gallery import sampled
 from tests.simulations.reports.report_pages import pixels
 
-STRENGTHS = st.dictionaries(
-    st.integers(1, 60),
-    st.dictionaries(
-        st.tuples(st.integers(0, 5), st.integers(0, 3)), st.floats(0, 100) | st.just(math.nan), min_size=1, max_size=24
-    ),
-    min_size=1,
-    max_size=20,
-)
 
-
-@given(STRENGTHS, st.integers(1, 60))
-def test_the_choice_keeps_to_its_room_and_hides_no_extreme(
-    strengths: Mapping[int, Mapping[tuple[int, int], float]], room: int
-) -> None:
-    chosen = sample_keys(strengths, room)
-    assert chosen == sample_keys(strengths, room)
-    shown = sum(map(len, chosen.values()))
-    if sum(map(len, strengths.values())) <= room:
-        assert {r: list(keys) for r, keys in chosen.items()} == {r: list(keys) for r, keys in strengths.items()}
-        return
-    assert 0 < shown <= max(3, room)
-    for round, keys in chosen.items():
-        graded = {k: v for k, v in strengths[round].items() if not math.isnan(v)}
-        assert set(keys) <= set(strengths[round])
-        if graded:
-            most = [k for k, why in keys.items() if why == "leaked most"]
-            assert graded[most[0]] == max(graded.values())
-            least = [k for k, why in keys.items() if why == "leaked least"] or most
-            assert graded[least[0]] == min(graded.values())
-    everything = [v for keys in strengths.values() for v in keys.values() if not math.isnan(v)]
-    if everything:
-        assert max(everything) in [v for r in chosen for v in strengths[r].values()]
+@given(st.lists(st.floats(0, 100) | st.just(math.nan), min_size=1, max_size=60), st.integers(3, 60))
+def test_a_sample_keeps_to_its_limit_and_has_both_extremes(strengths: list[float], limit: int) -> None:
+    places = {(1, 0, i): strength for i, strength in enumerate(strengths)}
+    chosen = sampled(places, limit)
+    assert len(chosen) == min(len(strengths), limit) and chosen == sorted(set(chosen))
+    shown, graded = [places[place] for place in chosen], [value for value in strengths if not math.isnan(value)]
+    assert not graded or max(graded) in shown
+    assert len(graded) < len(strengths) or min(graded) in shown
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedgauge.simulations.run.processes import MARK, end, free_port, is_running, listens, start, sweep
+from fedgauge.simulations.run.processes import MARK, end, is_running, start, sweep
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and asks for the parent-death signal: Linux")
 
@@ -155,15 +154,3 @@ time.sleep(120)
         time.sleep(0.3)
         assert is_running(pid)
         os.kill(pid, signal.SIGKILL)
-
-
-def test_a_free_port_is_one_that_can_be_listened_on() -> None:
-    port = free_port()
-    assert 1024 <= port < 65536
-    assert not listens(port)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", port))
-        assert not listens(port), "bound is not yet listening"
-        server.listen()
-        assert listens(port)
-    assert not listens(port)

@@ -63,7 +63,7 @@ def test_a_run_at_work_is_kept(run: Run, capsys: pytest.CaptureFixture[str], pur
     files = sorted(private(run))
     with run.lock(purpose):
         assert main(["prune", "--runs", str(run.folder.parent)]) == 0
-    assert "old: kept, as it is at work" in capsys.readouterr().out
+    assert "old: kept because it is at work" in capsys.readouterr().out
     assert sorted(private(run)) == files
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -194,42 +193,6 @@ def test_a_training_in_memory_that_dies_is_told_with_the_end_of_its_log(tmp_path
     assert not training.scratch.exists()
 
 
-@pytest.mark.full  # `make test` kills all processes and resumes (test_resume.py)
-@pytest.mark.slow
-def test_a_driver_killed_in_the_middle_loses_nothing_and_the_audit_goes_on(finished: Run, tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text(SCENARIO)
-    command = [*FEDGAUGE, "run", str(tmp_path / "small.toml"), "--runs", str(tmp_path)]
-    command += ["--set", "attack.1.iterations=150", "--set", "audit.executor=local", "--rounds", "40"]
-    driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        ledger_file = wait_for(lambda: next(iter(tmp_path.glob("*/ledger.sqlite")), None))
-        run = Run(ledger_file.parent)
-        wait_for(lambda: len(rounds_of(ledger_file)) > 6 and done_in(ledger_file) >= 3 or None)
-    finally:
-        driver.send_signal(signal.SIGKILL)
-        driver.wait()
-    wait_for(lambda: True if not marked_processes() else None, 90)
-    assert run.holder("training") is None and run.holder("audit") is None
-    with run.ledger() as ledger:
-        before = [tuple(r) for r in ledger.scores()]
-        assert ledger.meta()["state"] == "training" and ledger.progress().queued > 0
-    went_on = fedgauge("audit", str(run.folder))
-    assert went_on.returncode == 0, went_on.stderr
-    with run.ledger() as ledger:
-        progress = ledger.progress()
-        assert progress.queued == progress.leased == progress.failed == 0
-        after = [tuple(r) for r in ledger.scores()]
-        assert set(before) <= set(after), "rows written before the kill stay as they were"
-        seen = [o for o in ledger.observations() if o["status"] == "accepted" and o["round"] in (1, 2, 4)]
-        psnr = Counter((r["round"], r["client"], r["attack"]) for r in ledger.scores("psnr"))
-        assert set(psnr.values()) == {1}, "no row is doubled"
-        for name in ("analytic", "inverting_gradients", "mean_image", "class_mean_image", "random_image"):
-            assert {(o["round"], o["client"]) for o in seen} == {(r, c) for r, c, a in psnr if a == name}
-    for path in sorted((finished.folder / "tape").glob("round-*.safetensors")):
-        again = run.folder / "tape" / path.name
-        assert again.read_bytes() == path.read_bytes(), f"{path.name} is bit-identical from the same seed"
-
-
 def wait_for(look, patience: float = 120.0):  # type: ignore[no-untyped-def]  # whatever the look gives
     deadline = time.monotonic() + patience
     while (found := look()) is None:
@@ -241,8 +204,3 @@ def wait_for(look, patience: float = 120.0):  # type: ignore[no-untyped-def]  # 
 def rounds_of(ledger_file: Path) -> list[object]:
     with Ledger(ledger_file) as ledger:
         return list(ledger.rounds())
-
-
-def done_in(ledger_file: Path) -> int:
-    with Ledger(ledger_file) as ledger:
-        return ledger.progress().done

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.engine.gradients import convolution, factored, layers
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient, flattened
+from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, gradients, local_training_changes
-from fedgauge.attacks.engine.gradients.recording import Unsupported
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch, Update

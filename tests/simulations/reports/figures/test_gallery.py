@@ -15,7 +15,6 @@ def test_the_strip_shows_truths_over_what_came_back(run: Run) -> None:
     columns = np.array(figure.axes).reshape(3, 6).T
     for column in columns:
         round, client = map(int, re.findall(r"\d+", column[0].get_title()))
-        assert "leaked" in column[0].get_title() or "random" in column[0].get_title()
         truth = federation.batch_at(client, round).x[0, 0]
         for axes, expected in zip(column, (truth, 1 - truth, 1 - truth), strict=True):
             pixels = (expected * 255).round().byte().numpy()

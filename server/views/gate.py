@@ -1,4 +1,4 @@
-"""A gate: whether what was measured of a run, or estimated of a scenario, lies beyond a threshold that somebody set."""
+"""The gate: compare measurements of a run, or estimates of a scenario, with thresholds."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from fedgauge.server.views.verdict import Kind, doubts
 
 Outcome = Literal["passed", "failed", "not measured", "incomplete"]
 EPSILON = "epsilon"  # of one record, the largest of any client
-WORST = "worst."  # prefix: of the example that leaks most
+WORST = "worst."  # prefix: of the example with the most leakage
 NO_PROOF = (
     "an estimate within the threshold proves nothing: measure it with fedgauge run, then fedgauge gate, or accept it with "
     "--accept-estimates"
@@ -29,7 +29,7 @@ NO_PROOF = (
 
 @dataclass(frozen=True)
 class Threshold:
-    """A value of a metric beyond which the gate fails; above: or below, where a lower value is the worse leak."""
+    """Bound on a metric; above: False if low values leak."""
 
     metric: str
     bound: float
@@ -41,14 +41,14 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is known of one metric.
+    """Measurement of one metric.
 
     Args:
-        value: None if there is none.
+        value: None: not measured.
         words: how it was measured, or why it was not.
-        conclusive: whether a value within the threshold says that there is no more; why it does not stands in words.
-        complete: whether every update that the plan selects was attacked.
-        estimated: it rests on assumptions that an attacker may pass, so it is conclusive for those alone who accept estimates.
+        conclusive: False if a value within the threshold proves nothing, for the reason in words.
+        complete: if every selected update was attacked.
+        estimated: if it rests on assumptions, so that it counts only with --accept-estimates.
     """
 
     value: float | None
@@ -60,14 +60,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class GateResult:
-    """One threshold with what was measured."""
+    """A threshold with its measurement."""
 
     threshold: Threshold
     measurement: Measurement
 
     @property
     def outcome(self) -> Outcome:
-        """Failed beyond the threshold; otherwise incomplete or not measured where the value is no proof."""
+        """Result: failed beyond the threshold; within it passed only if the value is conclusive."""
         bound = self.threshold.bound
         value = math.nan if self.measurement.value is None else self.measurement.value
         if value > bound if self.threshold.above else value < bound:
@@ -78,18 +78,18 @@ class GateResult:
 
     def __str__(self) -> str:
         value = self.measurement.value
-        found = "" if value is None else f"{number(value, None)}, "
-        return f"{self.threshold.metric}: {found}{self.measurement.words}"
+        shown = "" if value is None else f"{number(value, None)}, "
+        return f"{self.threshold.metric}: {shown}{self.measurement.words}"
 
 
 def gate_metrics(modality: type[Modality]) -> list[str]:
-    """Every metric that a gate may name for data of this kind."""
+    """List the metrics of a gate for data of this kind."""
     own = [*modality.measured, *MEMBERSHIP, EPSILON]
     return [*own, *(WORST + name for name, measured in modality.measured.items() if not measured.rate)]
 
 
 def check_thresholds(thresholds: Sequence[Threshold], modality: type[Modality]) -> None:
-    """Refuse thresholds that no measurement could be compared with.
+    """Check the metrics and directions of thresholds.
 
     Raises:
         SpecError: a metric is unknown for this kind of data, or leaks in the other direction.
@@ -102,18 +102,18 @@ def check_thresholds(thresholds: Sequence[Threshold], modality: type[Modality]) 
         above = measured is None or measured.higher_is_better
         if above != threshold.above:
             right, wrong, which = ("above", "below", "higher") if above else ("below", "above", "lower")
-            told = f"write --fail-{right} {threshold.metric}={threshold.bound:g}, not --fail-{wrong}"
-            raise SpecError(f"a {which} {threshold.metric} is the worse leak: {told}")
+            remedy = f"write --fail-{right} {threshold.metric}={threshold.bound:g}, not --fail-{wrong}"
+            raise SpecError(f"a {which} {threshold.metric} is the worse leak: {remedy}")
 
 
 def judged(
     thresholds: Iterable[Threshold], measured: Mapping[str, Measurement], otherwise: str, estimates: bool = False
 ) -> list[GateResult]:
-    """Each threshold with its measurement.
+    """Pair thresholds with measurements.
 
     Args:
-        otherwise: why a metric that is not among `measured` was not measured.
-        estimates: an estimate within its threshold passes, as somebody accepts it; the words say so.
+        otherwise: the reason for metrics that are not in `measured`.
+        estimates: let an estimate within its threshold pass.
     """
     results = []
     for threshold in thresholds:
@@ -126,9 +126,9 @@ def judged(
 
 
 def gate_of_run(reading: Reading, thresholds: Sequence[Threshold]) -> list[GateResult]:
-    """Compare what a run's attacks reached with thresholds, each in the metric's own unit.
+    """Compare a run with thresholds.
 
-    A value is the mean of the attack that leaks most over all rounds, with `worst.` that of the example that leaks most.
+    A value is the mean of the strongest attack over all rounds; with `worst.` that of the example with the most leakage.
     """
     check_thresholds(thresholds, reading.scores.modality)
     results = []
@@ -167,6 +167,6 @@ def _measured(reading: Reading, metric: str) -> Measurement:
 
 
 def _lost(leaks: Iterable[Leak]) -> str:
-    """How many examples have no value, which no mean counts, and why; empty if each has one."""
+    """Count the examples without a value; empty if each has one."""
     of_each = [f"{k.without_value} of {k.n + sum(k.failed.values())} by {k.attack}" for k in leaks if k.failed]
     return f"; without a value: {', '.join(of_each)}" if of_each else ""
