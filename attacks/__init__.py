@@ -1,3 +1,3 @@
-"""What inverts a client, and grades the result: attacks need torch and the client package alone."""
+"""Attacks on updates, and their grading; needs only torch and the client package."""
 
 import fedgauge.client  # noqa: F401  (mends torchvision before anything can import it)

@@ -28,11 +28,11 @@ ClientState = Mapping[
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What the server saw of one client in one round; it has no field for the truth.
+    """One client's update as the server saw it in one round; it has no field for the truth.
 
     Args:
         buffers: the model's as the server sent them.
-        pull: where SCAFFOLD's control variates moved the client, which the server knows from the earlier rounds; {}: nowhere.
+        pull: where SCAFFOLD's control variates moved the client, which the server knows from the earlier rounds; {}: none.
         returned: the buffers that the client sent back; {}: none.
     """
 
@@ -76,7 +76,7 @@ class Wave:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """Device of its tensors."""
         return next(iter(self.params.values())).device
 
     def to(self, device: torch.device) -> "Wave":
@@ -99,7 +99,7 @@ class Wave:
 
 @dataclass(frozen=True, eq=False)
 class Sentences:
-    """What an attacker on text knows besides the language model.
+    """Prior knowledge of an attacker on text, in addition to the language model.
 
     Args:
         lengths: (K, B) int64, tokens of each sentence including its start and end tokens, in the order of `labels`; None: unknown.
@@ -110,7 +110,7 @@ class Sentences:
 
 @dataclass(frozen=True, eq=False)
 class Knowledge:
-    """The threat model: everything that an attack may use besides the observation.
+    """The threat model: everything that an attack may use in addition to the observation.
 
     Args:
         model: the network, with the buffers that the server sent; for text a fedgauge.client.models.language:LanguageModel.
@@ -202,7 +202,7 @@ class Knowledge:
         return x * std + mean
 
     def examples(self, x: Tensor) -> Tensor:
-        """What an attack found, as the network takes it, as examples: pixels in [0, 1], or rows whose cells are possible."""
+        """Convert the network's inputs to examples: pixels in [0, 1], or rows with possible cells."""
         return self.pixels(x).clamp(0, 1) if self.columns is None else self.columns.rows(self.columns.cells(x))
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,7 +214,7 @@ class Knowledge:
 
 @dataclass(frozen=True)
 class Budget:
-    """What one attack on one observation may spend.
+    """The budget of one attack on one observation.
 
     Args:
         iterations: gradient evaluations, at least 1.
@@ -256,7 +256,7 @@ class Trace:
 
 @dataclass(frozen=True, eq=False)
 class Reconstruction:
-    """What an attack reconstructed from one observation.
+    """An attack's reconstruction from one observation.
 
     Args:
         x: (B, C, H, W) in [0, 1], token ids (B, L) int64, padded like the data, or rows (B, D); None: nothing to grade.
@@ -296,7 +296,7 @@ class Reconstruction:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], status: Status, seconds: float) -> "Reconstruction":
-        """What a file's tensors and a ledger's row say of a reconstruction; its objective and iterations stay in the ledger."""
+        """Restore a reconstruction from a file's tensors and its ledger row; objective and iterations stay in the ledger."""
         x, y, confidence = (tensors.get(name) for name in ("x", "y", "confidence"))
         trace = None
         if "trace_x" in tensors:
@@ -309,7 +309,7 @@ def _moved(t: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 class Attack(ABC):
-    """A frozen dataclass whose fields are the attack's hyperparameters; what it can do and needs, it says here."""
+    """A frozen dataclass: its fields are the hyperparameters, its methods state capabilities and needs."""
 
     is_stateful: ClassVar[bool] = False  # whether it remembers what it learned from a client's earlier updates
     starts_from_images: ClassVar[bool] = False  # whether it can start from given images, by `continued`
@@ -322,17 +322,17 @@ class Attack(ABC):
 
     @property
     def label_source(self) -> Literal["restored", "optimised"]:
-        """Where its labels come from, unless the threat model gives them."""
+        """Source of its labels, unless the threat model gives them."""
         return "restored"
 
     @property
     def needs_derivative(self) -> bool:
-        """Whether it descends through the clients' chain, so that a chain without a useful derivative matters to it."""
+        """Return whether it descends through the clients' chain and so needs its derivative."""
         return False
 
     @property
     def trains_first(self) -> bool:
-        """Whether it trains, or loads, a network before it attacks, which may take minutes."""
+        """Return whether it first trains or loads a network, which may take minutes."""
         return False
 
     @property
@@ -342,12 +342,12 @@ class Attack(ABC):
 
     @property
     def takes_gradients(self) -> bool:
-        """Whether it reads the update as a gradient, and cannot compute what else is in it."""
+        """Return whether it reads the update as a gradient and cannot account for anything else in it."""
         return not (self.needs_derivative or self.trains_first)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it is to run on the CPU beside a GPU, because its work is small, or exact in double precision there."""
+        """Return whether it runs on the CPU even where there is a GPU: small work, or exact in double precision."""
         return False
 
     @abstractmethod

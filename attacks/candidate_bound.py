@@ -1,9 +1,9 @@
-"""A bound for images of any distribution: the Bayes error of who is told a few images of which the private one is one.
+"""A bound for images of any distribution: the Bayes error of an attacker who is given a few candidate images.
 
-Give an attacker more than any has: the labels, all other examples of the batch, and N images, one of which is the private one
-and the others of which are drawn like it. Its best guess, the posterior mean over the N, has an error that is computed by
-simulation. Whoever knows less cannot do better on average over the N images' distribution, whatever that is. No derivative is
-taken, so kinks of the network are no matter. Little noise tells N images apart at once, and then the bound is no use.
+Give an attacker more than any real one has: the labels, all other examples of the batch, and N images, the private one and
+others from its distribution. Simulation yields the error of the best guess, the posterior mean over the N. An attacker who
+knows less cannot do better on average, whatever the distribution. No derivative is taken, so the network may have kinks. Under
+little noise the N images are distinguishable, and the bound is useless.
 """
 
 import math
@@ -32,7 +32,7 @@ def candidate_bound(known: Knowledge, params: Params, rng: Generator) -> float:
     bounds less.
 
     Raises:
-        ValueError: it does not apply to this chain or model, or tells nothing, as the noise leaves no two images alike.
+        ValueError: it does not apply to this chain or model, or the noise leaves all images distinguishable.
     """
     forward, noise = observed(known)
     if known.auxiliary is None:
@@ -59,12 +59,12 @@ def candidate_bound(known: Knowledge, params: Params, rng: Generator) -> float:
             seen.append(torch.cat([t.flatten() for t in update.values()]).detach())
         total += part * bayes_error(torch.stack(seen) / noise.shrink, x[own].flatten(1), noise, rng)
     if total < LEAST:
-        raise ValueError(f"under this noise {most} images of a class are told apart, so they bound nothing")
+        raise ValueError(f"under this noise {most} images of a class are distinguishable, so there is no bound")
     return total
 
 
 def bayes_error(updates: Tensor, x: Tensor, noise: UpdateDistribution, rng: Generator) -> float:
-    """The least mean squared error by which any guess tells which of N equally likely x is behind a noisy update.
+    """Return the least mean squared error of any guess among N equally likely x from a noisy update.
 
     Args:
         updates: (N, P) noise-free; x: (N, d).

@@ -1,6 +1,6 @@
-"""Attacks by effort: whoever names none gets those that fit the federation, with budgets, and what others need is left out.
+"""Attacks by effort: a scenario that names none gets those that fit the federation, with budgets; others are left out.
 
-The choice reads the agreed protocol alone: the kind of data, the network, the chain. It reads nothing of the machine, so that a
+The choice reads only the agreed protocol: the kind of data, the network, the chain. It reads nothing of the machine, so that a
 scenario means the same audit everywhere.
 """
 
@@ -46,7 +46,7 @@ def attacks_by_effort(effort: Effort, federation: Federation) -> list[Table]:
 
 @dataclass(frozen=True)
 class _Setting:
-    """What a federation is like, as far as it decides which attacks can work."""
+    """Properties of a federation that decide which attacks can work."""
 
     federation: Federation
 
@@ -57,7 +57,7 @@ class _Setting:
 
     @cached_property
     def noisy(self) -> bool:
-        """Whether the chain draws noise of a known density."""
+        """Return whether the chain draws noise of a known density."""
         return noise_is_known(self.federation)
 
     @cached_property
@@ -70,7 +70,7 @@ class _Setting:
 
     @property
     def reads_batches(self) -> bool:
-        """Whether several examples meet such a layer, with a bias and a ReLU behind it."""
+        """Return whether several examples pass such a layer with a bias and a ReLU."""
         return self.examples > 1 and self.dense is not None and self.dense.relu and bool(self.dense.call.bias)
 
     @property
@@ -78,7 +78,7 @@ class _Setting:
         return prod(self.federation.shards.dataset.shape)
 
     def embeds_patches(self) -> bool:
-        """Whether the network begins with a vision transformer's patches."""
+        """Return whether the network begins with a vision transformer's patches."""
         return embeds_patches(self.federation.model, self.federation.shards.dataset.shape)
 
     def solvable(self) -> bool:
@@ -89,15 +89,15 @@ class _Setting:
             return False
 
     def repeats(self) -> bool:
-        """Whether some client trains on the same examples in every round."""
+        """Return whether some client trains on the same examples in every round."""
         return min(map(len, self.federation.shards.indices)) <= self.federation.shards.batch_size
 
     def small(self) -> bool:
-        """Whether a regression on the network's whole updates stays cheap."""
+        """Return whether a regression on the network's whole updates stays cheap."""
         return sum(p.numel() for p in self.federation.model.parameters()) <= RIDGE_PARAMETERS
 
     def has(self, *kinds: type[nn.Module]) -> bool:
-        """Whether the network has a layer of one of these kinds."""
+        """Return whether the network has a layer of one of these kinds."""
         return any(isinstance(module, kinds) for module in self.federation.model.modules())
 
 

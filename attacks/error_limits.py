@@ -53,7 +53,7 @@ class CandidateBound(ErrorLimit):
     """The bound for images of any distribution."""
 
     def assumes(self, fed: Federation, batch: str) -> list[str]:
-        told = "labels, the rest of the batch and a few auxiliary images of the class known, one of which is the private image"
+        told = "labels, the rest of the batch and the private image known up to a few auxiliary images of its class"
         return [batch, "a bound for images of any distribution", told]
 
     def error(self, case: Case, rng: Generator) -> float:

@@ -132,7 +132,7 @@ def _ledoit_wolf(centred: Tensor, variances: Tensor, average: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class ClassPrior:
-    """What is known of an example by its label alone: that it is drawn around the mean of its class.
+    """Prior of an example given only its label: it is drawn around the mean of its class.
 
     Args:
         labels: (L,) the classes that share the prior's covariance, each around a mean of its own.

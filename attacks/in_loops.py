@@ -1,4 +1,4 @@
-"""A chain whose per-example links loop over the examples: the same updates without vmap, which refuses some models."""
+"""A chain that loops over the examples in per-example links: equal updates without vmap, which refuses some models."""
 
 from torch import Generator
 

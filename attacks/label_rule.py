@@ -1,7 +1,7 @@
 """A rule that counts labels, learned from shadow updates: for chains that change what the published formulas read.
 
-Behind noise, signs, dropped entries or several local steps the classifier's gradient is no longer softmax - one-hot. What is
-left of it can be learned: the same linear map for all classes, from a class's row of the update to how often its label occurs.
+Behind noise, signs, dropped entries or several local steps the classifier's gradient is no longer softmax - one-hot. The
+remainder can be learned: the same linear map for all classes, from a class's row of the update to how often its label occurs.
 """
 
 import math
@@ -54,7 +54,7 @@ class LabelRule:
 
     @property
     def better(self) -> bool:
-        """Whether it counted more of the held-out labels than the published method."""
+        """Return whether it counted more of the held-out labels correctly than the published method."""
         return bool(self.share > self.other)
 
     def scores(self, rows: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def label_rule(
 ) -> LabelRule | None:
     """The rule for a threat model and weights.
 
-    None if there are too few auxiliary images, if its updates are drawn alone, or if the classifier is too wide.
+    None if there are too few auxiliary images, if its updates are drawn one by one, or if the classifier is too wide.
 
     Args:
         published: the labels (B,) that the method to be compared with restores from an update.
@@ -133,7 +133,7 @@ def _learned(
 
 
 def _updates(known: Knowledge, params: Params, rows: Rows) -> int:
-    """How many updates to simulate."""
+    """Return the number of updates to simulate."""
     images = 0 if known.auxiliary is None else len(known.auxiliary.y)
     few = min(UPDATES, NUMBERS // rows(params).numel())
     return max(min(few, min(EXAMPLES, PER_IMAGE * images) // known.batch_size), FEWEST)

@@ -30,7 +30,7 @@ MISFIT = 0.03  # 1 - cosine between the bias gradient and what the restored coun
 def restore(wave: Wave, known: Knowledge) -> Tensor:
     """Labels (K, B) int64, each row sorted: the given ones if the attacker has them, else restored by `auto` or a learned rule.
 
-    If local steps take slices of the batch, sorted labels do not tell which slice holds which label: see `assignments`.
+    If local steps take slices of the batch, sorted labels do not determine which slice holds which label: see `assignments`.
 
     Raises:
         ValueError: labels cannot be restored for this model or loss.
@@ -50,7 +50,7 @@ def restore(wave: Wave, known: Knowledge) -> Tensor:
 
 
 def learns(known: Knowledge) -> bool:
-    """Whether `restore` may learn a rule: the chain changes what the published methods read, and there are images."""
+    """Return whether `restore` may learn a rule: the chain changes what published methods read, and there are images."""
     bare = known.chain.local.one_gradient and all(link is known.chain.local for link in known.chain.links)
     numbers = (
         known.auxiliary is not None and known.auxiliary.x.is_floating_point()
@@ -102,7 +102,7 @@ def auto(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
 
 
 def idlg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
-    """The label (1,) of a single example: the only class whose logit gradient is negative (Zhao et al., 2020).
+    """Return the label (1,) of a single example: the only class with a negative logit gradient (Zhao et al., 2020).
 
     The bias gradient p_i - [i = y] is negative for the true class only. Without a bias, or if a defense dropped some of it,
     the weight gradient decides: by row sums for nonnegative features, else by the rows' norms, since |p_y - 1| is the sum
@@ -155,7 +155,7 @@ def ilrg(update: Update, params: Params, known: Knowledge) -> Tensor:
     The mean feature of a class is estimated by e_j = dW_j / db_j, its mean prediction by p_j = softmax(W e_j + b); the
     counts k >= 0 with sum B solve sum_j k_j (p_j[i] - [i = j]) = B db_i. Unlike in the paper, an e_j with a small
     denominator shrinks to the common mean, and db has an unknown scale unless the chain passes a gradient of this size
-    unchanged: its direction alone determines k, since k is integer and mostly zero.
+    unchanged: its direction determines k, since k is integer and mostly zero.
     """
     return _restored(update, params, known, lambda before, after: before)
 
@@ -173,7 +173,7 @@ def fedavg(update: Update, params: Params, known: Knowledge) -> Tensor:
 def assignments(labels: Tensor, size: int, most: int, rng: Generator, epochs: int = 1) -> Tensor:
     """Orders (A, epochs * B) of one observation's labels (B,) that differ in which slice of `size` examples holds which label.
 
-    Label counts do not tell them apart: an attack on `local_sgd(batch_size=size)` tries them and keeps the best by its own
+    Label counts do not distinguish them: an attack on `local_sgd(batch_size=size)` tries them and keeps the best by its own
     objective. Returns all of them if there are at most `most`, else `most` different random ones.
 
     Args:
@@ -217,7 +217,7 @@ def _classifier(known: Knowledge) -> str:
 
 
 def _of_logits(features: Tensor, known: Knowledge, params: Params, logits: Tensor) -> Tensor:
-    """Features (N, D) of the tokens whose outputs are the model's logits, for a classifier that is applied to every token."""
+    """Features (N, D) of the tokens with logits as outputs, for a classifier that is applied to every token."""
     if features.dim() != 3:
         return features
     of_weight, of_bias = layer_parameters(_classifier(known))
@@ -233,7 +233,7 @@ def _exact(t: Tensor) -> Tensor:
 
 
 def _whole(bias: Tensor | None) -> bool:
-    """Whether there is a bias gradient of which no defense dropped an entry."""
+    """Return whether there is a bias gradient with all its entries."""
     return bias is not None and bool((bias != 0).all())
 
 
@@ -285,7 +285,7 @@ def _restored(update: Update, params: Params, known: Knowledge, mean: Callable[[
 
 
 def _systems(update: Update, params: Params, known: Knowledge) -> tuple[Tensor, Tensor]:
-    """What an example of class j adds to B db_i (classes i, classes j), at the weights before and after local training."""
+    """Contribution of an example of class j to B db_i (classes i, classes j), at the weights before and after local training."""
     names = layer_parameters(_classifier(known))
     features = _class_means(-_exact(update[names[0]]), -_exact(update[names[1]]))
     w, b = (_exact(params[k]) for k in names)
@@ -307,7 +307,7 @@ def _system(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _literal(update: Update, params: Params, known: Knowledge) -> bool:
-    """Whether the update equals -scale times one mean gradient: nothing in the chain limits a gradient this large.
+    """Return whether the update equals -scale times one mean gradient: the chain limits no gradient this large.
 
     Tested on the chain itself with a nearly constant gradient. Its norm is B times the mean's, since single examples'
     gradients are larger than their mean and may be clipped one by one.

@@ -1,4 +1,4 @@
-"""What noise of a known density leaves to an attacker: an estimate for Gaussian images, and a certificate.
+"""Limits of any attack under noise of a known density: an estimate for Gaussian images, and a certificate.
 
 The server sees Y = C(g(x)) + noise of precision S^-1. With J = dC(g)/dx, the Fisher information F(x) = J' S^-1 J and a
 Gaussian prior N(mean, covariance), the van Trees inequality bounds every attacker, biased or not, over n = B * d pixels:
@@ -44,7 +44,7 @@ PROBE = 4096  # entries of the test update that shows whether a link chooses wha
 
 
 def known_noise(chain: Chain) -> tuple[Chain, UpdateDistribution] | None:
-    """The chain whose noise-free form F describes, and the noise on it; None without noise of a known density.
+    """Return the chain that F describes without its noise, and that noise; None without noise of a known density.
 
     The chain ends before a sign: the server observes the signs of its noisy output, and later links only change the scale.
     """
@@ -61,12 +61,12 @@ def known_noise(chain: Chain) -> tuple[Chain, UpdateDistribution] | None:
 
 
 def noise_is_known(fed: Federation) -> bool:
-    """Whether what the server sees, of one client or of a whole group as a sum, has noise of a known density."""
+    """Return whether the update of one client, or the sum of a group, carries noise of a known density."""
     return known_noise(fed.as_seen(fed.chain, len(fed.protocol.groups(1)[0]))) is not None
 
 
 def _chooses(link: object) -> bool:
-    """Whether a link drops entries depending on their values, so that the choice itself reveals something about the data."""
+    """Return whether a link drops entries by their values, so that the choice itself reveals something about the data."""
     link = link.inner if isinstance(link, per_example) else link
     known = link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
     if known is not None and known.hidden:

@@ -15,12 +15,12 @@ Memories = dict[int, ClientState]  # by client
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One wave that is measured, and what a measure may read beside it.
+    """One wave to measure, with everything else that a measure may read.
 
     Args:
         name: of the planned attack.
-        wave: as the attacker takes it, beside what it knows; seen: as it came.
-        others: by client, another one of the round, whose truth a baseline is graded against.
+        wave: as the attacker reads it with its knowledge; seen: as it arrived.
+        others: by client, another one of the round; its truth grades a baseline.
         memories: by client, what a stateful measure remembers of it.
         seed: of the attacker's randomness.
     """
@@ -44,7 +44,7 @@ class Case:
 
 
 class Measure(Attack):
-    """An attack whose result is rows of a metric; `metric` names the one that it headlines."""
+    """An attack that returns rows of a metric; `metric` names its headline metric."""
 
     is_random: ClassVar[bool] = False
     needs_truth: ClassVar[bool] = True  # whether it is graded by the private batches
@@ -57,7 +57,7 @@ class Measure(Attack):
         return not_applicable(wave, "it reconstructs nothing")
 
     def assumes(self, fed: Federation, batch: str) -> list[str]:
-        """What it takes to be known beside the clients' chain, for the knowledge card; batch: their examples, in words."""
+        """Return its assumed knowledge in addition to the clients' chain; batch: their examples, in words."""
         return [batch]
 
     @abstractmethod

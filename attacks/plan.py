@@ -114,7 +114,7 @@ class PlannedAttack:
         return planned
 
     def images(self, where: str = "[[attack]]") -> Auxiliary:
-        """Which of the auxiliary images it has; SpecError names what is wrong in the table."""
+        """Return the auxiliary images it has; a SpecError names the fault in the table."""
         arguments = check_arguments(Auxiliary, self.auxiliary or {}, f"{where}: auxiliary")
         auxiliary: Auxiliary = call(Auxiliary, arguments, f"{where}: auxiliary")
         return auxiliary
@@ -136,19 +136,19 @@ class PlannedAttack:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether it is a baseline, which reconstructs without reading the update."""
+        """Return whether it is a baseline, which reconstructs without reading the update."""
         return self.name in BASELINES
 
     @property
     def is_limit(self) -> bool:
-        """Whether it is a limit, or what canaries show, which reconstructs nothing."""
+        """Return whether it is a limit or a canary test, which reconstructs nothing."""
         return self.name in LIMITS
 
     @cached_property
     def metric(self) -> str:
         """The metric that it headlines, if it reconstructs nothing; empty of an attack that reconstructs.
 
-        Of a user's own attack a ledger has it (`to_json`), as a module that may not be loaded is listed, too.
+        Of a user's own attack a ledger has it (`to_json`), as a module that may not be loaded is also listed.
         """
         try:
             return self.build().metric
@@ -157,22 +157,22 @@ class PlannedAttack:
 
     @property
     def tells_members(self) -> bool:
-        """Whether it is a test of who was in a batch, or whom a client's data holds."""
+        """Return whether it tests membership in a batch or in a client's dataset."""
         return self.metric in (MEMBER, HELD) and not self.is_limit
 
     @property
     def reconstructs(self) -> bool:
-        """Whether it is about examples that come back: an attack, a baseline or a limit on their errors."""
+        """Return whether it concerns reconstructed examples: an attack, a baseline or a limit on their errors."""
         return self.metric in ("", mse.name)
 
     @property
     def watched(self) -> Collection[int]:
-        """The clients whose updates alone it looks at, in every round; empty: those that the plan attacks."""
+        """The only clients it observes, in every round; empty: those that the plan attacks."""
         return self.table.get("clients", ()) if self.is_limit else ()
 
     @property
     def is_stateful(self) -> bool:
-        """Whether a client's earlier rounds influence the attack on the next one, so that its jobs must run in order."""
+        """Return whether a client's earlier rounds influence the attack on the next one, so that its jobs must run in order."""
         try:
             return self.build().is_stateful
         except SpecError:  # as for metric
@@ -211,8 +211,8 @@ class AttackPlan:
     Args:
         attacks: including the baselines, and the limits if there are any.
         rounds: which to attack, counted from 1; default: those that `every` says.
-        every: attack every so many rounds, from the first on; not beside rounds.
-        clients: whom to attack, counted from 0 (under a secure sum a group, by its first client); default: all.
+        every: attack every so many rounds, from the first on; not together with rounds.
+        clients: clients to attack, counted from 0 (under a secure sum a group, by its first client); default: all.
         wave: observations that one worker attacks together, at least 1.
         seed: of the attacker's randomness; default: the scenario's.
     """
@@ -276,7 +276,7 @@ class AttackPlan:
         for key, low, high in (("rounds", 1, rounds), ("clients", 0, clients - 1)):
             for value in arguments.get(key) or ():
                 if not low <= value <= high:
-                    raise SpecError(f"[audit]: {key} must lie in {low}..{high}, got {value}")
+                    raise SpecError(f"[audit]: {key} must be in {low}..{high}, got {value}")
         plan: AttackPlan = call(cls, arguments, "[audit]")
         return plan
 
@@ -285,16 +285,16 @@ class AttackPlan:
         check_at_least(self, 0, "seed")
 
     def attacks_round(self, round: int) -> bool:
-        """Whether the plan attacks a round (1-based)."""
+        """Return whether the plan attacks a round (1-based)."""
         return round in self.rounds if self.rounds is not None else (round - 1) % self.every == 0
 
     def targets(self, round: int, seen: Collection[int], planned: PlannedAttack | None = None) -> list[int]:
         """The clients, in order, that the plan attacks among those seen in a round; canaries are looked at in every round.
 
-        Other attacks leave a canary's direction alone, as no data are behind it, and not an update with canary examples.
+        Other attacks skip a canary's direction, which contains no data, but not an update with canary examples.
 
         Args:
-            planned: by this one alone; default: by any.
+            planned: only by this one; default: by any.
         """
         looking = next((p for p in self.attacks if p.watched), None)
         watched = {c for c in seen if looking is not None and c in looking.watched}
@@ -309,7 +309,7 @@ class AttackPlan:
 
 
 def attack_name(table: Table) -> Any:
-    """What an [[attack]] table is called: by its name, or as the component that it uses; of any type, as nothing is checked."""
+    """Return an unchecked [[attack]] table's name: its own, or its component's."""
     return table.get("name", str(table.get("use")).split(":")[-1])
 
 
@@ -331,7 +331,7 @@ def _attack(table: Table, where: str, modality: type[Modality]) -> PlannedAttack
 
 
 def modalities_of(use: str) -> list[type[Modality]]:
-    """The kinds of data that a registered attack reconstructs; none for a user's own module, of which nothing is known."""
+    """Return the kinds of data that a registered attack reconstructs; none for a user's own module."""
     groups = {entry.group for entry in ATTACK.entries() if entry.name == use}
     return [modality for modality in MODALITIES.values() if groups & set(modality.attacks)]
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """What does not work; as text it is one sentence.
+    """A fault and its remedy; as text it is one sentence.
 
     Args:
         code: a short name by which programs and tests know it.
-        where: the layer, parameter or part that it lies in; empty: the whole.
+        where: the layer, parameter or part with the fault; empty: the whole.
         why: what is wrong with it.
         remedy: what to change; empty: nothing is known.
     """

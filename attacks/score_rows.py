@@ -32,10 +32,10 @@ def wrong_client(attack: str) -> str:
 
 
 def attack_of(name: str) -> str:
-    """The attack whose reconstruction is graded under a name: itself, or that of a wrong_client."""
+    """Return the attack that made the reconstruction graded under a name: itself, or that of a wrong_client."""
     return name.removeprefix(WRONG_CLIENT).removesuffix(")") if name.startswith(WRONG_CLIENT) else name
 
 
 def came_back(x: Tensor | None) -> bool:
-    """Whether a reconstruction has anything to grade."""
+    """Return whether a reconstruction has anything to grade."""
     return x is not None and bool(torch.isfinite(x).all())

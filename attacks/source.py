@@ -1,4 +1,4 @@
-"""Where an audit's waves and truth come from: a federation in memory, or public examples in place of private ones.
+"""Sources of an audit's waves and truth: a federation in memory, or public examples in place of private ones.
 
 A third source, of a recorded run, is fedgauge.server.pool.tape_source.
 """
@@ -65,7 +65,7 @@ class FederationSource:
         update: Update | None = None,
         returned: Mapping[str, Tensor] = {},
     ) -> Observation:
-        """What the server sees of a client in a round.
+        """Return the server's observation of a client in a round.
 
         Args:
             sent: weights and buffers; default: the initial ones.
@@ -78,7 +78,7 @@ class FederationSource:
         return Observation(round, client, params, update, buffers, returned=returned)
 
     def wave(self, clients: Sequence[int] = (0,), round: int = 1) -> Wave:
-        """What the server sees of these clients in a round at the initial weights."""
+        """Return the server's observations of these clients in a round at the initial weights."""
         sent = self.federation.initial()
         return Wave.stack([self.seen(client, round, sent) for client in clients])
 
@@ -88,14 +88,14 @@ class PublicSource(FederationSource):
     """Stand-in clients that hold public examples, numbered from 0: no client's data is touched. Of a secure sum each is a group.
 
     Args:
-        count: of the stand-ins.
+        count: number of clients.
     """
 
     count: int = 1
 
     @property
     def members(self) -> int:
-        """Clients whose updates are seen as one."""
+        """Clients that the server sees as one sum."""
         return len(self.federation.protocol.groups(1)[0])
 
     @property
@@ -116,7 +116,7 @@ class PublicSource(FederationSource):
 
     @cached_property
     def all(self) -> Wave:
-        """What the server would see of all of them in the first round, through the whole chain."""
+        """Return the server's observations of all of them in the first round, through the whole chain."""
         fed, (params, buffers) = self.federation, self.federation.initial()
         client = GroupMean(self.members)(fed.chain(fed.gradient))
         draws = [generator(fed.protocol.seed, "stand-in draws", k) for k in range(self.count)]

@@ -24,12 +24,12 @@ from fedgauge.client.update import Batch
 def public_knowledge(
     fed: Federation, auxiliary: Batch | None = None, chain: Chain | None = None, members: int | None = None
 ) -> Knowledge:
-    """What the server of a federation knows: the agreed protocol and public examples.
+    """Knowledge of a federation's server: the agreed protocol and public examples.
 
     Args:
         auxiliary: the public examples; default: all of the federation's.
         chain: the clients' chain as the attacker believes it to be; default: the true one.
-        members: clients whose updates the server sees as one, under a secure sum; default: a whole group.
+        members: clients that the server sees as one sum; default: a whole group.
     """
     dataset, members = fed.shards.dataset, members or len(fed.protocol.groups(1)[0])
     return Knowledge(
@@ -47,7 +47,7 @@ def public_knowledge(
 
 
 def needs_truth(planned: PlannedAttack) -> bool:
-    """Whether the plan gives the attacker something of the private batch: labels or lengths."""
+    """Return whether the plan gives the attacker facts of the private batch: labels or lengths."""
     return "given" in (planned.labels, planned.lengths)
 
 
@@ -86,9 +86,9 @@ def with_given_truth(
 
 
 def waves_known_alike(model: nn.Module, chain: Chain, batch_size: int, wave: Wave) -> list[Wave]:
-    """The wave in parts whose clients the attacker knows equally much of.
+    """Split the wave into parts with equal knowledge of their clients.
 
-    Each client is alone if SCAFFOLD's control variates are part of the chain, or if it returned its batch's statistics.
+    Each client is a part of its own if SCAFFOLD's control variates are in the chain, or if it returned its batch's statistics.
     """
     local = chain.local
     pulled = wave.pull and isinstance(local, ControlledSGD) and (local.steps > 1 or _behind(chain))
@@ -98,7 +98,7 @@ def waves_known_alike(model: nn.Module, chain: Chain, batch_size: int, wave: Wav
 
 
 def as_known(known: Knowledge, wave: Wave) -> tuple[Knowledge, Wave]:
-    """What an attacker makes of what is known of a client beside its update: of SCAFFOLD's pull, and of returned buffers.
+    """Use of other knowledge of a client: SCAFFOLD's control variates and returned buffers.
 
     The pull is taken off the update, and steps begin where it moved them; behind a link that changes more than noise does it is
     part of what a guess computes. The batch's own statistics take the running ones' place: in train mode nothing reads these.
@@ -119,7 +119,7 @@ def as_known(known: Knowledge, wave: Wave) -> tuple[Knowledge, Wave]:
 
 
 def tells_statistics(model: nn.Module, chain: Chain, batch_size: int) -> bool:
-    """Whether returned buffers tell the statistics of a client's batch: BatchNorm in train mode moves them once for a gradient."""
+    """Return whether returned buffers reveal a batch's statistics: BatchNorm in train mode moves them once for a gradient."""
     whole = chain.local.gradients(batch_size) == 1 and chain.slice_of(batch_size) == batch_size
     return whole and bool(_tracking(model, chain))
 
@@ -144,7 +144,7 @@ def statistics_of_batch(known: Knowledge, wave: Wave) -> dict[str, Tensor]:
 
 
 def _tracking(model: nn.Module, chain: Chain) -> dict[str, _BatchNorm]:
-    """BatchNorms in train mode whose running statistics move by a momentum and are returned, by name."""
+    """Return BatchNorms in train mode that return running statistics moved by a momentum, by name."""
     return {
         name: m
         for name, m in model.named_modules()
@@ -153,17 +153,17 @@ def _tracking(model: nn.Module, chain: Chain) -> dict[str, _BatchNorm]:
 
 
 def blurred_pull(known: Knowledge, attack: Attack) -> str:
-    """Why an attack that reads the update itself cannot work beside a pull that a defense has changed; else empty."""
+    """Return why an attack that reads the update cannot work with control variates that a defense has changed; else empty."""
     if known.chain.local.beside is None or not attack.takes_gradients:
         return ""
     return (
         "SCAFFOLD's control variates are in the update, and a defense behind them keeps them from being taken off: attack with "
-        "a search or a learned attack, which compute them, too"
+        "a search or a learned attack, which also compute them"
     )
 
 
 def _behind(chain: Chain) -> bool:
-    """Whether a link behind local training changes the update by more than noise."""
+    """Return whether a link behind local training changes the update by more than noise."""
     return not all(is_identity(noise_free(link)) for link in chain.links[chain.links.index(chain.local) + 1 :])
 
 

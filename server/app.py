@@ -144,7 +144,7 @@ def _secured(strategy: CheckedStrategy, protocol: Protocol, timeout: float) -> S
 
 
 def _of_sums(intake: RoundReplies, protocol: Protocol) -> RoundReplies:
-    """A round by groups: whoever is part of a sum has no entry of its own, and only complete sums are attacked.
+    """A round by groups: members of a sum have no entries of their own, and only complete sums are attacked.
 
     An attack computes what the scenario's whole group would send; a sum that lacks a member is another function.
     """

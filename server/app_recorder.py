@@ -1,4 +1,4 @@
-"""What a tap in a user's app writes down: what was sent and what came back, as it passed; the audit interprets it.
+"""Recorder of a tap in a user's app: messages sent and received, unchanged; the audit interprets them.
 
 A message is looked at in the app's own thread, which costs microseconds; files and ledger are written in a thread of the recorder.
 """
@@ -42,7 +42,7 @@ EXAMPLES = ("num-examples", "num_examples", "examples", "num-samples", "num_samp
 
 
 class _Array(NamedTuple):
-    """An array as it was when it passed; its bytes cannot change."""
+    """An array at the time it passed; its bytes cannot change."""
 
     shape: tuple[int, ...]
     stype: str
@@ -87,7 +87,7 @@ class _Sent:
 
 @dataclass(frozen=True, eq=False)
 class _Reply:
-    """What came back; `error` says why there is no content, and is None if there is."""
+    """A reply; `error` says why there is no content, and is None if there is."""
 
     asked: str
     node: int
@@ -109,7 +109,7 @@ class _Reply:
 
     @property
     def examples(self) -> int | None:
-        """How many examples the client says that it trained on; None if it gives no whole positive number."""
+        """Return the client's number of training examples; None if it gives no positive integer."""
         counts = (self.metrics.get(key, 0) for key in EXAMPLES)
         return next((int(n) for n in counts if 1 <= n < 2**53 and n == int(n)), None)
 
@@ -427,7 +427,7 @@ class Exchange:
 class _RoundNumbers:
     """Rounds as the app counts them, else counted; where a node is asked again in a round, or rounds begin again, counted on.
 
-    A node whose numbers fall begins a new epoch; the n-th message to a node in one of the app's rounds is a round of its own.
+    Falling numbers of a node begin a new epoch; the n-th message to a node in one of the app's rounds is a round of its own.
     """
 
     def __init__(self) -> None:
@@ -499,7 +499,7 @@ def _size(arrays: Arrays) -> int:
 
 
 def _kept(tables: Mapping[str, Any]) -> AttackPlan | None:
-    """Which updates alone the audit file wants to be kept; None: all of them, also where it is not understood."""
+    """Return the updates that the audit file selects; None: all, also if the file is invalid."""
     with suppress(SpecError):
         if settings_of(TapeOptions, tables.get("tape", {}), "[tape]").keep != "all":
             audit = coerce(tables.get("audit", {}), dict, "[audit]")

@@ -1,4 +1,4 @@
-"""What child processes need: to end with their parent, and to find its folders from another one."""
+"""Child processes: end them with their parent, and give them its folders."""
 
 import ctypes
 import os

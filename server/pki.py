@@ -24,7 +24,7 @@ def write_authority(folder: Path, hosts: Sequence[str] = (), mutual: bool = Fals
 
     Args:
         hosts: names and addresses under which clients reach the server, in addition to `HOSTS`.
-        mutual: the server's certificate serves its clients, too, of which the server wants one.
+        mutual: the server also requires certificates of its clients; this one serves both.
     """
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     ca = _named("fedgauge deployment CA")

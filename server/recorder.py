@@ -1,4 +1,4 @@
-"""What a scenario's own server writes down: updates to the tape, then observations and jobs to the ledger in one transaction."""
+"""Recorder of a scenario's own server: updates to the tape, then observations and jobs to the ledger in one transaction."""
 
 import time
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class UpdateRecorder:
         self.seconds[round] = self.seconds.get(round, 0.0) + time.perf_counter() - started
 
     def _kept(self, intake: RoundReplies) -> set[int]:
-        """The clients whose updates go on the tape; in the first round at least one, for the replay check."""
+        """Return the clients recorded on the tape; in the first round at least one, for the replay check."""
         clients = [a.client for a in intake.accepted]
         if self.plan is None:
             return set()

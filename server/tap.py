@@ -60,9 +60,9 @@ def tap(grid: Grid, audit: str | Path, run: str | Path, allow: Sequence[str] = (
 
 
 def curious(strategy: S, audit: str | Path, run: str | Path, allow: Sequence[str] = ()) -> S:
-    """Return the app's own strategy, whose `start` taps the grid that it is given.
+    """Return the app's own strategy with a `start` that taps its grid.
 
-    Its class's `start` is replaced by one that taps the grid of this strategy alone; the object itself stays as it is. A strategy
+    Its class's `start` is replaced by one that taps the grid of this strategy only; the object itself is unchanged. A strategy
     that wraps others goes in whole: `curious(Outer(Inner()), ...)`.
 
     Args:
@@ -88,7 +88,7 @@ def curious(strategy: S, audit: str | Path, run: str | Path, allow: Sequence[str
 
 @dataclass(eq=False)
 class _Curious:
-    """How to record a curious strategy, and whether it was ever started."""
+    """Settings for recording a curious strategy, and whether it was ever started."""
 
     open: Callable[[], AppRecorder | None]
     started: bool = False
@@ -252,7 +252,7 @@ def _open(audit: str | Path, run: str | Path, allow: Sequence[str], caller: Path
 
 
 def _base(audit: Path, caller: Path | None) -> Path:
-    """Where relative paths start: the calling file's folder, or the working directory if only that has the audit file."""
+    """Return the base of relative paths: the calling file's folder, or the working directory if only that has the audit file."""
     here = Path.cwd() if caller is None else caller.resolve().parent
     # Flower runs an app from its bundle, where the working directory is that of another process
     bundled = here.is_relative_to(Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr").resolve())
@@ -268,7 +268,7 @@ def _new_run(folder: Path, text: str) -> Run:
             return Run.create(folder if attempt == 1 else folder.with_name(f"{folder.name}-{attempt}"), text)
         except FileExistsError:
             continue
-    raise FileExistsError(f"{folder} and 9,999 numbered folders beside it exist")
+    raise FileExistsError(f"{folder} and 9,999 numbered folders next to it exist")
 
 
 def _caller() -> Path | None:

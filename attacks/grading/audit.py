@@ -76,12 +76,12 @@ class Auditor:
 
     @property
     def federation(self) -> Federation:
-        """Whose updates are audited."""
+        """The audited federation."""
         return self.source.federation
 
     @cached_property
     def _moved(self) -> Federation:
-        """The federation whose model is on the device."""
+        """The federation with its model on the device."""
         return self.federation if self.device == CPU else self.federation.on(self.device)
 
     @property
@@ -106,7 +106,7 @@ class Auditor:
         """The threat model of a planned attack.
 
         Args:
-            members: clients whose updates are seen as one, under a secure sum; default: a whole group.
+            members: clients that the server sees as one sum; default: a whole group.
             inferred: the defense, where the plan leaves it to the attacker to infer it from the updates.
             fed: the federation on the device where the attack runs; default: on the CPU.
         """
@@ -122,7 +122,7 @@ class Auditor:
         return public_knowledge(fed, public, chain, members)
 
     def infer_defense(self, wave: Wave, members: int = 1) -> Inferred:
-        """What a wave's updates reveal of the chain to an attacker who knows the local training alone."""
+        """Infer the chain from a wave's updates, as an attacker who knows only the local training."""
         fed = self.federation
         if self.modality.hides_defense:
             raise ValueError(self.modality.hides_defense)
@@ -211,7 +211,7 @@ class Auditor:
         return audited
 
     def _threat(self, planned: PlannedAttack, attack: Attack, wave: Wave, members: int) -> tuple[Knowledge, Wave, str]:
-        """What the attacker knows and makes of a wave, on the attack's device, and a note on the defense that it inferred."""
+        """Return the knowledge and the wave on the attack's device, and a note on the inferred defense."""
         inferred = self.infer_defense(wave, members) if planned.defense == "inferred" else None
         if self.source.blind and planned.is_baseline:
             planned = replace(planned, labels="restored")
@@ -231,7 +231,7 @@ class Auditor:
         """Each client's reconstruction, and what a stateful attack remembers of it.
 
         Args:
-            members: clients whose updates are seen as one.
+            members: clients that the server sees as one sum.
             memories: as for `audit`; the attack gets of the truth what its threat model gives it and no more.
         """
         attack = planned.build()

@@ -49,7 +49,7 @@ class mean_image(Baseline):
 
 @dataclass(frozen=True)
 class class_mean_image(Baseline):
-    """Guess the mean auxiliary image of each label. The labels are given, or restored where nobody knows them (a deployment)."""
+    """Guess the mean auxiliary image of each label. The labels are given, or restored where they are unknown (a deployment)."""
 
     is_random: ClassVar[bool] = False
 

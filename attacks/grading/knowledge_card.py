@@ -1,4 +1,4 @@
-"""Knowledge cards: an attack's threat model in one sentence, shown beside its scores."""
+"""Knowledge cards: an attack's threat model in one sentence, shown with its scores."""
 
 from functools import lru_cache
 
@@ -78,12 +78,12 @@ def _batch_norm(fed: Federation) -> str:
 
 
 def cannot_move(fed: Federation, planned: PlannedAttack) -> bool:
-    """Whether an attack descends through the clients' chain, and the chain has no derivative."""
+    """Return whether an attack descends through the clients' chain, and the chain has no derivative."""
     return planned.defense == "known" and planned.build().needs_derivative and _is_flat(fed)
 
 
 def _sum_of(fed: Federation) -> str:
-    """How many clients' updates the server sees as one."""
+    """Return the number of clients in one sum."""
     together = fed.protocol.secure_sum
     if together is None:
         return ""
@@ -96,7 +96,7 @@ def _sum_of(fed: Federation) -> str:
 
 @lru_cache(maxsize=1)
 def _is_flat(fed: Federation) -> bool:
-    """Whether the chain's noise-free form has a zero derivative by the gradients that go into it."""
+    """Return whether the chain's noise-free form has a zero derivative by its input gradients."""
     params, rng = fed.initial()[0], generator(fed.protocol.seed, "derivative")
     given = {k: torch.randn(t.shape, generator=rng).to(t).requires_grad_() for k, t in params.items()}
     batch = Batch(torch.zeros(2, *fed.shards.dataset.shape), torch.zeros(2, dtype=torch.int64))

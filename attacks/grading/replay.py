@@ -29,7 +29,7 @@ class ReplayCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether the recomputed update equals the one seen, up to rounding."""
+        """Return whether the recomputed update equals the observed one, up to rounding."""
         return self.relative_error <= TOLERANCE
 
 

@@ -1,16 +1,16 @@
-"""Which local training an update can come from, where the clients' code and data are not known: a foreign Flower app.
+"""Evidence of an update's local training, without the clients' code and data: a foreign Flower app.
 
 The server has the weights theta that it sent and the update. What they decide, without any of the client's data:
 
 - The derivative of the cross-entropy by the logits sums to zero over the classes. So does the classifier's update if it is a
-  sum of gradients: SGD with any rates, momentum, clipping and number of steps. These cannot be told apart. Weight decay
-  leaves a multiple of theta's own sums. Adam rescales every entry, and nothing of this holds. Two classes tell nothing: their
+  sum of gradients: SGD with any rates, momentum, clipping and number of steps. These are indistinguishable. Weight decay
+  leaves a multiple of theta's own sums. Adam rescales every entry, and nothing of this holds. Two classes give no evidence: their
   rows are opposite under any training.
 - The rounding of half precision in the passes (autocast) leaves a little of these sums, and so does a little noise.
 - Adam's first step is rate * g / (|g| + eps): all entries with a gradient have nearly one size. A sign looks the same.
   After a few more steps they still differ less than a gradient's, of which auxiliary examples give an idea; after many, not.
 
-In 96 random federations of small networks no honest update was called another training, and Adam was told from SGD in all
+In 96 random federations of small networks no honest update was called another training, and Adam was distinguished from SGD in all
 (tests/attacks/grading/test_evidence_counts.py).
 """
 
@@ -48,7 +48,7 @@ UNCHECKED = "the clients' local training is assumed and was not checked"
 
 @dataclass(frozen=True)
 class TrainingEvidence:
-    """What an update says of the local training behind it.
+    """An update's evidence of its local training.
 
     Args:
         kind: the training that explains it.
@@ -88,20 +88,20 @@ def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
     if instead:
         return TrainingEvidence(kind, False, f"{WARNING}: {evidence}; the chain assumes {local.words}: {instead}")
     if kind == "undecided":
-        words = f"the clients' local training is assumed, and the update does not tell it: {evidence}"
+        words = f"the clients' local training is assumed, and the update gives no evidence of it: {evidence}"
         return TrainingEvidence(kind, None, words)
     return TrainingEvidence(kind, True, f"the assumed local training ({local.words}) fits: {evidence}")
 
 
 def _unreadable(fed: Federation, seen: Observation) -> str:
-    """Why nothing can be read from this update; empty where something can."""
+    """Return why this update gives no evidence; empty if it does."""
     if missing := {name for name, _ in fed.model.named_parameters()} - set(seen.update):
         return f"the update lacks {sorted(missing)[0]}"
     if fed.protocol.secure_sum is not None:
         return "the server sees only sums of clients"
     beside = [link for link in fed.chain.links if link is not fed.chain.local and not hasattr(link, "frozen")]
     if not all(map(is_identity, beside)):
-        return "a defense stands in the chain, too"
+        return "the chain also has a defense"
     if reason := modality_of(fed.shards.dataset).hides_training:
         return reason
     if not all(bool(t.isfinite().all()) for t in seen.update.values()):
@@ -121,7 +121,7 @@ def _read(fed: Federation, seen: Observation) -> tuple[Kind, str]:
         return "Adam", f"{alike}, as after Adam's first steps, or a sign"
     sums = _class_sums(fed, seen, probes)
     if sums is None:
-        return "undecided", "the classifier's sums over the classes tell nothing, or rounding hides them"
+        return "undecided", "the classifier's sums over the classes give no evidence, or rounding hides them"
     left, after, decay = sums
     if left <= LEFT:
         return "sum of gradients", "it sums to zero over the classes, as a sum of gradients (SGD) does"
@@ -143,7 +143,7 @@ def _flattened(update: Update) -> Tensor:
 
 
 def _without_decay(seen: Observation) -> Tensor:
-    """The update's entries; if weight decay alone moves a fifth of them or more, the others, without it."""
+    """The update's entries; if only weight decay moves a fifth of them or more, the others, without it."""
     update, theta = _flattened(seen.update), _flattened({k: seen.params[k] for k in seen.update})
     known = theta != 0
     decay = -float((update[known] / theta[known]).median()) if known.any() else 0.0
@@ -165,7 +165,7 @@ def _share_of_one_size(entries: Tensor) -> tuple[float, float]:
 
 
 def _unevenness(entries: Tensor) -> float:
-    """How many times the largest hundredth of the entries exceeds their median."""
+    """Return the ratio of the entries' largest hundredth to their median."""
     sizes = entries.abs()
     sizes = sizes[sizes > 0].sort().values
     return float(sizes[int(0.99 * (len(sizes) - 1))] / sizes[len(sizes) // 2])

@@ -2,7 +2,7 @@
 
 Shadow updates go through the clients' own chain, at the weights of the round. So the attacker learns which prior fits this
 noise, this network and this moment of the training, and reads no private update for it. All candidates meet the same shadow
-updates: first each for a few iterations, then the attack as it was given and the best of the others for most of
+updates: first each for a few iterations, then the given attack and the best of the others for most of
 them, as what is ahead early need not be ahead at the end.
 """
 
@@ -38,7 +38,7 @@ class Tuned:
     """An attack with the settings that were best on shadow updates.
 
     Args:
-        words: what was chosen, and what it scored beside the attack as it was given.
+        words: the choice, its score and that of the given attack.
     """
 
     attack: Attack
@@ -47,7 +47,7 @@ class Tuned:
 
 @dataclass(frozen=True, eq=False)
 class Tuning:
-    """How an attack is tuned for one round.
+    """Tuning of an attack for one round.
 
     Args:
         observations: that the attack meets in the round.
@@ -63,7 +63,7 @@ class Tuning:
     cache: TensorCache | None = None
 
     def of(self, attack: Attack, known: Knowledge, wave: Wave) -> Tuned:
-        """The tuned attack; of the wave it reads the weights and buffers alone.
+        """The tuned attack; of the wave it reads only the weights and buffers.
 
         Raises:
             ValueError: there are too few auxiliary images, or the chain cannot be simulated.

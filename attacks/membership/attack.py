@@ -27,9 +27,9 @@ class membership(Measure):
 
     Args:
         score: likelihood_ratio (under the chain's own density, with the rest of the batch unknown), matched_filter, cosine,
-            gradient_difference, fedmia and fedmia_loss (cosine or loss beside the other clients' updates), loss_change, loss
-            (reads the weights alone) or label_frequency (reads nothing).
-        strangers: examples that nobody trains on, among which false positives are counted; at most so many, at least 1.
+            gradient_difference, fedmia and fedmia_loss (cosine or loss relative to the other clients' updates), loss_change, loss
+            (reads only the weights) or label_frequency (reads nothing).
+        strangers: examples outside all training sets, among which false positives are counted; at most so many, at least 1.
         held: examples of each client's data, whether or not they are in its batch; at most so many, at least 0.
     """
 
@@ -69,7 +69,7 @@ class membership(Measure):
         return test.over_rounds(*told) if self.is_stateful else (test.of_updates(*told), {})
 
     def scores(self, wave: Wave, known: Knowledge, candidates: Batch) -> Tensor:
-        """How much each candidate (N) seems to have been in the batch of each update (K): (K, N) float64.
+        """Return the membership score of each candidate (N) in each update's batch (K): (K, N) float64.
 
         An update that is not finite, or for which a score is not, has no scores (NaN), and changes no other's.
 
@@ -98,14 +98,14 @@ class membership(Measure):
 
 @dataclass(frozen=True)
 class membership_over_rounds(membership):
-    """Tell by the highest score over the rounds whom a client's data holds; the arguments are those of membership."""
+    """Dataset membership: score each candidate by its maximum over all rounds; arguments as of membership."""
 
     is_stateful: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class MembershipLimit(Measure):
-    """What the noise of one update allows any test of membership, where it is normal."""
+    """Limit of any membership test on one update under normal noise."""
 
     metric = MEMBER
 

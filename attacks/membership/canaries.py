@@ -1,4 +1,4 @@
-"""What canaries show: how far each one's direction stands out, or the evidence that each canary example is among the data."""
+"""Canaries: the excess of each one's direction, or the evidence that each canary example is in the data."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from fedgauge.client.rng import seed_of
 
 @dataclass(frozen=True)
 class Canaries(Measure):
-    """What the canaries of a federation show of its noise. A canary's number is its row's example.
+    """A federation's noise measured by its canaries. A canary's number is its row's example.
 
     Args:
         clients: the updates, by their clients, that canaries are in.
@@ -75,7 +75,7 @@ class Canaries(Measure):
 
 
 def _directions(case: Case, k: int, members: Sequence[int]) -> Tensor:
-    """How far each canary's direction stands out of an update, in standard deviations of chance, (N,)."""
+    """Return each canary direction's component in an update, in standard deviations of chance, (N,)."""
     update = {name: t.double() for name, t in case.seen.alone(k).items()}
     found = cosines(update, map(case.fed.direction, members))
     # the tangent divides by what is not the canary's: by the noise, and not by the canary's own part beside it

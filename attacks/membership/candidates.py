@@ -1,4 +1,4 @@
-"""Who is a candidate, and how well the scores tell members from strangers: one row for each member.
+"""Candidates, and how well the scores separate members from strangers: one row for each member.
 
 A member's value is the share of strangers with the members' labels that score below it. The mean over members is the area
 under the ROC curve; the share of members that all but 1 % of the strangers score below is the true-positive rate there.
@@ -28,7 +28,7 @@ class MembershipTest:
 
     Args:
         most, held: strangers, and examples of each client's data, at most.
-        clients: whose batches are members; with those of the baseline wrong_client.
+        clients: their batches are members; with those of the baseline wrong_client.
 
     Raises:
         ValueError: there are no strangers.
@@ -45,7 +45,7 @@ class MembershipTest:
 
     @property
     def fed(self) -> Federation:
-        """Whose data they are."""
+        """The federation with their data."""
         return self.case.fed
 
     @property
@@ -68,7 +68,7 @@ class MembershipTest:
 
     @cached_property
     def candidates(self) -> Batch:
-        """All of them; nothing tells which are members."""
+        """All of them, members unmarked."""
         data = self.fed.shards.dataset
         return concatenate([batch_of(data.x, data.y, self.rows), self.strangers])
 
@@ -145,7 +145,7 @@ class MembershipTest:
     def _told(
         self, metric: str, scores: Tensor, positions: Tensor, client: int, labels: Tensor | None = None
     ) -> list[ScoreRecord]:
-        """How far these candidates score above the strangers of the labels; a position below 0 is left out."""
+        """Return these candidates' scores relative to the strangers of their labels; a position below 0 is left out."""
         kept = torch.nonzero(positions >= 0).flatten()
         mine = positions[kept]
         chosen = torch.isin(self._labels[len(self.rows) :], self._labels[mine] if labels is None else labels)

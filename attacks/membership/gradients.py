@@ -53,7 +53,7 @@ class CandidateGradients:
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether the network draws, and may add to the loss what the logits do not tell."""
+        """Return whether the network draws random numbers, so that its loss may depend on more than the logits."""
         return any(isinstance(module, StochasticLayer) for module in self.known.model.modules())
 
     def __len__(self) -> int:

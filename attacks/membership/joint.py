@@ -1,4 +1,4 @@
-"""Who of several candidates is in one batch, judged together: what one of them explains of the update no other has to."""
+"""Joint membership of several candidates in one batch: what one of them explains of the update, no other has to."""
 
 import numpy as np
 import torch

@@ -36,14 +36,14 @@ STEPS = 30  # towards the most probable place along the axes
 
 @dataclass(frozen=True, eq=False)
 class RestOfBatch:
-    """What the server knows of the examples beside a candidate, as gradients that enter the mean.
+    """The server's knowledge of a candidate's batch mates, as gradients that enter the mean.
 
     Args:
         mean: (d,) of one of them.
-        instead: (d,) expected gradient of whoever stands in the candidate's place if it is not in the batch.
+        instead: (d,) expected gradient of the example that replaces the candidate if it is not in the batch.
         axes: (r, d) orthonormal.
         variances: (r,) of one example's gradient along the axes.
-        entries: (d,) variance of each entry beside the axes.
+        entries: (d,) variance of each entry apart from the axes.
     """
 
     mean: Tensor
@@ -54,7 +54,7 @@ class RestOfBatch:
 
     @classmethod
     def of_population(cls, public: CandidateGradients, axes: int = AXES) -> "RestOfBatch":
-        """Unknown examples like these public ones, of which no more are used than fit."""
+        """Unknown examples like these public ones, as many as fit."""
         if len(public) < 2:
             raise ValueError(f"the rest of the batch is estimated from at least 2 public examples, got {len(public)}")
         tensors = [t.numel() for t in public.params.values()]
@@ -109,13 +109,13 @@ class _Expected:
 
 @dataclass(frozen=True, eq=False)
 class _Evidence:
-    """What some updates (k) say of some entries (c).
+    """Evidence of some updates (k) on some entries (c).
 
     Args:
         updates: numbers of the updates; columns: of the entries.
         directions: (k, c), w of the formula.
         information: (c,).
-        along: (r, c), whose squared product with a change is the axes' part.
+        along: (r, c); its squared product with a change is the axes' part.
         signs: where signs are seen, mean and size (c,) of what they are signs of.
     """
 
@@ -192,13 +192,13 @@ def _seen(
 
 
 def _changes(candidates: CandidateGradients, rest: RestOfBatch, factor: float) -> Iterator[Tensor]:
-    """How the candidates (n, d) move the expected update, a chunk at a time."""
+    """Yield the candidates' (n, d) effect on the expected update, in chunks."""
     for rows, kept in zip(candidates.rows(), candidates.kept.split(candidates.chunk), strict=True):
         yield (rows * kept.to(rows)[:, None] - rest.instead) * (factor / candidates.known.batch_size)
 
 
 def _shrinking(wave: Wave, params: Params, rest: RestOfBatch, factor: float, size: int) -> float:
-    """How much smaller the updates are than if all local steps had the first one's gradient, in (0, 1]."""
+    """Return the updates' size relative to local steps that all have the first one's gradient, in (0, 1]."""
     seen = _usual(flattened({k: wave.update[k] for k in params}).double().square().sum(1))
     spread = rest.variances.sum() + rest.entries.sum()
     expected = factor**2 * (rest.mean.square().sum() + spread / size)
@@ -217,7 +217,7 @@ def gain(chain: Chain, size: int, norm: float) -> float:
 
 
 def _evidence(candidates: CandidateGradients, wave: Wave, without: _Expected, faint: float) -> Iterator[_Evidence]:
-    """What the updates say, all together, or one by one where each shows other entries.
+    """Return the evidence of all updates together, or one by one if each shows other entries.
 
     Args:
         faint: the least mean square of an update, as one of zeros shows no size.
@@ -267,7 +267,7 @@ def _sizes(without: _Expected, density: UpdateDistribution, tensors: Sequence[in
 
 
 def _slopes(density: UpdateDistribution, seen: Tensor, without: _Expected) -> tuple[Tensor, Tensor, Tensor]:
-    """Directions (k, c), information (c,) and its part along the axes, of updates (k, c) whose entries are all shown."""
+    """Return directions (k, c), information (c,) and its part along the axes, of fully visible updates (k, c)."""
     seen, sigma, scale = seen * density.shrink, density.sigma * density.shrink, density.scale * density.shrink
     if scale and not sigma:
         return _laplace(seen - without.mean, without, scale)

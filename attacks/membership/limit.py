@@ -1,9 +1,9 @@
-"""What one update's noise allows a test of membership: the trade-off curve of normal noise, and the line of (epsilon, delta).
+"""The limit of a membership test on one noisy update: the trade-off curve of normal noise, and the line of (epsilon, delta).
 
 Noise of standard deviation sigma on the mean of a batch in which a candidate moves the expected update by mu * sigma lets the
 best test detect it with power Phi(Phi^-1(alpha) + mu) at false-positive rate alpha, if all else is known (Dong, Roth & Su,
 2022). Rounds with fresh noise add up as mu = sqrt(sum of mu_i^2). A test that knows less of the batch does worse. The weights may
-tell more of an example that was trained on before: the curve is of the update alone.
+reveal more of an example that was trained on before: the curve covers only the update.
 """
 
 import math
@@ -58,8 +58,8 @@ def detectability(candidates: CandidateGradients) -> Tensor:
 def pair_area(candidates: CandidateGradients, strangers: CandidateGradients) -> Tensor:
     """The share of pairs in which the best test scores a candidate above a stranger, (N,) float64.
 
-    A server that knows the rest of the batch tells which of the two is in it with probability Phi(distance / 2), where distance
-    is how far their gradients lie apart, over the noise; no score does better on average over both cases.
+    A server that knows the rest of the batch identifies the example in it with probability Phi(distance / 2), where distance
+    is the distance of their gradients over the noise; no score does better on average over both cases.
     """
     found, scale = [], _scale(candidates.known)
     for rows, kept in zip(candidates.rows(), candidates.kept.split(candidates.chunk), strict=True):
@@ -77,7 +77,7 @@ def _scale(known: Knowledge) -> float:
     others = [link for link in chain.links if link is not chain.local and not isinstance(link, GroupMean)]
     together = [link for link in others if isinstance(link, Link) and not is_per_example(link)]
     if density is None or not density.sigma > 0:
-        raise ValueError("the exact curve is of normal noise alone, and this chain has none")
+        raise ValueError("the exact curve is only of normal noise, and this chain has none")
     obstacles = {
         "other noise": density.scale or density.shrink != 1 or density.signed,
         "layers that draw": any(isinstance(m, StochasticLayer) for m in known.model.modules()),
@@ -88,5 +88,5 @@ def _scale(known: Knowledge) -> float:
         ),
     }
     if found := [name for name, there in obstacles.items() if there]:
-        raise ValueError(f"the exact curve is of one gradient under normal noise alone, and here there are {found[0]}")
+        raise ValueError(f"the exact curve is only of one gradient under normal noise, and here there are {found[0]}")
     return known.scale / (known.batch_size * density.sigma)

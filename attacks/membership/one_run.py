@@ -1,4 +1,4 @@
-"""One run's lower bound on epsilon: how many guesses, of which canary examples are among the data, are right.
+"""One run's lower bound on epsilon, from the number of correct guesses about canary examples.
 
 Steinke, Nasr & Jagielski, Privacy auditing with one (1) training run (NeurIPS 2023, theorem 5.2 and appendix D). A fair coin
 decides for each canary whether it is among the data. If what the guesses are made from is (epsilon, delta)-differentially private,

@@ -1,7 +1,7 @@
 """Scores of candidates against observed updates: the higher, the more the candidate seems to have been in the batch.
 
-An update tells its labels anyway, and gradients of different labels differ in size and direction: a score is compared with those of
-its label alone, in their standard deviations (`against_null`). A likelihood ratio is comparable as it is, and `calibrated` by them.
+An update reveals its labels anyway, and gradients of different labels differ in size and direction: a score is compared with
+those of strangers of its label, in their standard deviations (`against_null`). A likelihood ratio is directly comparable.
 """
 
 import math
@@ -25,7 +25,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """N candidates beside the K updates of a wave, with what several scores share.
+    """N candidates and the K updates of a wave, with quantities that several scores share.
 
     Args:
         rest: of the batch; only the likelihood ratio reads it.
@@ -101,14 +101,14 @@ def loss(scoring: Scoring) -> Tensor:
 
 
 def loss_change(scoring: Scoring) -> Tensor:
-    """How far the update lowers the candidate's loss."""
+    """Return the update's reduction of the candidate's loss."""
     wave, candidates = scoring.wave, scoring.candidates
     moved = [{k: p + wave.update[k][i].to(p) for k, p in wave.params.items()} for i in range(len(wave))]
     return torch.stack([candidates.losses - candidates.losses_at(params) for params in moved])
 
 
 def label_frequency(scoring: Scoring) -> Tensor:
-    """How frequent the candidate's label is among the public examples, which reads neither update nor weights."""
+    """Return the frequency of the candidate's label among public examples; reads neither update nor weights."""
     known, labels = scoring.candidates.known, classes_of(scoring.candidates.batch)
     if known.auxiliary is None:
         raise ValueError("the frequency of labels needs public examples: set the knowledge's auxiliary")
@@ -139,7 +139,7 @@ def against_null(scores: Tensor, labels: Tensor, null: Tensor, null_labels: Tens
 
     Args:
         labels, null_labels: (N,) and (M,) int64.
-        null: of candidates that nobody trained on.
+        null: of candidates outside all training sets.
 
     Raises:
         ValueError: the null has too few candidates of a label.

@@ -19,7 +19,7 @@ class WorkerDied(Exception):
 
 @dataclass
 class Load:
-    """What a device does.
+    """A device's activity.
 
     Args:
         workers: on it.
@@ -36,7 +36,7 @@ class Executor(Protocol):
 
     @property
     def slots(self) -> int:
-        """How many tasks may be in flight."""
+        """Return the number of tasks that may be in flight."""
 
     def submit(self, ticket: int, task: Task) -> None:
         """Start a task."""
@@ -45,7 +45,7 @@ class Executor(Protocol):
         """A finished task's ticket and result; None if none finishes within the timeout (seconds)."""
 
     def load(self) -> Mapping[str, Load]:
-        """What each device does, by its name."""
+        """Return each device's activity, by its name."""
 
     def close(self) -> None:
         """Stop whatever it started."""

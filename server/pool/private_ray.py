@@ -1,4 +1,4 @@
-"""How Ray is started on this machine: for one user only.
+"""Start Ray on this machine for one user only.
 
 Ray runs any code that reaches its ports, and by itself listens on every network interface without asking who is there.
 """
@@ -19,10 +19,10 @@ SETTINGS = (
 
 
 def private_ray(folder: Path) -> dict[str, str]:
-    """The environment in which Ray listens on the loopback address alone, and answers only those who hold fresh secrets.
+    """The environment in which Ray listens only on the loopback address and requires fresh secrets.
 
     Args:
-        folder: a folder of this user alone, which gets the token's file, and the key and certificates of TLS.
+        folder: a private folder of this user, which gets the token's file, and the key and certificates of TLS.
     """
     from fedgauge.server.pki import write_authority  # takes a third of a second, which only a start of Ray needs
 

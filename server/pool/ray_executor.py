@@ -32,19 +32,19 @@ CUDA = torch.device("cuda")  # every GPU
 
 @cache
 def _secrets() -> dict[str, str]:
-    """The environment of a Ray of this process alone; made once, as Ray reads its certificates once in a process."""
+    """The environment of this process's own Ray; made once, as Ray reads its certificates once in a process."""
     folder = Path(tempfile.mkdtemp(prefix="fedgauge-ray-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return private_ray(folder)
 
 
 class RayExecutor:
-    """Ray actors, each on one core or one GPU; an actor whose process dies is replaced by one of its kind.
+    """Ray actors, each on one core or one GPU; a dead actor is replaced by one of its kind.
 
     Args:
         workers: actors on the CPU of this machine, if it is among the devices; a cluster has one on each of its cores.
         address: "host:port" of a cluster's head, which this machine joins as a node without cores; "auto": the cluster that
-            this machine belongs to already; None: start Ray on this machine, for this user alone.
+            this machine belongs to already; None: start Ray on this machine, only for this user.
         devices: of this machine; of a cluster those of `cluster_devices`.
         precision: of products on GPUs.
 
@@ -249,7 +249,7 @@ def cluster_devices(wanted: str | Sequence[str]) -> list[torch.device]:
 
 
 def _visible(name: str) -> str:
-    """What CUDA calls a GPU that this process, which may see some of them only, calls cuda:0 and so on; else ""."""
+    """Return CUDA's name of a GPU that this process, which may see only some, calls cuda:0 and so on; else ""."""
     if ":" not in name:
         return ""
     index = torch.device(name).index

@@ -190,7 +190,7 @@ def _replayable(ledger: Ledger, scenario: Scenario) -> tuple[int, int, str] | No
 
 
 def _mixed(scenario: Scenario, round: int, client: int) -> bool:
-    """Whether a secure sum adds updates computed at different weights, of which the tape keeps only one."""
+    """Return whether a secure sum adds updates computed at different weights; the tape keeps only one of these."""
     members = scenario.protocol.members(client, round)
     for aimed in scenario.server_attack:
         altered = [aimed.targeting.applies_to(round, c) for c in members]
@@ -248,7 +248,7 @@ def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
 
 
 def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:
-    """Try again if it may end differently, then attack each update alone, then fail."""
+    """Try again if it may end differently, then attack each update by itself, then fail."""
     message = ": ".join(filter(None, [type(error).__name__, last_line(error)]))
     if isinstance(error, WorkerDied) and lease.attempt < ATTEMPTS:
         ledger.retry(lease, message)
@@ -261,7 +261,7 @@ def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:
 
 
 def _forget(run: Run, ledger: Ledger) -> None:
-    """Delete the updates of every round whose attacks are over."""
+    """Delete the updates of every round with all attacks over."""
     for round, clients in ledger.deletable().items():
         run.tape().forget(round, clients)
         ledger.mark_deleted(round)

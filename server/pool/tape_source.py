@@ -18,7 +18,7 @@ class TapeSource(FederationSource):
     ledger: Ledger = field(kw_only=True)
 
     def taped(self) -> Sequence[tuple[int, int, str]]:
-        """Round, client and digest of each accepted update whose file the ledger knows, in the order of arrival."""
+        """Return round, client and digest of each accepted update with a file in the ledger, in order of arrival."""
         rows = self.ledger.observations()
         return [(o["round"], o["client"], o["digest"]) for o in rows if o["status"] == "accepted" and o["digest"]]
 

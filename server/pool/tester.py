@@ -48,7 +48,7 @@ def grade(
     progress: Progress = lambda done, total: None,
     untested: bool = False,
 ) -> str:
-    """Grade every finished reconstruction of which the truth is there, once more if it was graded; returns what was graded.
+    """Grade every finished reconstruction with available truth; regrade if needed; return the graded ones.
 
     Tests of membership are done again, with the truth as the batches.
 
@@ -102,7 +102,7 @@ def regrade(run: Run, ledger: Ledger, scenario: Scenario, progress: Progress = l
 
 
 def _doubts(source: TapeSource, found: Found) -> str:
-    """What speaks against this truth, by the updates that it should give; empty if nothing does."""
+    """Return evidence against this truth from the updates that it should give; empty if there is none."""
     fits, began = source.ledger.training_fits is not False, time.monotonic()
     digests = {(round, client): digest for round, client, digest in source.taped()}
     doubts: list[str] = []
@@ -117,7 +117,7 @@ def _doubts(source: TapeSource, found: Found) -> str:
 
 
 def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[int, int]]:
-    """The rounds and clients whose examples these jobs need."""
+    """Return the rounds and clients of the examples that these jobs need."""
     for job in jobs:
         for client in (job.client, job.other):
             if client is not None:
@@ -161,7 +161,7 @@ def _grade(
 
 @dataclass(frozen=True, eq=False)
 class _HandedIn(Shards):
-    """Shards whose batches are those of a tester.
+    """Shards with a tester's batches.
 
     Args:
         drawn: rows of the training examples, by (round, client).
@@ -177,7 +177,7 @@ def finished_tests(ledger: Ledger, untested: bool = False) -> list[FinishedTest]
     """The finished tests of membership, and those of their limit.
 
     Args:
-        untested: only of tests of which some have never had examples to tell members by.
+        untested: only of tests that have partly never had examples to grade members by.
     """
     names = [name for name, planned in ledger.planned().items() if planned.metric in (MEMBER, HELD)]
     tests = ledger.finished_tests(names)
@@ -186,7 +186,7 @@ def finished_tests(ledger: Ledger, untested: bool = False) -> list[FinishedTest]
 
 
 def with_examples(fed: Federation, found: Found) -> Federation:
-    """A federation whose clients hold these examples, each once; none of them is a public example or a stranger any more."""
+    """Return a federation with these examples at its clients, each once, and no longer among public examples or strangers."""
     data, public = fed.shards.dataset, fed.shards.auxiliary_batch()
     there = {key: batch for key, batch in sorted(found.items()) if batch is not None and len(batch.y)}
     names, firsts, drawn = dict[bytes, int](), list[tuple[Tensor, Tensor]](), dict[tuple[int, int], Tensor]()
@@ -224,7 +224,7 @@ def _names(x: Tensor) -> list[bytes]:
 
 
 def _others(x: Tensor, names: Collection[bytes]) -> Tensor:
-    """Which of these examples have none of the names."""
+    """Return the examples that have none of the names."""
     return torch.tensor([i for i, name in enumerate(_names(x)) if name not in names], dtype=torch.int64)
 
 

@@ -1,4 +1,4 @@
-"""Whether updates fit what their audit assumes: the local training of an app, and the truth that a tester hands in.
+"""Check updates against their audit's assumptions: the local training of an app, and the truth that a tester hands in.
 
 Neither check grades or chooses anything.
 """
@@ -40,7 +40,7 @@ NO_REPLAY = "not possible: the app's clients keep their data; they are taken to 
 class TrainingCheck:
     """Compares updates before they are attacked, and writes the results into the ledger and on the attacks' cards.
 
-    Of each round the first clients whose updates are attacked are compared, MOST_CLIENTS at most.
+    Compares the first attacked clients of each round, at most MOST_CLIENTS.
     """
 
     def __init__(self, source: TapeSource) -> None:
@@ -111,14 +111,14 @@ IN_ORDER, ANY_ORDER = 0.8, 0.5  # the least cosine of a truth that is right
 
 
 def chosen(found: Found) -> list[tuple[int, int]]:
-    """Which updates to check: some of every round."""
+    """Return the updates to check: some of every round."""
     there = sorted(key for key, batch in found.items() if batch is not None and len(batch.y))
     by_round = [list(keys) for _, keys in groupby(there, key=lambda key: key[0])]
     return [key for keys in zip_longest(*by_round) for key in keys if key is not None][:MOST_UPDATES]
 
 
 def doubt(fed: Federation, seen: Observation, found: Found, fits: bool) -> str:
-    """Why the truth of an observation's client seems to be another one; empty if it gives the update, or if that cannot be told.
+    """Return why a client's truth seems wrong; empty if it gives the update, or if that is unknown.
 
     Args:
         found: the truth of all clients and rounds.
@@ -168,7 +168,7 @@ def _draws_order(fed: Federation) -> bool:
 
 
 def _is_noisy(fed: Federation) -> bool:
-    """Whether chance, or what a client keeps of earlier rounds, is in the update: then a truth that is right may be far off."""
+    """Return whether the update depends on chance or on a client's earlier rounds: then a correct truth may be far off."""
     chance = (nn.modules.dropout._DropoutNd, StochasticLayer)
     if any(isinstance(m, chance) and m.training and getattr(m, "p", 1) for m in fed.model.modules()):
         return True

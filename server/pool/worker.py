@@ -1,4 +1,4 @@
-"""What a worker does: it attacks one wave, from tensors to scores and images, and opens no file or connection."""
+"""A worker's task: attack one wave, from tensors to scores and images, without files or connections."""
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -23,7 +23,7 @@ class Task:
 
     Args:
         protocol, planned: as JSON.
-        others: by client, whose truth its reconstruction is also graded against.
+        others: by client, another client; its truth also grades the reconstruction.
         memories: by client, of a stateful attack.
         blind: there is no truth to grade against, as in a deployment.
         last: earlier attempts ended their workers, and there is no other attempt.
@@ -88,7 +88,7 @@ class Worker:
         return attack_wave(task)
 
     def _why(self, error: Exception) -> str:
-        """Why a wave is not attacked on the device, with the remedy; notes whether the device is lost."""
+        """Return why a wave cannot be attacked on the device, with the remedy; notes whether the device is lost."""
         said = (str(error).strip().splitlines() or [""])[0]
         if isinstance(error, MemoryError):  # the batch limiter's
             return f"a single problem does not fit into the memory of {self.name}: it needs a GPU with more"

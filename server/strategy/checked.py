@@ -38,7 +38,7 @@ CLIENT_ABSENT = "it was not connected when the round began"
 
 @dataclass(frozen=True)
 class GuardReport:
-    """What a client's guard says about the weights that it was sent; it may lie.
+    """A client guard's report on the weights that it was sent; it may be false.
 
     Args:
         alarm: None: no guard said anything.
@@ -87,7 +87,7 @@ class RoundReplies:
         sent: by client, the weights of the clients that were sent others than params. For a secure sum: by its first client,
             and only if no member was sent params.
         undone: why the round was undone; empty if it counts.
-        summed: clients whose updates are part of another client's reply.
+        summed: clients with updates inside another client's reply.
     """
 
     round: int
@@ -114,7 +114,7 @@ class CheckedStrategy(Wrapper):
     Args:
         inner: any of Flower's strategies; it gets weights, as it expects.
         record: called once per round with the replies.
-        buffers: floating-point buffers of the model, sent beside the weights and averaged if clients return them.
+        buffers: floating-point buffers of the model, sent with the weights and averaged if clients return them.
         seed: client sampling is drawn from it and the round.
         clients: node id -> client number; an unknown node gets the next free number.
         protocol: of a simulation. If it has a [secure_sum], it is simulated here: `record` and the wrapped strategy see only
@@ -144,7 +144,7 @@ class CheckedStrategy(Wrapper):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Let the wrapped strategy choose clients; remember what was sent, and to whom."""
+        """Let the wrapped strategy choose clients; remember what was sent to each client."""
         self._params = dict(arrays.to_torch_state_dict())
         random.seed(seed_of(self.seed, "sample", server_round))  # Flower's strategies sample with the global generator
         nodes = cast(Grid, OrderedGrid(grid, self._client, self.clients if self.strict else None))
@@ -275,7 +275,7 @@ class CheckedStrategy(Wrapper):
         return RecordDict({"arrays": ArrayRecord(weights), "metrics": MetricRecord({WEIGHT: reply.examples})})
 
     def _within_norm(self, passed: Passed) -> tuple[Passed, dict[int, Participation]]:
-        """The replies whose updates' norms are within bounds, and by client the others."""
+        """Return the replies with norms within bounds, and the others by client."""
         norms = [norm(reply.update) for reply, _ in passed]
         # of an even number the lower middle, so that one of two cannot set it by being large
         usual = max(norm(self._params), median_low(norms) if norms else 0.0, 1.0)
@@ -308,7 +308,7 @@ class CheckedStrategy(Wrapper):
     def _summed(
         self, protocol: Protocol, round: int, passed: Passed
     ) -> tuple[Passed, dict[int, Participation], dict[int, Params]]:
-        """By groups: a reply for each sum, the rejections of those without, and what was sent where nobody got the usual."""
+        """By groups: a reply for each sum, the rejections of those without, and what was sent where no client got the usual."""
         replies = {reply.client: (reply, message) for reply, message in passed}
         merged: Passed = []
         alone, sent = dict[int, Participation](), dict[int, Params]()
@@ -388,7 +388,7 @@ def norm(tensors: Mapping[str, Tensor]) -> float:
 
 
 def _no_sum(protocol: Protocol, round: int, group: Sequence[int], present: Sequence[int]) -> str:
-    """Why a group has no sum although clients answered; empty if it has one."""
+    """Return why a group has no sum although clients answered; empty if it has one."""
     assert protocol.secure_sum is not None
     least = protocol.secure_sum.least
     if 0 < len(present) < least:

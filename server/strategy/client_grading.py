@@ -1,7 +1,7 @@
 """Grading in a deployment: each client compares reconstructions with its own data and returns numbers only.
 
 Each client gets one query per round, once all attacks on the round have ended: a query may start a process there, and each
-answer is a measurement of private images, of which an owner allows few.
+answer is a measurement of private images, and an owner allows few.
 """
 
 import math
@@ -45,7 +45,7 @@ class GradingReply:
     otherwise: str = "it did not answer this question"
 
     def reason(self, name: str) -> str:
-        """Why a question has no score; empty if it has one."""
+        """Return why a question has no score; empty if it has one."""
         return "" if name in self.psnr else self.refused.get(name, self.otherwise)
 
 
@@ -70,7 +70,7 @@ class ClientGrader:
     _silent: set[int] = field(default_factory=set)
 
     def ask(self) -> None:
-        """Ask for the rounds whose attacks have all ended; a client that is not connected is asked again later."""
+        """Ask for the rounds with all attacks ended; a client that is not connected is asked again later."""
         self._grade([job for job in self._ungraded() if not job.open], final=False)
 
     def finish(self) -> None:
@@ -166,7 +166,7 @@ class ClientGrader:
 
 
 def grading_summary(rows: Sequence[Any]) -> str:
-    """Who graded some jobs, to which precision, and why the others have no grade, in one phrase.
+    """Return who graded some jobs, their precision, and why others have no grade, in one phrase.
 
     Args:
         rows: as Ledger.graded gives them.

@@ -29,7 +29,7 @@ class MaliciousStrategy(Wrapper):
         inner: any of Flower's strategies; it chooses clients and averages.
         plan: no two of its attacks target the same client in the same round.
         known: what the server knows: the network and public examples.
-        protocol: says whose updates the server sees only as a sum.
+        protocol: defines the clients that the server sees only as a sum.
         clients: node id -> client number; the checked strategy's own mapping, which grows.
         trouble: called with a message if weights cannot be crafted; that client then gets honest weights.
         seen: by client, its replies, as far as a server attack asks for them.
@@ -87,7 +87,7 @@ class MaliciousStrategy(Wrapper):
                 self.remember(Observation(intake.round, reply.client, sent, reply.update, intake.buffers))
 
     def is_stateful(self, round: int, client: int) -> bool:
-        """Whether a later attack needs a client's reply of this round."""
+        """Return whether a later attack needs a client's reply of this round."""
         attack = self.attack_on(round, client)
         return attack is not None and attack.server_attack.is_stateful
 
@@ -103,6 +103,6 @@ class MaliciousStrategy(Wrapper):
         return self.inner.aggregate_train(server_round, kept) if kept else (None, None)
 
     def counts(self, round: int, client: int) -> bool:
-        """Whether a client's reply (under a secure sum, its group's) is averaged."""
+        """Return whether a client's reply (under a secure sum, its group's) is averaged."""
         altered = [c for c in self.protocol.members(client, round) if c in self._altered]
         return all(attack.targeting.aggregate for c in altered if (attack := self.attack_on(round, c)) is not None)

@@ -78,12 +78,12 @@ def _answers(grid: Grid, nodes: Collection[int], clients: int, wait: float | Non
 
 
 def _unique(numbers: dict[int, int]) -> dict[int, int]:
-    """The nodes whose number no other node gave."""
+    """Return the nodes with a number that no other node gave."""
     claims = Counter(numbers.values())
     return {node: client for node, client in numbers.items() if claims[client] == 1}
 
 
 def _number(answer: Message, clients: int) -> int | None:
-    """Which client a node says it is; None if its answer gives no valid number."""
+    """Return the client number that a node reports; None if it is invalid."""
     number = answer.content.metric_records.get("who", MetricRecord()).get("client")
     return number if isinstance(number, int) and 0 <= number < clients else None

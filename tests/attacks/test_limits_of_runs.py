@@ -240,5 +240,5 @@ def test_its_card_names_prior_and_form(make_federation: Make) -> None:
     )
     assert knowledge_card(fed, BOUND) == (
         "chain gaussian(sigma=0.1) > local_sgd(rate=0.1); 1 example an update; a bound for images of any distribution; "
-        "labels, the rest of the batch and a few auxiliary images of the class known, one of which is the private image"
+        "labels, the rest of the batch and the private image known up to a few auxiliary images of its class"
     )
