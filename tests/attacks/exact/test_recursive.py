@@ -138,7 +138,7 @@ def test_batch_norm_average_pools_and_functions_are_read_in_the_order_of_the_com
     check(attack(model, smooth(3, SMALL)), smooth(3, SMALL), 60.0)
 
 
-def test_a_fully_connected_network_without_a_first_bias_is_read() -> None:
+def test_a_fully_connected_network_is_read() -> None:
     torch.manual_seed(0)
     model = mlp(SMALL, CLASSES, [40, 30], "tanh")
     check(attack(model, smooth(3, SMALL)), smooth(3, SMALL), 80.0)
