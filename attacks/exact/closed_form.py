@@ -1,4 +1,4 @@
-"""What attacks share that read each observation by itself, without a search."""
+"""Base of attacks that read each observation by itself, without a search."""
 
 import time
 from abc import abstractmethod
@@ -21,7 +21,7 @@ class EachByItself(Attack):
 
     @abstractmethod
     def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]) -> Sequence[Reader]:
-        """How each observation of the wave is read; ValueError where none can be."""
+        """Return the reader of the wave's observations; ValueError if there is none."""
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -51,14 +51,14 @@ class ClosedForm(EachByItself):
 
     @abstractmethod
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
-        """How an observation of the wave is read; ValueError where none can be."""
+        """Return the reader of the wave's observations; ValueError if there is none."""
 
     def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]) -> Sequence[Reader]:
         return [self.reader(wave, known)] * len(wave)
 
 
 def labels_of(alone: Wave, known: Knowledge) -> Tensor | None:
-    """The labels (B,) of the only observation; None where they cannot be restored, since images count without them, too."""
+    """The labels (B,) of the only observation; None where they cannot be restored, since images also count without them."""
     try:
         return labelling.restore(alone, known)[0]
     except ValueError:

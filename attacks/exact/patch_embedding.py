@@ -44,7 +44,7 @@ class patch_embedding(ClosedForm):
 
 @dataclass(frozen=True)
 class Patches:
-    """Where a network embeds an image's patches.
+    """A network's patch embedding.
 
     Args:
         reads: the convolution.
@@ -117,7 +117,7 @@ class Patches:
 
 
 def embeds_patches(model: nn.Module, shape: Sequence[int]) -> bool:
-    """Whether a network begins with patches side by side."""
+    """Return whether a network begins with adjacent patches."""
     try:
         _patches_read(model, shape)
     except ValueError:
@@ -196,7 +196,7 @@ def _read(patches: Patches, prior: _Prior, alone: Wave, known: Knowledge) -> Rec
     error = float((weight - signal.T @ x).norm() / weight.norm())
     image = known.pixels(patches.reads.example(patches.joined(x[None], known.shape))).clamp(0, 1).float()
     told = int((values > max(noise**0.5, floor)).sum())
-    notes = [f"{told} of {patches.count} directions of patches stand out"] * (told < patches.count)
+    notes = [f"{told} of {patches.count} directions of patches exceed the rest"] * (told < patches.count)
     notes += [f"the gradients fit one image to {error:.0e}"] * (error > FIT)
     return Reconstruction(image, labels_of(alone, known), error, 1, 0.0, "converged", "; ".join(notes))
 

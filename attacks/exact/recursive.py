@@ -170,7 +170,7 @@ def stages_of(model: nn.Module, shape: Sequence[int]) -> list[_Stage]:
             _decline(step.name, "is used more than once")
         used |= {step.weight} - {""}
         if not now and math.prod(step.shape) > LARGEST:
-            _decline(step.name, f"reads more than {LARGEST:,} values, too many to solve for in seconds")
+            _decline(step.name, f"reads more than {LARGEST:,} values: more than can be solved in seconds")
         if step.kind != "activation":
             now.append(step)
         elif not now:

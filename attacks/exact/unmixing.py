@@ -100,7 +100,7 @@ class _Mixture:
 
     @property
     def exact(self) -> bool:
-        """Whether what lies beyond B is rounding."""
+        """Return whether the singular values beyond B are rounding."""
         return self.rank == self.size
 
     @property
@@ -185,7 +185,7 @@ class _Unmixing(EachByItself):
 
 
 def _labels(x: Tensor, signals: Tensor, params: Params, layer: InputLayer, known: Knowledge) -> Tensor:
-    """Labels (B,): for each image the one whose error signal in the first layer is nearest to the recovered one (B, m)."""
+    """Labels (B,): for each image the one with the error signal in the first layer nearest to the recovered one (B, m)."""
     weights = {k: p.detach().requires_grad_(k == layer.call.weight) for k, p in params.items()}
     logits, (own, *_) = called(known.model, weights, known.normalise(x))
     fits = []
@@ -237,7 +237,7 @@ def _directions(rows: Tensor, count: int, rng: Generator) -> Tensor:
 
 
 def _silent(rows: Tensor, columns: Tensor) -> Tensor:
-    """Which entries of L Q (m, N) are zero up to rounding."""
+    """Return the entries of L Q (m, N) that are zero up to rounding."""
     signals: Tensor = (rows @ columns).abs()
     return signals < SILENT * signals.amax(0)
 
@@ -299,7 +299,7 @@ class spear_plus_plus(_Unmixing):
 
 @dataclass(frozen=True)
 class cocktail_party(_Unmixing):
-    """Blind source separation: the images whose pixels are least normally distributed, smooth and different from each other.
+    """Blind source separation: images with the least normally distributed pixels, smooth and different from each other.
 
     Args:
         tv: weight of total variation.

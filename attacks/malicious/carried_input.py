@@ -1,7 +1,7 @@
-"""Networks that carry the input to the classifier, whose weight gradient then holds it (Geiping et al., 2020, appendix A).
+"""Networks that carry the input to the classifier, so that its weight gradient contains it (Geiping et al., 2020, appendix A).
 
 decoding.py reads it, for one example and for several. There are three ways to carry it: identity convolutions (weights only),
-and two architectures, the image beside the features and reversible blocks.
+and two architectures, the image next to the features and reversible blocks.
 """
 
 import copy
@@ -39,7 +39,7 @@ REACH = 2.0  # largest input of a sigmoid or tanh: beyond it, rounding of the ou
 
 
 class CarriedInputNetwork(nn.Module):
-    """A network whose classifier reads the image behind the features."""
+    """A network with a classifier that reads the features and then the image."""
 
     def __init__(self, features: nn.Module, width: int, pixels: int, classes: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class CarriedInputNetwork(nn.Module):
 
 
 def carried(model: nn.Module, shape: Shape, classes: int) -> CarriedInputNetwork:
-    """The model with a new classifier that reads the image beside the features, in place of the last fully connected layer."""
+    """The model with a new classifier that reads the image next to the features, in place of the last fully connected layer."""
     check_images(shape)
     name, body = classifier(model, shape), copy.deepcopy(model).eval()
     layer = body.get_submodule(name)
@@ -117,7 +117,7 @@ def check_images(shape: Shape) -> None:
 
 @dataclass(frozen=True)
 class carried_input(ServerAttack):
-    """Feeds the classifier the image beside the features; zero: send a classifier of zeros, which separates batches."""
+    """Feeds the classifier the image next to the features; zero: send a classifier of zeros, which separates batches."""
 
     zero: bool = False
 
@@ -248,7 +248,7 @@ class read_carried(ClosedForm):
     """Reads images off the classifier's inputs: one example, or a batch where the classifier was sent as zeros.
 
     For examples that share a label it reads the mean of their inputs, which is none of them even where it reproduces the update.
-    Images whose label is unique count as proven if they are on the 8-bit grid, or if all images together give the update.
+    Images with a unique label count as proven if they are on the 8-bit grid, or if all images together give the update.
     """
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:

@@ -52,7 +52,7 @@ class LayerRows:
         return cls(weight, bias)
 
     def differences(self) -> "LayerRows":
-        """Differences of neighbouring rows; the last row stays as it is."""
+        """Differences of neighbouring rows; the last row is unchanged."""
         weight, bias = self.weight - F.pad(self.weight[1:], (0, 0, 0, 1)), self.bias - F.pad(self.bias[1:], (0, 1))
         used = bias.abs() > FAINT * self.bias.abs().max()
         return LayerRows(weight[used], bias[used])
@@ -122,7 +122,7 @@ def check_readable(known: Knowledge, params: Params) -> None:
 
 
 def on_grid(x: Tensor) -> Tensor:
-    """Which images (n, C, H, W) in pixels lie on the 8-bit grid, (n,): a mixture of two images does not.
+    """Return whether images (n, C, H, W) have 8-bit values, (n,): a mixture of two images does not.
 
     Black and white pixels do not count: where two images share them, their mixture has them too.
     """

@@ -92,7 +92,7 @@ class feature_fishing(ServerAttack):
 
 
 def count_isolated(params: Params, update: Update, known: Knowledge) -> float:
-    """How many examples had a gradient, by the bias of the fished class: each adds 1 - p, and less behind clipping."""
+    """Count the examples with a gradient by the bias of the fished class: each adds 1 - p, and less behind clipping."""
     gradient = -update[f"{classifier(known.model, known.shape)}.bias"] / known.scale
     return -float(gradient[_fished_class(params, known)]) * known.batch_size
 
@@ -164,7 +164,7 @@ class _OneRow(UpdateTransform):
 
 @dataclass(frozen=True)
 class lone_example(DelegatingAttack):
-    """Inverts the example that fishing isolated by another attack, as if it were alone; it knows the whole chain."""
+    """Inverts the isolated example by another attack, as a batch of one; it knows the whole chain."""
 
     decodes: ClassVar[tuple[str, ...]] = ("class_fishing", "feature_fishing")
 

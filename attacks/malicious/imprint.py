@@ -5,7 +5,7 @@ their mean, so an image's error signal s(x) is the same in every row that it tur
 
     dL/dw_k - dL/dw_(k+1) = sum of s(x) x over t_k < q(x) <= t_(k+1),     the same of the biases: sum of s(x).
 
-Their ratio is the image where the bin holds only one. K rows make K bins because the lowest threshold lies below every
+Their ratio is the image where the bin holds only one. K rows make K bins because the lowest threshold is below every
 possible image and the last row is a bin of its own: each bin then holds 1/K of the images, and one of N images is alone in its
 bin with probability (1 - 1/K)^(N-1).
 """
@@ -111,7 +111,7 @@ class imprint(ServerAttack):
 
 
 def planted(sent: Params, prefix: str, parts: Params) -> dict[str, Tensor]:
-    """The weights with these parts in place of those below a prefix; one row stands for all rows."""
+    """The weights with these parts in place of those below a prefix; one row serves all rows."""
     made = {prefix + k: t.to(sent[prefix + k]).expand(sent[prefix + k].shape).contiguous() for k, t in parts.items()}
     return {**sent, **made}
 
@@ -143,9 +143,9 @@ def _levels(weights: Tensor, bins: int, known: Knowledge) -> tuple[Tensor, float
 
 
 def quantile_levels(values: Tensor, bins: int) -> Tensor:
-    """The bins - 1 thresholds, float64, that divide values (n,) evenly; of values in between, too.
+    """The bins - 1 thresholds, float64, that divide values (n,) evenly, also values in between.
 
-    Quantiles of the values smoothed by a normal kernel, whose width for distribution functions is Azzalini's (1981).
+    Quantiles of the values smoothed by a normal kernel with Azzalini's width for distribution functions (1981).
     """
     width = 1.3 * float(values.std()) * len(values) ** (-1 / 3)
     if not width > 0:
@@ -178,7 +178,7 @@ def read_bins(layer: str, alone: Wave, known: Knowledge, members: int = 0) -> Re
     """The images of one observation, each from the difference of two rows of a layer that reads images.
 
     Args:
-        members: clients that have own columns, whose bias gradient a constant beside the image shows; 0: one for all columns.
+        members: clients with columns and a constant input of their own, which shows their bias gradient; 0: one for all columns.
     """
     rows, pixels = LayerRows.of(alone.alone(0), layer), known.shape[1] * known.shape[2]
     parts = [rows]

@@ -1,6 +1,6 @@
 """Model inconsistency: a secure sum in which only one client has a gradient (Pasquini et al., CCS 2022).
 
-Every client but the target gets weights whose last hidden layer is dead on any input: layers before it have no gradient, and
+Every client but the target gets weights with a last hidden layer that is dead on any input: layers before it have no gradient, and
 behind it only the bias has one. The sum is then the target's update, and the cryptography between clients cannot notice.
 """
 
@@ -24,7 +24,7 @@ FAR = 1e4  # a shift at which sigmoid and ReLU are zero and flat in float32, wha
 
 @dataclass(frozen=True)
 class dead_layer(ServerAttack):
-    """Weights whose layer before the classifier outputs zero for any input, for all clients of a secure sum but the target."""
+    """Weights with zero output before the classifier for any input, for all clients of a secure sum but the target."""
 
     spares_one: ClassVar[bool] = True
 

@@ -1,12 +1,12 @@
 """LOKI (Zhao et al., IEEE S&P 2024): kernels of its own for each client keep the images of a secure sum apart.
 
-Convolutions stand before the fully connected layer that sorts images (imprint.py), a set of kernels for each client of a sum. A
+Convolutions precede the fully connected layer that sorts images (imprint.py), a set of kernels for each client of a sum. A
 client's own set passes the image on, all others are zero, so that its images reach columns of the layer's gradient that no other
 client writes to. All clients have the same layer, and a sum over them mixes only its biases: it leaks as many images of each as an
 update of one client does, however many clients it has.
 
 The paper scales what it reads, as the sum of biases hides a client's error signal. Here one kernel more in each set carries a
-constant, whose columns are the client's own bias gradient, so that images are exact.
+constant; its columns are the client's own bias gradient, so images are exact.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class loki(ServerAttack):
     Args:
         members: clients of a sum, at most; bins: rows of the block.
         strength: as of `imprint`.
-        place: of the client whose kernels pass the image on, counted from 0 in its sum.
+        place: of the client with kernels that pass the image on, counted from 0 in its sum.
     """
 
     members: int = 4
@@ -55,7 +55,7 @@ class loki(ServerAttack):
         check_at_least(self, 1, "members", "bins")
         check_above_zero(self, "strength")
         if not 0 <= self.place < self.members:
-            raise ValueError(f"place must lie in 0..{self.members - 1}, got {self.place}: raise members")
+            raise ValueError(f"place must be in 0..{self.members - 1}, got {self.place}: raise members")
 
     @property
     def architecture(self) -> Table:

@@ -5,7 +5,7 @@ An idea of Inverting Gradients (Geiping et al., 2020, appendix A). The classifie
 
     x = mean(x) + Cov(x, h) (Cov(h) + s)^(-1) (h - mean(h)),
 
-where s is the variance of the noise that the clients' chain leaves in h. It works with honest weights, too. Its error is
+where s is the variance of the noise that the clients' chain leaves in h. It also works with honest weights. Its error is
 smallest where every layer before the classifier keeps the principal components of its own input: of each tile by which a
 convolution strides, of the mean patch that an average pool behind it leaves, or of a fully connected layer's whole input. A layer
 that is wide enough then loses nothing, and a narrow one loses what varies least; activations are kept where they are nearly linear.
@@ -144,7 +144,7 @@ def _windows(conv: nn.Conv2d, pool: nn.AvgPool2d | None) -> tuple[slice, slice]:
 
 
 def _tiles(layer: nn.Module, inputs: Tensor, pool: nn.AvgPool2d | None) -> Tensor:
-    """The inputs (n, d) float64 whose components a layer's outputs keep."""
+    """Return the inputs (n, d) float64, as far as a layer's outputs preserve them."""
     if not isinstance(layer, nn.Conv2d):
         return inputs.flatten(0, -2).double()
     assert not isinstance(layer.padding, str)

@@ -2,7 +2,7 @@
 
 As in imprint.py all rows of that layer measure one linear query, here of the features h that the layers before it make, and the
 next layer reads the mean of the rows. Differences of neighbouring rows then give h of each image that is alone in its bin, in sums
-of many clients' updates, too. No architecture changes.
+also of many clients' updates. No architecture changes.
 
 The paper trains an autoencoder on public images: the encoder is sent, the decoder maps features back. Here both have a closed form:
 the layers before keep the principal components of what they read (optimised_features.py), and the decoder is the best linear
@@ -47,7 +47,7 @@ class _Head(NamedTuple):
     """The fully connected layer that reads the features, and the next one; both by their names in the network.
 
     Args:
-        alone: whether the features are the image itself.
+        alone: the features are the image itself.
     """
 
     first: str
@@ -104,7 +104,7 @@ class scale_mia(ServerAttack):
 
 @dataclass(frozen=True)
 class read_latents(ClosedForm):
-    """Reads the features of each image that is alone in its bin, and estimates the image by public images.
+    """Reads the features of each image with a bin of its own, and estimates the image by public images.
 
     Of several images in one bin it gives the mean. Nothing is proven exact, unless the features are the image itself.
     """
@@ -178,7 +178,7 @@ class _Decoder:
         return replace(self, estimate=replace(self.estimate, ridge=ridge * float(h.var(0).mean())))
 
     def __call__(self, h: Tensor, noise: Tensor) -> Tensor:
-        """Images (n, C, H, W) from features h (n, d) whose entries have noise of these variances (n,)."""
+        """Images (n, C, H, W) from features h (n, d) with noise of these variances (n,)."""
         h = h - self.h
         if self.parts is None:
             return (self.x + self.estimate(h, noise).view(-1, *self.x.shape)).clamp(0, 1)
@@ -194,7 +194,7 @@ def _around(h: Tensor, parts: tuple[int, ...]) -> Tensor:
 
 
 def _grid(known: Knowledge, params: Params, layer: str, x: Tensor) -> tuple[int, ...] | None:
-    """(c, h, w) of the features that a layer reads, where they lie on a grid that divides the image into equal squares."""
+    """(c, h, w) of the features that a layer reads, where they form a grid that divides the image into equal squares."""
     met: list[tuple[int, ...]] = []
 
     def note(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:

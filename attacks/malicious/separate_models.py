@@ -1,6 +1,6 @@
 """A separate network for each example of the batch (Geiping et al., 2020, appendix A): a batch leaks like single examples.
 
-Example i goes through sub-network i, whose part of the update is then that of a client with this example alone, at a rate
+Example i goes through sub-network i. That part of the update equals the update of a client with only this example, at a rate
 divided by the batch size. Examples are separated by their place in the batch: where a chain takes them one by one (per-example
 clipping, DP-SGD), each is first in its batch, and nothing is separated.
 """
@@ -48,7 +48,7 @@ def separate(model: nn.Module, count: int = 8) -> SeparateNetworks:
 
 @dataclass(frozen=True)
 class separate_models(ServerAttack):
-    """Gives each example its own network, by the architecture alone; count: the batch size."""
+    """Gives each example its own network, by the architecture only; count: the batch size."""
 
     count: int = 8
 
@@ -80,8 +80,8 @@ def _check_separable(known: Knowledge) -> None:
 class separated(DelegatingAttack):
     """Runs another attack on the part of each sub-network separately, at B = 1.
 
-    Links of the chain whose effect depends on all entries of an update (clipping, sparsification) are inverted as if they had
-    acted on the part alone. An image is proven if it reproduces its part of the update and images at 60 dB from it do not.
+    Links of the chain that depend on all entries of an update (clipping, sparsification) are inverted as if they had
+    acted only on the part. An image is proven if it reproduces its part of the update and images at 60 dB from it do not.
 
     Args:
         attack: the component table of that attack, which gets the whole budget's iterations for each part.
@@ -128,7 +128,7 @@ def _part(wave: Wave, known: Knowledge, i: int) -> tuple[Wave, Knowledge]:
 
 
 def _proven(result: Reconstruction, params: Params, update: Params, known: Knowledge) -> bool:
-    """Whether an image gives its part of the update and others do not: behind dead neurons any image does."""
+    """Return whether an image gives its part of the update and others do not: behind dead neurons any image does."""
     if result.x is None or result.y is None:
         return False
     other = result.x + MOVED * torch.randn(result.x.shape, generator=generator("proof")).to(result.x)

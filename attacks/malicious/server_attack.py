@@ -17,7 +17,7 @@ from fedgauge.client.update import Batch, Params, Update
 
 
 class ServerAttack(ABC):
-    """How a malicious server alters what it sends, as a frozen dataclass; its decoder is an Attack in the same file."""
+    """A malicious server's alteration of its messages, as a frozen dataclass; its decoder is an Attack in the same file."""
 
     spares_one: ClassVar[bool] = False  # whether one client of a secure sum, the target, must get honest weights
 
@@ -28,7 +28,7 @@ class ServerAttack(ABC):
 
     @property
     def is_stateful(self) -> bool:
-        """Whether it uses a client's earlier updates."""
+        """Return whether it uses a client's earlier updates."""
         return False
 
     def for_member(self, place: int) -> "ServerAttack":
@@ -61,7 +61,7 @@ def craft_weights(
     seen: Sequence[Observation] = (),
     place: int = 0,
 ) -> Params:
-    """What a malicious server sends to one client: the one way in which runs, paper tables, checks and experiments craft weights.
+    """Craft a malicious server's message to one client, for runs, paper tables, checks and experiments.
 
     Args:
         where: names the attack in an error.
@@ -115,7 +115,7 @@ def with_zero_classifier(made: Params, known: Knowledge, zero: bool = True) -> P
 
 @dataclass(frozen=True)
 class OmittedParameters(UpdateTransform):
-    """A link in the attacker's model of the chain: leaves out parameters whose updates contain other clients' parts."""
+    """A link in the attacker's model of the chain: leaves out parameters with updates that contain other clients' parts."""
 
     names: tuple[str, ...]
 

@@ -18,7 +18,7 @@ class Targeting:
 
     Args:
         rounds: in which it attacks, counted from 1; default: all.
-        clients: whom it attacks, counted from 0; default: all, except those of all_but.
+        clients: attacked clients, counted from 0; default: all, except those of all_but.
         all_but: these get honest weights.
         aggregate: average the updates of attacked clients into the model; else they are left out, and the model learns only
             from the others.
@@ -30,7 +30,7 @@ class Targeting:
     aggregate: bool = False
 
     def applies_to(self, round: int, client: int) -> bool:
-        """Whether this client gets crafted weights in this round."""
+        """Return whether this client gets crafted weights in this round."""
         if client in self.all_but or (self.clients is not None and client not in self.clients):
             return False
         return self.rounds is None or round in self.rounds
@@ -57,7 +57,7 @@ class TargetedServerAttack:
         targeting: Targeting = call(Targeting, arguments, where)
         for key, low, high in (("rounds", 1, rounds), ("clients", 0, clients - 1), ("all_but", 0, clients - 1)):
             if outside := [value for value in getattr(targeting, key) or () if not low <= value <= high]:
-                raise SpecError(f"{where}: {key} must lie in {low}..{high}, got {outside[0]}")
+                raise SpecError(f"{where}: {key} must be in {low}..{high}, got {outside[0]}")
         if not targeting.hits(rounds, clients):
             raise SpecError(f"{where}: its rounds, clients and all_but leave no client to attack")
         return cls(component, targeting)

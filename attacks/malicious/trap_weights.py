@@ -35,7 +35,7 @@ def _layer(known: Knowledge) -> str:
 
 @dataclass(frozen=True)
 class trap_weights(ServerAttack):
-    """Sets rows whose negative half outweighs the positive one, in units of pixels whatever the normalisation.
+    """Sets rows with a negative half that outweighs the positive one, in pixels, independent of normalisation.
 
     Args:
         scale: the positive entries' size over the negative ones', in (0, 1]; None: the one with which most public images are
@@ -46,7 +46,7 @@ class trap_weights(ServerAttack):
 
     def __post_init__(self) -> None:
         if self.scale is not None and not 0 < self.scale <= 1:
-            raise ValueError(f"scale must lie in (0, 1], got {self.scale}")
+            raise ValueError(f"scale must be in (0, 1], got {self.scale}")
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         names = [f"{_layer(known)}.{part}" for part in ("weight", "bias")]
@@ -76,13 +76,13 @@ def _tuned(up: Tensor, down: Tensor, known: Knowledge) -> float:
 
 
 def activated_alone(on: Tensor) -> Tensor:
-    """Which images (N, B) activate some row that no other image of their batch activates, from activations (N, B, m)."""
+    """Return the images (N, B) that activate some row that no other image of their batch activates, from activations (N, B, m)."""
     return (on & (on.sum(1, keepdim=True) == 1)).any(2)
 
 
 @dataclass(frozen=True)
 class read_rows(ClosedForm):
-    """Reads images that are alone in a row of the first fully connected layer, with trap weights or, rarely, without.
+    """Reads images with a row of the first fully connected layer of their own, with trap weights or, rarely, without.
 
     An image on the 8-bit grid is alone in its row. Agreement of several rows proves nothing: in an untrained network two images
     of one label have nearly the same error signal everywhere, and all rows that hold both agree on their mean. Images on which

@@ -92,7 +92,7 @@ class MembershipTest:
     def of_updates(self, scores: Tensor, clients: Sequence[int]) -> Rows:
         """By client, the rows of each update's scores (K, N) and, as a baseline, of the same scores against another client's batch.
 
-        Of several updates, also those of the highest score over all of them: whether a member is in anybody's batch.
+        Of several updates, also those of the highest score over all of them: whether a member is in any client's batch.
         """
         found, highest = {}, scores.max(0).values
         for own, client in zip(scores, clients, strict=True):

@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Measured:
-    """What a metric is, for all that computes with its values or shows them.
+    """Properties of a metric, for all code that computes with its values or shows them.
 
     Args:
         label: on an axis, with the unit.
         unit: of its values; empty if they have none.
-        digits: decimals of a value; None: three significant digits, as nobody knows its size.
-        cap: the most that a value counts in a mean and in a figure; None: as it is.
+        digits: decimals of a value; None: three significant digits, as its size is unknown.
+        cap: the most that a value counts in a mean and in a figure; None: no cap.
         ceiling: the value from which on more leakage is not seen: the end of a colour scale that is the same for all runs.
         share: never below 0 nor above the ceiling, so that its intervals are not either.
         fraction: a share of 1, shown in percent.
@@ -50,7 +50,7 @@ class Measured:
         return 1 if self.higher_is_better else -1
 
     def leakiest(self, found: Iterable[T], value: Callable[[T], float]) -> T | None:
-        """Of what was found the one whose value leaks most, the first of several; None if nothing was found."""
+        """Return the result that leaks most, the first of several; None if there is none."""
         return max(found, key=lambda one: self.sign * value(one), default=None)
 
     @property
@@ -59,7 +59,7 @@ class Measured:
         return self.ceiling if self.cap is None else self.cap
 
     def came_back_whole(self, value: float) -> bool:
-        """Whether an example's value is that or leaks more."""
+        """Return whether an example's value leaks at least as much."""
         return self.sign * value >= self.sign * self.complete
 
     @property
@@ -80,7 +80,7 @@ class MainMetric(Measured):
         metric, name: in the ledger, and as people write it.
         margin: no guess beats every baseline by this much through luck.
         beyond: the margin as a phrase.
-        leaked: from this value on an example has leaked: a client that audits itself withholds its update, unless told otherwise.
+        leaked: from this value on an example has leaked: a client that audits itself withholds its update, unless set otherwise.
         private: the noun for what is attacked.
     """
 
@@ -94,7 +94,7 @@ class MainMetric(Measured):
 
 @dataclass(frozen=True, eq=False)
 class Modality(ABC):
-    """The kind of a dataset's examples; the class alone says what needs no dataset.
+    """The kind of a dataset's examples; the class itself answers what needs no dataset.
 
     Class attributes:
         main: the metric by which attacks are compared.
@@ -106,7 +106,7 @@ class Modality(ABC):
         shown_as: pictures, or words that are each right, misplaced or wrong.
         gives_lengths: whether the threat model may give the attacker the examples' lengths.
         hides_defense: why no defense can be inferred from zeros of the update; empty if it can.
-        hides_training: why an update does not tell how its client trained; empty if it does.
+        hides_training: why an update does not reveal its client's training; empty if it does.
         blank_name: what `blank` is, in a word or two.
         parts: what an example's shape counts.
     """
@@ -129,7 +129,7 @@ class Modality(ABC):
     @classmethod
     @abstractmethod
     def holds(cls, x: Tensor) -> bool:
-        """Whether a batch x has the shape and type of such examples."""
+        """Return whether a batch x has the shape and type of such examples."""
 
     @abstractmethod
     def metrics(self, gallery: Tensor) -> list[Metric]:
@@ -152,7 +152,7 @@ class Modality(ABC):
         return torch.zeros_like(truth)
 
     def known(self) -> dict[str, Any]:
-        """What an attacker knows of such examples besides the model, before anything is given to it: fields of Knowledge."""
+        """Return an attacker's prior knowledge of such examples, in addition to the model: fields of Knowledge."""
         return {}
 
     def of_batch(self, truth: Tensor, found: Reconstruction) -> dict[str, float]:
@@ -160,7 +160,7 @@ class Modality(ABC):
         return {}
 
     def condition(self, lengths: str) -> str:
-        """What else the attacker knows of the examples, for its knowledge card; empty if nothing."""
+        """Return further knowledge of the examples for the knowledge card; empty if there is none."""
         return ""
 
     def auxiliary(self, chosen: Auxiliary, size: int) -> str:
@@ -168,7 +168,7 @@ class Modality(ABC):
         return f"{size} auxiliary {self.main.private}s of the same distribution"
 
     def headings(self) -> tuple[str, ...]:
-        """What each of an example's words is, where every example has the same; empty if its words are a text."""
+        """Return the names of an example's words, if all examples share them; empty if its words are a text."""
         return ()
 
     def words(self, x: Tensor) -> list[str]:

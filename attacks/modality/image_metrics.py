@@ -66,7 +66,7 @@ def identified(gallery: Tensor) -> Metric:
 
 @dataclass(frozen=True)
 class Backbone:
-    """A network on whose features LPIPS is computed.
+    """The feature network of LPIPS.
 
     Args:
         local: file of its convolutions in the folder weights/ of the local data.

@@ -57,13 +57,13 @@ class ImageModality(Modality):
         return match(truth, guess)
 
     def arranged(self, x: Tensor) -> Tensor:
-        """Images (B, C, H, W) in [0, 1], from (B, H, W) or (B, H, W, C), and from uint8, too."""
+        """Images (B, C, H, W) in [0, 1], from (B, H, W) or (B, H, W, C), also from uint8."""
         shape = self.dataset.shape
         x = x[:, None] if x.dim() == 3 else x
         if tuple(x.shape[1:]) != shape and x.dim() == 4 and (x.shape[3], *x.shape[1:3]) == shape:
             x = x.permute(0, 3, 1, 2)
         if x.dtype == torch.uint8 and x.any() and int(x.max()) == 1:
-            raise ValueError("pixels of 0 and 1 as uint8, whose white is 255: write floats, or 0 and 255")
+            raise ValueError("pixels of 0 and 1 as uint8, where white is 255: write floats, or 0 and 255")
         x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
         if len(x) and not (float(x.min()) >= 0 and float(x.max()) <= 1):
             raise ValueError(

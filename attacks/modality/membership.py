@@ -1,4 +1,4 @@
-"""What is measured of a test of membership, whatever the kind of data."""
+"""Metrics of a membership test, for any kind of data."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -16,16 +16,16 @@ GUESSES = (LABELS_ALONE, "loss")  # the baselines: scores that read nothing, or 
 
 
 class Question(NamedTuple):
-    """What a test asks, as the subject of a sentence, and where the members it tells are."""
+    """A test's question as the subject of a sentence, and the place of its members."""
 
     asked: str
     where: str
 
 
 QUESTIONS: Mapping[str, Question] = {
-    MEMBER: Question("Who was in a batch", "in the batch"),
-    ANYBODY: Question("Who was in anybody's batch", "in anybody's batch"),
-    HELD: Question("Whom a client's data holds", "in the client's data"),
+    MEMBER: Question("Batch membership", "in the batch"),
+    ANYBODY: Question("Membership in any client's batch", "in any client's batch"),
+    HELD: Question("Dataset membership", "in the client's data"),
 }
 MEMBERSHIP: Mapping[str, Measured] = {
     name: measured
@@ -33,7 +33,10 @@ MEMBERSHIP: Mapping[str, Measured] = {
     for name, measured in (
         (metric, Measured(f"{where}: area under the ROC curve", share=True)),
         *(
-            (metric + ending, Measured(f"{where}, told at {100 * rate:g} % false positives", fraction=True, rate=True))
+            (
+                metric + ending,
+                Measured(f"{where}, detected at {100 * rate:g} % false positives", fraction=True, rate=True),
+            )
             for ending, rate in RATES.items()
         ),
     )

@@ -1,4 +1,4 @@
-"""Which kinds of private data there are, and the metrics and baselines of all of them."""
+"""The kinds of private data, with the metrics and baselines of all of them."""
 
 from collections.abc import Collection
 
@@ -17,7 +17,7 @@ BASELINES: dict[str, str] = {}  # the component of each name
 
 
 def register(dataset: type[Dataset], modality: type[Modality]) -> None:
-    """Let a modality stand for the datasets of this type."""
+    """Register a modality for the datasets of this type."""
     MODALITIES[dataset] = modality
     MEASURED.update(modality.measured)
     BASELINES.update(modality.baselines)
@@ -36,15 +36,15 @@ def modality_of(dataset: Dataset) -> Modality:
 
 
 def examples_of(dataset: Dataset) -> str:
-    """What a dataset's examples are called, in the plural."""
+    """Return the name of a dataset's examples, in the plural."""
     return f"{modality_of(dataset).main.private}s"
 
 
 def modality_compared_by(metric: str) -> type[Modality] | None:
-    """The modality whose attacks are compared by this metric; None if there is none."""
+    """Return the modality that compares attacks by this metric; None if there is none."""
     return next((m for m in MODALITIES.values() if m.main.metric == metric), None)
 
 
 def modality_measured(metrics: Collection[str]) -> type[Modality]:
-    """The modality whose main metric is among these; images come last: an older ledger has a row of PSNR for what failed."""
+    """Return the modality with its main metric among these; images come last: an older ledger has a row of PSNR for what failed."""
     return next((m for m in reversed(MODALITIES.values()) if m.main.metric in metrics), ImageModality)

@@ -77,7 +77,7 @@ class RowModality(Modality):
         return assigned(TIE * apart / apart.max().clamp_min(TIE) - gain)
 
     def of_batch(self, truth: Tensor, found: Reconstruction) -> dict[str, float]:
-        """How many are right of the cells that the attack is surest of, if it says how sure it is."""
+        """Return the accuracy of the attack's most certain cells, if it reports certainty."""
         if found.x is None or found.confidence is None:
             return {}
         right, numeric = self._right(truth, found.x), torch.tensor([column.numeric for column in self.columns])

@@ -92,7 +92,7 @@ def aligned(columns: Columns, rows: Tensor, labels: Tensor, to: Tensor, its_labe
 
 
 def confidence(columns: Columns, rows: Tensor) -> Tensor:
-    """How far an ensemble's rows (R, B, D) agree, cell by cell: (B, F) in [0, 1].
+    """Return the agreement of an ensemble's rows (R, B, D), cell by cell: (B, F) in [0, 1].
 
     Of a category 1 - H / log n, where H is the entropy of the members' mean. Of a number 1 / (1 + s), where s is its standard
     deviation among them in units of its column's; both order cells as the paper's entropies do.
@@ -114,7 +114,7 @@ def confidence(columns: Columns, rows: Tensor) -> Tensor:
 class relaxed_rows:
     """Rows (..., D) as the network takes them, from free numbers (..., D) (TabLeak: Vero et al., ICML 2023, section 4.1).
 
-    Numbers lie within their columns' bounds by a sigmoid.
+    A sigmoid keeps numbers within their columns' bounds.
 
     Args:
         softmax: the entries of a category are positive and sum to 1; otherwise they are free.

@@ -35,7 +35,7 @@ def language_model(known: Knowledge) -> LanguageModel:
 
 
 def provable(chain: Chain) -> bool:
-    """Whether the right guess reproduces the update up to rounding."""
+    """Return whether the right guess reproduces the update up to rounding."""
     seen = chain.update_distribution
     # of signs, those of entries that are zero up to rounding are random
     return chain.mean == chain and not (seen is not None and seen.signed)
@@ -68,7 +68,7 @@ class GuessVerifier:
 
     @property
     def decodes(self) -> bool:
-        """Whether the task is next_token, where the sentences are their own labels."""
+        """Return whether the task is next_token, where the sentences are their own labels."""
         return self.model.task == "next_token"
 
     def framed(self, sentences: Sequence[Sequence[int]]) -> Tensor:
@@ -76,7 +76,7 @@ class GuessVerifier:
         return framed(sentences, self.known.shape[0], self.model.pad)
 
     def decoded(self, sentences: Sequence[Sequence[int]]) -> Batch:
-        """Sentences as a batch, whose labels are their words."""
+        """Sentences as a batch with their words as labels."""
         x = self.framed(sentences)
         return Batch(x, targets(x, self.model.pad))
 
@@ -116,9 +116,9 @@ class GuessVerifier:
         return min(1.0, min(parts) / len(parts) / size(batch))
 
     def verdict(self, batch: Batch, error: float) -> str:
-        """Whether a guess with this relative error is proven, in words.
+        """Describe whether a guess with this relative error is proven.
 
-        A sentence that the model predicts well adds almost nothing: the error must be small compared with that, too.
+        A sentence that the model predicts well adds almost nothing: the error must also be small compared with that.
         """
         if not provable(self.known.chain):
             return "no certificate: the chain adds noise, is random, or shows only signs, so no guess can be proven"

@@ -3,9 +3,9 @@
 The gradient of a linear map is a weighted sum of its inputs: while there are fewer tokens than dimensions, its rows span the
 inputs and nothing else. In the first block an input depends on one word and its position, so every word is tried in every
 position. In the second it depends on the sentence (in a decoder: on the words before it), so sentences are assembled from the
-words that passed until all their inputs there lie in the span.
+words that passed until all their inputs there are in the span.
 
-Where weights are frozen beside LoRA's factors, the spans are those of fedgauge.attacks.text.spans. The last block of a
+If weights are frozen and only LoRA's factors are trained, the spans are those of fedgauge.attacks.text.spans. The last block of a
 classifier then judges sentences if the second cannot: its query has one input a sentence.
 """
 
@@ -40,11 +40,11 @@ class dager(SentenceReader):
     """Exact sentences of small batches, with a proof where the chain leaves one possible.
 
     Args:
-        maps: the maps whose gradients span the inputs: query, as published, or all three of the attention. A decoder's query has
-            no gradient from the first token; that of an encoder's last block has one from the first token only.
+        maps: the maps with gradients that span the inputs: query, as published, or all three of the attention. A decoder's query
+            has no gradient from the first token; that of an encoder's last block has one from the first token only.
         margin: dimensions that must be left outside the span; a span that LoRA's factor A shows must leave one.
         each: words kept for one position at most, as a multiple of the batch size; of the batch's words, where the first block
-            tells no positions.
+            reveals no positions.
         starts: sentences from which an encoder's search begins; prefixes that a decoder's search keeps.
     """
 
@@ -87,7 +87,7 @@ class dager(SentenceReader):
             raise Unreadable(f"the gradient of attention block {block + 1} {why}") from why
 
     def _judge(self, verifier: GuessVerifier, rng: Generator) -> SentenceJudge:
-        """What judges sentences: the span of the second block, else that of a classifier's last query."""
+        """The span that judges sentences: of the second block, else of a classifier's last query."""
         model, length = verifier.model, verifier.known.shape[0]
         last, classifies = len(model.parts.layers) - 1, model.task == "classification"
         choices = [] if classifies and last == 1 else [(1, self._maps(model, 1), length)]
@@ -130,7 +130,7 @@ class _SentenceSearch:
             if self.deadline.over() or (made and made[-1][1] <= TOLERANCE):
                 break
         if not made:
-            raise Unreadable("no word's vector lies in the span of the first block")
+            raise Unreadable("no word's vector is in the span of the first block")
         return min(made, key=lambda guess: guess[1])
 
     def _encoded(self, words: Sequence[list[int]]) -> tuple[Batch, float]:

@@ -1,7 +1,7 @@
 """Reads one sentence exactly from shared embedding gradients: no optimisation, only a linear system.
 
-A position's row of the update is its token's effect on the loss; a word's row is the sum of the rows of the positions where it
-stands. Nonzero rows give the words and the length, and least squares gives the order: word rows = A position rows, with a
+A position's row of the update is its token's effect on the loss; a word's row is the sum of the rows of its
+positions. Nonzero rows give the words and the length, and least squares gives the order: word rows = A position rows, with a
 single 1 in each column of A. The head gives the label; in next_token it gives the last word.
 """
 
@@ -59,14 +59,14 @@ def _words(verifier: GuessVerifier, position: str) -> list[int]:
 
 
 def _exceeds_noise(rows: Tensor, sigma: float) -> Tensor:
-    """Which rows (N, d) exceed rounding and noise, whose squared norm is about normal with mean d and variance 2 d."""
+    """Return the rows (N, d) above rounding and noise; noise has a squared norm of mean d and variance 2 d."""
     squared, d = rows.square().sum(1), rows.shape[1]
     least = squared.max() * torch.finfo(torch.float32).eps ** 2
     return squared > max(float(least), sigma**2 * (d + SURE * math.sqrt(2 * d)))
 
 
 def _untied(words: Tensor, positions: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Rows without the head's share, which lies in the span of the `count` vectors it reads, one per predicted word and step.
+    """Rows without the head's share, a combination of the `count` vectors it reads, one per predicted word and step.
 
     Most words do not occur, so their rows hold only this share: the weaker half of the rows spans it.
     """

@@ -36,7 +36,7 @@ def gradients(
     """The gradients of P problems' losses by the parameters of these names.
 
     Args:
-        x: word embeddings (P, B, L, width), which require grad; the result then requires grad, too, if differentiable.
+        x: word embeddings (P, B, L, width), which require grad; the result then also requires grad, if differentiable.
         y: (P, B) labels, or (P, B, L) or (P, B, L, vocabulary) of next words.
         mask: which positions exist (P, B, L).
         loss: a mean over sentences.
@@ -127,7 +127,7 @@ class ObservedGradients:
 class _Norms(Function):
     """Squares plus l1 times magnitudes (P,) of products of rows, or of their difference from matrices (K, out, in).
 
-    A large product is formed alone and freed; visible: where the matrix is zero, it does not count.
+    A large product is formed by itself and freed; visible: where the matrix is zero, it does not count.
     """
 
     @staticmethod
@@ -187,7 +187,7 @@ class _UseRecorder(CallRecorder):
         return self.product(input, F.linear(input, weight, bias), self.name(weight), self.name(bias), False)
 
     def addmm(self, bias: Tensor, input: Tensor, weight: Tensor) -> Tensor:
-        """GPT-2's linear layer, whose weight is (in, out)."""
+        """GPT-2's linear layer with a weight of (in, out)."""
         return self.product(input, torch.addmm(bias, input, weight), self.name(weight), self.name(bias), True)
 
     def product(self, input: Tensor, out: Tensor, weight: str | None, bias: str | None, transposed: bool) -> Tensor:

@@ -40,7 +40,7 @@ WEIGHTS = {
 
 @dataclass(frozen=True)
 class staircase(adam):
-    """Adam whose rate falls in steps.
+    """Adam with a rate that falls in steps.
 
     Args:
         stride: iterations after which the rate is multiplied by decay.
@@ -61,7 +61,7 @@ class lamp(Attack):
     """LAMP: gradient matching alternates with moves of words that a language model scores. The paper's budget: 2,000 iterations.
 
     Lengths that are not given are read off the gradient of position embeddings where it is usable (the longest of a batch);
-    else all positions hold words. Labels are restored or given; the labels of next_token are optimised beside the embeddings.
+    else all positions hold words. Labels are restored or given; labels of next_token are optimised with the embeddings.
 
     Args:
         loss: cosine, or squares plus l1 times the magnitudes.
@@ -73,7 +73,7 @@ class lamp(Attack):
         draws, orders: random starts, and random orders of the best start's words; the nearest to the update is used.
         discrete: words move every period iterations (alternating), only at the end, or never (none).
         candidates: orders proposed each time.
-        known_tokens: use only words whose embeddings have a gradient; that gradient must be shared.
+        known_tokens: use only words with a gradient of their embeddings; that gradient must be shared.
         published: as the published code does: the gradient of keys' biases, which is only rounding, counts; words may be special
             tokens; Adam's moments stay in place when words move; and the best iterate is answered without comparing the last.
     """
@@ -116,7 +116,7 @@ class lamp(Attack):
         return self.weights[1] > 0
 
     def layout(self, wave: Wave, known: Knowledge, restarts: int) -> SentenceLayout:
-        """Where the words of a wave's sentences stand."""
+        """Return the positions of the words of a wave's sentences."""
         matcher = Matcher(wave, known, self.loss, self.l1, keys=self.published)
         return SentenceLayout(matcher, wave, known, restarts, self.published, self.known_tokens)
 
@@ -166,7 +166,7 @@ def tag(rate: float = 0.1, l1: float = 0.01, known_tokens: bool = False, publish
 
 
 def _descent(loss: Kind, rate: float, l1: float, known_tokens: bool, published: bool) -> lamp:
-    """Matching alone: no moves, and no weights beside the distance's."""
+    """Only matching: no moves, and no weights but the distance's."""
     return lamp(
         loss, rate, decay=1.0, l1=l1, length=0, lm_weight=0, draws=1, orders=1, discrete="none",
         known_tokens=known_tokens, published=published,

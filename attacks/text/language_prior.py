@@ -58,7 +58,7 @@ class LanguagePrior(ABC):
         return self.nll(ids, torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None])
 
     def nll(self, ids: Tensor, seen: Tensor) -> Tensor:
-        """Nats per word (N,) of this model's ids (N, L), of which the mask shows the real ones."""
+        """Nats per word (N,) of this model's ids (N, L); the mask marks the real ones."""
         ids, seen = ids.to(self._net.device), seen.to(self._net.device)
         return nll(self._net(input_ids=ids, attention_mask=seen.long()).logits.log_softmax(-1), ids, seen)
 
@@ -101,7 +101,7 @@ class LanguageModelTraining:
 class TrainedPrior(LanguagePrior):
     """A small GPT-2 over the victim's vocabulary, trained on auxiliary text.
 
-    Words that occur once stand for all that do not occur: they share one embedding, and its probability is divided among them.
+    Words that occur once represent all that do not occur: they share one embedding, and its probability is divided among them.
 
     Args:
         text: auxiliary sentences (N, L) in the data's form, with special tokens.

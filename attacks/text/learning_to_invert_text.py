@@ -43,7 +43,7 @@ class learning_to_invert_text(Attack):
         batch, rate: of Adam; the rate is cut to a tenth at 3/4 of the steps.
         buckets, signed: of feature hashing; 0 buckets: no hashing. The paper's sums have no signs.
         passes: how often each auxiliary sentence is grouped with new others, for batches of several.
-        pseudo: number of made-up sentences beside the auxiliary ones; their words are drawn at the auxiliary text's frequencies.
+        pseudo: number of additional made-up sentences; their words are drawn at the auxiliary text's frequencies.
         alone: train only on made-up sentences, as the paper's attacker does who knows word frequencies but no text.
     """
 

@@ -1,4 +1,4 @@
-"""Sentence assembly: an encoder's sentences from candidate words, by exchanging words until their inputs lie in a span."""
+"""Sentence assembly: an encoder's sentences from candidate words, by exchanging words until a span contains their inputs."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ Distances = dict[Ids, tuple[float, float]]  # of sentences: the mean and the lar
 
 @dataclass(frozen=True, eq=False)
 class SentenceJudge:
-    """Judges sentences by how far their inputs in an attention block lie outside the span of the true ones.
+    """Judges sentences by the distance of their inputs in an attention block from the span of the true ones.
 
     Args:
         spans: None: nothing judges, as a single sentence needs no judge.
@@ -167,7 +167,7 @@ def _exchanged(ids: Ids, position: int, words: Sequence[int]) -> list[Ids]:
 
 
 def _swapped(ids: Ids, pool: Sequence[Sequence[int]]) -> list[Ids]:
-    """A sentence with two of its words swapped, where both fit: an exchange of either alone would make it worse."""
+    """A sentence with two of its words swapped, where both fit: an exchange of only one would make it worse."""
     swapped = []
     for a, b in combinations(range(len(ids)), 2):
         if ids[a] != ids[b] and ids[a] in pool[b] and ids[b] in pool[a]:

@@ -1,4 +1,4 @@
-"""Sentence layout: how long a wave's sentences are, where their words stand, and which words may stand there."""
+"""Sentence layout: lengths of a wave's sentences, positions of their words, and candidate words."""
 
 import torch
 from torch import Generator, Tensor
@@ -20,7 +20,7 @@ class SentenceLayout:
     Args:
         matcher: compares gradients of guesses with those of the wave.
         special: special tokens count as words.
-        known_tokens: only words whose embeddings have a gradient may be chosen.
+        known_tokens: choose only words with a gradient of their embeddings.
 
     Attributes:
         table: embeddings (V, width) of all words; size: the mean length of their rows.
@@ -136,7 +136,7 @@ def _vocabulary(model: LanguageModel) -> Tensor:
 
 
 def _known_tokens(wave: Wave, known: Knowledge, words: Tensor) -> Tensor:
-    """Which words' embeddings have a gradient (K, W) in each update; Unreadable where that reveals nothing."""
+    """Return the words with an embedding gradient (K, W) in each update; Unreadable where that reveals nothing."""
     model = language_model(known)
     if model.parts.word not in wave.update or model.parts.tied:
         raise Unreadable(

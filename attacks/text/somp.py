@@ -1,6 +1,6 @@
 """SOMP: sentences by matching pursuit among those that attention heads' subspaces let pass (Li and Li, 2026).
 
-DAGER asks whether a word's input lies in the span of a block's inputs, and where there are as many tokens as dimensions every word
+DAGER asks whether the span of a block's inputs contains a word's input, and where there are as many tokens as dimensions every word
 does. Here each attention head's gradient gives a subspace of its own, and how much the heads together see of an input still ranks
 words and sentences. A beam grows sentences word by word. The update is then a sparse sum of sentences' own updates: orthogonal
 matching pursuit chooses the sentence that correlates most with what remains, and fits all coefficients again.
@@ -53,7 +53,7 @@ class somp(SentenceReader):
 
     def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
         if not verifier.decodes:
-            raise Unreadable("it reads decoders, whose words see those before them only: use dager or tiger")
+            raise Unreadable("it reads decoders, where a word attends only to earlier ones: use dager or tiger")
         beginnings = grown(verifier, self.each, self.beam)
         pursuit = Pursuit(verifier, beginnings, deadline)
         pursuit.choose(verifier.known.batch_size)
@@ -76,7 +76,7 @@ def misfit(vectors: Tensor, inverse: Tensor) -> Tensor:
 def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) -> Tensor:
     """The inverse (d, d) of the mean projection onto the subspaces of a block's inputs that its heads' gradients show."""
     if layer.query.weight not in update:
-        raise Unreadable(f"the gradient of {layer.query.weight} is not shared as it is: try dager")
+        raise Unreadable(f"the gradient of {layer.query.weight} is not shared unchanged: try dager")
     maps = [m for m in (layer.query, layer.key, layer.value) if m.weight in update]
     parts = [m.of(update)[0].double() for m in maps]
     width = parts[0].shape[1]
@@ -140,7 +140,7 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
 
 
 class Pursuit:
-    """Chooses sentences whose own updates, with coefficients of least squares, explain an update up to a residual.
+    """Chooses sentences with updates that explain the observed one by least squares, up to a residual.
 
     Args:
         beginnings: words of possible sentences without the last, with misfits; every word of the vocabulary may follow.
@@ -168,13 +168,13 @@ class Pursuit:
         return {name: part.view_as(t).to(t) for (name, t), part in parts}
 
     def update_of(self, ids: Ids) -> Tensor:
-        """The update of a client that has this sentence alone, as one vector."""
+        """Return the update of a client with only this sentence, as one vector."""
         if ids in self._updates:
             return self._updates[ids]
         return self._flat(self.verifier.update_of(self.verifier.decoded([ids])))
 
     def _fitted(self, sentences: Sequence[Ids]) -> tuple[Tensor, Tensor]:
-        """The coefficients that explain the update best by these sentences, whose updates are kept, and the residual."""
+        """Return the best coefficients of these sentences' updates, which are cached, and the residual."""
         if not sentences:
             return self.seen.new_zeros(0), self.seen
         self._updates = {ids: self.update_of(ids) for ids in dict.fromkeys([*sentences, *self.chosen])}
@@ -187,7 +187,7 @@ class Pursuit:
         return coefficients, residual
 
     def _slopes(self, residual: Tensor, x: Tensor) -> Tensor:
-        """How likely the residual, as a step, makes beginnings (N, L) and each word after them (N, V): a mean."""
+        """Return the likelihood, with the residual as a step, of beginnings (N, L) and each word after them (N, V): a mean."""
         x, step = x.to(residual.device), self._named(residual / residual.norm())
         slopes = logits_along(self.model, self.verifier.params, step, x, lambda logits: logits.log_softmax(-1))
         before = slopes[:, :-1].gather(2, x[:, 1:, None])[..., 0].sum(1)
@@ -196,12 +196,12 @@ class Pursuit:
         return after
 
     def _seen_share(self, beginning: Ids) -> float:
-        """How much the heads see of a beginning's worst word: near 1 where they may have seen all of it."""
+        """Return the heads' visible share of a beginning's worst word: near 1 where all of it may be visible."""
         return math.exp(-self.beginnings[beginning] / 4)  # half a logarithm, of the mean over two blocks
 
     @torch.no_grad()
     def best(self, residual: Tensor, taken: Sequence[Ids]) -> Ids:
-        """The sentence whose update correlates most with a residual, of those that are not taken."""
+        """Return the unused sentence with the update that correlates most with a residual."""
         most, found = FORMED + len(taken), list[tuple[float, Ids]]()
         for length in sorted({len(ids) for ids in self.beginnings}):
             same = [ids for ids in self.beginnings if len(ids) == length]
@@ -221,7 +221,7 @@ class Pursuit:
 
     @property
     def explained(self) -> bool:
-        """Whether nothing but rounding is left of the update."""
+        """Return whether only rounding is left of the update."""
         return float(self.residual.norm()) <= TOLERANCE * float(self.seen.norm())
 
     def choose(self, count: int) -> None:

@@ -4,7 +4,7 @@ Where a layer's own weights are frozen, its gradients are those of LoRA's factor
 W + s B A with inputs x and output gradients d has gradients dB = s sum d (A x)^T and dA = s sum (B^T d) x^T.
 - dB spans the inputs as A shows them: it says which A x were there while there are fewer inputs than the rank.
 - dA is zero while B is. Afterwards each adapted layer gives `rank` combinations of the inputs. Where they are fewer than the
-  inputs they span a part of it, and words that nearly lie in that part complete it: subspace pursuit as in SA-MUSIC (Lee,
+  inputs they span a part of it, and words near that part complete it: subspace pursuit as in SA-MUSIC (Lee,
   Bresler and Junge, 2012), with the vocabulary in all positions as the dictionary.
 """
 
@@ -43,7 +43,7 @@ class Span:
         basis: (r, d), orthonormal rows.
         threshold: the relative distance by which rounding or noise may have moved an input out of the span.
         sketch: (d, s), random directions outside the span, for the cheap test `near`.
-        through: LoRA's factor A (d, width), of which the span shows A x; None: it shows the inputs x themselves.
+        through: LoRA's factor A (d, width): the span shows A x; None: it shows the inputs x themselves.
     """
 
     basis: Tensor
@@ -53,7 +53,7 @@ class Span:
 
     @property
     def stretch(self) -> float:
-        """How much larger an input's rounding is beside what the span shows of it."""
+        """Return the ratio of an input's rounding to its visible part."""
         return 1.0 if self.through is None else math.sqrt(self.through.shape[1] / len(self.through))
 
     def distance(self, vectors: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Span:
         return relative.view(vectors.shape[:-1])
 
     def near(self, vectors: Tensor) -> Tensor:
-        """Which vectors (..., width) may be inputs: a cheap test that every input passes, and few others."""
+        """Return the vectors (..., width) that may be inputs: a cheap test that every input passes, and few others."""
         shown = self._shown(vectors)
         length = shown.square().sum(-1)
         return (shown @ self.sketch).square().mean(-1) <= (4 * self.threshold) ** 2 * length
@@ -76,7 +76,7 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """One span of a block's inputs, or those that several of LoRA's factors A show: an input lies in all of them."""
+    """One span of a block's inputs, or those that several of LoRA's factors A show: an input is in all of them."""
 
     views: tuple[Span, ...]
 
@@ -96,11 +96,11 @@ class Spans:
         return torch.stack(scaled).amax(0)
 
     def near(self, vectors: Tensor) -> Tensor:
-        """Which vectors (..., width) may be inputs: a cheap test that every input passes."""
+        """Return the vectors (..., width) that may be inputs: a cheap test that every input passes."""
         return torch.stack([view.near(vectors) for view in self.views]).all(0)
 
     def words(self, model: LanguageModel, params: Params, places: int) -> Iterator[tuple[float, int, int]]:
-        """The words of the vocabulary whose inputs in the first attention block lie in the span: distance, word, position."""
+        """Return the words with inputs in the span of the first attention block: distance, word, position."""
         for chunk in _vocabulary(model).split(CHUNK):
             vectors = first_inputs(model, params, chunk, places)
             some = self.near(vectors).nonzero()
@@ -184,7 +184,7 @@ class PartialSpan:
         raise Unreadable("factors span a part of the inputs only, and no set of words explains their gradients")
 
     def _nearest(self, words: Tensor, vectors_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """The vectors (POOL, d) of words in their positions of which the largest part lies in the span."""
+        """Return the vectors (POOL, d) of words in their positions with the largest part in the span."""
         vectors, shares = torch.empty(0), torch.empty(0)
         for chunk in words.split(CHUNK):
             flat = vectors_of(chunk).flatten(0, 1)
@@ -245,7 +245,7 @@ class PartialSpan:
 
 
 def _distances(basis: Tensor, atoms: Tensor, chosen: Sequence[int]) -> Tensor:
-    """How far atoms (N, d) lie outside a basis and the chosen ones, relative to what of them the chosen ones leave."""
+    """Return the relative distance of atoms (N, d) from a basis and the chosen ones."""
     kept = torch.linalg.qr(atoms[list(chosen)].mT).Q
     left = atoms - atoms @ kept @ kept.mT
     rest = torch.linalg.qr((basis - basis @ kept @ kept.mT).mT).Q
@@ -258,7 +258,7 @@ def _distances(basis: Tensor, atoms: Tensor, chosen: Sequence[int]) -> Tensor:
 def block_span(
     update: Mapping[str, Tensor], params: Params, maps: Sequence[Projection], most: int, margin: int, rng: Generator
 ) -> Spans | PartialSpan:
-    """What the gradients of maps tell of their at most so many common inputs; Unreadable if nothing, or without a margin."""
+    """Return the span of the maps' common inputs, at most so many; Unreadable if there is none, or no margin."""
     whole = [m.of(update)[0] for m in maps if m.weight in update]
     if whole:
         return _with_margin(span(whole, most, rng), margin)
@@ -283,7 +283,9 @@ def block_span(
         return Spans(tuple(replace(v, threshold=min(v.stretch * v.threshold, LOOSEST)) for v in views))
     combinations = _scaled(inner_rows)
     if inner is None or combinations is None:
-        raise Unreadable(f"spans all {rank} dimensions of LoRA's factor A, so every word fits; later rounds tell more")
+        raise Unreadable(
+            f"spans all {rank} dimensions of LoRA's factor A, so every word fits; later rounds reveal more"
+        )
     return PartialSpan(inner.basis, combinations, width - margin)
 
 

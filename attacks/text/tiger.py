@@ -1,7 +1,7 @@
 """TIGER: words descend on their inputs' distance to the subspaces of attention blocks' gradients (Kalikman et al., 2026).
 
-DAGER asks of each word whether it lies in the span of a block's inputs, and noise turns every answer into no. Here the distance is
-an objective: mixtures of likely words descend together on how far their inputs in several blocks lie outside the subspaces, and on
+DAGER asks whether the span of a block's inputs contains a word, and noise turns every answer into no. Here the distance is
+an objective: mixtures of likely words descend together on the distance of their inputs in several blocks from the subspaces, and on
 how much of these they leave unexplained. Directions count as much as random matrix theory says that they survive the noise. The
 objective follows the paper's abstract; candidates, weights, the second term and the exchange of words are this package's.
 """
@@ -39,7 +39,7 @@ class tiger(SentenceReader):
     Args:
         rate: of Adam, on the logits of the words' mixtures.
         candidates: words of a position, the nearest to the first block's subspace.
-        blocks: attention blocks whose subspaces count, from the first on.
+        blocks: number of attention blocks with a subspace in the objective, from the first on.
         exchanged: words that are tried in each position after the descent; passes: how often all positions are visited.
     """
 
@@ -77,7 +77,7 @@ class tiger(SentenceReader):
                 spaces[layer.query.weight] = found
             elif not spaces:
                 raise Unreadable(
-                    "the gradient of attention block 1 is not shared as it is, lost in noise, or spans nearly all dimensions"
+                    "the gradient of attention block 1 is not shared unchanged, lost in noise, or spans nearly all dimensions"
                 )
         return spaces
 
@@ -116,7 +116,7 @@ def subspace(parts: Sequence[Tensor], most: int, noise: float) -> Subspace | Non
     """The subspace of the inputs that maps with these gradients (out, d) share; None if there are none, or noise or inputs fill it.
 
     Maps are stacked in units of their noise, an entry's standard deviation and rounding. Singular values up to sqrt(rows) +
-    sqrt(columns) are what noise alone makes; above, a direction's cosine with the true one is known (Benaych-Georges and
+    sqrt(columns) is the part of pure noise; above, a direction's cosine with the true one is known (Benaych-Georges and
     Nadakuditi, 2012). Those after the largest possible number of inputs are noise, wherever it comes from.
     """
     stacked = []
@@ -156,7 +156,7 @@ class _WordSearch:
         self.candidates, self.prior = self._likely(fit[:, : self.mask.shape[1]])
 
     def _fit(self) -> Tensor:
-        """How far every word lies outside the first block's subspace in every position (V, L), of what words do on average."""
+        """Return each word's distance from the first block's subspace in every position (V, L), relative to the average word."""
         ids, space = torch.arange(self.model.vocabulary), next(iter(self.spaces.values()))
         most = self.verifier.known.shape[0]
         outside = [
@@ -166,7 +166,7 @@ class _WordSearch:
         return fit / fit.mean(0)
 
     def _places(self, fit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where tokens stand and where free words (B, L), and the ids (B, L) of start, end and padding."""
+        """Return masks of tokens and of free words (B, L), and the ids (B, L) of start, end and padding."""
         model, known = self.model, self.verifier.known
         first, last, size = len(model.start), len(model.end), known.batch_size
         lengths = lengths_of(self.verifier.wave, known)[self.verifier.k]
@@ -221,7 +221,7 @@ class _WordSearch:
         return self._words(logits.cpu()), logits.cpu()
 
     def nearest(self) -> tuple[Tensor, Tensor]:
-        """The words (B, L) that are nearest alone, all sentences the same, and their logits (B, L, K)."""
+        """Return the nearest words (B, L) one by one, equal in all sentences, and their logits (B, L, K)."""
         logits = self.prior.expand(len(self.mask), -1, -1)
         return self._words(logits), logits
 

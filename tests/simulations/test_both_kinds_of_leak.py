@@ -59,9 +59,9 @@ def test_the_page_draws_membership_over_rounds_with_its_limit(run: Run) -> None:
     assert {series["name"] for series in curves["held_membership"]} >= {"membership_over_rounds"}
     assert "membership" not in {series["name"] for series in curves["psnr"]}
     rows = {tuple(row[:2]) for row in told["membership_table"]["rows"]}
-    assert ("Who was in a batch", "membership") in rows
-    assert ("Who was in anybody's batch", "membership") in rows
-    assert ("Whom a client's data holds", "membership_over_rounds") in rows
+    assert ("Batch membership", "membership") in rows
+    assert ("Membership in any client's batch", "membership") in rows
+    assert ("Dataset membership", "membership_over_rounds") in rows
     assert {row[0] for row in told["summary"]["rows"]} == {
         "idlg",
         "mean_image",
@@ -72,14 +72,14 @@ def test_the_page_draws_membership_over_rounds_with_its_limit(run: Run) -> None:
         "candidate_bound",
     }
     assert found.members[0].leaks and found.members[0].limit is not None
-    assert "Who was in a batch leaks" in found.sentence and "images" in found.sentence
+    assert "Batch membership leaks" in found.sentence and "images" in found.sentence
 
 
 def test_report_export_figures_and_terminal_have_both(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = write_report(run).read_text()
-    assert report.count("Who was in a batch leaks") >= 2  # the verdict, and the section
+    assert report.count("Batch membership leaks") >= 2  # the verdict, and the section
     table = io.StringIO()
     write_csv(run, table)
     lines = table.getvalue().splitlines()
@@ -89,4 +89,4 @@ def test_report_export_figures_and_terminal_have_both(
     pictured = "".join(text.get_text() for axes in figures(run)["gallery"].figure.axes for text in axes.texts)
     assert "idlg" in pictured and "membership" not in pictured, "a test of membership reconstructs nothing"
     print_summary(run, "auto")
-    assert "Who was in a batch leaks" in " ".join(capsys.readouterr().out.split())
+    assert "Batch membership leaks" in " ".join(capsys.readouterr().out.split())

@@ -100,7 +100,7 @@ def test_it_is_shown_where_its_module_may_not_be_loaded(run: Run) -> None:
     with closing(Reading(run)) as reading, reading.now():
         told, found = in_json(overview(reading)), verdict_of(reading)
     rows = {tuple(row[:2]) for row in told["membership_table"]["rows"]}
-    assert rows >= {("Who was in a batch", "aligned"), ("Whom a client's data holds", "remembers")}
+    assert rows >= {("Batch membership", "aligned"), ("Dataset membership", "remembers")}
     assert {s["name"] for f in told["over_rounds"] if f["metric"] == MEMBER for s in f["series"]} >= {"aligned"}
     assert {test.attack for test in found.members} == set(PLANNED)
     assert not any("membership was not tested" in sentence for sentence in found.sentences)

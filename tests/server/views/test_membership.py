@@ -124,7 +124,7 @@ def test_over_rounds_the_last_round_counts(tmp_path: Path) -> None:
     with written(tmp_path / "l.sqlite", cells, TESTS) as ledger:
         (told,) = membership_results(scores_of(ledger))
     assert (told.metric, told.area) == ("held_membership", pytest.approx(0.9))
-    assert told.sentence.startswith("Whom a client's data holds leaks")
+    assert told.sentence.startswith("Dataset membership leaks")
 
 
 def test_every_place_takes_the_same_mean_of_the_same_rows(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_no_verdict_says_that_nothing_leaks_where_membership_was_not_tested(tmp_
     for name, (cells, plan) in plans.items():
         found = judged(tmp_path / f"{name}.sqlite", cells, plan)
         words[name] = found.word
-        assert ("Who was in a batch was not tested" in found.sentence) == (name not in ("chance", "members"))
+        assert ("Batch membership was not tested" in found.sentence) == (name not in ("chance", "members"))
         assert found.reconstruction == "not shown to leak"
     assert words == {
         "none": "undetermined",

@@ -104,7 +104,7 @@ def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None
         "Private images and their reconstructions",
         "Who leaks most",
         "Success over thresholds",
-        "Who was in a batch",
+        "Batch membership",
         "What each attacker knew",
         "Participation",
         "Replay check",
