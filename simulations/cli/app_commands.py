@@ -6,6 +6,7 @@ import shlex
 from rich.console import Console
 
 from fedgauge.client import components
+from fedgauge.client.files import writing
 from fedgauge.server.store.scenario import apply_setting
 from fedgauge.simulations.cli.options import Commands, add_gate, add_log, flag, path, positive, several
 from fedgauge.simulations.run.exit_status import INAPPLICABLE
@@ -37,13 +38,14 @@ def app(options: argparse.Namespace) -> int:
     for setting in options.set:
         apply_setting(settings, setting)
     run, observed = observe(options.folder, options.runs, settings, options.clients, console)
-    found = rehearse(run, observed, options.folder, options.clients)
+    found = rehearse(run, observed, options.folder, options.clients, not options.no_truth)
     for failure in observed.failed[:3]:
         console.print(f"a client failed: {failure}")
     for note in found.draft.notes:
         console.print(f"{note.code}: {note.words}")
     if options.draft and found.draft.lines:
-        options.draft.write_text(found.draft.text())
+        with writing(options.draft) as file:
+            file.write(found.draft.text().encode())
     if found.draft.fatal:
         console.print(f"the app was trained and recorded in {run.folder}; nothing of it can be attacked as it is")
         return INAPPLICABLE

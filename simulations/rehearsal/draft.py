@@ -155,19 +155,19 @@ def unsuited(
 
 
 def write_draft(
-    observed: Observed, attacked: Sequence[str], public: str, pixels: Pixels, rounds: int, files: Path
+    observed: Observed, attacked: Sequence[str], public: Sequence[str], pixels: Pixels, rounds: int, files: Path
 ) -> Draft:
     """Draft everything but the network.
 
     Args:
         attacked: nodes whose updates are attacked.
-        public: the node whose examples stand in for public data.
+        public: the nodes with the examples that serve as public data.
         files: folder for the public examples.
     """
     draft, first = Draft(), observed.clients[attacked[0]][0]
     n, epochs, reordered = _examples(observed.clients[attacked[0]])
     draft.add("", "as recorded", rounds=rounds, clients=len(observed.clients))
-    _data(draft, observed.clients[public], n, pixels, files, len(observed.clients))
+    _data(draft, [observed.clients[node][0] for node in public], n, pixels, files, len(observed.clients))
     draft.add("[data]", f"examples of client {int(attacked[0]) - 1} in a round", batch_size=n)
     draft.add("[data]", pixels.origin, mean=list(pixels.mean), std=list(pixels.std))
     draft.add("[data]", "outputs of the network", classes=first["output"][1])
@@ -203,10 +203,11 @@ def _examples(rounds: Sequence[Mapping[str, Any]]) -> tuple[int, int, bool]:
     return n, epochs, reordered
 
 
-def _data(draft: Draft, rounds: Sequence[Mapping[str, Any]], n: int, pixels: Pixels, files: Path, clients: int) -> None:
+def _data(draft: Draft, public: Sequence[Mapping[str, Any]], n: int, pixels: Pixels, files: Path, clients: int) -> None:
     """Write the public examples, repeated as often as the shards need, and name them."""
-    arrays = read_npz(Path(rounds[0]["data"]))
-    x, y = np.round(255 * pixels.of(arrays["x"])).astype(np.uint8), arrays["y"]
+    arrays = [read_npz(Path(facts["data"])) for facts in public]
+    x = np.concatenate([np.round(255 * pixels.of(a["x"])).astype(np.uint8) for a in arrays])
+    y = np.concatenate([a["y"] for a in arrays])
     kept = np.unique(x.reshape(len(x), -1), axis=0, return_index=True)[1]
     x, y = x[np.sort(kept)], y[np.sort(kept)]
     auxiliary = max(AT_LEAST, len(x))
@@ -214,7 +215,7 @@ def _data(draft: Draft, rounds: Sequence[Mapping[str, Any]], n: int, pixels: Pix
     path = files / "public.npz"
     np.savez(path, x=np.tile(x, (copies, 1, 1, 1)), y=np.tile(y, copies), x_test=x, y_test=y)
     draft.add(
-        "[data]", "examples of a client that is not attacked stand in for public data",
+        "[data]", "examples of clients that are not attacked serve as public data",
         use="npz", path=str(path), auxiliary=len(x) * copies - clients * n,
     )  # fmt: skip
 

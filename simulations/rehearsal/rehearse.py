@@ -42,6 +42,8 @@ from fedgauge.simulations.run.create import prepare_app
 from fedgauge.simulations.run.launch import OwnProcess
 
 EXACT = 1e-4  # relative error that rounding during training explains
+STRANGERS = 3  # further clients: their examples serve as public data and as non-members
+COSTLY = 200  # examples that a round's training passes, above which one attack takes minutes
 MOST_OBSERVED = 1 << 26  # bytes of observed.json
 
 
@@ -71,7 +73,7 @@ def observe(folder: Path, runs: Path, settings: Settings, clients: int, console:
     folder = folder.resolve()
     FlowerApp.read(folder, settings)  # refused before a process starts
     run = Run.create(_new_folder(runs, folder.name), "# drafted after the app's training\n")
-    plan = {"folder": str(folder), "settings": dict(settings), "clients": clients + 1}
+    plan = {"folder": str(folder), "settings": dict(settings), "clients": clients + STRANGERS}
     try:
         command = ("fedgauge.simulations.rehearsal.train", str(run.folder.absolute()), json.dumps(plan))
         with closing(OwnProcess(run, "app.log", *command, ray=False)) as process, console.status("the app trains"):
@@ -88,8 +90,12 @@ def observe(folder: Path, runs: Path, settings: Settings, clients: int, console:
         raise
 
 
-def rehearse(run: Run, observed: Observed, folder: Path, clients: int) -> Rehearsal:
-    """Draft the scenario of an observed app, write the truth of the attacked clients, and compute an update again."""
+def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bool = True) -> Rehearsal:
+    """Draft the scenario of an observed app, and compute an update again.
+
+    Args:
+        truth: write the examples of the attacked clients; otherwise they are deleted in the end.
+    """
     sys.dont_write_bytecode = True  # the network is built by the app's code, and nothing is written in its folder
     first = next(rounds[0] for rounds in observed.clients.values())
     nodes = observed.nodes
@@ -100,15 +106,21 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int) -> Rehear
         few = Draft()
         few.note("clients", "one client trained, and none is left to stand in for public data: raise --clients", True)
         return Rehearsal(run, few, run.folder, (), "")
-    attacked, public = nodes[:-1][:clients], nodes[-1]
+    attacked = nodes[:-1][:clients]
     every = [_arrays(facts)[0] for rounds in observed.clients.values() for facts in rounds if "data" in facts]
     pixels = pixels_of([x for x in every if x is not None], first["normalised"])
-    files = run.folder / "observed"
+    files = run.folder.absolute() / "observed"  # the scenario is read from the app's folder
     with run.ledger() as ledger:
         rows = [row for row in ledger.observations() if row["digest"]]
         numbers = {node: client for client, node in ledger.nodes().items()}
-    draft = write_draft(observed, attacked, public, pixels, max(row["round"] for row in rows), files)
-    draft.add("[audit]", "the attacked clients", clients=sorted(numbers[node] for node in attacked))
+    draft = write_draft(observed, attacked, nodes[len(attacked) :], pixels, max(row["round"] for row in rows), files)
+    targets = sorted(numbers[node] for node in attacked)
+    if sum(first["sizes"]) > COSTLY:
+        one = min(row["round"] for row in rows if row["client"] == targets[0])
+        draft.note("cost", "one update is attacked, as each takes minutes; name more in [audit] rounds and clients")
+        draft.add("[audit]", "one update, as each takes minutes", clients=targets[:1], rounds=[one])
+    else:
+        draft.add("[audit]", "the attacked clients", clients=targets)
     packages = tuple({built["module"].partition(".")[0]: None for built in first["built"]}.keys() - LIBRARIES)
     with components.allowing(packages, [folder.resolve()]), users_errors():
         scenario = with_network(draft, first)
@@ -116,13 +128,15 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int) -> Rehear
         if scenario is None:
             return Rehearsal(run, draft, run.folder, packages, "")
         n = scenario.federation.shards.batch_size
+        proof = _proof(run, scenario, observed, attacked[0], pixels)
         for node in attacked:
             rounds = [row["round"] for row in rows if row["client"] == numbers[node]]
             for round, facts in zip(rounds, observed.clients[node], strict=False):
-                _write_truth(run.folder / "truth", node, round, *truth_of(facts, n, pixels))
-        return Rehearsal(
-            run, draft, run.folder / "truth", packages, _proof(run, scenario, observed, attacked[0], pixels)
-        )
+                if truth:
+                    _write_truth(run.folder / "truth", node, round, *truth_of(facts, n, pixels))
+                else:
+                    Path(facts["data"]).unlink()
+        return Rehearsal(run, draft, run.folder / "truth", packages, proof)
 
 
 def _proof(run: Run, scenario: Scenario, observed: Observed, node: str, pixels: Pixels) -> str:

@@ -87,7 +87,7 @@ def test_what_no_attack_fits_is_recorded_and_said(name: str, code: str, tmp_path
     prune(found.run, 0, time.time() + 60)
     assert not [path for path in found.run.folder.rglob("*.npz")], "no example outlives the updates"
     with found.run.ledger(readonly=True) as ledger:
-        assert sum(row["status"] == "accepted" for row in ledger.observations()) == 2
+        assert sum(row["status"] == "accepted" for row in ledger.observations()) == 4
 
 
 @pytest.mark.parametrize(
