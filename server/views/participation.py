@@ -60,7 +60,7 @@ def other_sizes(clients: Sequence[AppClient], assumed: int) -> str:
     if not others:
         return ""
     taken = f"the audit takes each client to train on {many(assumed, 'example')} a round (batch_size under [data])"
-    return f"{taken}, but {listed(others, MOST_CLIENTS)}: what came back of these is of another computation"
+    return f"{taken}, but {listed(others, MOST_CLIENTS)}: unless these count batches, the results are invalid"
 
 
 def may_have_sent(observed: Row, deployed: bool) -> bool:
