@@ -137,7 +137,10 @@ def unsuited(
             True,
         )
     if not first["steps"]:
-        return Note("steps", f"{first['network']} computed gradients, but no torch optimizer made a step", True)
+        words = (
+            f"{first['network']} computed gradients, but no optimizer made a step: let clients step with torch.optim"
+        )
+        return Note("steps", words, True)
     if "inputs" in first["notes"] or x is None:
         seen = first["notes"].get("inputs", "inputs have different shapes")
         return Note("inputs", f"{seen}: {BY_HAND if 'input_ids' in seen else 'one image tensor is needed'}", True)
