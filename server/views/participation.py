@@ -45,7 +45,7 @@ def other_sizes(ledger: Ledger, assumed: int) -> str:
     if not others:
         return ""
     taken = f"the audit assumes {many(assumed, 'example')} a round for each client (batch_size under [data])"
-    return f"{taken}, but {listed(others, MOST_CLIENTS)}: attacks on these inverted another computation"
+    return f"{taken}, but {listed(others, MOST_CLIENTS)}: unless these count batches, the results are invalid"
 
 
 def may_have_sent(observed: Row, deployed: bool) -> bool:

@@ -6,7 +6,7 @@ import shlex
 from rich.console import Console
 
 from fedgauge.client import components
-from fedgauge.client.files import writing
+from fedgauge.server.store import run_files
 from fedgauge.server.store.scenario import apply_setting
 from fedgauge.simulations.cli.options import Commands, add_gate, add_log, flag, path, positive, several
 from fedgauge.simulations.run.exit_status import INAPPLICABLE
@@ -20,7 +20,7 @@ def add_to(commands: Commands) -> None:
     command.add_argument("--clients", type=positive, default=2, metavar="N", help="that are attacked (default: 2)")
     several(command, "--set", "KEY=VALUE", "set one value of the app's config, e.g. learning-rate=0.01 (repeatable)")
     path(command, "--draft", "FILE", "write the drafted scenario here as well")
-    flag(command, "--no-truth", "grade nothing: leave the observed examples to the observer")
+    flag(command, "--no-truth", "grade nothing, and write no ground truth")
     add_log(command)
     add_gate(command)
 
@@ -38,14 +38,13 @@ def app(options: argparse.Namespace) -> int:
     for setting in options.set:
         apply_setting(settings, setting)
     run, observed = observe(options.folder, options.runs, settings, options.clients, console)
-    found = rehearse(run, observed, options.folder, options.clients, not options.no_truth)
+    found = rehearse(run, observed, options.folder, options.clients, truth=not options.no_truth)
     for failure in observed.failed[:3]:
         console.print(f"a client failed: {failure}")
     for note in found.draft.notes:
         console.print(f"{note.code}: {note.words}")
     if options.draft and found.draft.lines:
-        with writing(options.draft) as file:
-            file.write(found.draft.text().encode())
+        run_files.write(options.draft, found.draft.text().encode())
     if found.draft.fatal:
         console.print(f"the app was trained and recorded in {run.folder}; nothing of it can be attacked as it is")
         return INAPPLICABLE

@@ -22,8 +22,9 @@ SETTINGS = {"sgd": ("momentum", "nesterov"), "adam": ("betas", "eps"), "adamw": 
 UNSUPPORTED = ("dampening", "amsgrad", "maximize", "centered", "lr_decay", "alpha")
 LIBRARIES = {"torchvision", "timm"}  # whose networks have components of their own
 AT_LEAST = 200  # public examples, repeated where the observed ones are fewer: shards want more than they use
+BY_HAND = "write the scenario of a text model by hand, docs/text.md says how"
 KINDS = {
-    "int": "whole numbers, as token ids: write the scenario of a text model by hand, docs/text.md says how",
+    "int": f"whole numbers, as token ids: {BY_HAND}",
     "rows": "vectors of numbers: a table's rows are audited with a scenario of their own, docs/tables.md says how",
     "other": "inputs of this form have no attack here yet",
 }
@@ -136,13 +137,13 @@ def unsuited(
             True,
         )
     if not first["steps"]:
-        return Note("steps", f"{first['network']} computed gradients, but no torch optimizer made a step", True)
-    if "inputs" in first["notes"] or x is None:
-        return Note(
-            "inputs",
-            first["notes"].get("inputs", "inputs have different shapes") + ": one image tensor is needed",
-            True,
+        words = (
+            f"{first['network']} computed gradients, but no optimizer made a step: let clients step with torch.optim"
         )
+        return Note("steps", words, True)
+    if "inputs" in first["notes"] or x is None:
+        seen = first["notes"].get("inputs", "inputs have different shapes")
+        return Note("inputs", f"{seen}: {BY_HAND if 'input_ids' in seen else 'one image tensor is needed'}", True)
     if x.ndim != 4 or not np.issubdtype(x.dtype, np.floating) or x.shape[1] not in (1, 3):
         kind = "int" if np.issubdtype(x.dtype, np.integer) else "rows" if x.ndim == 2 else "other"
         return Note("inputs", f"the network takes {x.dtype} of shape {x.shape[1:]}: {KINDS[kind]}", True)
@@ -161,7 +162,7 @@ def write_draft(
 
     Args:
         attacked: nodes whose updates are attacked.
-        public: the nodes with the examples that serve as public data.
+        public: the nodes whose examples stand in for public data.
         files: folder for the public examples.
     """
     draft, first = Draft(), observed.clients[attacked[0]][0]
@@ -206,8 +207,8 @@ def _examples(rounds: Sequence[Mapping[str, Any]]) -> tuple[int, int, bool]:
 def _data(draft: Draft, public: Sequence[Mapping[str, Any]], n: int, pixels: Pixels, files: Path, clients: int) -> None:
     """Write the public examples, repeated as often as the shards need, and name them."""
     arrays = [read_npz(Path(facts["data"])) for facts in public]
-    x = np.concatenate([np.round(255 * pixels.of(a["x"])).astype(np.uint8) for a in arrays])
-    y = np.concatenate([a["y"] for a in arrays])
+    x = np.concatenate([np.round(255 * pixels.of(each["x"])).astype(np.uint8) for each in arrays])
+    y = np.concatenate([each["y"] for each in arrays])
     kept = np.unique(x.reshape(len(x), -1), axis=0, return_index=True)[1]
     x, y = x[np.sort(kept)], y[np.sort(kept)]
     auxiliary = max(AT_LEAST, len(x))
@@ -215,7 +216,7 @@ def _data(draft: Draft, public: Sequence[Mapping[str, Any]], n: int, pixels: Pix
     path = files / "public.npz"
     np.savez(path, x=np.tile(x, (copies, 1, 1, 1)), y=np.tile(y, copies), x_test=x, y_test=y)
     draft.add(
-        "[data]", "examples of clients that are not attacked serve as public data",
+        "[data]", f"examples of {len(public)} clients that are not attacked stand in for public data",
         use="npz", path=str(path), auxiliary=len(x) * copies - clients * n,
     )  # fmt: skip
 

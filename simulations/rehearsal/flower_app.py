@@ -24,12 +24,13 @@ TRIES = 2  # how often a strategy asks for clients and sends nothing before furt
 
 @dataclass(frozen=True)
 class FlowerApp:
-    """What pyproject.toml says of an app: `[tool.flwr.app]`."""
+    """An app as its pyproject.toml describes it; clients: in its largest federation, if it has one there."""
 
     folder: Path
     server: str
     client: str
     config: Settings
+    clients: int | None = None
 
     @classmethod
     def read(cls, folder: Path, settings: Settings) -> "FlowerApp":
@@ -60,7 +61,9 @@ class FlowerApp:
             )
         if rounds is not None:
             given |= {key: rounds for key in ROUNDS if isinstance(config.get(key), int) and key not in given}
-        return cls(folder, parts["serverapp"], parts["clientapp"], config | given)
+        federations = dict(_flat(table["tool"]["flwr"].get("federations", {})))
+        nodes = [v for k, v in federations.items() if k.endswith("options.num-supernodes") and isinstance(v, int)]
+        return cls(folder, parts["serverapp"], parts["clientapp"], config | given, max(nodes, default=None))
 
     def part(self, reference: str) -> Any:
         """Import the server app or the client app; the app's code may raise anything."""
@@ -86,16 +89,24 @@ class AppGrid(Grid):
 
     Args:
         clients: how many there are at first; more appear if the strategy waits for more.
+        most: clients of the app's own federation, if known.
     """
 
-    def __init__(self, app: Callable[[Message, Context], Message], config: Settings, clients: int, observer: Observer):
+    def __init__(
+        self,
+        app: Callable[[Message, Context], Message],
+        config: Settings,
+        clients: int,
+        observer: Observer,
+        most: int | None = None,
+    ):
         self._app, self._observer = app, observer
-        most = max(PARTITIONS, clients)
+        most = most or max(PARTITIONS, clients)
         self._contexts = {
             node: Context(1, node, {"partition-id": node - 1, "num-partitions": most}, RecordDict(), dict(config))
             for node in range(1, most + 1)
         }
-        self._here, self._asked = clients, 0
+        self._here, self._asked = min(clients, most), 0
         self._replies: dict[str, Message] = {}
         self.trained: dict[int, list[Training]] = {}  # by node, in the order of its train messages
         self.failed: list[str] = []

@@ -41,9 +41,11 @@ from fedgauge.simulations.rehearsal.train import OBSERVED
 from fedgauge.simulations.run.create import prepare_app
 from fedgauge.simulations.run.launch import OwnProcess
 
+SLOW = (
+    0.5  # CPU seconds to compute all attacked updates once, above which only one is attacked: a search takes hundreds
+)
 EXACT = 1e-4  # relative error that rounding during training explains
-STRANGERS = 3  # further clients: their examples serve as public data and as non-members
-COSTLY = 200  # examples that a round's training passes, above which one attack takes minutes
+STRANGERS = 3  # clients whose examples stand in for public data, where the app has them
 MOST_OBSERVED = 1 << 26  # bytes of observed.json
 
 
@@ -91,10 +93,11 @@ def observe(folder: Path, runs: Path, settings: Settings, clients: int, console:
 
 
 def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bool = True) -> Rehearsal:
-    """Draft the scenario of an observed app, and compute an update again.
+    """Draft the scenario of an observed app, write the truth of the attacked clients, and compute an update again.
 
     Args:
-        truth: write the examples of the attacked clients; otherwise they are deleted in the end.
+        clients: that are attacked, at most; the examples of all others stand in for public data.
+        truth: write the observed examples of the attacked clients.
     """
     sys.dont_write_bytecode = True  # the network is built by the app's code, and nothing is written in its folder
     first = next(rounds[0] for rounds in observed.clients.values())
@@ -107,20 +110,15 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         few.note("clients", "one client trained, and none is left to stand in for public data: raise --clients", True)
         return Rehearsal(run, few, run.folder, (), "")
     attacked = nodes[:-1][:clients]
+    public = nodes[len(attacked) :]
     every = [_arrays(facts)[0] for rounds in observed.clients.values() for facts in rounds if "data" in facts]
     pixels = pixels_of([x for x in every if x is not None], first["normalised"])
     files = run.folder.absolute() / "observed"  # the scenario is read from the app's folder
     with run.ledger() as ledger:
         rows = [row for row in ledger.observations() if row["digest"]]
         numbers = {node: client for client, node in ledger.nodes().items()}
-    draft = write_draft(observed, attacked, nodes[len(attacked) :], pixels, max(row["round"] for row in rows), files)
-    targets = sorted(numbers[node] for node in attacked)
-    if sum(first["sizes"]) > COSTLY:
-        one = min(row["round"] for row in rows if row["client"] == targets[0])
-        draft.note("cost", "one update is attacked, as each takes minutes; name more in [audit] rounds and clients")
-        draft.add("[audit]", "one update, as each takes minutes", clients=targets[:1], rounds=[one])
-    else:
-        draft.add("[audit]", "the attacked clients", clients=targets)
+    draft = write_draft(observed, attacked, public, pixels, max(row["round"] for row in rows), files)
+    draft.add("[audit]", "the attacked clients", clients=sorted(numbers[node] for node in attacked))
     packages = tuple({built["module"].partition(".")[0]: None for built in first["built"]}.keys() - LIBRARIES)
     with components.allowing(packages, [folder.resolve()]), users_errors():
         scenario = with_network(draft, first)
@@ -128,19 +126,30 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         if scenario is None:
             return Rehearsal(run, draft, run.folder, packages, "")
         n = scenario.federation.shards.batch_size
-        proof = _proof(run, scenario, observed, attacked[0], pixels)
-        for node in attacked:
+        for node in attacked if truth else ():
             rounds = [row["round"] for row in rows if row["client"] == numbers[node]]
             for round, facts in zip(rounds, observed.clients[node], strict=False):
-                if truth:
-                    _write_truth(run.folder / "truth", node, round, *truth_of(facts, n, pixels))
-                else:
-                    Path(facts["data"]).unlink()
+                _write_truth(run.folder / "truth", node, round, *truth_of(facts, n, pixels))
+        proof, seconds = _proof(run, scenario, observed, attacked[0], pixels)
+        rounds = sorted({row["round"] for row in rows if row["client"] == numbers[attacked[0]]})
+        if seconds * len(attacked) * len(rounds) > SLOW and len(attacked) * len(rounds) > 1:
+            _attack_less(draft, numbers[attacked[0]], rounds[0])
+            run_files.write(run.folder / "scenario.toml", draft.text().encode())
         return Rehearsal(run, draft, run.folder / "truth", packages, proof)
 
 
-def _proof(run: Run, scenario: Scenario, observed: Observed, node: str, pixels: Pixels) -> str:
-    """Return how well the draft, in the observed order of examples, gives the first update of a client."""
+def _attack_less(draft: Draft, client: int, round: int) -> None:
+    """Attack one update instead of all."""
+    draft.lines = [line for line in draft.lines if (line.table, line.key) != ("[audit]", "clients")]
+    draft.add("[audit]", "updates take long to compute: one is attacked", clients=[client], rounds=[round])
+    draft.note(
+        "cost",
+        f"only client {client}'s update of round {round} is attacked, to save time; for more change rounds and clients of [audit]",
+    )
+
+
+def _proof(run: Run, scenario: Scenario, observed: Observed, node: str, pixels: Pixels) -> tuple[str, float]:
+    """Return how well the draft, in the observed order, gives a client's first update, and the CPU seconds it took."""
     facts = observed.clients[node][0]
     tables = tomllib.loads(scenario.to_toml())
     for link in tables["chain"]:
@@ -157,10 +166,13 @@ def _proof(run: Run, scenario: Scenario, observed: Observed, node: str, pixels: 
         try:
             seen = read_observation(run, ledger, fed, row["round"], client, row["digest"])
         except UploadMismatch as error:
-            return str(error)
-        fed.load_buffers(seen.buffers)
-        with torch.random.fork_rng(devices=[]):
-            update = fed.update_fn()(seen.params, batch, generator("proof"))
+            return str(error), 0.0
+        for _ in range(2):  # the first also warms torch up
+            fed.load_buffers(seen.buffers)
+            started = time.process_time()
+            with torch.random.fork_rng(devices=[]):
+                update = fed.update_fn()(seen.params, batch, generator("proof"))
+            seconds = time.process_time() - started
         fed.load_buffers(seen.buffers)
         wrong = {k: float((update[k] - t).norm()) for k, t in seen.update.items()}
         size, sent = (
@@ -172,9 +184,10 @@ def _proof(run: Run, scenario: Scenario, observed: Observed, node: str, pixels: 
         step = max((torch.finfo(t.dtype).eps for t in came if t.is_floating_point()), default=0.0)
         if off < EXACT + step * sent / size:  # weights are rounded on their way
             ledger.set_meta(replay="ok", replay_detail=f"{where}: relative error {off:.1e}, from the observed examples")
-            return f"{where}, computed again from the observed examples: exact to rounding (relative error {off:.1e})"
+            exact = f"exact to rounding (relative error {off:.1e})"
+            return f"{where}, computed again from the observed examples: {exact}", seconds
         part = max(wrong, key=lambda k: wrong[k])
-        return f"{where}, computed again from the observed examples, differs by {off:.1%}, most in {part}"
+        return f"{where}, computed again from the observed examples, differs by {off:.1%}, most in {part}", seconds
 
 
 def _arrays(facts: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray | None]:

@@ -2,12 +2,15 @@
 
 import shutil
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from fedgauge.client.components import SpecError
+from fedgauge.server.store.run import Run
+from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.rehearsal.rehearse import Rehearsal, observe, rehearse
 from fedgauge.simulations.run.retention import prune
 
@@ -104,3 +107,53 @@ def test_an_app_that_does_not_train_is_refused_in_a_sentence(name: str, words: s
     with pytest.raises(SpecError, match=words):
         observe(folder, tmp_path / "runs", {}, 1, Console(quiet=True))
     assert not list((tmp_path / "runs").iterdir())
+
+
+HAND_WRITTEN = """
+rounds = 2
+clients = 4
+data = {{ use = "npz", path = '{public}', auxiliary = {auxiliary}, batch_size = 8, mean = [0.0], std = [1.0], classes = 10 }}
+model = {{ use = "theirs:Net" }}
+chain = [{{ use = "local_training", rate = 0.1 }}]
+audit = {{ effort = "quick", executor = "local", clients = [0] }}
+"""
+
+
+def scores_of(run: Run) -> list[tuple[object, ...]]:
+    """Everything that was measured, less times."""
+    with run.ledger(readonly=True) as ledger:
+        return [(r["round"], r["client"], r["attack"], r["example"], r["metric"], r["value"]) for r in ledger.scores()]
+
+
+@pytest.mark.full
+def test_a_drafted_and_a_hand_written_scenario_give_equal_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = app_of("plain", tmp_path)
+    (folder / "plain.py").rename(folder / "theirs.py")
+    (folder / "pyproject.toml").write_text(PROJECT.format(name="theirs"))
+    command = ["app", str(folder), "--clients", "1", "--runs", str(tmp_path / "runs"), "--log", "quiet"]
+    command += ["--draft", str(tmp_path / "audit.toml")]
+    assert main([*command, "--fail-above", "psnr=5"]) == 1
+    run = Run.open(next((tmp_path / "runs").iterdir()))
+    scenario = run.folder / "scenario.toml"
+    assert (tmp_path / "audit.toml").read_text() == scenario.read_text()
+    drafted, auxiliary = scores_of(run), tomllib.loads(scenario.read_text())["data"]["auxiliary"]
+    assert any(metric == "psnr" for *_, metric, _value in drafted)
+    scenario.write_text(HAND_WRITTEN.format(public=run.folder / "observed" / "public.npz", auxiliary=auxiliary))
+    again = ["audit", str(run.folder), "--retry", "all", "--allow", "theirs", "--truth", str(run.folder / "truth")]
+    monkeypatch.syspath_prepend(str(folder))
+    assert main([*again, "--log", "quiet"]) == 0
+    assert scores_of(run) == drafted
+
+
+@pytest.mark.full
+def test_no_truth_is_written_unless_wanted(tmp_path: Path) -> None:
+    folder = app_of("plain", tmp_path)
+    assert (
+        main(["app", str(folder), "--clients", "1", "--runs", str(tmp_path / "runs"), "--no-truth", "--log", "quiet"])
+        == 0
+    )
+    (run,) = (tmp_path / "runs").iterdir()
+    assert not (run / "truth").exists()
+    assert not any(metric == "psnr" for *_, metric, _value in scores_of(Run.open(run)))
