@@ -100,7 +100,7 @@ def csv(
     task: Task = "classification",
     longer: Longer = "cut",
 ) -> Text:
-    """A user's own table: a CSV file in UTF-8 whose first line names its columns.
+    """A user's own table: a CSV file in UTF-8 with the columns' names in its first line.
 
     Args:
         text, label: its columns of sentences and of classes (numbers from 0, or names); next_token reads no label.

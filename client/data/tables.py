@@ -62,7 +62,7 @@ def table(
     missing: Missing = "keep",
     one_hot: OneHot = "plain",
 ) -> Tabular:
-    """A user's own table: a CSV file in UTF-8 whose first line names its columns, or a Parquet file.
+    """A user's own table: a CSV file in UTF-8 with the columns' names in its first line, or a Parquet file.
 
     Args:
         label: the column of classes; every other one is a feature.

@@ -41,7 +41,7 @@ class Answer:
 
     Args:
         images: their digest.
-        psnr: of each, as it was reported.
+        psnr: the reported figure of each.
     """
 
     images: str

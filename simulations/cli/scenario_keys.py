@@ -71,7 +71,7 @@ def meanings_of(docstring: str) -> dict[str, str]:
 
 
 def _use(what: str, default: str = NEEDED) -> Key:
-    return Key("use", str, default, f"{what}; its own arguments stand beside it")
+    return Key("use", str, default, f"{what}; its arguments are further keys of this table")
 
 
 def _top() -> list[Key]:
