@@ -211,7 +211,7 @@ class AttackPlan:
     Args:
         attacks: including the baselines, and the limits if there are any.
         rounds: which to attack, counted from 1; default: those that `every` says.
-        every: attack every so many rounds, from the first on; not beside rounds.
+        every: attack every so many rounds, from the first on; not with rounds.
         clients: whom to attack, counted from 0 (under a secure sum a group, by its first client); default: all.
         wave: observations that one worker attacks together, at least 1.
         seed: of the attacker's randomness; default: the scenario's.

@@ -71,13 +71,12 @@ class Dataset:
         return self.y
 
     def check(self) -> None:
-        """Check data of anybody's making; ValueError says what keeps them from being used."""
+        """Check a user's data; ValueError names the fault."""
         for name, x, y in (("x", self.x, self.y), ("x_test", self.x_test, self.y_test)):
             if x.dtype != self.dtype or x.dim() != self.dimensions or not len(x) or x.shape[1:] != self.shape:
-                expected = (
-                    f"{self.dtype} of {self.dimensions} dimensions and shape (N, {', '.join(map(str, self.shape))})"
+                raise ValueError(
+                    f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected {self.dtype}, (N, *{self.shape})"
                 )
-                raise ValueError(f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected {expected}, N at least 1")
             if y.dtype != torch.int64 or y.shape != x.shape[: y.dim() if self.dtype == torch.int64 else 1]:
                 raise ValueError(
                     f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 classes (N,)"
@@ -215,13 +214,8 @@ def _owners(
         chosen = partitioners.ShardPartitioner(clients, "label", num_shards_per_partition=per_client, seed=seed)
     chosen.dataset = datasets.Dataset.from_dict({"label": labels[order].tolist(), "row": order.tolist()})
     owner = np.full(len(labels), -1, dtype=np.int32)
-    try:
-        for c in range(clients):
-            owner[np.asarray(chosen.load_partition(c)["row"], dtype=np.int64)] = c
-    except ValueError as error:
-        raise ValueError(
-            f"no split gives each client batch_size {batch_size}: raise alpha, or lower clients ({error})"
-        ) from error
+    for c in range(clients):
+        owner[np.asarray(chosen.load_partition(c)["row"], dtype=np.int64)] = c
     return owner
 
 

@@ -88,7 +88,7 @@ def _top() -> list[Key]:
 _PARTS = ("stragglers", "secure_sum", "loss", "guard", "canaries")
 _SPLIT = ("dataset", "clients", "seed")  # of split: given by other parts of the scenario
 _WEIGHTS = "a safetensors checkpoint to start from, BatchNorm's statistics included; default: drawn from the seed"
-_ADAPTERS = "small parts that clients train beside a frozen network, each a table `[[model.adapter]]` with `use`"
+_ADAPTERS = "small trained parts of a frozen network, each a table `[[model.adapter]]` with `use`"
 _DEFENSES = "defenses of the model, each a table `[[model.defense]]` with `use`"
 _EACH = "act on each example's gradient by itself; before local training only"
 TABLES: Mapping[str, Callable[[], list[Key]]] = {
