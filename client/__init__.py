@@ -1,7 +1,7 @@
-"""What a client computes: the vocabulary of updates, the models, the data, and the Flower ClientApp.
+"""The client side: updates, models, data, and the Flower ClientApp.
 
-Importing this package sees to it that torchvision can be imported beside a CPU build of torch, and that torch keeps what it
-compiles in a folder of this user alone. Every process of fedgauge (server, client, worker, command line, test) imports it before
+Importing this package makes torchvision importable with a CPU build of torch, and gives torch a private folder for what it
+compiles. Every process of fedgauge (server, client, worker, command line, test) imports it before
 anything else can import torchvision or compile.
 """
 

@@ -166,9 +166,9 @@ def _answer_in_a_sum(
 ) -> Message:
     """One answer of a secure sum's conversation; to the third question it is the masked update."""
     if SUM not in message.content.config_records:
-        raise RequestRefused("this client's update leaves in a secure sum alone")
+        raise RequestRefused("this client sends its update only in a secure sum")
     if "buffers" in message.content.array_records:
-        raise RequestRefused("a secure sum is of parameters alone, and the server sent buffers")
+        raise RequestRefused("a secure sum takes only parameters, but the server sent buffers")
     try:
         mod = secure_sum(terms, "updates", state.sums)
         return mod(message, context, lambda asked, where: _answer_with_update(asked, where, own, state))
@@ -218,7 +218,7 @@ def _suspicious(
     run: int,
     state: ClientFolder,
 ) -> str:
-    """Why the owner's guard refuses these weights; empty without a guard, and if the guard only logs."""
+    """Return the guard's reason to refuse these weights; empty without a guard, or if it only logs."""
     if own.owner.guard is None or own.owner.guard.inspect == "off":
         return ""
     policy = own.owner.guard.inspection_policy(own.chain.private)
@@ -233,7 +233,7 @@ def _suspicious(
 def _objection(
     own: DeployedClient, params: Params, buffers: Mapping[str, Tensor], update: Update, reply: Message, rows: list[int]
 ) -> str:
-    """Why the owner's guard withholds the update; empty without a guard, and if it has no objection."""
+    """Return the guard's reason to withhold the update; empty without a guard or an objection."""
     limits: GuardPolicy | None = own.owner.guard
     if limits is None:
         return ""
@@ -256,7 +256,7 @@ def grade(message: Message, context: Context) -> Message:
     state = ClientFolder(owner.state)
     try:
         if owner.secure_sum is not None:
-            raise RequestRefused("its updates leave in secure sums alone, of which no client holds all examples")
+            raise RequestRefused("this client sends only secure sums, and no client has all their examples")
         round = _round_of(message, "grade", 2**31)
         with state.locked():
             run = _run_of(message, context)

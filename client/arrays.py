@@ -17,7 +17,7 @@ _FIELDS = [
 
 
 class NpyHeader(NamedTuple):
-    """What the header of an npy file says, and where its numbers begin."""
+    """The header of an npy file, and the offset of its data."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -29,7 +29,7 @@ def npy_header(data: bytes) -> NpyHeader:
     """Read the header of one whole array of numbers.
 
     NumPy reads a header with `ast.literal_eval`, which in CPython 3.11 raises SystemError, in either thread, when two
-    threads call it at once. A thread beside a user's app must therefore not call it.
+    threads call it at once. A thread that runs next to a user's app must therefore not call it.
 
     Raises:
         ValueError: it is no npy file, not an array of numbers, or shorter than it claims.
@@ -54,7 +54,7 @@ def npy_header(data: bytes) -> NpyHeader:
 
 
 def npy_array(data: bytes) -> np.ndarray[Any, np.dtype[Any]]:
-    """Read one array of numbers as it was saved.
+    """Read one saved array of numbers.
 
     Raises:
         ValueError: as `npy_header`.

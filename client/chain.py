@@ -71,21 +71,21 @@ class Chain:
 
     @property
     def remembers(self) -> bool:
-        """Whether a client keeps something from round to round."""
+        """Check for a link that keeps state between rounds."""
         return any(isinstance(link, Link) and link.remembers for link in self.links)
 
     def stays(self, name: str) -> bool:
-        """Whether a parameter or buffer of this name never leaves the client."""
+        """Check whether the client never sends the parameter or buffer of this name."""
         return any(isinstance(link, Link) and link.stays(name) for link in self.links)
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether a link takes one update at a time: many clients are then not computed together."""
+        """Check for a link that takes one update at a time, so that clients cannot be computed together."""
         return any(part.one_at_a_time for part in _parts(self.links))
 
     @property
     def private(self) -> bool:
-        """Whether noise follows a bound: then nothing that leaves the client may depend on its examples in another way."""
+        """Check for noise after a bound: nothing else that the client sends may then depend on its examples."""
         bounded = False
         for part in _parts(self.links):
             bounded = bounded or part.bounds
@@ -113,7 +113,7 @@ class Chain:
 
     @property
     def hidden(self) -> frozenset[str]:
-        """Parameters whose updates one of the links hides."""
+        """Parameters that a link hides."""
         known = map(_alone, _parts(self.links))
         return frozenset().union(*(found.hidden for found in known if found is not None))
 
@@ -188,7 +188,7 @@ def _parts(links: Iterable[Transform]) -> Iterator[Link]:
 
 
 def may_read_examples(link: Transform) -> bool:
-    """Whether a link may use the examples by itself, beside what it wraps, as soteria does."""
+    """Check whether a link may itself use the examples, as soteria does."""
     return not isinstance(link, UpdateTransform | BatchTransform | StatefulTransform | local_sgd)
 
 
@@ -197,7 +197,7 @@ def _stateful(link: Transform | None) -> bool:
 
 
 def _alone(link: Transform) -> UpdateDistribution | None:
-    """What a link by itself makes of a known update."""
+    """Return a link's distribution for a known update."""
     return link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
 
 

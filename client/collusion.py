@@ -1,18 +1,18 @@
-"""What a secure sum resists: how many of a group's clients may side with the server, and how many may drop out.
+"""Tolerance of a secure sum: the numbers of colluding clients and of dropouts that it resists.
 
 Of n clients each holds one share of every client's two secrets, and any t shares give a secret. An honest client hands out its
-share of one of the two, and only after t clients, itself included, have confirmed to it the survivors and dropouts that it was
-told of (Bonawitz et al., CCS 2017, section 6). It confirms once a session.
+share of one of the two, and only after t clients, itself included, have confirmed its list of survivors and dropouts
+(Bonawitz et al., CCS 2017, section 6). It confirms once a session.
 
-1. Two different lists need t confirmations each. The c clients beside a lying server may confirm both, the other n - c one. So
+1. Two different lists need t confirmations each. The c colluding clients may confirm both, the other n - c one. So
    there is one list only, if 2t > n + c; otherwise the server gets both secrets of one client.
-2. With one list a survivor gives its seed alone, and a client that dropped out its key alone: the mask of two survivors stays
-   secret, and so does the vector of one that dropped out.
+2. With one list the server gets only a survivor's seed, and only a dropout's key: the mask of two survivors stays secret, and
+   so does the vector of a dropout.
 3. At least t - c honest survivors confirmed the list, and each of them masks with all survivors, as it knows their shares. Any
    other honest survivor masked with at least t clients, whichever the server showed it: one of those t - c among them, since
    t + (t - c) > n. So the masks connect all honest survivors, and the server learns their sum, of t - c or more, and no part of it.
 
-Two are left at least if c <= t - 2, and this holds for a server that follows the protocol, too: it learns a sum of t or more.
+At least two remain if c <= t - 2. The same holds for a server that follows the protocol: it learns a sum of t or more.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What a group of n clients with threshold t resists; the server then sees sums of at least two other clients alone.
+    """Tolerance of a group; within it, the server sees only sums of at least two other clients.
 
     Args:
-        curious: clients on the side of a server that follows the protocol, and wants to know.
-        lying: on the side of one that tells clients different things about who sent shares and who dropped out, but passes on
-            their public keys as they are: one that passes on its own instead needs nobody. Below 0: it needs no client's help.
+        curious: clients that may help a server that follows the protocol.
+        lying: clients that may help a server that gives clients different lists of survivors and dropouts, but passes on their
+            public keys. A server that forges keys needs no help. Below 0: none is needed here either.
         dropouts: clients that may drop out while there is a sum.
     """
 
@@ -40,18 +40,18 @@ class Tolerance:
         """As one sentence."""
         return (
             f"a secure sum of {self.group} with threshold {self.threshold}: {self.dropouts} may drop out; single updates stay "
-            f"hidden from a server that follows the protocol with up to {self.curious} clients on its side, and from one that "
-            f"lies about who dropped out with up to {self.lying}; from one that hands on other keys than the clients' they do not"
+            f"hidden from an honest server that up to {self.curious} clients help, and from one that falsifies the list of "
+            f"dropouts with the help of up to {self.lying}; they are not hidden from a server that forges keys"
         )
 
 
 def tolerance(group: int, threshold: int) -> Tolerance:
-    """What n clients with threshold t resist."""
+    """Return the tolerance of n clients with threshold t."""
     return Tolerance(group, threshold, threshold - 2, min(2 * threshold - group - 1, threshold - 2), group - threshold)
 
 
 def promised_colluders(group: int) -> int:
-    """How many colluding clients a secure sum resists unless fewer are asked for by name: those below a third of its group."""
+    """Return the default number of colluding clients that a secure sum must resist: all below a third of its group."""
     return (group - 1) // 3
 
 
@@ -71,6 +71,6 @@ def check_threshold(group: int, least: int, colluders: int | None = None) -> Non
         raise ValueError(f"colluders must be in 0..{group - 2} (all but two of group = {group}), got {wanted}")
     if resisted < wanted:
         raise ValueError(
-            f"threshold = {least} of group = {group} resists {resisted} clients on the side of a server that lies about who "
-            f"dropped out, not {wanted}: set threshold = {(group + wanted) // 2 + 1}, or ask for colluders = {resisted}"
+            f"threshold = {least} of group = {group} resists {resisted} clients that help a server to falsify "
+            f"the list of dropouts, not {wanted}: set threshold = {(group + wanted) // 2 + 1}, or ask for colluders = {resisted}"
         )

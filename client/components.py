@@ -125,7 +125,7 @@ def _importable() -> None:
 def with_absolute_paths(table: Table, kind: ComponentKind, base: Path) -> dict[str, Any]:
     """The same table with absolute paths; relative ones start from base.
 
-    Flower's processes, and whoever opens the run later, read the table from other folders.
+    Flower's processes and later readers of the run work in other folders.
     """
     try:
         paths = path_arguments(table, kind)
@@ -141,7 +141,7 @@ def path_arguments(table: Table, kind: ComponentKind) -> set[str]:
 
 
 def _has_path(hint: Any) -> bool:
-    """Whether a value of this type may be a path, or hold one."""
+    """Check whether a value of this type may be or contain a path."""
     of = typing.get_origin(hint) or hint
     if isinstance(of, type) and issubclass(of, os.PathLike):
         return True
@@ -159,7 +159,7 @@ def build(
     Args:
         where: the table's place, for messages, e.g. "[[chain]] #1".
         offered: values for parameters without a default, by name, e.g. model, shape.
-        beside: other keys that the same table may have; for messages.
+        beside: other valid keys of the table, for messages.
 
     Raises:
         SpecError: an unknown name, an unknown or missing argument, a wrong type, a value that the component refuses, or a
@@ -175,7 +175,7 @@ def build(
 
 
 def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
-    """Call with checked arguments; an error of the target names the table, an error of a user's code its line, too."""
+    """Call with checked arguments; errors name the table, and the line if it is in a user's code."""
     try:
         return target(**arguments)
     except Exception as error:
@@ -347,7 +347,7 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
 
 
 def spell(hint: Any) -> str:
-    """What a type hint wants, in words: a whole number, one of 'a', 'b'."""
+    """Describe a type hint: a whole number, one of 'a', 'b'."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return "one of " + ", ".join(map(repr, inner))
@@ -365,7 +365,7 @@ def settings_of(kind: type[Settings], value: Any, where: str, beside: Sequence[s
     """A dataclass of settings from a table; SpecError where the table does not fit.
 
     Args:
-        beside: keys of the table that something else reads, for the message.
+        beside: other valid keys of the table, for the message.
     """
     table, names = coerce(value, dict, where), [*beside, *inspect.signature(kind).parameters]
     if unknown := [key for key in table if key not in names]:

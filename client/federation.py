@@ -100,7 +100,7 @@ class Federation:
 
     @cached_property
     def loss(self) -> Loss:
-        """What clients minimise: the mean over a batch of a function of logits and labels."""
+        """The clients' loss: the mean over a batch of a function of logits and labels."""
         loss = build_loss(self.protocol.loss, "[loss]", self.shards.dataset.classes)
         if predicts_tokens(loss) == self.shards.dataset.labelled:
             other = "cross_entropy" if self.shards.dataset.labelled else "next_token"
@@ -145,7 +145,7 @@ class Federation:
                 f"[[chain]]: a link needs batches of one size: choose a batch_size that divides [data] batch_size {whole}"
             )
         if local.remembers and any(composed.stays(name) for name, _ in self.model.named_parameters()):
-            raise SpecError("[[chain]]: private_layers and scaffold cannot stand together: use local_sgd")
+            raise SpecError("[[chain]]: private_layers and scaffold cannot be combined: use local_sgd")
         if self.protocol.canaries is not None and not composed.private:
             raise SpecError("[canaries] needs noise behind a clip in the chain: add clip and gaussian, or dp_sgd")
         mixing = [name for name, m in self.model.named_modules() if isinstance(m, _BatchNorm) and m.training]
@@ -182,7 +182,7 @@ class Federation:
 
     @property
     def without_batch_statistics(self) -> str:
-        """What to set so that BatchNorm no longer mixes examples."""
+        """Settings with which BatchNorm no longer mixes examples."""
         return '[model] mode = "eval", or bring a network with GroupNorm, such as norm = "group"'
 
     @cached_property
@@ -197,12 +197,12 @@ class Federation:
 
     @property
     def inspection_policy(self) -> InspectionPolicy:
-        """What clients do about the weights that they are sent."""
+        """The clients' policy for inspecting received weights."""
         return self.protocol.guard.beside(self.chain.private)
 
     @property
     def sends_buffers(self) -> bool:
-        """Whether clients update the network's buffers and send them: in train mode, but not beside noise that protects.
+        """Check whether clients update and send the network's buffers: in train mode, unless the chain has private noise.
 
         BatchNorm in train mode is the exception: the trained network needs its statistics, and there is no epsilon then.
         """
@@ -222,7 +222,7 @@ class Federation:
         return chain.with_state({} if memory is None else memory)(self.own_gradient)
 
     def direction(self, client: int) -> Update:
-        """What a canary sends in every round: an update of norm 1, uniform over all directions."""
+        """Return a canary's update in every round: norm 1, uniform over all directions."""
         return canary(at_least_single(self.initial()[0]), generator(self.protocol.seed, "canary", client))
 
     def initial(self) -> tuple[Params, dict[str, Tensor]]:
@@ -230,11 +230,11 @@ class Federation:
         return detached_params(self.model), floating_buffers(self.model)
 
     def as_seen(self, chain: Chain, members: int) -> Chain:
-        """A chain whose update is what the server sees: the mean of this many clients' updates."""
+        """Return the chain of the server's view: the mean of this many clients' updates."""
         return chain if members == 1 else Chain((*chain.links, GroupMean(members, self._is_one_client(chain))))
 
     def _is_one_client(self, chain: Chain) -> bool:
-        """Whether the noise-free mean of several clients' updates equals one client's update on all their examples."""
+        """Check that the noise-free mean of several clients' updates equals one client's update on all their examples."""
         others = [noise_free(link) for link in chain.links if link is not chain.local]
         norms = [m for m in self.model.modules() if isinstance(m, _BatchNorm) and m.training]
         one_step = chain.local.one_gradient and chain.local.batch_size in (None, self.shards.batch_size)
@@ -244,7 +244,7 @@ class Federation:
     def client_update(
         self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int, compute: UpdateFn | None = None
     ) -> Update:
-        """What the server sees of a client in a round: its update, or with [secure_sum] the mean of its group's.
+        """Compute the server's view of a client in a round: its update, or with [secure_sum] its group's mean.
 
         Args:
             compute: a client function to use instead of the protocol's, on the same examples and randomness.
@@ -272,7 +272,7 @@ class Federation:
         memory: TransformState | None = None,
         compute: UpdateFn | None = None,
     ) -> Update:
-        """What a client computes in a round, with the simulation's randomness.
+        """Compute a client's update in a round, with the simulation's randomness.
 
         Args:
             memory: its state from earlier rounds, which is updated; None: this is its first round.
@@ -327,7 +327,7 @@ class Federation:
         """Accuracy (of the largest logit) and mean loss on the held-out test examples, with BatchNorm in eval mode.
 
         Args:
-            most: the first test examples alone; default: all.
+            most: evaluate only so many test examples; default: all.
         """
         dataset = self.shards.dataset
         chunk = max(1, min(chunk, LOGITS // (dataset.y_test[0].numel() * dataset.classes)))
@@ -345,13 +345,13 @@ class Federation:
         return right / len(every), loss / len(every)
 
     def load_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Set the model's buffers to what the server sent."""
+        """Set the model's buffers to the server's values."""
         own = dict(self.model.named_buffers())
         for name, value in buffers.items():
             own[name].copy_(value)
 
     def returned_buffers(self, sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The buffers that a client sends back; of what stays at home those that it was sent."""
+        """Return the buffers that a client sends back; private ones keep the received values."""
         moved = floating_buffers(self.model)
         return {k: sent[k] if k in sent and self.chain.stays(k) else t for k, t in moved.items()}
 
@@ -375,6 +375,6 @@ def whole_parts(model: nn.Module, names: set[str]) -> list[str]:
 
 
 def _within(module: nn.Module, name: str, still: set[str]) -> bool:
-    """Whether all of a module's parameters, of which there are some, are among these."""
+    """Check that a module has parameters and that all are among these."""
     names = [f"{name}.{k}" for k, _ in module.named_parameters()]
     return bool(names) and still.issuperset(names)

@@ -15,7 +15,7 @@ may_download = ContextVar("may_download", default=True)  # False while a run is 
 
 
 def data_folder() -> Path | None:
-    """The folder of local data: FEDGAUGE_DATA, else shared/data beside the project, else None.
+    """The folder of local data: FEDGAUGE_DATA, else shared/data next to the project, else None.
 
     Raises:
         FileNotFoundError: FEDGAUGE_DATA does not name a folder.
@@ -28,7 +28,7 @@ def data_folder() -> Path | None:
 
 
 def state_folder() -> Path:
-    """What must outlive the cache: XDG_STATE_HOME/fedgauge."""
+    """Return the folder for lasting state: XDG_STATE_HOME/fedgauge."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "fedgauge"
 
 

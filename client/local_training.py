@@ -184,8 +184,8 @@ def local_training(
         weight_decay: torch's: added to the gradient, or by adamw to the step.
         schedule: of the rate over the round's steps: constant, step (times gamma every step_size steps) or cosine (to zero).
         step_size, gamma: of the schedule step.
-        accumulate: batches whose gradients are averaged for one step; what is left at an epoch's end makes one, too, divided
-            by the same number.
+        accumulate: batches to average for one step; the remainder at an epoch's end makes one step, divided by the same
+            number.
         max_norm: clips each step's gradient, as torch.nn.utils.clip_grad_norm_ does.
         proximal_mu: FedProx's proximal weight.
     """
@@ -232,7 +232,7 @@ def local_training(
 
 @dataclass(frozen=True, eq=False)
 class Pull:
-    """Where SCAFFOLD's control variates move a client's weights in a round: steps * rate * (c_i - c), by parameter."""
+    """SCAFFOLD's correction of a client's weights in a round: steps * rate * (c_i - c), by parameter."""
 
     of: Update
 
@@ -248,16 +248,16 @@ class Pull:
 
 @dataclass(frozen=True)
 class ControlledSGD(local_sgd):
-    """SGD whose steps a control variate corrects; `scaffold` builds it.
+    """SGD with steps corrected by a control variate; built by `scaffold`.
 
     The client's variate c_i is the mean gradient of its last round, and the global one c the mean of all clients' (option II).
     With every client in every round, and a server that averages, c is the last move of the global weights over
     -(steps * rate). So the pull of a round is the global weights less the end of the client's own gradients in its last round,
-    and nothing but weights and updates has to travel. It counts the update as it was sent: what a defense made of it.
+    and nothing but weights and updates has to travel. It uses the sent update, after any defense.
 
     Attributes:
-        pull: of this round; None: there is none, as in a client's first round.
-        corrected: the update without the pull, as an attacker takes it who knows it: the sum of the gradients alone.
+        pull: correction of this round; None in a client's first round.
+        corrected: the update without the pull, for an attacker who knows it: only the sum of the gradients.
     """
 
     pull: Pull | None = None
@@ -313,7 +313,7 @@ class ControlledSGD(local_sgd):
 
 
 def own_move(sent: Update, pull: Update) -> Update:
-    """Where a client's own gradients moved it: the update that it sent without the round's pull."""
+    """Return the part of an update that comes from the client's gradients: the update without the round's pull."""
     return {k: t - pull[k] for k, t in sent.items()} if pull else sent
 
 
@@ -327,7 +327,7 @@ def pull_after(at: Params, own: Update, params: Params) -> Update:
 
 
 def _pull_in(memory: TransformState, prefix: str, params: Params) -> Update:
-    """The pull of a round that begins at params, from a client's memory, whose names begin with prefix."""
+    """Return the pull of a round that begins at params, from the entries of a client's memory with this prefix."""
     at, own = (
         {k.removeprefix(start): t for k, t in memory.items() if k.startswith(start)}
         for start in (f"{prefix}at.", f"{prefix}own.")

@@ -25,8 +25,8 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
 
     No defense acts on whole and complex numbers: they leave as the app replies with them.
 
-    An epsilon of clip and noise covers these weights alone: not metrics that the app sends beside them (its loss, accuracy or
-    number of examples), and not whether it answers at all.
+    An epsilon of clip and noise covers only these weights: not the app's metrics (loss, accuracy, number of examples), and not
+    the fact that it answers at all.
 
     Args:
         transform: a defense of the finished update (an UpdateTransform, or a chain of them): a mod has no examples.
@@ -79,7 +79,7 @@ def _floating(tensors: Params) -> Params:
 
 
 def _form(tensor: Tensor) -> tuple[torch.Size, bool]:
-    """What must agree; the precision may differ: stock FedAdam sends float64 to models that train in float32."""
+    """Return the facts that must agree; the precision may differ: stock FedAdam sends float64 to models that train in float32."""
     return tensor.shape, torch.is_floating_point(tensor)
 
 

@@ -5,9 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-PSNR_CAP = (
-    60.0  # an exact hit has infinite PSNR: means and clients' answers are capped here, a ledger keeps the raw value
-)
+PSNR_CAP = 60.0  # means and clients' answers are capped here; a ledger keeps the raw value, infinite for an exact hit
 
 
 def assigned(costs: Tensor) -> Tensor:
@@ -17,18 +15,10 @@ def assigned(costs: Tensor) -> Tensor:
     return torch.from_numpy(linear_sum_assignment(costs.double().cpu().numpy())[1])
 
 
-def one_to_one(fits: Tensor) -> int:
-    """How many rows of fits (n, m), bool, have a column that fits them, each a column of its own."""
-    from scipy.optimize import linear_sum_assignment
-
-    rows, columns = linear_sum_assignment(fits.double().cpu().numpy(), maximize=True)
-    return int(fits[rows, columns].sum())
-
-
 def match(truth: Tensor, guess: Tensor) -> Tensor:
     """Order (B,) that pairs guess[order[i]] with truth[i], one to one, at the least total squared error.
 
-    Exact hits are always paired: where other guesses are far off, the least total alone could separate them.
+    Exact hits are always paired: where other guesses are far off, the least total by itself could separate them.
     """
     cost = (truth.flatten(1)[:, None] - guess.flatten(1)[None]).square().mean(2).double()
     exact = cost <= 10 ** (-PSNR_CAP / 10)

@@ -38,12 +38,12 @@ class SecureSumOptions:
 
     Args:
         group: clients in a sum, at least 2; it divides the number of clients.
-        threshold: the fewest clients in a sum, more than half of the group, as the real protocol needs; default: all. The real
-            one with threshold t of n resists a server that lies about who dropped out with up to 2t - n - 1 clients (at most
-            t - 2) on its side, and n - t drop-outs. One that hands on keys of its own as the clients' reads each update.
+        threshold: the fewest clients in a sum, more than half of the group; default: all. A deployment with threshold t of n
+            resists n - t drop-outs, and a server that falsifies the list of dropouts with the help of up to 2t - n - 1
+            clients (at most t - 2). A server that forges the clients' keys reads each update.
         drawn: whether the seed draws new groups each round; otherwise groups are consecutive clients, the same in every round.
         colluders: how many such clients the threshold must resist; default: as many as are fewer than a third of the group.
-        clip: in a deployment, whose secure sum is real: the largest absolute value of an update's entry, above 0; needed there.
+        clip: the largest absolute value of an update's entry, above 0; needed in a deployment, and only there.
     """
 
     group: int
@@ -78,7 +78,7 @@ class SecureSumOptions:
 
 @dataclass(frozen=True)
 class CanaryOptions:
-    """What measures how much the noise protects: clients that send fixed directions, or examples among clients' data.
+    """Measurement of the noise's protection: clients that send fixed directions, or examples among clients' data.
 
     Args:
         clients: how many of the clients are canaries, the last ones. With examples = 0 they send random directions and do not use
@@ -186,7 +186,7 @@ class Protocol:
 
     @property
     def canary_examples(self) -> int:
-        """How many canary examples each of these clients has; 0: they send directions, or there are none."""
+        """Number of canary examples of each canary client; 0: they send directions, or there are none."""
         return self.canaries.examples if self.canaries else 0
 
     @property
@@ -196,25 +196,26 @@ class Protocol:
         return torch.rand(count, generator=generator(self.seed, "coins")) < 0.5
 
     def misses(self, client: int, round: int) -> bool:
-        """Whether a client's reply in a round never arrives."""
+        """Draw whether a client's reply in a round is lost."""
         draw = torch.rand((), generator=generator(self.seed, "straggler", client, round)).item()
         return draw < self.stragglers.probability
 
     def groups(self, round: int) -> list[tuple[int, ...]]:
-        """All clients, in groups whose updates the server sees only as a sum; groups of one without [secure_sum]."""
+        """Return the groups of clients that the server sees as sums; groups of one without [secure_sum]."""
         order, size = list(range(self.clients)), self.secure_sum.group if self.secure_sum else 1
         if self.secure_sum and self.secure_sum.drawn:
             order = torch.randperm(self.clients, generator=generator(self.seed, "groups", round)).tolist()
         return sorted(tuple(sorted(order[i : i + size])) for i in range(0, self.clients, size))
 
     def alike(self, client: int, other: int, round: int) -> bool:
-        """Whether what the server sees of both is of as many clients; only then does one's truth measure guesses at the other's."""
+        """Check that both belong to sums of equal size; otherwise their reconstructions are not comparable."""
         return len(self.members(client, round)) == len(self.members(other, round))
 
     def members(self, client: int, round: int) -> tuple[int, ...]:
-        """The clients whose updates the server sees together with this one's: those of its group that do not miss the round.
+        """Return the clients in the same sum as this one: those of its group that do not miss the round.
 
-        A client that the protocol does not know is alone, and so is one all of whose group miss it: a ledger may have its update.
+        A client that the protocol does not list is a group of one, and so is one if its whole group misses the round: a ledger
+        may have its update.
         """
         if self.secure_sum is None:
             return (client,)

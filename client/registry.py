@@ -31,17 +31,17 @@ class Entry:
 
     @property
     def own(self) -> bool:
-        """Whether it is fedgauge's own."""
+        """Check that it is fedgauge's own."""
         return self.package == OWN
 
 
 def allowed() -> tuple[str, ...]:
-    """The packages outside fedgauge whose modules may be named in this process."""
+    """Return the packages outside fedgauge from which this process may take components."""
     return tuple(name for name in os.environ.get(ALLOW, "").split(",") if name)
 
 
 def is_in(module: str, packages: tuple[str, ...]) -> bool:
-    """Whether a module is, or lies in, one of these packages."""
+    """Check that a module is one of these packages or part of one."""
     return any(module == p or module.startswith(p + ".") for p in packages)
 
 
@@ -59,7 +59,7 @@ def _installed(group: str) -> tuple[Entry, ...]:
 
 
 def unknown_groups(known: Collection[str]) -> list[Entry]:
-    """What packages register in groups that look like ours and are none."""
+    """Find entries in groups that begin with our name but do not exist."""
     groups = {g for g in metadata.entry_points().groups if g.startswith(f"{OWN}.")} - set(known)
     return [entry for group in sorted(groups) for entry in entries(group)]
 

@@ -23,7 +23,7 @@ def generator(*parts: str | int) -> Generator:
 
 
 def secret_generator() -> Generator:
-    """A generator whose whole state is the operating system's entropy.
+    """A generator with its whole state from the operating system's entropy.
 
     From a seed, torch's CPU generator takes 32 bits only: a server that knows one entry of the noise could try all seeds.
     """

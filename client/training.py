@@ -154,7 +154,7 @@ def _leaves(value: Tensor) -> set[Tensor]:
 def without_running_stats(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
     """Norms in train mode normalise by the batch without moving their running statistics, which grad and vmap refuse.
 
-    Yields the layers whose statistics it holds.
+    Yields the layers with held statistics.
     """
     norms = [m for m in model.modules() if isinstance(m, _NormBase)]
     tracking = [m for m in norms if m.training and m.track_running_stats]
@@ -196,22 +196,22 @@ class local_sgd(Link):
 
     @property
     def accumulated(self) -> int:
-        """How many gradients are averaged for one step."""
+        """Number of gradients that are averaged for one step."""
         return 1
 
     @property
     def plain(self) -> bool:
-        """Whether each step is the gradient of a slice in order times one rate, and the proximal pull."""
+        """Check that each step is one rate times the gradient of the next slice, plus the proximal pull."""
         return True
 
     @property
     def one_gradient(self) -> bool:
-        """Whether the update is one gradient, times -rate."""
+        """Check that the update is one gradient, times -rate."""
         return self.steps == 1
 
     @property
     def adaptive(self) -> bool:
-        """Whether each entry moves by its own size (Adam): the update then does not tell the gradient's magnitudes."""
+        """Check for per-entry step sizes (Adam), with which the update hides the gradient's magnitudes."""
         return False
 
     @property
@@ -220,7 +220,7 @@ class local_sgd(Link):
         return f"{self.steps} local step{'s' if self.steps > 1 else ''} of SGD"
 
     def gradients(self, size: int) -> int:
-        """How many gradients the training on a batch of this size takes."""
+        """Count the gradients of training on a batch of this size."""
         return sum(map(len, islice(self.order(size, None), self.steps)))
 
     def order(self, size: int, rng: Generator | None) -> Iterator[tuple[slice | Tensor, ...]]:
@@ -242,7 +242,7 @@ class local_sgd(Link):
 
     @property
     def scale(self) -> float:
-        """How far one unit of a constant gradient moves the weights: update ~ -scale * gradient."""
+        """Change of the weights by one unit of a constant gradient: update ~ -scale * gradient."""
         return self.rate * self.steps
 
     def start(self, params: Params, step: int) -> Params:
@@ -251,7 +251,7 @@ class local_sgd(Link):
 
     @property
     def beside(self) -> Update | None:
-        """What the update has beside the gradients; None: nothing."""
+        """The update's part that is no gradient; None: there is none."""
         return None
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:

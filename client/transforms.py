@@ -16,7 +16,7 @@ from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn, a
 
 @dataclass(frozen=True)
 class UpdateDistribution:
-    """How a seen update is distributed around its noise-free form, in units of the update: p(seen | x) as far as known.
+    """Distribution of a seen update around its noise-free form, in units of the update: p(seen | x) as far as known.
 
     Args:
         sigma: standard deviation of normal noise in every entry.
@@ -24,7 +24,7 @@ class UpdateDistribution:
         sparse: entries that are exactly zero were dropped and carry no information.
         shrink: the noise-free form is this part of a visible entry's expectation (an unknown mask shows keep of them).
         signed: only the signs of the noisy values are seen.
-        hidden: parameters whose updates a defense has changed in an unknown way: gradient matching leaves them out.
+        hidden: parameters that a defense has changed in an unknown way: gradient matching leaves them out.
     """
 
     sigma: float = 0.0
@@ -36,7 +36,7 @@ class UpdateDistribution:
 
     @property
     def noisy(self) -> bool:
-        """Whether noise of a known density was added."""
+        """Check for added noise of a known density."""
         return self.sigma > 0 or self.scale > 0
 
 
@@ -44,7 +44,7 @@ TransformState = dict[str, Tensor]  # what a client keeps from one round to the 
 
 
 class Link(ABC):
-    """A transform that a scenario can name: a frozen dataclass whose fields are its arguments.
+    """A transform that a scenario can name: a frozen dataclass with its arguments as fields.
 
     Attributes:
         each: whether it takes a step's examples one by one, as `per_example` does.
@@ -72,7 +72,7 @@ class Link(ABC):
 
     @property
     def remembers(self) -> bool:
-        """Whether a client keeps something of it from round to round; its later updates cannot be recomputed without that."""
+        """Check for state that a client keeps between rounds; its later updates cannot be recomputed without it."""
         return False
 
     def bound(self, memory: TransformState, prefix: str) -> Transform:
@@ -80,7 +80,7 @@ class Link(ABC):
         return self
 
     def stays(self, name: str) -> bool:
-        """Whether a parameter or buffer of this name never leaves the client."""
+        """Check whether the client never sends the parameter or buffer of this name."""
         return False
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
@@ -95,21 +95,21 @@ def noise_free(transform: Transform) -> Transform:
 
 
 def is_per_example(link: Transform) -> bool:
-    """Whether a link takes a step's examples one by one."""
+    """Check that a link takes a step's examples one by one."""
     return isinstance(link, per_example) or (isinstance(link, Link) and link.each)
 
 
 def is_identity(link: Transform) -> bool:
-    """Whether a link does nothing: it returns the very function that it was given."""
+    """Check that a link does nothing: it returns the same function that it was given."""
     return link(_probe) is _probe
 
 
 def _probe(params: Params, batch: Batch, rng: Generator | None) -> Update:
-    raise AssertionError("is_identity compares this function, and nobody calls it")
+    raise AssertionError("is_identity only compares this function")
 
 
 def transformed() -> bool:
-    """Whether this is called inside a transform of torch.func, such as vmap."""
+    """Check for a call inside a transform of torch.func, such as vmap."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

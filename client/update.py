@@ -21,7 +21,7 @@ class Batch(NamedTuple):
 
     @property
     def labelled(self) -> bool:
-        """Whether each example has one label; if not, its words are its labels."""
+        """Check that each example has one label; otherwise its words are its labels."""
         return self.y.dim() == 1
 
 

@@ -203,7 +203,7 @@ class Accountant:
 
         Args:
             secret: whether the draw of a round's examples is hidden from the server; if not, there is no amplification.
-            entries: the most in an update, where updates of other networks count, too; default: those of the federation's.
+            entries: the most in an update, if updates of other networks also count; default: those of the federation's.
         """
         model, batch_size = federation.model, federation.shards.batch_size
         entries = sum(p.numel() for p in model.parameters()) if entries is None else entries
@@ -224,7 +224,7 @@ class Accountant:
         return PrivacySpent(self._epsilon(rounds, m.record, m.uses, part), self.spent_of_client(rounds))
 
     def spent_of_client(self, rounds: int) -> float:
-        """The epsilon of all of a client's data alone, which costs much less to compute than a record's."""
+        """Return only the epsilon of all of a client's data, which is much cheaper than a record's."""
         return self._epsilon(rounds, self.mechanism.client, self.mechanism.releases)
 
     def _epsilon(self, rounds: int, multiplier: float, uses: int, part: float = 1.0) -> float:
@@ -270,7 +270,7 @@ def _normal(multiplier: float, releases: int, delta: float) -> float:
 
 
 def records_of(federation: Federation, client: int) -> int:
-    """How many records a client holds; of one that the federation does not know, a batch, which amplifies nothing."""
+    """Count a client's records; for an unknown client a batch, so that nothing is amplified."""
     shards = federation.shards
     return len(shards.indices[client]) if client < len(shards.indices) else shards.batch_size
 
@@ -296,7 +296,7 @@ def spent(
     each = [accountant.spent(n, records) for n, records in alike]
     found = PrivacySpent(max((s.record for s in each), default=0.0), max((s.client for s in each), default=0.0))
     if math.inf in (found.record, found.client):
-        raise NoGuarantee("no epsilon: the noise is next to nothing beside what the clip lets an update move")
+        raise NoGuarantee("no epsilon: the noise is negligible compared with the clip")
     return found
 
 

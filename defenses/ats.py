@@ -61,9 +61,8 @@ class ats(BatchTransform):
         shape: (C, H, W) of an image; the federation offers it.
         crop_and_flip: before the policy, a random crop with a border of 4 black pixels and a random flip, as in the published
             training.
-        invert_through: the attacker's form applies this one of the `draws`, as far as it is differentiable, so that an
-            attacker who guessed the draw reconstructs the original: if an operation can be undone, the update does not show
-            which draw it was. The clients' form does not change; None: see above.
+        invert_through: number of a draw; the attacker's form applies its differentiable operations. An attacker who
+            guessed the draw then reconstructs the original. The clients' form does not change.
     """
 
     policy: str | Sequence[int]
@@ -217,11 +216,11 @@ def _without(name: str, x: Tensor) -> Tensor:
     kernel = (torch.ones(3, 3) + 4 * F.pad(torch.ones(1, 1), (1,) * 4)).to(x) / 13
     smooth = F.conv2d(x, kernel.expand(x.shape[-3], 1, 3, 3), groups=x.shape[-3])
     inside = F.pad(torch.ones_like(smooth[..., :1, :, :], dtype=torch.bool), (1,) * 4)
-    return torch.where(inside, F.pad(smooth, (1,) * 4), x)  # the border stays as it is
+    return torch.where(inside, F.pad(smooth, (1,) * 4), x)  # the border is unchanged
 
 
 def _translated(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Pixel (r, c) is what stood at (r + rows, c + columns), or black."""
+    """Move pixel (r + rows, c + columns) to (r, c), with black borders."""
     return F.pad(x, (-columns, columns, -rows, rows))
 
 

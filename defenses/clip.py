@@ -13,9 +13,9 @@ from fedgauge.client.update import Update, at_least_single, norm
 
 @dataclass(frozen=True)
 class clip(UpdateTransform):
-    """Scale an update down to Euclidean norm max_norm (> 0) over all its tensors; a smaller one stays as it is.
+    """Scale an update down to Euclidean norm max_norm (> 0) over all its tensors; a smaller one is unchanged.
 
-    An update whose norm is not finite becomes zeros, so that whether one overflowed is not seen behind noise. One of half
+    An update without a finite norm becomes zeros, so that an overflow is not seen behind noise. One of half
     precision becomes float32, as rounding could enlarge it beyond the bound; it is rounded where it leaves the client.
 
     >>> import torch

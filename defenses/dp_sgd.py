@@ -15,7 +15,7 @@ from fedgauge.defenses.noise import gaussian
 
 @dataclass(frozen=True)
 class dp_sgd(Link):
-    """Clip each example's gradient to max_norm (> 0), average, add noise; it stands before `local_sgd`.
+    """Clip each example's gradient to max_norm (> 0), average, add noise; place it before `local_sgd`.
 
     `fedgauge.defenses.accounting` computes its (epsilon, delta).
 

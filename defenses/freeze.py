@@ -34,7 +34,7 @@ class freeze(UpdateTransform):
             raise ValueError("layers names all of the model's parameters: nothing would be trained")
 
     def frozen(self, name: str) -> bool:
-        """Whether a parameter of this name is not trained."""
+        """Check that a parameter of this name is not trained."""
         return any(_within(name, layer) for layer in self.layers)
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
@@ -53,8 +53,8 @@ def _within(name: str, layer: str) -> bool:
 class private_layers(freeze):
     """Layers that never travel: each client trains its own and keeps them from round to round, as FedBN's or FedPer's do.
 
-    The server goes on sending the values that it began with, which are the client's in its first round. An attacker takes them for
-    the client's in later rounds, too. Of a private BatchNorm no running statistics are returned either.
+    The server goes on sending the values that it began with, which are the client's in its first round. An attacker also uses
+    them in later rounds. The running statistics of a private BatchNorm are not returned either.
 
     Args:
         model, layers: as of freeze.

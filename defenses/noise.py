@@ -1,7 +1,7 @@
 """Noise: hide an update by independent noise in every entry.
 
-Which floats a sum of an entry and noise can be depends on the entry (Mironov, CCS 2012), so rounding tells two candidate
-updates apart however large the noise is. What deployments run is therefore discrete: entries are rounded to whole steps of a
+Which floats a sum of an entry and noise can be depends on the entry (Mironov, CCS 2012), so rounding distinguishes two
+candidate updates however large the noise is. Deployments therefore use discrete noise: entries are rounded to whole steps of a
 grid, and whole numbers are added, so that every entry leads to the same multiples of the step. Rounding moves an entry by half
 a step at most, which `fedgauge.defenses.accounting` adds to what an example can move.
 """
@@ -28,7 +28,7 @@ class _Noise(UpdateTransform):
 
     @property
     def alone(self) -> UpdateDistribution:
-        """The noise by itself, whose sigma or scale is its field."""
+        """The noise by itself, as a distribution with this sigma or scale."""
         return UpdateDistribution(**asdict(self))
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
@@ -43,7 +43,7 @@ class _Noise(UpdateTransform):
 
 @dataclass(frozen=True)
 class identity(UpdateTransform):
-    """No defense: the update as it is."""
+    """No defense: the unchanged update."""
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
         return compute  # the very function, so that `is_identity` recognises it

@@ -1,4 +1,4 @@
-"""What federated platforms offer as filters of a client's update, with their defaults.
+"""Filters of a client's update that federated platforms offer, with their defaults.
 
 NVFlare: percentile_privacy and svt_privacy; Flower: the noise of LocalDpMod. Each belongs after local training.
 """
@@ -19,7 +19,7 @@ PASSES = 64  # over the entries that were not accepted before; NVFlare has no en
 
 @dataclass(frozen=True)
 class percentile_privacy(UpdateTransform):
-    """Send the entries whose change in a local step exceeds a percentile of all, each at most gamma (Shokri & Shmatikov, 2015).
+    """Send the entries that change most in a local step, above a percentile, each at most gamma (Shokri & Shmatikov, 2015).
 
     NVFlare's PercentilePrivacy with its defaults.
 
@@ -35,7 +35,7 @@ class percentile_privacy(UpdateTransform):
 
     def __post_init__(self) -> None:
         if not 0 <= self.percentile <= 100:
-            raise ValueError(f"percentile must lie in 0..100, got {self.percentile}")
+            raise ValueError(f"percentile must be in 0..100, got {self.percentile}")
         check_above_zero(self, "gamma")
         check_at_least(self, 1, "steps")
 
@@ -52,7 +52,7 @@ class percentile_privacy(UpdateTransform):
         }
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        """An entry at the bound says its sign alone."""
+        """An entry at the bound reveals only its sign."""
         return None
 
 
@@ -111,7 +111,7 @@ class svt_privacy(UpdateTransform):
 
 
 def local_dp(epsilon: float, sensitivity: float = 1.0, delta: float = 1e-5) -> gaussian:
-    """The normal noise of Flower's LocalDpMod, whose clipping is `clip` before it.
+    """The normal noise of Flower's LocalDpMod; put `clip` before it for the mod's clipping.
 
     Args:
         epsilon: above 0, which the mod is asked for; fedgauge's accountant states what the noise really gives.

@@ -46,7 +46,7 @@ class quantize(UpdateTransform):
 
     @property
     def levels_in_norm(self) -> int:
-        """Levels in a tensor's norm, from which an attacker reads the rounding's variance; 0 where they lie otherwise."""
+        """Levels in a tensor's norm, from which an attacker reads the rounding's variance; 0 for other grids."""
         return self.levels if self.kind == "qsgd" else 0
 
     def apply(self, update: Update, rng: Generator | None) -> Update:

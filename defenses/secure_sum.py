@@ -6,9 +6,9 @@ group (Shamir, 1979). If a client's vector arrived, the others send the server t
 their shares of its key; never both, so a vector that arrives late stays masked.
 
 The server passes on the clients' public keys unchanged. Without an authority that certifies keys, a server that forges keys, or
-invents most of a group, reads everything. It may lie about who sent shares and who dropped out: before anybody hands out a share,
-the clients confirm to each other which survivors and dropouts they were told of, under keys that the server does not have.
-`PairwiseMasking.tolerance` says how many clients may help it. A client that lies spoils the sum, but learns nothing.
+invents most of a group, reads everything. Against a server that falsifies the list of survivors and dropouts, the clients
+confirm their lists to each other before they hand out shares, under keys that the server does not have.
+`PairwiseMasking.tolerance` is the number of clients that may help it. A dishonest client spoils the sum, but learns nothing.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ Integers = NDArray[np.uint64]
 
 
 class Refused(ValueError):
-    """A client does not answer a question that breaks the protocol, or whose answer would reveal a secret."""
+    """A client refuses a question that breaks the protocol or would reveal a secret."""
 
 
 class TooFewSurvivors(Refused):
@@ -57,7 +57,7 @@ class TooFewSurvivors(Refused):
 
 @dataclass(frozen=True, eq=False)
 class SecureSumResult:
-    """What the server learns.
+    """Result for the server.
 
     Args:
         mean: (size,), the mean update, weighted by examples, in the precision of the fixed-point form.
@@ -108,11 +108,10 @@ class PairwiseMasking(SecureSum):
     Args:
         group: the most clients in one sum, >= 2.
         clip: above 0, in units of the update.
-        threshold: the fewest clients in a sum. With t of n, a server that tells clients different things about who dropped out
-            learns one sum all the same, of t clients or more, if at most 2t - n - 1 clients help it. Default: more than two
-            thirds, which fewer than a third of the group cannot break. No threshold helps against a server that hands on keys of
-            its own as the other clients': it reads the update of whoever gets them.
-        colluders: how many helpers of a lying server the threshold must resist; default: all that are fewer than a third.
+        threshold: the fewest clients in a sum. With t of n, a server that gives clients different lists of dropouts still learns
+            only one sum, of t clients or more, if at most 2t - n - 1 clients help it. Default: more than two thirds, which
+            fewer than a third of the group cannot break. No threshold helps against a server that forges clients' keys.
+        colluders: helpers of a malicious server that the threshold must resist; default: all below a third.
     """
 
     group: int
@@ -133,12 +132,12 @@ class PairwiseMasking(SecureSum):
 
     @property
     def terms(self) -> str:
-        """What both sides must agree on, in words that are equal if it is."""
+        """The settings that both sides must share, as comparable text."""
         return repr(replace(self, threshold=self.least))
 
     @property
     def tolerance(self) -> Tolerance:
-        """How many clients may side with the server, or drop out."""
+        """Numbers of clients that may collude with the server, or drop out."""
         return tolerance(self.group, self.least)
 
     # ------------------------------------------------------------------------------------------------- fixed point
@@ -236,7 +235,7 @@ class PairwiseMasking(SecureSum):
         return replace(member, step="mask", senders=senders, shares=kept).to_record(), {"masked": masked}
 
     def _confirm(self, member: ClientSession) -> tuple[Record, Record]:
-        """A tag for each other survivor: this client was told of the same survivors and dropouts."""
+        """Return a tag for each other survivor, which confirms this client's list of survivors and dropouts."""
         asked = sorted([*member.survivors, *member.dropped])
         if asked != sorted(
             member.senders
@@ -364,7 +363,7 @@ def _advertise(session: bytes) -> tuple[Record, Record]:
 
 
 def _one_way(member: ClientSession, other: int, sends: bool, purpose: bytes) -> bytes:
-    """32 bytes for one purpose between two clients in one direction, which nobody else can compute."""
+    """Derive 32 secret bytes for one purpose between two clients in one direction."""
     theirs = member.keys[2 * other - 2]
     ends = [public_key(member.cipher_key), theirs]
     direction = b"".join(ends if sends else reversed(ends))
@@ -379,9 +378,9 @@ def _cipher(member: ClientSession, other: int, sends: bool) -> Any:
 
 
 def _tag(member: ClientSession, other: int, sends: bool) -> bytes:
-    """What only these two can say: that the sender was told of these survivors and dropouts."""
-    told = hashlib.sha256(repr((member.survivors, member.dropped)).encode()).digest()
-    return _one_way(member, other, sends, b"confirm" + told)
+    """Authenticate the sender's list of survivors and dropouts to the other client."""
+    listed = hashlib.sha256(repr((member.survivors, member.dropped)).encode()).digest()
+    return _one_way(member, other, sends, b"confirm" + listed)
 
 
 # -------------------------------------------------------------------------------------- answers that the server may use
@@ -398,7 +397,7 @@ def _opened(member: ClientSession, other: int, sealed: bytes) -> bytes:
 
 
 def _public_keys(answer: Mapping[str, Any]) -> list[bytes]:
-    """A client's two keys; ValueError: with a key of low order nobody could agree on anything, and all others would fail."""
+    """Return a client's two keys; ValueError for a key of low order, with which all others would fail."""
     cipher, mask = answer["keys"]
     for key in (cipher, mask):
         agreed(secrets.token_bytes(SECRET), key, b"")

@@ -30,7 +30,7 @@ class soteria(Link):
     examples of each local step, after it those of the round.
 
     Args:
-        layer: name of a fully connected layer, whose input is r; default: the one with the most weights.
+        layer: name of a fully connected layer; its input is r; default: the one with the most weights.
         rate: the part of the features that is pruned, 0 <= rate < 1.
     """
 
@@ -54,7 +54,7 @@ class soteria(Link):
 
     @property
     def weight(self) -> str:
-        """The one parameter whose update is changed."""
+        """Name of the only parameter that is changed."""
         return f"{self.layer}.weight"
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
@@ -74,7 +74,7 @@ class soteria(Link):
         return replace(before, hidden=before.hidden | {self.weight})
 
     def kept(self, scores: Tensor) -> Tensor:
-        """Which of the features (k,) are kept: the number pruned is that below NumPy's percentile; ties are kept."""
+        """Mark the features (k,) to keep: those at or above NumPy's percentile, including ties."""
         pruned = math.ceil(self.rate * (len(scores) - 1) - 1e-9)
         return scores.abs() >= scores.abs().sort().values[pruned]
 

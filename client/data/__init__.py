@@ -1,1 +1,1 @@
-"""What clients hold: images, folders and arrays of a user's own, corpora, and how they are split into shards."""
+"""Data of the clients: images, users' folders and arrays, corpora, and the split into shards."""

@@ -13,11 +13,11 @@ from fedgauge.client.rng import generator
 def with_canary_examples(shards: Shards, clients: Sequence[int], each: int, coins: Tensor) -> Shards:
     """Shards in which some of each client's own examples are canaries, with another label each where examples have one.
 
-    A canary whose coin says so stands in the place of one of the client's other examples; otherwise nobody holds it. Sizes do not
-    depend on the coins, so that two of them differ as neighbours of the accounting do, of which one record is replaced.
+    If a canary's coin is heads, it replaces one of the client's other examples; otherwise it is left out. Sizes do not depend on
+    the coins, so two data sets differ by one replaced record, like the neighbours of the accounting.
 
     Args:
-        clients: whose data hold canaries.
+        clients: those that get canaries.
         each: canaries of each client.
         coins: (len(clients) * each,) bool, client after client: which are among the data.
 
@@ -29,7 +29,7 @@ def with_canary_examples(shards: Shards, clients: Sequence[int], each: int, coin
         mine = indices[client]
         if len(mine) - each < max(each, shards.batch_size):
             raise ValueError(
-                f"client {client} holds {len(mine)} examples: beside {each} canaries there must be as many others, and a batch of "
+                f"client {client} holds {len(mine)} examples: it needs {each} canaries, as many others, and a batch of "
                 f"{shards.batch_size}; lower examples, or have fewer clients or more data"
             )
         order = mine[torch.randperm(len(mine), generator=generator(shards.seed, "canary examples", client))]
@@ -40,7 +40,7 @@ def with_canary_examples(shards: Shards, clients: Sequence[int], each: int, coin
 
 
 def _mislabelled(dataset: Dataset, rows: Tensor, rng: Generator) -> Dataset:
-    """The dataset with another label, drawn evenly, for each of these training examples; as it is where words are the labels.
+    """Draw another label for each of these training examples; datasets of unlabelled text stay unchanged.
 
     The gradient of an example with a wrong label stays large while the others' fade.
     """

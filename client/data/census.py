@@ -24,7 +24,7 @@ COMMUTES = {"car": 0.46, "train": 0.18, "bus": 0.12, "bicycle": 0.13, "on foot":
 
 
 def people(seed: int = 1, count: int = COUNT) -> tuple[list[dict[str, float | str]], list[int]]:
-    """The cells of each person by column, and the label: whether the income lies above the median of all."""
+    """Return each person's cells by column, and the label: 1 for an income above the median."""
     rng = random.Random(seed)
     every, incomes = [], []
     for _ in range(count):

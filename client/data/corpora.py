@@ -100,7 +100,7 @@ def csv(
     task: Task = "classification",
     longer: Longer = "cut",
 ) -> Text:
-    """A user's own table: a CSV file in UTF-8 whose first line names its columns.
+    """A user's own table: a CSV file in UTF-8 with the columns' names in its first line.
 
     Args:
         text, label: its columns of sentences and of classes (numbers from 0, or names); next_token reads no label.
@@ -151,7 +151,7 @@ def numbers(written: Sequence[str], classes: Sequence[str], where: str) -> list[
 
 
 def held_out(count: int, share: float, path: Path) -> Tensor:
-    """Which examples become the test part, by place alone: no example's label or content moves another. Never all or none."""
+    """Choose the test part by position only, so that no example's content moves another. Never all or none."""
     if not 0 < share < 1 or count < 2:
         raise ValueError(
             f"{path}: test must be above 0 and below 1, of two examples at least, got {share:g} of {count}"

@@ -80,7 +80,7 @@ def sentences() -> list[tuple[str, int]]:
 
 
 def _filled(word: str, kind: int, draw: Iterator[int]) -> str:
-    """A word of a template; one in brackets stands for any of its list."""
+    """Replace a template's word in brackets by one from its list."""
     if not word.startswith("<"):
         return word
     name, _, ending = word[1:].partition(">")

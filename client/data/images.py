@@ -1,7 +1,7 @@
 """Private images: which ones a client holds, and which it trains on in a round, as pure functions of the seed.
 
 A dataset has training and test images. The training images are split once by the federation's seed: an auxiliary part
-(the attacker's public data, in nobody's shard) and the clients' shards. The test images are seen by no client.
+(the attacker's public data, in no shard) and the clients' shards. The test images are seen by no client.
 """
 
 import gzip
@@ -57,12 +57,12 @@ class Dataset:
 
     @property
     def offered(self) -> Mapping[str, object]:
-        """What a network may ask for about the data, by the names of its arguments."""
+        """Facts about the data that a network may take as arguments, by name."""
         return {name: getattr(self, name) for name in ("shape", "classes", *self.further)}
 
     @property
     def labelled(self) -> bool:
-        """Whether each example has one label; if not, its words are its labels."""
+        """Check that each example has one label; otherwise its words are its labels."""
         return self.y.dim() == 1
 
     @property
@@ -71,13 +71,12 @@ class Dataset:
         return self.y
 
     def check(self) -> None:
-        """Check data of anybody's making; ValueError says what keeps them from being used."""
+        """Check a user's data; ValueError names the fault."""
         for name, x, y in (("x", self.x, self.y), ("x_test", self.x_test, self.y_test)):
             if x.dtype != self.dtype or x.dim() != self.dimensions or not len(x) or x.shape[1:] != self.shape:
-                expected = (
-                    f"{self.dtype} of {self.dimensions} dimensions and shape (N, {', '.join(map(str, self.shape))})"
+                raise ValueError(
+                    f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected {self.dtype}, (N, *{self.shape})"
                 )
-                raise ValueError(f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected {expected}, N at least 1")
             if y.dtype != torch.int64 or y.shape != x.shape[: y.dim() if self.dtype == torch.int64 else 1]:
                 raise ValueError(
                     f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 classes (N,)"
@@ -85,7 +84,7 @@ class Dataset:
             known = y[y != IGNORED] if y.dim() > 1 else y  # of words, padding has no label
             if len(known) and not 0 <= int(known.min()) <= int(known.max()) < self.classes:
                 raise ValueError(
-                    f"the labels of {name} lie in {int(known.min())}..{int(known.max())}, expected 0..{self.classes - 1}"
+                    f"the labels of {name} are in {int(known.min())}..{int(known.max())}, expected 0..{self.classes - 1}"
                 )
         channels = self.shape[0] if self.dtype == torch.uint8 else 0
         if len(self.mean) != channels or len(self.std) != channels or not all(s > 0 for s in self.std):
@@ -112,7 +111,7 @@ class Shards:
         auxiliary: indices of the training images that no client holds: what a server may know about the distribution.
         batch_size: examples a client trains on in a round.
         seed: the federation's seed.
-        canaries: for each client, its canary examples, some of which are among its training images; empty without any.
+        canaries: each client's canary examples, some of them among its training images; empty by default.
     """
 
     dataset: Dataset
@@ -123,7 +122,7 @@ class Shards:
     canaries: tuple[Tensor, ...] = ()
 
     def rows_at(self, client: int, round: int) -> Tensor:
-        """Which training images (B,) a client trains on in a round: batch_size of its shard, without repeats."""
+        """Return the rows (B,) of a client's batch in a round: batch_size of its shard, without repeats."""
         mine = self.indices[client]
         order = torch.randperm(len(mine), generator=generator(self.seed, "batch", client, round))
         return mine[order[: self.batch_size]]
@@ -138,7 +137,7 @@ class Shards:
 
 
 def batch_of(x: Tensor, y: Tensor, indices: Tensor) -> Batch:
-    """Chosen examples with their labels: pixels (uint8) as float32 in [0, 1], anything else as it is."""
+    """Select examples with their labels; pixels (uint8) become float32 in [0, 1]."""
     chosen = x[indices]
     return Batch(chosen.float() / 255 if x.dtype == torch.uint8 else chosen, y[indices])
 
@@ -215,13 +214,8 @@ def _owners(
         chosen = partitioners.ShardPartitioner(clients, "label", num_shards_per_partition=per_client, seed=seed)
     chosen.dataset = datasets.Dataset.from_dict({"label": labels[order].tolist(), "row": order.tolist()})
     owner = np.full(len(labels), -1, dtype=np.int32)
-    try:
-        for c in range(clients):
-            owner[np.asarray(chosen.load_partition(c)["row"], dtype=np.int64)] = c
-    except ValueError as error:
-        raise ValueError(
-            f"no split gives each client batch_size {batch_size}: raise alpha, or lower clients ({error})"
-        ) from error
+    for c in range(clients):
+        owner[np.asarray(chosen.load_partition(c)["row"], dtype=np.int64)] = c
     return owner
 
 

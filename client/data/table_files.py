@@ -18,7 +18,7 @@ def read_table(
     """Read a Parquet file, by its name, or else a CSV file in UTF-8.
 
     Args:
-        texts: columns of a CSV file whose cells stay as they are written, also if they look like numbers.
+        texts: columns of a CSV file to read as text, even if they look like numbers.
         names: of the columns; default: the first line holds them. Lines that begin with | are then comments.
         quote: the character around texts with delimiters or line breaks; False: none.
         needed: columns that the file must have.

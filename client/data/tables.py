@@ -1,7 +1,7 @@
 """Private tables: rows of numeric and categorical cells from CSV or Parquet, two published ones, and a made-up census.
 
-A row is encoded as the network takes it: numbers scaled, categories one-hot. What that needs of the data (categories, means,
-deviations, bounds) is declared in [data] columns, or else computed from the training rows, as `fitted` says.
+A row is encoded as the network takes it: numbers scaled, categories one-hot. The categories, means, deviations and
+bounds are declared in [data] columns, or else computed from the training rows by `fitted`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,12 +62,12 @@ def table(
     missing: Missing = "keep",
     one_hot: OneHot = "plain",
 ) -> Tabular:
-    """A user's own table: a CSV file in UTF-8 whose first line names its columns, or a Parquet file.
+    """A user's own table: a CSV file in UTF-8 with the columns' names in its first line, or a Parquet file.
 
     Args:
         label: the column of classes; every other one is a feature.
         test: the share of the rows that no client trains on, above 0 and below 1.
-        categorical: columns whose numbers are codes of categories; columns of texts are categorical anyway.
+        categorical: columns of numeric codes of categories; text columns are always categorical.
         drop: columns to leave out, such as names or dates.
         columns: the features in order, each a list of its categories or a table of mean and std and, if wanted, low, high and
             optional (its cells may be missing). Default: all, with what is computed from the training rows. Parties with files of
@@ -199,7 +199,7 @@ def _categories(column: np.ndarray, name: str, path: Path) -> tuple[str, ...]:
 
 
 def _whole(columns: Cells) -> np.ndarray:
-    """Which rows have no missing cell."""
+    """Return a mask of the rows without missing cells."""
     whole: np.ndarray = ~np.any([_absent(column) for column in columns.values()], axis=0)
     return whole
 
@@ -214,7 +214,7 @@ def _absent(column: np.ndarray) -> np.ndarray:
 def _published(
     name: str, features: Cells, labels: np.ndarray, tested: np.ndarray, classes: Sequence[str], one_hot: OneHot
 ) -> Tabular:
-    """A table that everybody has: what is computed from it tells nobody anything."""
+    """Build a public table: figures computed from it reveal no secret."""
     columns, path = _fitted(features, ~tested, Path(name), one_hot), Path(name)
     return _parted(path, features, columns, torch.from_numpy(labels).long(), torch.from_numpy(tested), tuple(classes))
 
@@ -231,7 +231,7 @@ def _parted(
 def _fitted(features: Cells, trained: np.ndarray, path: Path, one_hot: OneHot) -> Columns:
     """The columns as the data show them: categories of all rows, statistics of the training rows."""
     if not features:
-        raise ValueError(f"{path} has no column beside the label")
+        raise ValueError(f"{path} has no column other than the label")
     return Columns(tuple(_column(name, column, trained, path, one_hot) for name, column in features.items()))
 
 

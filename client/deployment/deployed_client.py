@@ -40,7 +40,7 @@ class DeployedClient(Federation):
     def of(cls, owner: OwnerConfig, terms: ServerTerms) -> "DeployedClient":
         """Built and checked; RequestRefused if the server's part is wrong, SpecError if the owner's is."""
         if owner.client >= terms.clients:
-            raise RequestRefused(f"the protocol has {terms.clients} clients, too few for this one's number")
+            raise RequestRefused(f"the protocol has {terms.clients} clients, fewer than this client's number requires")
         if owner.canary != (owner.client >= terms.clients - terms.canaries):
             raise RequestRefused(NO_CANARY if owner.canary else UNWILLING)
         protocol = Protocol(
@@ -91,13 +91,13 @@ class DeployedClient(Federation):
 
     @cached_property
     def secure_sum(self) -> SecureSum | None:
-        """The sum in which alone the owner lets updates leave."""
+        """The only secure sum in which the owner sends updates."""
         table = self.owner.secure_sum
         return None if table is None else build_secure_sum(table)
 
     @property
     def terms(self) -> Table:
-        """What the epsilon of an update depends on, as JSON; secret: whether the draw of its examples amplifies it."""
+        """Settings that determine an update's epsilon, as JSON; secret: its draw amplifies privacy."""
         chain, draw = json.loads(json.dumps(self.owner.chain, default=str)), self.owner.draw
         # of shared data the server chooses how much is this client's, which in another run may have been one batch
         secret, records = draw.sampling == "secret" and draw.whole, len(self.shards.indices[self.owner.client])
@@ -112,7 +112,7 @@ class DeployedClient(Federation):
         return drawn[: self.owner.draw.batch_size].tolist()
 
     def compute(self, params: Params, buffers: Mapping[str, Tensor], batch: Batch, memory: TransformState) -> Update:
-        """The update that leaves the client, with noise that nobody else can reproduce; of a canary its direction."""
+        """Compute the update to send, with secret noise; a canary sends its direction."""
         self.load_buffers(buffers)
         sent = self.chain.planted(self.direction(self.owner.client)) if self.owner.canary else self.chain
         links = sent.with_state(memory).links
@@ -136,7 +136,7 @@ def _draws_of_its_own(compute: UpdateFn) -> UpdateFn:
 
 @dataclass(frozen=True)
 class UpdatePolicy:
-    """What an update must pass: every entry is finite, the norm is not too large, the client's own attack on it fails.
+    """Checks of an update: finite entries, a bounded norm, and a failed attack by the client itself.
 
     Args:
         max_norm: the largest Euclidean norm that is sent; None: any.
@@ -151,7 +151,7 @@ class UpdatePolicy:
     higher_leaks: bool = True
 
     def objection(self, update: Mapping[str, Tensor], audit: Callable[[], float] | None = None) -> str:
-        """Why an update should not leave, for the owner only; empty if it may.
+        """Return the reason to withhold an update, for the owner only; empty if there is none.
 
         Args:
             audit: of this update; on ValueError the update is withheld. It runs last, as it costs most.
@@ -198,7 +198,7 @@ class SelfAudit(ABC):
 
     @abstractmethod
     def policy(self, own: Federation, guard: GuardPolicy) -> UpdatePolicy:
-        """What an update must pass, by the owner's limits on what `leak` returns."""
+        """Return the update checks, with the owner's limits on what `leak` returns."""
 
 
 SELF_AUDIT = ComponentKind("an audit of one's own update", ("fedgauge.audits",), SelfAudit)

@@ -1,9 +1,8 @@
 """A client's guard: it inspects the weights that came and the update that would leave, and may withhold the update.
 
-The server learns that no update comes, but not why. (A decision that depends on the examples tells it one bit about them a
-round. In an inspection, these are the detectors that evaluate weights on examples: a server can send weights that raise an
-alarm at clients with examples of a certain kind. Without them, `examples = false`, a refusal tells the server nothing new. An
-alarm that is only logged tells it nothing either.)
+The server learns that no update comes, but not why. A decision that depends on the examples reveals one bit about them a
+round: a server can send weights that raise an alarm only at clients with certain examples. With `examples = false`, or if
+alarms are only logged, it learns nothing new.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,7 @@ INSPECTED = "inspected"  # the record of inspections in a client's state
 
 @dataclass(frozen=True)
 class Inspection:
-    """What came of inspecting the weights of a round; by default there was none.
+    """Result of inspecting the weights of a round; by default there was no inspection.
 
     Args:
         words: for the owner; "" where the mode keeps quiet.
@@ -46,7 +45,7 @@ def withheld(message: Message) -> Message:
 
 @contextmanager
 def guard_memory(state: RecordDict) -> Iterator[TransformState]:
-    """What a node's state keeps of earlier weights; changes are saved."""
+    """Yield a node's memory of earlier weights; changes are saved."""
     memory: TransformState = dict(state.array_records.get(INSPECTED, ArrayRecord()).to_torch_state_dict())
     yield memory
     if memory:
@@ -63,7 +62,7 @@ def inspect_message(
     memory: TransformState,
     rng: Generator | None = None,
 ) -> Inspection:
-    """What a client finds in the weights that it got.
+    """Inspect the weights that a client received.
 
     Args:
         rows: the training images of the round.

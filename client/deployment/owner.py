@@ -39,7 +39,7 @@ _SPLIT = ("partition", "alpha", "shards_per_client", "auxiliary")  # of a data s
 
 @dataclass(frozen=True)
 class GradingPolicy:
-    """What the owner lets the server learn about the quality of its reconstructions.
+    """Limits on the grades of reconstructions that the server may request.
 
     Args:
         mode: off: no answer; scores: the PSNR of each reconstruction.
@@ -59,7 +59,7 @@ class GradingPolicy:
 
 @dataclass(frozen=True)
 class GuardPolicy:
-    """What an update must pass before it leaves; an update with entries that are not finite never leaves.
+    """Checks of an update before it is sent; one with entries that are not finite never is.
 
     Args:
         max_norm: the largest Euclidean norm that is sent; None: any.
@@ -85,7 +85,7 @@ class GuardPolicy:
         check_above_zero(self, "seconds")
 
     def inspection_policy(self, private: bool) -> InspectionPolicy:
-        """What to do about the weights that the server sends.
+        """Return the inspection policy for the server's weights.
 
         Args:
             private: whether the chain promises differential privacy.
@@ -103,7 +103,7 @@ class GuardPolicy:
 
 @dataclass(frozen=True)
 class Draw:
-    """How a round's examples are drawn.
+    """The draw of a round's examples.
 
     Args:
         batch_size: examples a round.
@@ -135,7 +135,7 @@ class OwnerConfig:
         canary: it sends a fixed random direction in place of an update of its data, which measures how much the noise protects.
         updates: the most updates for servers, over all runs; None: any number.
         max_parameters: the most entries (parameters and buffers) of a network that a server may name.
-        secure_sum: the terms of the sum in which alone an update may leave; None: it may leave by itself.
+        secure_sum: terms of the sum that updates must be part of; None: single updates are allowed.
         guard: None: no guard.
     """
 
@@ -158,7 +158,7 @@ class OwnerConfig:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "updates", "max_parameters")
         if not 0 <= self.client < MOST_CLIENTS:
-            raise ValueError(f"client must lie in 0..{MOST_CLIENTS - 1}, got {self.client}")
+            raise ValueError(f"client must be in 0..{MOST_CLIENTS - 1}, got {self.client}")
         if self.canary and self.secure_sum is not None:
             raise ValueError(
                 "canary = true sends an update that is read by itself, and [secure_sum] hides it: remove one"

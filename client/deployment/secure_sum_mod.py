@@ -28,15 +28,15 @@ def secure_sum(
 
     Attach it to training, first in the list: `@app.train(mods=[secure_sum(PairwiseMasking(5, clip=0.1)), as_mod(clip(1.0))])`.
     The server wraps its strategy in fedgauge.server.strategy.secure_aggregation.SecureSumStrategy with the same protocol. A
-    client refuses a request for its update alone. The mod expects one ArrayRecord in the message, one in the reply, and
+    client refuses a request for a single update. The mod expects one ArrayRecord in the message, one in the reply, and
     num-examples. Other metrics and integers among the weights stay at the client, since they are not summed.
 
-    Each step of a session is answered once at most: Flower may hand two messages to two processes with one state, whose two
-    answers together could reveal an update.
+    Each step of a session is answered once at most: Flower may hand two messages to two processes with one state, and
+    their two answers together could reveal an update.
 
     Args:
         replies: what the ClientApp answers with: weights (anybody's) or updates (fedgauge's).
-        claims: a folder of this client alone, in which it notes the steps before it answers them; default: one for the node
+        claims: a private folder in which the client notes the steps before it answers them; default: one for the node
             in XDG_STATE_HOME/fedgauge (~/.local/state/fedgauge), so that a machine's nodes do not share it. It keeps an empty
             file for each step, as no client can know that a server will not ask again.
     """

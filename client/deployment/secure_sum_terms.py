@@ -1,4 +1,4 @@
-"""What a secure sum must do, whatever the transport: plain values in, plain values out."""
+"""Interface of a secure sum, independent of the transport: plain values in, plain values out."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -35,7 +35,7 @@ class SecureSum(ABC):
     @property
     @abstractmethod
     def tolerance(self) -> Tolerance:
-        """How many clients may side with the server, or drop out."""
+        """Numbers of clients that may collude with the server, or drop out."""
 
     @abstractmethod
     def check(self, question: Mapping[str, Value]) -> None:

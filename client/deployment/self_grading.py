@@ -34,7 +34,7 @@ class GradingAnswer:
 
 
 def batch_to_grade(owner: OwnerConfig, state: ClientFolder, run: int, round: int) -> Batch:
-    """What the client trained on in a round of a run; RequestRefused if it must not answer."""
+    """Return the client's batch in a round of a run; RequestRefused if it must not answer."""
     if owner.grading.mode == "off":
         raise RequestRefused(NOT_ALLOWED)
     if not owner.dataset.mean:
@@ -84,14 +84,14 @@ def grade(
 
 
 def rounded(value: float, precision: float) -> float:
-    """PSNR >= 0 dB in whole steps of precision below the cap, so that an exact hit is told as the cap, and nothing above it."""
+    """Round a PSNR >= 0 dB to whole steps of precision below the cap; an exact hit becomes the cap."""
     steps = round((PSNR_CAP - min(value, PSNR_CAP)) / precision)
     return max(PSNR_CAP - steps * precision, 0.0)
 
 
 def _unfit(images: Tensor, batch: Batch) -> str:
-    """Why these images cannot be scored; empty if they can."""
+    """Return the reason why these images cannot be scored; empty if they can."""
     if images.shape != batch.x.shape or images.dtype != torch.float32:
         return f"not a batch of this client's images: {images.dtype} of shape {tuple(images.shape)}"
     # far outside [0, 1] a squared error is linear in the truth, and rounding to dB would hide nothing
-    return "" if bool(((images >= 0) & (images <= 1)).all()) else "images must lie in [0, 1]"
+    return "" if bool(((images >= 0) & (images <= 1)).all()) else "images must be in [0, 1]"

@@ -1,7 +1,7 @@
 """The network that a server names, as a client builds it: it opens no path and fetches nothing.
 
-A refusal is a fixed sentence, so that it tells the server nothing of this machine, of the owner's file or of the data; what
-went wrong stands in the client's own log.
+A refusal is a fixed sentence, which reveals nothing of this machine, the owner's file or the data. The client's own log has
+the reason.
 """
 
 import re
@@ -34,7 +34,7 @@ def build_servers_model(table: Table, offered: Mapping[str, Any], seed: int, mos
         most: entries of its parameters and buffers.
 
     Raises:
-        RequestRefused: with a fixed sentence; its cause is for the owner alone.
+        RequestRefused: with a fixed sentence; its cause is only for the owner.
     """
     table = dict(table)
     downloads = may_download.set(False)
@@ -66,7 +66,7 @@ def _refuse_paths(table: Table) -> None:
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """All values of a table at any depth, with their keys; keys count as values, too."""
+    """Yield all values of a table at any depth, with their keys; keys also count as values."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield "", name

@@ -1,4 +1,4 @@
-"""The client's own folder: what it drew, what it answered, and its log; nothing in it ever leaves the client."""
+"""The client's private folder: its draws, its answers and its log; nothing in it is ever sent."""
 
 import fcntl
 import hashlib
@@ -21,12 +21,12 @@ from fedgauge.client.update import Batch
 
 @dataclass(frozen=True)
 class DrawnBatch:
-    """What a client trained on in a round.
+    """A client's batch in a round.
 
     Args:
         run: Flower's number of the run.
         digest: of the examples: if the owner's data changes, the same rows mean other examples.
-        sent: whether the update left. Of a withheld update the server learns nothing, not even what it leaks.
+        sent: whether the update left. The server learns nothing about a withheld update.
     """
 
     run: int
@@ -37,11 +37,11 @@ class DrawnBatch:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client answered to one question about a batch.
+    """A client's answer to one question about a batch.
 
     Args:
         images: their digest.
-        psnr: of each, as it was reported.
+        psnr: the reported figure of each.
     """
 
     images: str
@@ -50,7 +50,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class ClientFolder:
-    """The client's own folder: what it drew, what it answered, and its log; nothing in it ever leaves the client."""
+    """The client's private folder: its draws, its answers and its log; nothing in it is ever sent."""
 
     folder: Path
 
@@ -63,7 +63,7 @@ class ClientFolder:
             yield
 
     def drawn(self, run: int, round: int) -> DrawnBatch | None:
-        """What the client trained on in a round of a run; None if that round never came."""
+        """Return the client's batch in a round of a run; None if there was no such round."""
         path = self._round(run, round)
         if not path.exists():
             return None
@@ -71,7 +71,7 @@ class ClientFolder:
         return DrawnBatch(**table | {"rows": tuple(table["rows"])})
 
     def draws(self) -> int:
-        """How often a round's examples were drawn, in all runs."""
+        """Count the draws of examples in all runs."""
         return sum(1 for _ in (self.folder / "rounds").glob("run-*.json"))
 
     def keep_drawn(self, round: int, drawn: DrawnBatch) -> None:
@@ -102,7 +102,7 @@ class ClientFolder:
 
     @contextmanager
     def inspection_memory(self, run: int) -> Iterator[TransformState]:
-        """What inspections keep of a run's weights; changes are saved.
+        """Yield the inspections' memory of a run's weights; changes are saved.
 
         The first network counts for all runs: an owner who agrees to another one deletes the file, or names the network.
         Weights are not compared between runs.

@@ -11,8 +11,8 @@ NO_FILE = "[model]: a server must not make a client read a file"
 class RequestRefused(Exception):
     """The client does not do what the server asked for.
 
-    The message is for the server: a sentence that says nothing of the data, the owner's file or this machine. The cause, if
-    there is one, is for the owner alone.
+    The message is for the server: a sentence without details of the data, the owner's file or this machine. The cause, if
+    there is one, is only for the owner.
     """
 
     @property
@@ -24,7 +24,7 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class ServerTerms:
-    """What a client takes from the server's protocol.
+    """The parts of the server's protocol that a client accepts.
 
     Args:
         canaries: how many of the clients, the last ones, the server takes for canaries.

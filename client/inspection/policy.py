@@ -1,7 +1,7 @@
 """Inspection: before a client trains on weights, it checks whether an honest server would have sent them.
 
 It knows the network, the weights of its last round, and its own examples. No result has to leave the client, but a client
-that refuses because of what its examples show tells the server one bit about them.
+that refuses because of its examples reveals one bit about them to the server.
 """
 
 import hashlib
@@ -68,14 +68,14 @@ def fingerprint(model: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class InspectionPolicy:
-    """What a client does about the weights that the server sends.
+    """A client's policy for the weights that the server sends.
 
     Args:
         inspect: off: no inspection; log: write down every result; warn: report alarms only; refuse: report alarms and
             withhold the update.
         architecture: `fingerprint` of the network that was agreed on; default: that of the first round.
         examples: whether weights are evaluated on examples; if not, a refusal says nothing about the examples. None: unless
-            noise follows a clip in the chain, whose epsilon covers neither a refusal nor a suspicion that they decide on.
+            noise follows a clip in the chain, since its epsilon covers neither refusals nor reports of a suspicion.
     """
 
     inspect: Mode = "off"

@@ -60,7 +60,7 @@ def inspect_with_examples(probes: ProbeSet, params: Params, previous: Params | N
 
 @dataclass(frozen=True, eq=False)
 class _ProbeResult:
-    """How weights act on examples.
+    """Effect of weights on examples.
 
     Args:
         inputs: by layer, the root mean square of its input.
@@ -169,7 +169,7 @@ def _shared_out(now: _ProbeResult, before: _ProbeResult | None, tables: frozense
 
 
 def _isolated(layer: Tensor) -> float:
-    """The part of a layer's units whose gradient comes almost only from one example."""
+    """Return the part of a layer's units with a gradient almost only from one example."""
     units = layer.sum(0)
     alive = units > TOUCHES * units.max()
     return float((layer.amax(0) >= ALONE * units)[alive].double().mean()) if bool(alive.any()) else 0.0

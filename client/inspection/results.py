@@ -1,4 +1,4 @@
-"""What detectors report: a score for each layer, and the threshold at which it is an alarm."""
+"""Results of detectors: a score for each layer, and the threshold of an alarm."""
 
 import math
 from collections.abc import Iterator, Mapping

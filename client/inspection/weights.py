@@ -1,4 +1,4 @@
-"""Detectors that read weights alone: rows, sparsity, and how far the weights moved since the last round."""
+"""Detectors that read only weights: rows, sparsity, and changes since the last round."""
 
 import math
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def inspect_weights(
     tables: frozenset[str] = frozenset(),
     rng: Generator | None = None,
 ) -> Iterator[DetectorResult]:
-    """Results of the detectors that need no example; tables: names of embeddings, whose rows are not units of a layer."""
+    """Results of the detectors that need no example; tables: names of embeddings, since their rows are not units."""
     before = {} if previous is None else dict(_matrices(previous, tables))
     for name, matrix in _matrices(params, tables):
         drawn = _drawn(matrix, rng)
@@ -109,7 +109,7 @@ def _sparse(name: str, matrix: Tensor) -> Iterator[DetectorResult]:
 
 
 def _jumps(params: Params, previous: Params, apart: int) -> Iterator[DetectorResult]:
-    """How far each layer has moved, relative to its norm; weights and bias together, since a bias may start near zero."""
+    """Measure each layer's change relative to its norm; weights and bias together, since a bias may start near zero."""
     layers: dict[str, list[str]] = {}
     for name in params:
         layers.setdefault(name.rpartition(".")[0], []).append(name)

@@ -1,4 +1,4 @@
-"""Adapters: clients train a small part beside a frozen network, and only that part travels.
+"""Adapters: clients train a small part of a frozen network and send only that part.
 
 Frozen weights become buffers outside the state_dict: server and clients build them from the same file or seed.
 """
@@ -29,7 +29,7 @@ def lora(
         rank: rows of A, columns of B; at least 1.
         modules: names, or ends of names, of the layers that get factors.
         scale: of the product, alpha / rank in peft's terms; above 0.
-        train: names, or ends of names, of modules that clients train whole beside the factors, such as the classifier.
+        train: names, or ends of names, of modules that clients train whole in addition to the factors, such as the classifier.
     """
     if rank < 1 or not scale > 0 or not modules:
         raise ValueError(f"rank must be at least 1, scale above 0 and modules named, got {rank}, {scale} and {modules}")
@@ -51,7 +51,7 @@ def lora(
 
 
 def frozen_backbone(model: nn.Module, train: Sequence[str]) -> nn.Module:
-    """A frozen network of which clients train the named parts alone, such as the classifier or the norms.
+    """A frozen network except for the named parts, such as the classifier or the norms.
 
     Args:
         train: names, or ends of names, of modules or parameters.

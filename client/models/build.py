@@ -27,7 +27,7 @@ def build_model(
 
     Args:
         offered: of the dataset.
-        beside: other keys that the same table may have; for messages.
+        beside: other valid keys of the table, for messages.
     """
     own = {k: v for k, v in table.items() if k not in _CHANGES}
     with torch.random.fork_rng(devices=[]):

@@ -25,7 +25,7 @@ class Column:
         low, high: the least and the greatest number; default: SPAN standard deviations from the mean.
         decimals: with which its numbers are written, at least 0.
         optional: its numbers may be missing: an entry says so. Of categories, one is called MISSING.
-        shares: of the categories; if given, one-hot entries are scaled to mean 0 and variance 1, too.
+        shares: of the categories; if given, one-hot entries are also scaled to mean 0 and variance 1.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Column:
 
     @property
     def entries(self) -> int:
-        """How many numbers of a row stand for its cell."""
+        """Count the numbers that encode a cell."""
         return len(self.categories) or 1 + self.optional
 
     @property
@@ -154,7 +154,7 @@ class Columns:
         return self.scaled(torch.cat(parts, -1)).float()
 
     def right(self, truth: Tensor, guess: Tensor) -> Tensor:
-        """Which cells (..., F) of a guess are the truth's: the category, or a number within the tolerance."""
+        """Mark the correct cells (..., F) of a guess: the same category, or a number within the tolerance."""
         near = (truth - guess).abs() <= self.tolerance.to(truth)
         return near | (truth.isnan() & guess.isnan())
 

@@ -96,7 +96,7 @@ class LanguageModel(nn.Module):
 
 
 def _check_differentiable(net: nn.Module) -> None:
-    """Refuse attention without a second derivative, and dropout, whose draws no attacker can reproduce."""
+    """Refuse attention without a second derivative, and dropout, since no attacker can reproduce its draws."""
     if (kind := getattr(getattr(net, "config", None), "_attn_implementation", "eager")) != "eager":
         raise ValueError(f'{kind} attention has no second derivative: build it with attn_implementation="eager"')
     left = [f"{name}.{key}" for name, module in net.named_modules() for key, value in _dropouts(module) if value]

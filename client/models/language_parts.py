@@ -24,7 +24,7 @@ class Projection:
         weight, bias: names of parameters.
         start, stop: its outputs within a fused map; stop None: all.
         transposed: the weight is stored as (in, out).
-        factors: names of LoRA's factors A (rank, in) and B (out, rank) beside a frozen weight; None: the map has none.
+        factors: names of LoRA's factors A (rank, in) and B (out, rank) of a frozen weight; None: the map has none.
     """
 
     weight: str
@@ -67,7 +67,7 @@ class ModelParts:
 
     @property
     def tied(self) -> bool:
-        """Whether the head's rows are the word embeddings."""
+        """Check that the head's rows are the word embeddings."""
         return self.head[0] == self.word
 
     @property
@@ -77,7 +77,7 @@ class ModelParts:
 
 
 def with_factors(parts: ModelParts, shared: Collection[str], names: tuple[str, str]) -> ModelParts:
-    """The parts of a model some of whose projections got LoRA's factors, and so other names of their own weights.
+    """Rename the weights of projections that got LoRA's factors.
 
     Args:
         shared: the model's parameters.
@@ -138,9 +138,7 @@ class PartFinder:
             children = [f"{name}.{child}" for child, _ in module.named_children()]
             if all(self._projections(child) for child in children):
                 return children
-        raise ValueError(
-            f"{type(self.net).__name__} has no blocks whose query, key and value are named as in BERT or GPT-2"
-        )
+        raise ValueError(f"{type(self.net).__name__} has no blocks with query, key and value named as in BERT or GPT-2")
 
     def _projections(self, block: str) -> dict[str, str]:
         """The modules for query, key and value of a block; empty unless all three are there."""
@@ -189,7 +187,7 @@ class PartFinder:
         return found
 
     def _norm_beside(self, word: str, blocks: Sequence[str]) -> tuple[str, str] | None:
-        """The norm after the embeddings: a sibling of theirs, unless the blocks are siblings of theirs, too."""
+        """The norm after the embeddings: a sibling of theirs, unless the blocks are siblings as well."""
         home = word.rpartition(".")[0]
         if any(block.startswith(home + ".") for block in blocks):
             return None

@@ -25,7 +25,7 @@ SAME = 1e-4  # relative difference up to which two values of a loss are one
 
 
 class Criterion(ABC):
-    """A loss that a scenario can name: a frozen dataclass whose fields are its arguments.
+    """A loss that a scenario can name: a frozen dataclass with its arguments as fields.
 
     Attributes:
         tokens: whether it takes every token's logits (B, L, classes) and labels (B, L), which are -100 where none counts.
@@ -101,8 +101,8 @@ CROSS_ENTROPY: Table = {"use": "cross_entropy"}
 def build_loss(table: Table, where: str, classes: int) -> Loss:
     """The loss that a table names, tested on random logits; for the plain cross-entropy, torch's own function.
 
-    A user's loss is a function (logits, labels, ...) whose further arguments are in the table, or a class whose instances are
-    called with logits and labels.
+    A user's loss is a function (logits, labels, ...) with further arguments from the table, or a class with instances that take
+    logits and labels.
 
     Raises:
         SpecError: it does not exist, has another signature, or returns no finite, differentiable scalar.
@@ -135,12 +135,12 @@ def build_loss(table: Table, where: str, classes: int) -> Loss:
 
 
 def is_cross_entropy(loss: Loss) -> bool:
-    """Whether it is the plain cross-entropy, whose derivative by the logits is softmax - one-hot."""
+    """Check for plain cross-entropy: its derivative by the logits is softmax - one-hot."""
     return loss is F.cross_entropy
 
 
 def is_mean(loss: Loss, classes: int) -> bool:
-    """Whether the loss of a batch is the mean of its examples' separate losses."""
+    """Check that the loss of a batch is the mean of its examples' separate losses."""
     if is_cross_entropy(loss):
         return True
     logits, y = _probe(loss, classes)
@@ -152,7 +152,7 @@ def is_mean(loss: Loss, classes: int) -> bool:
 
 
 def takes_probabilities(loss: Loss, classes: int) -> bool:
-    """Whether labels may be probabilities (B, classes), with integer labels as one-hot vectors."""
+    """Check that labels may be probabilities (B, classes), with integer labels as one-hot vectors."""
     if is_cross_entropy(loss):
         return True
     logits, y = _probe(loss, classes)
@@ -172,7 +172,7 @@ def logit_gradient(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
 
 
 def predicts_tokens(loss: Loss) -> bool:
-    """Whether it takes the logits of every token, not those of a class."""
+    """Check that it takes the logits of every token, not those of a class."""
     return bool(getattr(loss, "tokens", False))
 
 

@@ -1,4 +1,4 @@
-"""How a language network of the package transformers is called, so that words and their embeddings give the same logits.
+"""Calls of language networks of the package transformers, such that words and their embeddings give the same logits.
 
 Networks of one interface differ: some pool at the last position where they are given embeddings, padded or not; some read
 positions off a mask of other form; some take no embeddings. Which call is right is tried on two short sentences.
@@ -26,7 +26,7 @@ class NetworkCall:
         added: the mask is added to the attention scores, (B, 1, L, L), built here since libraries branch on values to build
             it; else it is (B, L), and the network builds its own.
         placed: position numbers are given.
-        replaced: embeddings stand in for what the word embeddings return, while ids tell which positions exist.
+        replaced: embeddings replace the output of the word embeddings, and ids mark the existing positions.
     """
 
     causal: bool
@@ -84,7 +84,7 @@ def call_of(net: nn.Module, tokenizer: Tokenizer, task: Task, positions: int, ta
 
 
 def _fits(call: NetworkCall, net: nn.Module, tokenizer: Tokenizer, task: Task, positions: int, table: Tensor) -> bool:
-    """Try a call on two sentences of which one is padded."""
+    """Try a call on two sentences, one of them padded."""
     length, pad = min(WORDS, positions), tokenizer.pad
     words = [i for i in range(tokenizer.size) if i not in tokenizer.special][:length] or [int(pad == 0)]
     ids = torch.tensor([(words * length)[:length], (words[::-1] * length)[:length]], device=table.device)

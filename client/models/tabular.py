@@ -1,4 +1,4 @@
-"""Networks for rows of tables whose categories are embedded; one-hot rows as they are: `mlp` of vision.py."""
+"""Networks for rows of tables with embedded categories; for one-hot rows there is `mlp` of vision.py."""
 
 import math
 from collections.abc import Sequence

@@ -83,7 +83,7 @@ def framed(
 
 
 def offline() -> bool:
-    """Whether Hugging Face's hub must not be contacted."""
+    """Check for offline mode: Hugging Face's hub must not be contacted."""
     requested = any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON") for name in OFFLINE)
     return requested or not may_download.get()
 
@@ -95,7 +95,7 @@ class ModelPlace(NamedTuple):
     local: bool
 
     def load(self, kind: Any, **settings: Any) -> Any:
-        """What a class of the package transformers makes of the files; no code of theirs is run."""
+        """Load the files by a class of the package transformers; no code among them is run."""
         return kind.from_pretrained(self.name, local_files_only=self.local, trust_remote_code=False, **settings)
 
 

@@ -1,9 +1,9 @@
-"""Let torchvision be imported beside a CPU build of torch.
+"""Make torchvision importable with a CPU build of torch.
 
 torchvision's PyPI wheel is built for CUDA. Beside a CPU-only torch its compiled operators do not load, and
 `import torchvision` then raises "operator torchvision::nms does not exist"; so does transformers, which imports
 torchvision wherever it is installed. Only the declarations of two operators are missing for the import to succeed, so
-they are declared here. What stays unavailable: `ops.nms`, `ops.deform_conv2d` and torchvision's own image codecs.
+they are declared here. Still unavailable: `ops.nms`, `ops.deform_conv2d` and torchvision's own image codecs.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""The small transformer of Decepticons (Fowl et al., 2023), which LTI attacks, too."""
+"""The small transformer of Decepticons (Fowl et al., 2023), which LTI also attacks."""
 
 import math
 from types import SimpleNamespace

@@ -22,8 +22,7 @@ def mlp(
     shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (256,), activation: Activation = "relu"
 ) -> nn.Module:
     """Fully connected layers with biases, for images or rows of tables; hidden: their widths."""
-    if any(width < 1 for width in hidden):
-        raise ValueError(f"hidden widths must be at least 1, got {list(hidden)}")
+    _at_least_one("hidden", min(hidden, default=1))
     widths = [math.prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True):

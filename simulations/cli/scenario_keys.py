@@ -38,7 +38,7 @@ class Key:
 
     @property
     def value(self) -> str:
-        """The type of its value in words."""
+        """What its value must be, in words."""
         return spell(self.hint).replace("'", '"')
 
 
@@ -71,7 +71,7 @@ def meanings_of(docstring: str) -> dict[str, str]:
 
 
 def _use(what: str, default: str = NEEDED) -> Key:
-    return Key("use", str, default, f"{what}; its arguments are further keys of the table")
+    return Key("use", str, default, f"{what}; its arguments are further keys of this table")
 
 
 def _top() -> list[Key]:
@@ -88,9 +88,7 @@ def _top() -> list[Key]:
 _PARTS = ("stragglers", "secure_sum", "loss", "guard", "canaries")
 _SPLIT = ("dataset", "clients", "seed")  # of split: given by other parts of the scenario
 _WEIGHTS = "a safetensors checkpoint to start from, BatchNorm's statistics included; default: drawn from the seed"
-_ADAPTERS = (
-    "small parts that clients train in addition to a frozen network, each a table `[[model.adapter]]` with `use`"
-)
+_ADAPTERS = "small trained parts of a frozen network, each a table `[[model.adapter]]` with `use`"
 _DEFENSES = "defenses of the model, each a table `[[model.defense]]` with `use`"
 _EACH = "act on each example's gradient by itself; before local training only"
 TABLES: Mapping[str, Callable[[], list[Key]]] = {

@@ -27,7 +27,7 @@ from fedgauge.attacks.modality.image_metrics import (
 )
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import MEASURED
-from fedgauge.client.pairing import in_db, one_to_one
+from fedgauge.client.pairing import in_db
 
 
 def images(seed: int, *shape: int) -> Tensor:
@@ -183,7 +183,5 @@ def test_lpips_is_zero_for_the_same_grows_with_noise_and_is_symmetric(
     assert metric.name in [m.name for m in image_metrics((channels, 32, 32), None)]
 
 
-def test_two_truths_need_two_guesses_and_an_error_of_nothing_has_the_largest_psnr() -> None:
-    assert [one_to_one(torch.tensor(fits)) for fits in ([[True, True], [True, False]], [[True], [True]])] == [2, 1]
-    assert one_to_one(torch.zeros(2, 0, dtype=torch.bool)) == 0
+def test_an_error_of_zero_has_the_largest_psnr() -> None:
     assert [in_db(error) for error in (0.0, 0.1)] == [PSNR_CAP, pytest.approx(10.0)]

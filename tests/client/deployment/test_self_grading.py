@@ -132,7 +132,7 @@ def test_questions_far_outside_would_be_exact_and_are_not_answered(tmp_path: Pat
         guess = truth.x.clone()
         guess[0, 0, 0, 0] = value
         answer = grade(SCORES, ClientFolder(tmp_path), 1, truth, {"dlg": guess})
-        assert (dict(answer.psnr), dict(answer.refused)) == ({}, {"dlg": "images must lie in [0, 1]"})
+        assert (dict(answer.psnr), dict(answer.refused)) == ({}, {"dlg": "images must be in [0, 1]"})
 
 
 # ------------------------------------------------------------------------------------------------------------------ counts

@@ -131,7 +131,7 @@ def test_the_model_is_that_without_a_secure_sum(tmp_path: Path) -> None:
         pytest.param(
             {"group": 3, "threshold": 2, "clip": 1.0},
             SCENARIO,
-            "this client's update leaves in a secure sum alone",
+            "this client sends its update only in a secure sum",
             marks=pytest.mark.full,
         ),
         (None, SUMMED, "this client's owner has agreed to no secure sum"),
@@ -186,7 +186,7 @@ def test_five_clients_with_threshold_three_are_refused_unless_asked_for_by_name(
     made = Deployment.create(tmp_path / "federation", 5, scenario=path)
     owner = OwnerConfig.load(made.folder / "clients" / "4" / "client.toml")
     (words,) = [result.message for result in check_owner(owner) if result.name == "secure sum"]
-    assert "2 may drop out" in words and "lies about who dropped out with up to 0" in words
+    assert "2 may drop out" in words and "with the help of up to 0" in words
 
 
 @pytest.mark.slow
