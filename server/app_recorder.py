@@ -3,6 +3,7 @@
 A message is looked at in the app's own thread, which costs microseconds; files and ledger are written in a thread of the recorder.
 """
 
+import atexit
 import json
 import math
 import os
@@ -11,12 +12,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +115,15 @@ class _Reply:
         return next((int(n) for n in counts if 1 <= n < 2**53 and n == int(n)), None)
 
 
+class _Task(NamedTuple):
+    """Something to do in the writer's thread, with the bytes that it holds in memory until then."""
+
+    what: str
+    act: Callable[[], None]
+    size: int
+    done: threading.Event
+
+
 class AppRecorder:
     """Records what passes a tap. Its methods may be called from any thread, and none of them raises.
 
@@ -130,8 +140,9 @@ class AppRecorder:
         self._lock = ExitStack()
         self._lock.enter_context(run.lock("training"))
         self._process = os.getpid()
-        self._writer = ThreadPoolExecutor(1, "fedgauge-recorder")
-        self._writing: int | None = None  # the writer's thread
+        # a garbage collection in any line of the app may end a tap: a simple queue takes its last task without a lock
+        self._tasks: SimpleQueue[_Task] = SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="fedgauge-recorder", daemon=True)
         self._waiting, self._counting = 0, threading.Lock()  # bytes that wait to be written
         self._closed = False
         # from here on used by the writer alone
@@ -152,6 +163,8 @@ class AppRecorder:
         rounds = tables.get("rounds")
         planned = rounds if type(rounds) is int and 0 < rounds <= MOST_ROUNDS else 0
         self._ledger.set_meta(mode=DEPLOYMENT, state="training", rounds=str(planned), **{BASE: str(base)})
+        self._writer.start()
+        atexit.register(self.close)
 
     def warn(self, code: str, words: str, round: int | None = None, client: int | None = None) -> None:
         """Log a problem, once for each code, and keep it for the audit."""
@@ -186,13 +199,20 @@ class AppRecorder:
 
     def close(self, state: str = "trained") -> None:
         """Record that the app's training is over, once, and log the command that attacks what was recorded."""
-        self._wait(self.later("the end", partial(self._close, state)))
+        self._wait(self.end(state))
+        if threading.current_thread() is not self._writer:
+            self._writer.join()
 
-    def _wait(self, done: "Future[None] | None") -> None:
-        if done is not None and threading.get_ident() != self._writing:
-            done.result()
+    def end(self, state: str = "trained") -> threading.Event | None:
+        """Close without waiting, as a garbage collection must: the writer may need a lock of the interrupted thread."""
+        return self.later("the end", partial(self._close, state))
 
-    def later(self, what: str, act: Callable[[], None], size: int = 0) -> "Future[None] | None":
+    def _wait(self, done: threading.Event | None) -> None:
+        if done is not None and threading.current_thread() is not self._writer:
+            while self._writer.is_alive() and not done.wait(0.1):
+                pass
+
+    def later(self, what: str, act: Callable[[], None], size: int = 0) -> threading.Event | None:
         """Do something in the writer's thread, in the order of the calls; None if nothing is recorded any more.
 
         Args:
@@ -200,29 +220,34 @@ class AppRecorder:
         """
         if self._closed or os.getpid() != self._process:  # a forked child records nothing
             return None
-        while self._waiting > MOST_WAITING and threading.get_ident() != self._writing:
+        while self._waiting > MOST_WAITING and threading.current_thread() is not self._writer:
             time.sleep(0.005)
-        with self._counting:
-            self._waiting += size
-        try:
-            return self._writer.submit(self._do, what, act, size)
-        except RuntimeError:  # the interpreter ends, and takes no more work
-            self._do(what, act, size)
-            return None
+        if size:
+            with self._counting:
+                self._waiting += size
+        self._tasks.put(task := _Task(what, act, size, threading.Event()))
+        return task.done
 
     # ------------------------------------------------------------------------------------- in the writer's thread
 
-    def _do(self, what: str, act: Callable[[], None], size: int) -> None:
-        started, self._writing = time.perf_counter(), threading.get_ident()
+    def _write(self) -> None:
+        while not self._closed:
+            self._do(self._tasks.get())
+        with suppress(Empty):
+            while True:
+                self._tasks.get_nowait().done.set()
+
+    def _do(self, task: "_Task") -> None:
+        started = time.perf_counter()
         try:
-            if not self._closed:
-                act()
+            task.act()
         except Exception as error:  # whatever it is, the app must not notice
-            self.warn("recorder", f"{what} is not recorded: {type(error).__name__}: {error}")
+            self.warn("recorder", f"{task.what} is not recorded: {type(error).__name__}: {error}")
         finally:
             self._cost += time.perf_counter() - started
             with self._counting:
-                self._waiting -= size
+                self._waiting -= task.size
+            task.done.set()
 
     def note_sent(self, sent: _Sent) -> None:
         """Note a message; one that carries weights to be trained gets its round."""
@@ -381,7 +406,7 @@ class AppRecorder:
             self._closed = True
             self._lock.close()
             self._ledger.close()
-            self._writer.shutdown(wait=False)
+            atexit.unregister(self.close)
 
 
 class Exchange:

@@ -15,6 +15,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures.thread import _global_shutdown_lock  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
 
@@ -489,6 +490,27 @@ def test_replies_in_a_collection_that_is_not_read_are_not_said_to_be_missing(aud
     _, seen, problems = opened(audit.parent / "run")
     assert [p.code for p in problems] == ["collection"]
     assert [(o["status"], o["reason"]) for o in seen] == [("missing", "its reply was not read")]
+
+
+def test_a_tap_that_a_garbage_collection_ends_waits_for_no_lock_of_the_app(audit: Path) -> None:
+    """A collection may run in any line, also within a call of logging or of a thread pool that holds a lock."""
+    tapped = tap(Nodes(), audit, audit.parent / "run")
+    tapped.send_and_receive([train_message(1)])
+    held, ended = [tapped], threading.Event()
+    del tapped
+
+    def collected() -> None:
+        with _global_shutdown_lock:
+            for handler in (handlers := logging.getLogger("flwr").handlers):
+                handler.acquire()
+            held.clear()
+            for handler in handlers:
+                handler.release()
+        ended.set()
+
+    threading.Thread(target=collected, daemon=True).start()
+    assert ended.wait(30)
+    assert opened(audit.parent / "run")[0].folder.exists()
 
 
 def test_a_grid_may_be_wrapped_copied_and_asked_for_what_it_has(audit: Path) -> None:
