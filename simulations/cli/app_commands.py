@@ -1,4 +1,4 @@
-"""`fedgauge app`: audit a Flower app as it lies in its folder."""
+"""`fedgauge app`: audit an unchanged Flower app."""
 
 import argparse
 import shlex
@@ -26,7 +26,7 @@ def add_to(commands: Commands) -> None:
 
 
 def app(options: argparse.Namespace) -> int:
-    """fedgauge app DIR: run a Flower app as it is, observe how its clients train, and attack what its server sees."""
+    """fedgauge app DIR: run a Flower app unchanged, observe how its clients train, and attack what its server sees."""
     from fedgauge.simulations.cli.main import main
     from fedgauge.simulations.cli.result_commands import chosen_thresholds, conclude_gate
     from fedgauge.simulations.rehearsal.rehearse import observe, rehearse
@@ -46,7 +46,7 @@ def app(options: argparse.Namespace) -> int:
     if options.draft and found.draft.lines:
         run_files.write(options.draft, found.draft.text().encode())
     if found.draft.fatal:
-        console.print(f"the app was trained and recorded in {run.folder}; nothing of it can be attacked as it is")
+        console.print(f"the app was trained and recorded in {run.folder}; no attack fits it yet")
         return INAPPLICABLE
     console.print(found.proof)
     given = [str(run.folder), "--log", options.log, *([] if options.no_truth else ["--truth", str(found.truth)])]

@@ -15,7 +15,7 @@ from fedgauge.simulations.cli.options import Command, Commands, tell
 # Flower take seconds, which help, --version and a misspelt command need not wait for.
 GROUPS: dict[str, dict[str, str]] = {
     "app_commands": {
-        "app": "run a Flower app as it is, observe how its clients train, and attack what its server sees.",
+        "app": "run a Flower app unchanged, observe how its clients train, and attack what its server sees.",
     },
     "run_commands": {
         "run": "train a federation and attack it, or continue a run that was interrupted.",

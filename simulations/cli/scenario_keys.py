@@ -38,7 +38,7 @@ class Key:
 
     @property
     def value(self) -> str:
-        """What its value must be, in words."""
+        """The type of its value in words."""
         return spell(self.hint).replace("'", '"')
 
 

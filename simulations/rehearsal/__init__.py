@@ -1,1 +1,1 @@
-"""A rehearsal: run a Flower app as it lies in its folder, observe how its clients train, and audit what its server sees."""
+"""A rehearsal: run an unchanged Flower app, observe how its clients train, and audit what its server sees."""

@@ -31,7 +31,7 @@ KINDS = {
 
 
 class Note(NamedTuple):
-    """What the draft cannot express, or assumes; fatal: nothing can be attacked without it."""
+    """A limitation or assumption of the draft; fatal: nothing can be attacked without it."""
 
     code: str
     words: str
@@ -83,7 +83,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Observed:
-    """What the app's process wrote: by node, the facts of each round's training."""
+    """Observations by the app's process: by node, the facts of each round's training."""
 
     clients: Mapping[str, Sequence[Mapping[str, Any]]]
     failed: Sequence[str] = ()
@@ -91,13 +91,13 @@ class Observed:
 
     @property
     def nodes(self) -> list[str]:
-        """Return the nodes whose training has inputs and labels, in order."""
+        """Return the nodes with inputs and labels, in order."""
         return [node for node, rounds in self.clients.items() if rounds and "data" in rounds[0]]
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """How observed inputs become pixels in [0, 1]: pixel = input * std + mean."""
+    """Conversion of observed inputs to pixels in [0, 1]: pixel = input * std + mean."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -119,9 +119,9 @@ def pixels_of(arrays: Sequence[np.ndarray], normalised: Sequence[Sequence[float]
         if len(mean) == channels and min(low * s + m for m, s in zip(mean, std, strict=True)) > -0.01:
             return Pixels(mean, std, "torchvision's Normalize, as the app calls it")
     if low >= 0 and high <= 1:
-        return Pixels((0.0,) * channels, (1.0,) * channels, "inputs lie in [0, 1]")
+        return Pixels((0.0,) * channels, (1.0,) * channels, "inputs are in [0, 1]")
     scale = high - low or 1.0
-    return Pixels((-low / scale,) * channels, (1 / scale,) * channels, f"inputs lie in [{low:.4g}, {high:.4g}]")
+    return Pixels((-low / scale,) * channels, (1 / scale,) * channels, f"inputs are in [{low:.4g}, {high:.4g}]")
 
 
 def unsuited(
@@ -161,8 +161,8 @@ def write_draft(
     """Draft everything but the network.
 
     Args:
-        attacked: nodes whose updates are attacked.
-        public: the nodes whose examples stand in for public data.
+        attacked: the attacked nodes.
+        public: the nodes with examples that serve as public data.
         files: folder for the public examples.
     """
     draft, first = Draft(), observed.clients[attacked[0]][0]
@@ -216,7 +216,7 @@ def _data(draft: Draft, public: Sequence[Mapping[str, Any]], n: int, pixels: Pix
     path = files / "public.npz"
     np.savez(path, x=np.tile(x, (copies, 1, 1, 1)), y=np.tile(y, copies), x_test=x, y_test=y)
     draft.add(
-        "[data]", f"examples of {len(public)} clients that are not attacked stand in for public data",
+        "[data]", f"examples of {len(public)} clients that are not attacked serve as public data",
         use="npz", path=str(path), auxiliary=len(x) * copies - clients * n,
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Observe how a client trains: network, batches, labels, loss, optimizer and clipping, without a change to its code.
 
 Torch's own entry points are watched in the process that runs the app: calls of modules, functions of losses, steps of
-optimizers. What the app computes stays the same.
+optimizers. The app computes the same.
 """
 
 import inspect
@@ -54,7 +54,7 @@ class Step:
 
 @dataclass
 class Training:
-    """What one client did in one round.
+    """One client's training in one round.
 
     Attributes:
         network: the first module that a pass with gradients called and that has parameters to train.

@@ -96,7 +96,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     """Draft the scenario of an observed app, write the truth of the attacked clients, and compute an update again.
 
     Args:
-        clients: that are attacked, at most; the examples of all others stand in for public data.
+        clients: to attack, at most; the examples of all others serve as public data.
         truth: write the observed examples of the attacked clients.
     """
     sys.dont_write_bytecode = True  # the network is built by the app's code, and nothing is written in its folder
@@ -107,7 +107,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         return Rehearsal(run, Draft(notes=[note]), run.folder, (), "")
     if len(nodes) < 2:
         few = Draft()
-        few.note("clients", "one client trained, and none is left to stand in for public data: raise --clients", True)
+        few.note("clients", "one client trained, and none is left to provide public data: raise --clients", True)
         return Rehearsal(run, few, run.folder, (), "")
     attacked = nodes[:-1][:clients]
     public = nodes[len(attacked) :]

@@ -1,6 +1,6 @@
 """The process that runs the app: `python -m fedgauge.simulations.rehearsal.train RUN PLAN`, with the plan as JSON.
 
-It writes into the run's folder what the tap records, and beside it `observed.json` with the facts of each client's training and
+It writes into the run's folder what the tap records, and next to it `observed.json` with the facts of each client's training and
 the inputs and labels of each pass.
 """
 
@@ -60,7 +60,7 @@ def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _facts(seen: Training, folder: Path, name: str) -> dict[str, Any]:
-    """The facts of a training as JSON; inputs and labels in a file beside."""
+    """The facts of a training as JSON; inputs and labels in a separate file."""
     network = None if seen.network is None else unwrapped(seen.network)
     facts: dict[str, Any] = {
         "network": None if network is None else type(network).__name__,

@@ -1,4 +1,4 @@
-"""Where users' apps import `tap` and `curious` from, beside `fedgauge.server.tap`."""
+"""`tap` and `curious` for users' apps, as in `fedgauge.server.tap`."""
 
 from fedgauge.server.tap import curious, tap
 

@@ -94,7 +94,7 @@ class InspectedRound:
     previous: Params | None
 
     def findings(self, params: Params | None = None, agreed: str = "") -> DetectorResults:
-        """What inspection finds in the received weights, or in others in their place."""
+        """Inspect the received weights, or others in their place."""
         given = self.params if params is None else params
         return inspect(self.probes, given, self.previous, agreed=agreed, rng=self.rng("inspection"))
 
@@ -188,7 +188,7 @@ def persistent_attacks(
 def patient_world(
     n: int = 1, seed: int = 0, iterations: int = 6, networks: Mapping[str, Sequence[GuardSetting]] = NETWORKS
 ) -> list[ComparedFigure]:
-    """How often each server attack is detected by a client that has never received honest weights.
+    """Return each server attack's detection rate at a client that has never received honest weights.
 
     Args:
         n: settings of each network, the middle one first.
