@@ -20,15 +20,18 @@ ENV PYTHONUNBUFFERED=1 \
 RUN groupadd --gid 10001 fedgauge && useradd --uid 10001 --gid 10001 --no-create-home --shell /usr/sbin/nologin fedgauge
 
 WORKDIR /app
-COPY constraints.txt ./
-RUN pip install -c constraints.txt --index-url "$TORCH_INDEX" torch torchvision
-COPY pyproject.toml README.md LICENSE ./
+COPY constraints.txt pyproject.toml README.md LICENSE ./
+# torch's index may lack what torch needs: that comes from the default index, with the other dependencies
+RUN pip install --no-deps --index-url "$TORCH_INDEX" $(grep -E '^torch(vision)?==' constraints.txt)
+# a layer of its own: a change of the code installs none of it again
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt \
+    && pip install -c constraints.txt -r requirements.txt
 COPY client ./client
 COPY defenses ./defenses
 COPY attacks ./attacks
 COPY server ./server
 COPY simulations ./simulations
-RUN pip install -c constraints.txt . && rm -rf /app
+RUN pip install --no-deps . && pip check && rm -rf /app
 
 WORKDIR /deployment
 USER 10001:10001
