@@ -820,7 +820,9 @@ def test_paths_start_from_the_calling_file_and_else_from_the_working_directory(
     monkeypatch.setenv(
         "FLWR_HOME", str(tmp_path / "three")
     )  # an app in Flower's bundle folder: another's file is not taken
-    call("three").send_and_receive([train_message(1)])
+    tapped = call("three")
+    tapped.send_and_receive([train_message(1)])
+    tapped._fedgauge_recorder.close()
     run, seen, problems = opened(tmp_path / "three" / "runs" / "theirs")
     assert [p.code for p in problems] == ["scenario"] and seen[0]["digest"]
 

@@ -111,7 +111,7 @@ _ENCODERS: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "opt that classifies": ("OPT", _opt, ""),
     "llama that classifies": ("Llama", _llama, ""),
     "squeezebert": ("SqueezeBert", _squeeze, "'transformer.encoder.layers.0.attention.query'"),
-    "mpnet": ("MPNet", _bert, "no blocks whose query"),
+    "mpnet": ("MPNet", _bert, "no blocks with query"),
     "bart": ("Bart", _bart, "inputs_embeds"),
 }
 _DECODERS: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
