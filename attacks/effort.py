@@ -82,7 +82,7 @@ class _Setting:
         return embeds_patches(self.federation.model, self.federation.shards.dataset.shape)
 
     def solvable(self) -> bool:
-        """Whether the network begins with a convolution and is a chain of layers that can be solved one after the other."""
+        """Return whether the network begins with a convolution and is a chain that `recursive` solves layer by layer."""
         try:
             return self.dense is None and bool(stages_of(self.federation.model, self.federation.shards.dataset.shape))
         except Unattackable:

@@ -220,7 +220,7 @@ class AppRecorder:
         """
         if self._closed or os.getpid() != self._process:  # a forked child records nothing
             return None
-        while self._waiting > MOST_WAITING and threading.current_thread() is not self._writer:
+        while size and self._waiting > MOST_WAITING and threading.current_thread() is not self._writer:
             time.sleep(0.005)
         if size:
             with self._counting:

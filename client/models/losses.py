@@ -201,7 +201,7 @@ def _takes_instead(loss: Loss, logits: Tensor, y: Tensor) -> str:
     for form, change in forms:
         try:
             loss(form, y)
-        except Exception:  # nor does it take this form
+        except Exception:  # a user's function may raise anything for a form that it does not take
             continue
         return change
     return ""

@@ -6,7 +6,7 @@ import shlex
 from rich.console import Console
 
 from fedgauge.client import components
-from fedgauge.server.store import run_files
+from fedgauge.client.files import writing
 from fedgauge.server.store.scenario import apply_setting
 from fedgauge.simulations.cli.options import Commands, add_gate, add_log, flag, path, positive, several
 from fedgauge.simulations.run.exit_status import INAPPLICABLE
@@ -44,7 +44,8 @@ def app(options: argparse.Namespace) -> int:
     for note in found.draft.notes:
         console.print(f"{note.code}: {note.words}")
     if options.draft and found.draft.lines:
-        run_files.write(options.draft, found.draft.text().encode())
+        with writing(options.draft) as file:
+            file.write(found.draft.text().encode())
     if found.draft.fatal:
         console.print(f"the app was trained and recorded in {run.folder}; no attack fits it yet")
         return INAPPLICABLE

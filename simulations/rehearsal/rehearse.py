@@ -41,9 +41,7 @@ from fedgauge.simulations.rehearsal.train import OBSERVED
 from fedgauge.simulations.run.create import prepare_app
 from fedgauge.simulations.run.launch import OwnProcess
 
-SLOW = (
-    0.5  # CPU seconds to compute all attacked updates once, above which only one is attacked: a search takes hundreds
-)
+SLOW = 0.5  # CPU seconds for all attacked updates once; above, only one is attacked: a search computes it hundreds of times
 EXACT = 1e-4  # relative error that rounding during training explains
 STRANGERS = 3  # clients whose examples stand in for public data, where the app has them
 MOST_OBSERVED = 1 << 26  # bytes of observed.json

@@ -230,7 +230,12 @@ def joined(cluster: LocalDeployment) -> list[str]:
 def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
     cluster: LocalDeployment, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
 ) -> None:
-    run = make_taped(cluster.deployment.folder / "runs" / "a-run", make_scenario(audit={"executor": "ray"}))
+    long = [
+        {"use": "inverting_gradients", "iterations": 1000},
+        {"use": "analytic"},
+    ]  # not over before the head is killed
+    scenario = make_scenario(audit={"executor": "ray"}, attack=long)
+    run = make_taped(cluster.deployment.folder / "runs" / "a-run", scenario)
     service = cluster.services["attack"]
     (tmp_path / "ray").mkdir()
     outside = launch.child_environment(tmp_path, "none-of-theirs") | dict(service.environment)
@@ -248,10 +253,15 @@ def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
     def begin_audit() -> subprocess.Popen[str]:
         return subprocess.Popen(service.command, env=outside, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
+    there: list[int] = []
+
+    def begun() -> bool:
+        there.extend(workers_of(cluster))
+        return bool(there) or audit.poll() is not None
+
     audit = begin_audit()
     try:
-        wait_for(lambda: workers_of(cluster) or audit.poll() is not None, 90, "a worker of the cluster")
-        there = workers_of(cluster)
+        wait_for(begun, 90, "a worker of the cluster")
         os.killpg(cluster.children["ray-head"].pid, signal.SIGKILL)
         _, said = audit.communicate(timeout=200)
     finally:
