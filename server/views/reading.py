@@ -21,7 +21,7 @@ from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.store.ledger_types import EMPTY, RETRIED, DeviceUse, Progress
+from fedgauge.server.store.ledger_types import EMPTY, RETRIED, Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, expected_jobs
 from fedgauge.server.store.tester_truth import TesterTruth
@@ -58,8 +58,7 @@ def state_of(run: Run, ledger: Ledger) -> State:
 def version_of(run: Run, ledger: Ledger) -> str:
     """Return a string that changes with the ledger."""
     p = ledger.progress()
-    gpus = [n for of in ledger.devices() if of.device != "cpu" for n in (of.busy, of.waves)]
-    counts = (ledger.finished(), p.queued, p.leased, p.failed, ledger.last_round(), *gpus)
+    counts = (ledger.finished(), p.queued, p.leased, p.failed, ledger.last_round())
     meta = ledger.meta()
     facts = (*counts, state_of(run, ledger), meta.get("replay", ""), meta.get(RETRIED, ""))
     return xxh3_64_hexdigest(repr(facts).encode(errors="replace"))
@@ -212,7 +211,6 @@ class Snapshot:
         self.meta: Mapping[str, str] = {}
         self.progress = Progress()
         self.rounds: dict[int, Mapping[str, Any]] = {}
-        self.devices: list[DeviceUse] = []
         self.pace: float | None = None  # jobs a second
         self.newest = 0  # last round with jobs
         self.scores, self._finished = Scores.empty(), 0
@@ -224,7 +222,7 @@ class Snapshot:
         if self.meta.get(RETRIED) != retried:  # rows were deleted
             self.scores, self._finished = Scores.empty(), 0
         self.rounds = {row["round"]: dict(row) for row in ledger.rounds()}
-        self.devices, self.pace = ledger.devices(), ledger.pace()
+        self.pace = ledger.pace()
         self.newest = max(ledger.last_observed(), max(self.rounds, default=0))
         self.views.clear()
         if (finished := ledger.finished()) > self._finished:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fedgauge.client.components import allowing
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.uploads import UploadMismatch, read_observation
-from fedgauge.server.tap import curious
+from fedgauge.server.tap import tap
 from fedgauge.server.views import overview
 from fedgauge.server.views.gallery import Gallery, Query
 from fedgauge.server.views.reading import Reading
@@ -259,8 +259,9 @@ def test_a_reply_with_fewer_arrays_is_recorded_and_its_audit_asks_what_is_frozen
         return replies
 
     grid.tamper = kept
-    strategy = curious(FedAvg(fraction_evaluate=0.0), app.write_audit(tmp_path), tmp_path / "theirs")
-    result = strategy.start(grid, ArrayRecord(single), 1)
+    tapped = tap(grid, app.write_audit(tmp_path), tmp_path / "theirs")
+    result = FedAvg(fraction_evaluate=0.0).start(tapped, ArrayRecord(single), 1)
+    del tapped
     assert set(result.arrays.keys()) == {"classifier.weight", "classifier.bias"}
     run = Run.open(tmp_path / "theirs")
     with run.ledger() as ledger:
