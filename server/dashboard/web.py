@@ -5,7 +5,7 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
 import uvicorn
@@ -28,7 +28,7 @@ from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
-from fedgauge.server.views.gallery import Gallery, NotShown, Page, Query, Sort, through_rounds, trace
+from fedgauge.server.views.gallery import Gallery, NotShown, Page, Query, through_rounds, trace
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading, viewed
 from fedgauge.server.views.tables import in_json
@@ -118,7 +118,7 @@ def _routes() -> list[Route | Mount]:
         *(Route(path, _page) for path in pages),
         Route("/api/runs", _runs),
         Route(f"{run}/overview", _view(lambda reading, asked: _overview(reading))),
-        Route(f"{run}/gallery", _view(_gallery, "round", "client", "sort", "offset")),
+        Route(f"{run}/gallery", _view(_gallery, "round", "client", "offset")),
         Route(f"{run}/image/{{image:int}}", _view(_image, "client")),
         Route(f"{run}/trace", _view(_trace, "round", "client", "example", "attack")),
         Route(f"{run}/clients", _view(_clients, "metric")),
@@ -160,12 +160,11 @@ _gallery_of = viewed(Gallery)
 
 def _gallery(reading: Reading, asked: Asked) -> Page:
     gallery = _gallery_of(reading)
-    sort = cast(Sort, _one_of(asked, "sort", ("leak", "hidden", "client"), "leak"))
     who, offset = (_number(asked, key) if key in asked else None for key in ("client", "offset"))
     round = gallery.rounds[-1] if gallery.rounds else None
     if "round" in asked:
         round = None if asked["round"] == "all" else _number(asked, "round")
-    return gallery.page(Query(round, who, sort, offset or 0))
+    return gallery.page(Query(round, who, offset or 0))
 
 
 def _image(reading: Reading, asked: Asked) -> Any:

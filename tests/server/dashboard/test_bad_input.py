@@ -61,7 +61,7 @@ def test_a_ledger_cannot_name_a_file_elsewhere(folder: Path, get: Get, tmp_path:
 
 @pytest.mark.parametrize(
     ("query", "named"),
-    [("gallery?sort=worst", "sort"), ("gallery?round=one", "round"), ("gallery?client=-1", "client"),
+    [("gallery?sort=worst", "parameter"), ("gallery?round=one", "round"), ("gallery?client=-1", "client"),
      ("gallery?colour=red", "colour"), ("clients?metric=loss", "metric"),
      ("image/3", "client"),
      ("trace?round=1&client=0&example=0", "attack")],
