@@ -26,6 +26,7 @@ from fedgauge.server.store.tape import TapeError
 from fedgauge.server.store.uploads import UploadMismatch
 
 NO_REPLAY = "not possible in a deployment: only a client's own data, which stays there, can recompute its update"
+NOT_REPLAYABLE = "no update on the tape can be recomputed: each is a later one of a client with a state, or a secure sum with altered weights"
 ATTEMPTS = 3  # for a wave whose worker dies; the last one is on the CPU
 
 
@@ -117,49 +118,36 @@ def _check_replay(source: TapeSource, scenario: Scenario, coming: bool) -> bool:
         ledger.set_meta(replay="unknown", replay_detail=NO_REPLAY)
         return True
     first = _replayable(ledger, scenario)
-    if first is None:
-        if not source.taped():
-            return False
-        detail = "the chain is stateful, so only a client's first update can be recomputed, and none is on the tape"
-        if not scenario.federation.chain.remembers:
-            if coming:  # in a later round all clients may get the honest weights
-                return False
-            detail = "in every secure sum on the tape, some client was sent other weights than the tape keeps"
-        ledger.set_meta(replay="unknown", replay_detail=detail)
-        return True
     try:
-        check: ReplayCheck = replay(scenario.federation, source.observation(*first))
-        detail = f"cosine {check.cosine:.7f}, relative error {check.relative_error:.1e}: {check.verdict}"
-        ledger.set_meta(replay="ok" if check.ok else "mismatch", replay_detail=detail)
+        if first is not None:
+            check: ReplayCheck = replay(scenario.federation, source.observation(*first))
+            detail = f"cosine {check.cosine:.7f}, relative error {check.relative_error:.1e}: {check.verdict}"
+            ledger.set_meta(replay="ok" if check.ok else "mismatch", replay_detail=detail)
+        elif coming or not source.taped():
+            return False
+        else:
+            ledger.set_meta(replay="unknown", replay_detail=NOT_REPLAYABLE)
     except TapeError as error:
         ledger.set_meta(replay="unknown", replay_detail=str(error))
     return True
 
 
 def _replayable(ledger: Ledger, scenario: Scenario) -> tuple[int, int, str] | None:
-    """Round, client and digest of the first update on the tape that can be recomputed without a client's state.
+    """Return round, client and digest of the first update on the tape that can be recomputed without a client's state.
 
     If the chain is stateful, that is a client's first update ever, whether or not the server accepted it.
     """
     started: set[int] = set()
     for o in ledger.observations():
-        taped = o["status"] == "accepted" and o["digest"] and not _mixed(scenario, o["round"], o["client"])
+        members = scenario.protocol.members(o["client"], o["round"])
+        # a sum of updates at different weights cannot be recomputed, as the tape keeps one of them
+        altered = any(aimed.targeting.applies_to(o["round"], c) for aimed in scenario.server_attack for c in members)
+        taped = o["status"] == "accepted" and o["digest"] and not (altered and len(members) > 1)
         if taped and (o["client"] not in started or not scenario.federation.chain.remembers):
             return o["round"], o["client"], o["digest"]
         if not scenario.protocol.misses(o["client"], o["round"]):  # otherwise the client did not even start
             started.add(o["client"])
     return None
-
-
-def _mixed(scenario: Scenario, round: int, client: int) -> bool:
-    """Return whether a secure sum adds updates computed at different weights; the tape keeps only one of these."""
-    members = scenario.protocol.members(client, round)
-    for aimed in scenario.server_attack:
-        altered = [aimed.targeting.applies_to(round, c) for c in members]
-        own = [aimed.server_attack.for_member(place) for place in range(len(members))]
-        if any(altered) and not (all(altered) and all(attack == own[0] for attack in own)):
-            return True
-    return False
 
 
 def _load(source: TapeSource, lease: Lease) -> tuple[Lease, Task] | None:
