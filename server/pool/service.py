@@ -26,7 +26,7 @@ from fedgauge.server.store.tape import TapeError
 from fedgauge.server.store.uploads import UploadMismatch
 
 NO_REPLAY = "not possible in a deployment: only a client's own data, which stays there, can recompute its update"
-NOT_REPLAYABLE = "no update on the tape can be recomputed: each is a later one of a client with a state, or a secure sum with altered weights"
+NOT_REPLAYABLE = "no update on the tape can be recomputed: a state or altered weights in a secure sum prevent it"
 ATTEMPTS = 3  # for a wave whose worker dies; the last one is on the CPU
 
 
@@ -139,15 +139,23 @@ def _replayable(ledger: Ledger, scenario: Scenario) -> tuple[int, int, str] | No
     """
     started: set[int] = set()
     for o in ledger.observations():
-        members = scenario.protocol.members(o["client"], o["round"])
-        # a sum of updates at different weights cannot be recomputed, as the tape keeps one of them
-        altered = any(aimed.targeting.applies_to(o["round"], c) for aimed in scenario.server_attack for c in members)
-        taped = o["status"] == "accepted" and o["digest"] and not (altered and len(members) > 1)
+        taped = o["status"] == "accepted" and o["digest"] and not _mixed(scenario, o["round"], o["client"])
         if taped and (o["client"] not in started or not scenario.federation.chain.remembers):
             return o["round"], o["client"], o["digest"]
         if not scenario.protocol.misses(o["client"], o["round"]):  # otherwise the client did not even start
             started.add(o["client"])
     return None
+
+
+def _mixed(scenario: Scenario, round: int, client: int) -> bool:
+    """Check if a secure sum adds updates computed at different weights; the tape keeps only one of these."""
+    members = scenario.protocol.members(client, round)
+    for aimed in scenario.server_attack:
+        altered = [aimed.targeting.applies_to(round, c) for c in members]
+        own = [aimed.server_attack.for_member(place) for place in range(len(members))]
+        if any(altered) and not (all(altered) and all(attack == own[0] for attack in own)):
+            return True
+    return False
 
 
 def _load(source: TapeSource, lease: Lease) -> tuple[Lease, Task] | None:
