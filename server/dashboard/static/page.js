@@ -179,9 +179,7 @@ function follow() {
   if (events?.path === path) return;
   events?.close();
   const stream = events = Object.assign(new EventSource(path), { path });
-  stream.addEventListener("change", event => {
-    if (JSON.parse(event.data).version !== data?.version) refresh();
-  });
+  stream.addEventListener("change", refresh);
   stream.addEventListener("gone", () => {
     stream.close();
     refresh();
