@@ -143,7 +143,7 @@ def _view(make: Callable[[Reading, Asked], Any], *allowed: str) -> Callable[[Req
         found = await run_in_threadpool(
             request.app.state.catalog.use,
             asked["id"],
-            lambda reading: {**in_json(make(reading, asked)), "state": reading.state, "version": reading.version},
+            lambda reading: {**in_json(make(reading, asked)), "state": reading.state},
         )
         return Json(found)
 

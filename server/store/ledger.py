@@ -62,11 +62,7 @@ class Ledger(JobQueue):
     def nodes(self) -> dict[int, str]:
         """Return Flower's node ids by client of a user's own app."""
         nodes = json_table(self.meta().get("nodes", "{}"), self.path, "nodes")
-        if strange := [name for pair in nodes.items() for name in pair if not re.fullmatch(r"-?\d{1,20}", str(name))]:
-            raise LedgerError(
-                f"{self.path} is damaged: expected the number of a client or node, got {strange[0]!r:.60}"
-            )
-        return {int(client): str(node) for client, node in nodes.items()}
+        return {int(client): str(node) for client, node in nodes.items() if client.isdecimal()}
 
     def record_round(
         self,

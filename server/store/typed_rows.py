@@ -1,6 +1,6 @@
 """Types and bounds of a ledger's columns, as SQLite stores any value and a ledger may be foreign."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -57,20 +57,8 @@ _COLUMNS = {
     )
     for name in names.split()
 }
-Checks = list[tuple[int, str, _Kind]]
 
 
-class WrongValue(ValueError):
-    """A row has an impossible value; the message names column and value."""
-
-
-def columns(names: Iterable[str]) -> Checks:
+def columns(names: Iterable[str]) -> list[tuple[int, str, _Kind]]:
     """Return place, name and kind of each known column."""
     return [(at, name, _COLUMNS[name]) for at, name in enumerate(names) if name in _COLUMNS]
-
-
-def check(columns: Checks, row: Sequence[Any]) -> None:
-    """Raise WrongValue for the first value that does not fit its column."""
-    for at, name, kind in columns:
-        if not kind.holds(row[at]):
-            raise WrongValue(f"expected {kind.words} as its {name}, got {row[at]!r:.60}")

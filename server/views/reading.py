@@ -104,7 +104,6 @@ class RunLine:
 
     id: str
     state: State
-    version: str
     round: int
     rounds: int
     chain: str
@@ -130,7 +129,6 @@ def run_line(run: Run) -> RunLine:
         return RunLine(
             id=run.name,
             state=state_of(run, ledger),
-            version=version_of(run, ledger),
             round=ledger.last_round(),
             rounds=int(ledger.meta().get("rounds") or tables["rounds"]),
             chain=chain(tables),
