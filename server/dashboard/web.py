@@ -118,10 +118,10 @@ def _routes() -> list[Route | Mount]:
         *(Route(path, _page) for path in pages),
         Route("/api/runs", _runs),
         Route(f"{run}/overview", _view(lambda reading, asked: _overview(reading))),
-        Route(f"{run}/gallery", _view(_gallery, "round", "client", "offset")),
-        Route(f"{run}/image/{{image:int}}", _view(_image, "client")),
-        Route(f"{run}/trace", _view(_trace, "round", "client", "example", "attack")),
-        Route(f"{run}/clients", _view(_clients, "metric")),
+        Route(f"{run}/gallery", _view(_gallery)),
+        Route(f"{run}/image/{{image:int}}", _view(_image)),
+        Route(f"{run}/trace", _view(_trace)),
+        Route(f"{run}/clients", _view(_clients)),
         Route("/api/compare", _compare),
         Route("/api/events", _events),
         Mount("/static", StaticFiles(directory=STATIC)),
@@ -135,11 +135,11 @@ def _routes() -> list[Route | Mount]:
 Asked = Mapping[str, Any]  # the query's parameters as text, and those in the address
 
 
-def _view(make: Callable[[Reading, Asked], Any], *allowed: str) -> Callable[[Request], Any]:
-    """Wrap a view of a run, with the run's state and version."""
+def _view(make: Callable[[Reading, Asked], Any]) -> Callable[[Request], Any]:
+    """Wrap a view of a run, with the run's state."""
 
     async def answer(request: Request) -> Response:
-        asked = {**_query(request, *allowed), **request.path_params}
+        asked = _query(request)
         found = await run_in_threadpool(
             request.app.state.catalog.use,
             asked["id"],
@@ -187,7 +187,7 @@ async def _runs(request: Request) -> Response:
 
 
 async def _compare(request: Request) -> Response:
-    asked = _query(request, "runs", "metric")
+    asked = _query(request)
     metric = _one_of(asked, "metric", ("", *MEASURED)) or None
     catalog: RunCatalog = request.app.state.catalog
     names = [name for name in asked.get("runs", "").split(",") if name] or catalog.names()
@@ -212,11 +212,8 @@ async def _page(request: Request) -> Response:
 # ------------------------------------------------------------------------------------------------------------- queries
 
 
-def _query(request: Request, *allowed: str) -> dict[str, str]:
-    asked = {key: value for key, value in request.query_params.items() if value != ""}
-    if unknown := sorted(asked.keys() - set(allowed)):
-        raise HTTPException(400, f"unknown parameter {unknown[0]!r} (there are: {', '.join(allowed)})")
-    return asked
+def _query(request: Request) -> dict[str, Any]:
+    return {key: value for key, value in request.query_params.items() if value != ""} | request.path_params
 
 
 def _number(asked: Asked, key: str) -> int:

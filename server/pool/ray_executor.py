@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import chdir
+from contextlib import ExitStack, chdir
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -121,20 +121,20 @@ class RayExecutor:
         # Ray reads it when it is imported
         os.environ.update(paths_from_here() | (_secrets() if address is None else {}))
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        try:
+        with ExitStack() as failing:
+            failing.callback(self._leave)
             import ray
 
             self._ray = ray
             with chdir(self._scratch):  # Ray's workers look for every package in their driver's current folder first
                 if address is not None:
                     self._join(address, quiet)
-                    return self._names_in_cluster(devices)
-                names = [str(device) for device in devices for _ in range(workers if device == CPU else 1)]
-                self._start(len(names), quiet)
+                    names = self._names_in_cluster(devices)
+                else:
+                    names = [str(device) for device in devices for _ in range(workers if device == CPU else 1)]
+                    self._start(len(names), quiet)
+            failing.pop_all()
             return names
-        except BaseException:
-            self._leave()
-            raise
 
     def _names_in_cluster(self, devices: Sequence[torch.device]) -> list[str]:
         gpus = int(self._ray.cluster_resources().get("GPU", 0))

@@ -153,7 +153,7 @@ class Run:
 
     def _of_attack(self, folder: str, round: int, client: int, attack: str) -> Path:
         if "/" in attack or "\0" in attack:  # of a foreign ledger
-            raise TapeError(f"{self.folder}: an attack's name cannot be part of a file's name: {attack!r}")
+            raise LedgerError(f"{self.folder}: an attack's name cannot be part of a file's name: {attack!r}")
         return self.folder / folder / f"round-{round:05d}-client-{client:05d}-{attack}.safetensors"
 
     def write_reconstruction(self, round: int, client: int, attack: str, tensors: dict[str, Tensor]) -> None:

@@ -362,12 +362,8 @@ def trace(gallery: Gallery, round: int, client: int, example: int, attack: str) 
         NotShown: they were not kept.
     """
     tensors = reconstruction(gallery.reading.run, round, client, attack)
-    if isinstance(tensors, str):
-        raise NotShown(f"the reconstruction's file is {tensors}")
-    if "trace_x" not in tensors:
+    if isinstance(tensors, str) or "trace_x" not in tensors or example >= tensors["trace_x"].shape[1]:
         raise NotShown("the attack's iterations were not kept: set trace = 12 in the [[attack]] table")
-    if example >= tensors["trace_x"].shape[1]:
-        raise NotShown(f"there is no example {example}")
     truth, _ = gallery._truth(round, client, example)
     return Trace(
         iterations=tensors["trace_iteration"].tolist(),

@@ -1,6 +1,5 @@
 """Snapshot of a run, from which every view is computed."""
 
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -73,9 +72,6 @@ def tables_of(run: Run) -> dict[str, Any]:
     path = run.folder / "scenario.toml"
     try:
         tables = {"seed": 0, **toml_text.parse(run_files.read(path))}  # a scenario may leave its seed out
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise LedgerError(f"{path} cannot be read: {error}") from error
-    try:
         Protocol.from_tables(tables)
         for table in (tables["data"], tables["model"], *tables["chain"]):
             coerce(table.get("use"), str, "use")
@@ -85,7 +81,7 @@ def tables_of(run: Run) -> dict[str, Any]:
             if key in table:
                 coerce(table[key], kind, key)
         selection(tables)
-    except ValueError as error:
+    except (OSError, ValueError) as error:  # also what is no text, or no TOML
         raise LedgerError(f"{path} is not a scenario: {error}") from error
     return tables
 
