@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal
 
-from fedgauge.attacks.modality.base import Measured
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND
 from fedgauge.server.views.formatting import finite, number, percent
@@ -105,25 +104,6 @@ class Figure:
     right: Axis | None = None
     metric: str = ""
     interval: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class HeatMap:
-    """Values of a metric by client (row) and round (column) as colours.
-
-    Args:
-        darkest, brightest: the ends of the scale; brighter means more leakage.
-    """
-
-    name: str
-    title: str
-    meaning: str
-    by: Measured
-    clients: Sequence[int]
-    rounds: Sequence[int]
-    values: Sequence[Sequence[float | None]]
-    darkest: float
-    brightest: float
 
 
 def attack_look(place: int) -> Look:
