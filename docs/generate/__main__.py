@@ -1,4 +1,4 @@
-"""`python -m docs.generate`: write the tables in docs/ again, from the code and the kept figures (`make docs`)."""
+"""`python -m docs.generate`: write the tables in docs/ and the schema again, from code and kept figures (`make docs`)."""
 
 import json
 import re
@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from docs.generate import kept_figures
+from docs.generate.arguments import listed_arguments
+from docs.generate.scenario_keys import TABLES
+from docs.generate.schema import scenario_schema
 from fedgauge.simulations.cli.components import components_of
-from fedgauge.simulations.cli.scenario_keys import TABLES
 from fedgauge.simulations.experiments.sweep_file import Sweep
 from fedgauge.simulations.experiments.sweep_rows import SweepRow, summary_as_markdown
 
@@ -29,7 +31,9 @@ def components(kind: str) -> str:
     """Return the table of fedgauge's own components of a kind."""
     rows = ""
     for found in components_of(kind, own_only=True):
-        arguments = escaped(f"`{found.arguments}`") if found.arguments else ""
+        assert found.target is not None
+        listed = listed_arguments(found.target)
+        arguments = escaped(f"`{listed}`") if listed else ""
         rows += f"| `{found.name}` | {arguments} | {escaped(found.description)} |\n"
     return f"| name | arguments | what it is |\n|---|---|---|\n{rows}"
 
@@ -58,7 +62,7 @@ BLOCKS: Mapping[str, tuple[str, Callable[[str], str]]] = {
 
 
 def pages() -> Iterator[tuple[Path, str]]:
-    """Yield each page with generated blocks, and its text with today's blocks."""
+    """Yield each page with generated blocks, and the schema, with today's text."""
     for name, (kind, block) in BLOCKS.items():
         text = (DOCS / name).read_text()
         for mark in re.finditer(rf"(<!-- generated: {kind} ([\w.]+) -->)\n.*?(?=<!-- end -->)", text, re.DOTALL):
@@ -66,6 +70,7 @@ def pages() -> Iterator[tuple[Path, str]]:
         yield DOCS / name, text
     for page in sorted(DOCS.glob("papers/[a-z]*.md")):
         yield page, kept_figures.fill(page.read_text())
+    yield SIMULATIONS / "scenario.schema.json", json.dumps(scenario_schema()) + "\n"
 
 
 if __name__ == "__main__":
