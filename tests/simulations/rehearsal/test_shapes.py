@@ -56,21 +56,38 @@ FULL = pytest.mark.full  # each starts a process that imports torch and Flower
     [
         pytest.param(name, marks=FULL) if name not in ("factory", "epochs") else name
         for name in (
-            "plain", "epochs", "accumulated", "factory", "files", "batch_norm", "own_loop", "frozen", "library",
+            "plain", "epochs", "accumulated", "factory", "files", "batch_norm", "own_loop", "frozen", "library", "rows",
         )
     ],
 )  # fmt: skip
 def test_the_draft_gives_the_update(name: str, tmp_path: Path) -> None:
     found = rehearsed(name, tmp_path)
-    assert found.draft.notes == []
+    assert found.draft.problems == []
     assert "exact to rounding" in found.proof, found.proof
+
+
+@pytest.mark.parametrize(
+    ("name", "codes", "form"),
+    [
+        pytest.param("sentences", ["tokenizer"], "token_ids", marks=FULL),
+        pytest.param("next_words", ["tokenizer"], "token_ids", marks=FULL),
+        pytest.param("lora", ["tokenizer"], "token_ids", marks=FULL),
+        pytest.param("trainer", [], "token_ids", marks=FULL),
+        ("gradients", ["steps"], "npz"),
+    ],
+)
+def test_sentences_and_gradients_are_drafted(name: str, codes: list[str], form: str, tmp_path: Path) -> None:
+    found = rehearsed(name, tmp_path)
+    assert set(codes) <= {problem.code for problem in found.draft.problems} <= {*codes, "cost"}
+    assert "exact to rounding" in found.proof, found.proof
+    assert tomllib.loads(found.draft.text())["data"]["use"] == form
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "code"), [("groups", "groups"), ("private", "noise")])
 def test_what_a_scenario_cannot_say_is_a_note(name: str, code: str, tmp_path: Path) -> None:
     found = rehearsed(name, tmp_path)
-    assert [note.code for note in found.draft.notes] == [code]
+    assert [problem.code for problem in found.draft.problems] == [code]
     assert not found.draft.fatal and "differs by" in found.proof
 
 
@@ -79,14 +96,13 @@ def test_what_a_scenario_cannot_say_is_a_note(name: str, code: str, tmp_path: Pa
     [
         pytest.param("multi_label", "labels", marks=FULL),
         pytest.param("autoencoder", "labels", marks=FULL),
-        pytest.param("rows", "inputs", marks=FULL),
         ("trees", "network"),
         pytest.param("arrays", "network", marks=FULL),
     ],
 )
 def test_what_no_attack_fits_is_recorded_and_said(name: str, code: str, tmp_path: Path) -> None:
     found = rehearsed(name, tmp_path)
-    assert [note.code for note in found.draft.fatal] == [code]
+    assert [problem.code for problem in found.draft.fatal] == [code]
     prune(found.run, 0, time.time() + 60)
     assert not [path for path in found.run.folder.rglob("*.npz")], "no example outlives the updates"
     with found.run.ledger(readonly=True) as ledger:
