@@ -158,7 +158,17 @@ def _difference(weights: Tensor, sent: Tensor) -> Tensor:
 
 
 def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
-    """Return the model's name of each array; positions ("0", "1", ...) follow the state_dict or the parameters."""
+    """Return the model's name of each array; positions ("0", "1", ...) follow the state_dict or the parameters.
+
+    A tied parameter that comes under its second name alone has its first one.
+    """
+    names, known = _known_names(arrays, model), _tensors(model)
+    first = {id(p): name for name, p in model.named_parameters()}
+    other = {k: first.get(id(known[name]), name) for k, name in names.items() if name in known}
+    return {k: name if other.get(k, name) in names.values() else other[k] for k, name in names.items()}
+
+
+def _known_names(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
     if arrays and all(name.isdecimal() for name in arrays):
         own = [list(model.state_dict()), [name for name, _ in model.named_parameters()]]
         fits = [names for names in own if len(names) == len(arrays)]

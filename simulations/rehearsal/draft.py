@@ -174,7 +174,7 @@ def write_draft(
         frozen = [f"net.{name}" for name in first["frozen"]] if sentences else first["frozen"]
         draft.add("[[chain]]", "parameters that no optimizer updates", use="freeze", layers=frozen)
         if not sentences:
-            draft.add("[model]", "values of frozen parameters", weights=str(files.parent / WEIGHTS))
+            draft.add("[model]", "values of frozen parameters", weights=str(files / WEIGHTS))
     if (dp := first["dp"]) is not None:
         settings = {key: dp[key] for key in ("max_norm", "noise_multiplier")}
         draft.add("[[chain]]", "Opacus' optimizer", use="dp_sgd", **settings)
@@ -335,6 +335,22 @@ def _networks(first: Mapping[str, Any], form: Form) -> list[tuple[dict[str, Any]
         network = {"use": call, **arguments} if name is None else {"use": library, "name": name}
         found.append((network, f"the app calls {call}"))
     return found
+
+
+def keep_layers(draft: Draft, layers: Sequence[str], client: int, round: int, files: Path) -> None:
+    """Let layers that were trained and not uploaded stay with the clients.
+
+    Args:
+        client, round: of the first training, of which their values are known.
+    """
+    draft.add("[[chain]]", "layers that are trained and never uploaded", use="private_layers", layers=list(layers))
+    draft.add("[model]", "the first client's values of these layers", weights=str(files / WEIGHTS))
+    draft.replace("[audit]", "clients", [client])
+    draft.add("[audit]", "the first training", rounds=[round])
+    why = f"clients train {', '.join(layers[:3])} and do not upload them"
+    draft.note(
+        "private", why, f"only client {client}'s update of round {round} starts from known values and is attacked"
+    )
 
 
 def _in_toml(value: object) -> bool:

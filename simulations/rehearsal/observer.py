@@ -63,6 +63,7 @@ class Training:
         output: shape of the network's output.
         losses: name and options of each loss that was computed from a pass.
         dp: noise multiplier, clipping norm and expected batch size of Opacus' optimizer.
+        start: the network's state before the first pass, of the process's first training.
         pad: the token id at positions that an attention mask hides.
         notes: what a scenario cannot express, by code.
     """
@@ -78,6 +79,7 @@ class Training:
     modes: dict[str, bool] = field(default_factory=dict)
     normalised: tuple[list[float], list[float]] | None = None
     dp: dict[str, float] | None = None
+    start: dict[str, Tensor] | None = None
     pad: int | None = None
     notes: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
@@ -95,6 +97,8 @@ class Training:
         if self.network is None:
             self.network = module
             inner = unwrapped(module)
+            if self.start is not None:
+                self.start = {name: t.detach().clone().contiguous() for name, t in inner.state_dict().items()}
             self.modes = {name: m.training for name, m in inner.named_modules()}
             if drawn := [name for name, m in inner.named_modules() if isinstance(m, DROPOUT) and m.training and m.p]:
                 self.notes["dropout"] = f"dropout draws in {', '.join(drawn[:3])}"
@@ -184,6 +188,7 @@ class Observer:
 
     def __init__(self) -> None:
         self._now: Training | None = None
+        self._trained = False
         nn.Module.__call__ = self._watched(nn.Module.__call__)  # type: ignore[method-assign]
         register_optimizer_step_pre_hook(self._step)
         for place in (nn.utils, nn.utils.clip_grad):
@@ -192,7 +197,8 @@ class Observer:
     @contextmanager
     def training(self) -> Iterator[Training]:
         """Observe one client in one round."""
-        self._now = now = Training()
+        self._now = now = Training(start=None if self._trained else {})
+        self._trained = True
         _watch_opacus(self)
         factories = _Factories()
         before = sys.getprofile()

@@ -26,12 +26,13 @@ from fedgauge.client.update import Batch, Update
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.uploads import UploadMismatch, read_observation, replies_of
+from fedgauge.server.store.uploads import UploadMismatch, names_of, read_observation, replies_of
 from fedgauge.simulations.rehearsal.draft import (
     LIBRARIES,
     Draft,
     Observed,
     check_attackable,
+    keep_layers,
     with_network,
     write_draft,
 )
@@ -127,6 +128,11 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         if scenario is None:
             run_files.write(run.folder / "scenario.toml", draft.text().encode())
             return refused
+        attacked_row = next(row for row in rows if row["client"] == numbers[attacked[0]])
+        kept = _never_sent(run, scenario, first, attacked_row)
+        if kept:
+            keep_layers(draft, kept, attacked_row["client"], attacked_row["round"], files)
+            scenario = draft.scenario()
         n = scenario.federation.shards.batch_size
         for node in attacked if truth else ():
             own = [row["round"] for row in rows if row["client"] == numbers[node]]
@@ -134,10 +140,18 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
                 _write_truth(run.folder / "truth", node, round, *(part[:n] for part in _examples(facts, form)))
         proof, seconds = _proof(run, draft, scenario, first, numbers[attacked[0]], form)
         own = sorted({row["round"] for row in rows if row["client"] == numbers[attacked[0]]})
-        if seconds * len(attacked) * len(own) > SLOW and len(attacked) * len(own) > 1:
+        if not kept and seconds * len(attacked) * len(own) > SLOW and len(attacked) * len(own) > 1:
             _attack_less(draft, numbers[attacked[0]], own[0])
         run_files.write(run.folder / "scenario.toml", draft.text().encode())
         return Rehearsal(run, draft, run.folder / "truth", packages, proof)
+
+
+def _never_sent(run: Run, scenario: Scenario, first: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
+    """Return the parameters that were trained and are not in an upload; empty also if the upload has none of the network."""
+    came = run.tape().read(row["round"], row["client"], row["digest"]).update
+    names = set(names_of(came, scenario.federation.model).values())
+    own = [name for name, _ in scenario.federation.model.named_parameters()]
+    return [name for name in own if name not in names and name not in first["frozen"]] if names & set(own) else []
 
 
 def _attack_less(draft: Draft, client: int, round: int) -> None:

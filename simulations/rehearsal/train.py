@@ -84,8 +84,9 @@ def _facts(seen: Training, language: Mapping[str, Any] | None, folder: Path, nam
         if seen.steps:
             trains &= seen.trained
         facts["frozen"] = [name for name, p in network.named_parameters() if id(p) not in trains]
-        if facts["frozen"] and language is None:  # their values never travel
-            run_files.write(folder.parent / WEIGHTS, save({k: t.contiguous() for k, t in network.state_dict().items()}))
+        if seen.start and language is None:  # of some layers the values may never travel
+            folder.mkdir(exist_ok=True, mode=0o700)
+            run_files.write(folder / WEIGHTS, save(seen.start))
         facts["mode"] = "train" if seen.modes[""] else "eval"
     labels = [y for y in seen.y if y is not None]
     if language is not None and seen.x:
