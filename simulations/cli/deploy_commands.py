@@ -53,7 +53,7 @@ def add_to(commands: Commands) -> None:
 
 
 def deploy(options: argparse.Namespace) -> int:
-    """fedgauge deploy init|up|down DIR: a federation of real processes, each client its own, here or in containers."""
+    """Carry out `fedgauge deploy init|up|down DIR`."""
     action: Command = options.action
     return action(options)
 
