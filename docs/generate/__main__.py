@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from os.path import commonprefix
 from pathlib import Path
 
 from docs.generate import kept_figures
@@ -26,12 +27,16 @@ def escaped(text: str) -> str:
 
 
 def components(kind: str) -> str:
-    """Return the table of fedgauge's own components of a kind."""
-    rows = ""
-    for found in components_of(kind, own_only=True):
-        arguments = escaped(f"`{found.arguments}`") if found.arguments else ""
+    """Return the table of fedgauge's own components of a kind, below the arguments that all of them take first."""
+    every = components_of(kind, own_only=True)
+    shared = commonprefix([f"{found.arguments}, " for found in every]).rpartition(", ")[0] if len(every) > 1 else ""
+    rows = f"Each takes `{shared}`.\n\n" if shared else ""
+    rows += "| name | arguments | what it is |\n|---|---|---|\n"
+    for found in every:
+        own = found.arguments.removeprefix(shared).removeprefix(", ")
+        arguments = escaped(f"`{own}`") if own else ""
         rows += f"| `{found.name}` | {arguments} | {escaped(found.description)} |\n"
-    return f"| name | arguments | what it is |\n|---|---|---|\n{rows}"
+    return rows
 
 
 def keys(table: str) -> str:
