@@ -95,12 +95,13 @@ class TapeOptions:
     Args:
         keep: all: every accepted update; attacked: those that the plan attacks; none: they are deleted once they were attacked.
         retention_days: after this many days `fedgauge prune` deletes updates and reconstructions; default: never.
-        replies: what the clients of a user's own app upload: weights, or updates (differences); auto: as the first round shows.
+        replies: what the clients of a user's own app upload: weights, updates (trained minus sent weights), or gradients (also
+            sent minus trained weights); auto: weights or updates, as the first round shows.
     """
 
     keep: Keep = "all"
     retention_days: float | None = None
-    replies: Literal["auto", "weights", "updates"] = "auto"
+    replies: Literal["auto", "weights", "updates", "gradients"] = "auto"
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "retention_days")

@@ -173,13 +173,13 @@ def test_a_training_that_was_cut_off_begins_again(tmp_path: Path, trained: list[
 
 
 def test_cells_at_work_share_the_gpus_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices: list[list[str]] = []
+    devices: list[str] = []
     monkeypatch.setattr(sweeping.in_memory, "train", lambda run: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(sweeping, "serve", lambda run, executor, scenario: devices.append(list(executor.load())))
+    monkeypatch.setattr(sweeping, "serve", lambda run, executor, scenario: devices.append(str(executor._worker.device)))
     for place, cell in enumerate(Sweep.load(write(tmp_path, seeds=[0, 1])).cells):
         list(_train_and_attack(cell, tmp_path / "out", place))
-    assert devices == [[f"cuda:{place}"] for place in (0, 1, 0, 1)]
+    assert devices == [f"cuda:{place}" for place in (0, 1, 0, 1)]
 
 
 def killed(cell: SweepCell, folder: Path, place: int) -> Iterator[list[SweepRow]]:

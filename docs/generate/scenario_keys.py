@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from docs.generate.arguments import toml
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.learned.auxiliary import Auxiliary
 from fedgauge.attacks.malicious.targeting import Targeting
@@ -22,7 +23,6 @@ from fedgauge.server.store.scenario import (
     TapeOptions,
     ValidatorOptions,
 )
-from fedgauge.simulations.cli.components import toml
 
 NEEDED = "needed"
 
