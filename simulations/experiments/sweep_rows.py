@@ -222,7 +222,7 @@ def _detected(tests: Sequence[SweepRow]) -> str:
     if best is None:
         return "no test gave a number" if tests else "not tested"
     told = _means(tests, "told").get(best)
-    return number(areas[best], 2) + ("" if told is None else f"; {percent(told, space=' ')} told")
+    return number(areas[best], 2) + ("" if told is None else f"; {percent(told, space=' ')} detected")
 
 
 def _over_seeds(own: Sequence[SweepRow], column: str) -> float | None:

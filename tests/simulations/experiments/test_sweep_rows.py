@@ -86,7 +86,7 @@ def test_membership_stands_beside_the_strongest_attack_and_is_never_it() -> None
         row("noise", "ratio", 0, **{**of_members, "mean": None, "reason": "few strangers"}),
     ]
     assert lines_of(found, {}) == [
-        "| none |  | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | 0.98; 75 % told | – | 80 % | 0 |",
+        "| none |  | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | 0.98; 75 % detected | – | 80 % | 0 |",
         "| noise |  | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | no test gave a number | – | 80 % | 0 |",
     ]
 
@@ -103,4 +103,6 @@ def test_whom_a_clients_data_holds_stands_beside_who_was_in_a_batch() -> None:
     found = [row("none", "a", 0), row("none", "over", 0, mean=0.8, told=0.25, **held)]
     header, _, line = summary_as_markdown(found, {}).splitlines()
     assert "| in the batch | in the client's data |" in header
-    assert line == "| none |  | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | not tested | 0.80; 25 % told | – | 80 % | 0 |"
+    assert (
+        line == "| none |  | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | not tested | 0.80; 25 % detected | – | 80 % | 0 |"
+    )
