@@ -97,7 +97,7 @@ def test_a_row_stands_for_each_attack_that_the_run_planned(tmp_path: Path) -> No
     with Run(tmp_path / "out" / cell.folder).ledger() as ledger:
         assert attacked == [p.name for p in ledger.planned().values() if not p.is_baseline and not p.is_limit]
     lines = (tmp_path / "out" / "sweep.md").read_text().splitlines()
-    assert lines[2].split(" | ")[2] == "`analytic`"
+    assert lines[2].split(" | ")[1] == "`analytic`"
     failed = failed_rows(cell, RuntimeError("its process ended"))
     assert [row.attack for row in failed] == attacked, "a cell that failed has the same rows"
 
