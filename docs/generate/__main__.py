@@ -53,8 +53,8 @@ def keys(table: str) -> str:
 def sweep(name: str) -> str:
     """Return the kept rows of a sweep with a line for each defense."""
     kept = json.loads((SIMULATIONS / "results" / name / "sweep.json").read_text())
-    promises = Sweep.load(SIMULATIONS / f"{name}.toml").promises
-    return summary_as_markdown([SweepRow(**row) for row in kept["rows"]], promises)
+    defenses = Sweep.load(SIMULATIONS / f"{name}.toml").defenses
+    return summary_as_markdown([SweepRow(**row) for row in kept["rows"]], defenses)
 
 
 BLOCKS: Mapping[str, tuple[str, Callable[[str], str]]] = {
