@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import cached_property, wraps
 from threading import Lock
 from typing import Any, Literal, TypeVar, cast
 
@@ -176,22 +176,16 @@ class Jobs:
         return self.left / self.pace if self.pace and self.progress.waiting else None
 
 
-def _cached(place: Literal["views", "constants"]) -> Callable[[Make], Make]:
-    def decorate(make: Make) -> Make:
-        @wraps(make)
-        def cached(snapshot: Any, *args: Any) -> Any:
-            known, key = getattr(snapshot, place), (make, *args)
-            if key not in known:
-                known[key] = make(snapshot, *args)
-            return known[key]
+def viewed(make: Make) -> Make:
+    """Keep the result of a view until the run changes."""
 
-        return cast(Make, cached)
+    @wraps(make)
+    def cached(snapshot: Any, *args: Any) -> Any:
+        if (make, *args) not in snapshot.views:
+            snapshot.views[make, *args] = make(snapshot, *args)
+        return snapshot.views[make, *args]
 
-    return decorate
-
-
-viewed = _cached("views")  # until the run changes
-kept = _cached("constants")
+    return cast(Make, cached)
 
 
 class Snapshot:
@@ -201,7 +195,6 @@ class Snapshot:
         self.ledger = ledger
         self.tables = dict(tables)
         self.views: dict[Any, Any] = {}
-        self.constants: dict[Any, Any] = {}
         self.meta: Mapping[str, str] = {}
         self.progress = Progress()
         self.rounds: dict[int, Mapping[str, Any]] = {}
@@ -288,7 +281,6 @@ class Reading(Snapshot):
         super().__init__(run.ledger(readonly=True), tables_of(run))
         self.run = run
         self.lock = Lock()
-        self.inode = self.ledger.path.stat().st_ino
         self.version = ""
         self._scenario: Scenario | str | None = None
 
@@ -316,12 +308,6 @@ class Reading(Snapshot):
     def close(self) -> None:
         """Close the ledger."""
         self.ledger.close()
-
-    @property
-    def gone(self) -> bool:
-        """True once the ledger's file was deleted or replaced."""
-        path = self.ledger.path
-        return not path.exists() or path.stat().st_ino != self.inode
 
     @property
     @viewed
@@ -360,8 +346,7 @@ class Reading(Snapshot):
         """Jobs of the run, with those of rounds to come while it trains."""
         return self.jobs_of(self.built if self.state == "training" else None)
 
-    @property
-    @kept
+    @cached_property
     def class_shares(self) -> tuple[float, ...]:
         """Share of each class in the data; TWO_CLASSES if unknown."""
         if (scenario := self.built) is None:

@@ -101,16 +101,6 @@ def test_a_reader_of_a_run_at_rest_changes_nothing(path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_an_analysed_ledger_is_one(path: Path) -> None:
-    filled(path, plan_of("a")).close()
-    with sqlite3.connect(path) as db:
-        db.execute("ANALYZE")
-    db.close()
-    for readonly in (True, False):
-        with Ledger(path, readonly=readonly) as ledger:
-            assert ledger.progress().queued == 4
-
-
 def test_what_a_reader_asks_is_answered_from_an_index(path: Path) -> None:
     with filled(path, plan_of("a")) as ledger:
         asked: list[str] = []

@@ -111,12 +111,6 @@ def test_fedproxs_weight_becomes_part_of_the_protocol(kit: Any) -> None:
     assert scenario.tables["chain"] == [CLIP, SGD], "the scenario as it was written stays as it was written"
 
 
-def test_a_protocol_that_says_the_same_mu_is_no_conflict(kit: Any) -> None:
-    prox = {"use": "FedProx", "proximal_mu": 0.25}
-    chain = [{**SGD, "proximal_mu": 0.25}]
-    assert kit.scenario(strategy=prox, chain=chain).protocol.chain[0]["proximal_mu"] == 0.25
-
-
 @pytest.mark.parametrize(
     ("mu", "mine"), [(0.25, 0.5), (0.25, 0.0), (0.25, "much"), ("much", None), (-1.0, None), ([1], None)]
 )
