@@ -106,9 +106,8 @@ def _doubts(source: TapeSource, found: Found) -> str:
     """Return evidence against this truth from the updates that it should give; empty if there is none."""
     if source.ledger.training_fits is False:
         return ""
-    taped = [
-        (*key, digest) for *key, digest in source.taped() if (batch := found.get((key[0], key[1]))) and len(batch.y)
-    ]
+    there = {key for key, batch in found.items() if batch is not None and len(batch.y)}
+    taped = [one for one in source.taped() if one[:2] in there]
     doubts, began = list[str](), time.monotonic()
     try:
         for round, client, digest in taped[:: max(1, len(taped) // MOST_UPDATES)]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -16,7 +16,6 @@ from fedgauge.client.data.images import Dataset, Shards
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.pictures import SMALL, png, reconstruction
 from fedgauge.server.views.formatting import in_unit, status_words
-from fedgauge.server.views.intervals import evenly
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
@@ -99,7 +98,6 @@ class Gallery:
     """Gallery of a run."""
 
     reading: Reading
-    _rows: dict[tuple[int, int], list[int]] = field(default_factory=dict, init=False)
 
     @cached_property
     def attacks(self) -> list[str]:
@@ -208,9 +206,8 @@ class Gallery:
         """Return the training examples of a client in a round; empty if the data is not on this machine."""
         if self.shards is None or client >= len(self.shards.indices):
             return []
-        if (round, client) not in self._rows:
-            self._rows[round, client] = self.reading.scenario.federation.rows_at(client, round).tolist()
-        return self._rows[round, client]
+        rows: list[int] = self.reading.scenario.federation.rows_at(client, round).tolist()
+        return rows
 
     def card(self, round: int, client: int, example: int) -> Card:
         """Return one private example with its reconstructions."""
@@ -275,7 +272,7 @@ class Gallery:
 def sampled(strengths: Mapping[Place, float], limit: int) -> list[Place]:
     """Choose at most `limit` examples, evenly spaced from the most to the least leaked."""
     ranked = ordered(strengths)
-    return sorted(ranked[i] for i in evenly(np.arange(len(ranked)), limit))
+    return sorted(ranked[i] for i in np.linspace(0, len(ranked) - 1, min(len(ranked), limit)).round().astype(int))
 
 
 def sample_of(gallery: Gallery) -> list[Place]:

@@ -106,7 +106,7 @@ class Overview:
 
 def overview(reading: Reading) -> Overview:
     """Return the overview of a run."""
-    judged, shown, ledger, gallery = verdict_of(reading), canaries(reading), reading.ledger, Gallery(reading)
+    judged, ledger, gallery = verdict_of(reading), reading.ledger, Gallery(reading)
     return Overview(
         name=reading.run.name,
         facts=scenario_line(reading.tables),
@@ -128,7 +128,7 @@ def overview(reading: Reading) -> Overview:
         ungraded_reason=ungraded_reason(reading),
         membership=" ".join(members_sentences(judged.members, ledger)),
         membership_table=membership_table(reading),
-        canaries=shown.words,
+        canaries=canaries(reading),
         limit=limit(reading),
         privacy=spent_in(reading),
         cards=_cards(reading),

@@ -180,25 +180,17 @@ def canary_bound(
     return CanaryBound(len(numbers), releases, bound.guesses, bound.right, bound.epsilon, most, accounted(releases))
 
 
-@dataclass(frozen=True)
-class Canaries:
-    """Result of canaries over all rounds, with its words; empty without canaries."""
-
-    words: str = ""
-    found: CanaryEstimate | CanaryBound | None = None
-
-
 @viewed
-def canaries(reading: Reading) -> Canaries:
-    """Return the result of a run's canaries."""
+def canaries(reading: Reading) -> str:
+    """Describe the result of a run's canaries over all rounds; empty without canaries."""
     if (scenario := reading.built) is None:
-        return Canaries()
+        return ""
     delta, accounted = scenario.privacy.delta, partial(_accounted, reading)
     if scenario.protocol.canary_examples:
         bound = canary_bound(reading.scores, scenario.protocol.coins, delta, accounted)
-        return Canaries() if bound is None else Canaries(bound_words(bound, delta), bound)
+        return "" if bound is None else bound_words(bound, delta)
     estimate = canary_estimate(reading.scores, delta, accounted)
-    return Canaries() if estimate is None else Canaries(canary_words(estimate, delta), estimate)
+    return "" if estimate is None else canary_words(estimate, delta)
 
 
 def _accounted(reading: Reading, releases: int) -> float | None:

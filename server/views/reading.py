@@ -9,7 +9,6 @@ from threading import Lock
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
-from xxhash import xxh3_64_hexdigest
 
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.client import toml_text
@@ -54,13 +53,12 @@ def state_of(run: Run, ledger: Ledger) -> State:
     return ended
 
 
-def version_of(run: Run, ledger: Ledger) -> str:
-    """Return a string that changes with the ledger."""
+def version_of(run: Run, ledger: Ledger) -> tuple[object, ...]:
+    """Return a value that changes with the ledger."""
     p = ledger.progress()
     counts = (ledger.finished(), p.queued, p.leased, p.failed, ledger.last_round())
     meta = ledger.meta()
-    facts = (*counts, state_of(run, ledger), meta.get("replay", ""), meta.get(RETRIED, ""))
-    return xxh3_64_hexdigest(repr(facts).encode(errors="replace"))
+    return *counts, state_of(run, ledger), meta.get("replay", ""), meta.get(RETRIED, "")
 
 
 def tables_of(run: Run) -> dict[str, Any]:
@@ -76,22 +74,14 @@ def tables_of(run: Run) -> dict[str, Any]:
         for table in (tables["data"], tables["model"], *tables["chain"]):
             coerce(table.get("use"), str, "use")
         coerce(tables.get("server_attack", ()), tuple[Mapping[str, Any], ...], "[[server_attack]]")
-        for name, key, kind in READ:
-            table = coerce(tables.get(name, {}), dict, f"[{name}]")
-            if key in table:
-                coerce(table[key], kind, key)
+        audit, tape = (coerce(tables.get(name, {}), dict, f"[{name}]") for name in ("audit", "tape"))
+        coerce(tables["data"].get("batch_size", 1), int, "batch_size")
+        coerce(audit.get("curious", True), bool, "curious")
+        coerce(tape.get("retention_days", 1.0), float, "retention_days")
         selection(tables)
     except (OSError, ValueError) as error:  # also what is no text, or no TOML
         raise LedgerError(f"{path} is not a scenario: {error}") from error
     return tables
-
-
-# table, key and type of what views read of a scenario without building it
-READ = (
-    ("data", "batch_size", int),
-    ("audit", "curious", bool),
-    ("tape", "retention_days", float),
-)
 
 
 @dataclass(frozen=True)
@@ -281,7 +271,7 @@ class Reading(Snapshot):
         super().__init__(run.ledger(readonly=True), tables_of(run))
         self.run = run
         self.lock = Lock()
-        self.version = ""
+        self.version: tuple[object, ...] = ()
         self._scenario: Scenario | str | None = None
 
     @contextmanager

@@ -297,7 +297,7 @@ def _nothing_to_judge(reading: Reading) -> str:
     real = scores.of_metric(scores.measure.metric)
     ended = counted_words(Counter(real.statuses[s] for s in real.where(real.by_attacks).status))
     reason = _in_brackets(ungraded_reason(reading))
-    return f"no attack is compared with a baseline{reason}: {ended or 'none has ended'}"
+    return f"no attack is compared with a baseline{reason}: {ended}" if ended else "no attack has been done yet"
 
 
 def ungraded_reason(reading: Reading) -> str:

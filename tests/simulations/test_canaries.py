@@ -2,6 +2,7 @@
 
 import math
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -236,14 +237,14 @@ def test_a_deployments_server_reads_them_from_its_record(tmp_path: Path) -> None
         ledger.set_meta(mode="deployment")
     serve(made, LocalExecutor())
     with closing(Reading(made)) as reading, reading.now():
-        told = canaries(reading)
-        chosen = reading.scenario
-    assert isinstance(told.found, CanaryEstimate) and told.found.canaries == 3
-    assert told.words.startswith("3 canaries sent a fixed")
+        told, chosen = canaries(reading), reading.scenario
+        found = canary_estimate(reading.scores, DELTA, partial(_accounted, reading))
+    assert found is not None and found.canaries == 3
+    assert told.startswith("3 canaries sent a fixed")
     deployed, simulated = (
         Accountant.of(chosen.federation, DELTA, secret).spent_of_client(2) for secret in (False, True)
     )
-    assert told.found.accounted == pytest.approx(deployed, rel=1e-4) and deployed > simulated
+    assert found.accounted == pytest.approx(deployed, rel=1e-4) and deployed > simulated
 
 
 def test_where_canaries_make_no_sense_a_scenario_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.privacy import CanaryBound, bound_words, canaries, canary_bound
+from fedgauge.server.views.privacy import CanaryBound, _accounted, bound_words, canary_bound
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.tables import in_json
@@ -180,7 +181,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(run: Run) -> None:
     with closing(Reading(run)) as reading, reading.now():
-        scores, told, found = reading.scores, in_json(overview(reading)), canaries(reading).found
+        scores, told, coins = reading.scores, in_json(overview(reading)), reading.scenario.protocol.coins
+        found = canary_bound(scores, coins, DELTA, partial(_accounted, reading))
     looked_at = {
         name: {(int(r), int(c)) for r, c in zip(rows.round, rows.client, strict=True)}
         for name in ("idlg", CANARIES)
@@ -190,7 +192,7 @@ def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(ru
     assert looked_at[CANARIES] == {
         (round, client) for round in (1, 2) for client in (3, 4, 5)
     }  # the last one was refused
-    assert isinstance(found, CanaryBound) and (found.canaries, found.releases) == (30, 2)
+    assert found is not None and (found.canaries, found.releases) == (30, 2)
     shard, accountant = (4000 - 400) // 7 - 10, Accountant.of(run.scenario().federation)
     assert found.accounted == pytest.approx(accountant.spent(2, shard).record, rel=1e-3)
     assert found.accounted is not None and found.epsilon <= found.accounted

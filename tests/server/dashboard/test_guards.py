@@ -1,7 +1,6 @@
 """Who gets an answer, and how the page is started."""
 
 import re
-import socket
 from pathlib import Path
 
 import httpx
@@ -9,7 +8,6 @@ import pytest
 
 from fedgauge.server.dashboard import DRAWING, STATIC
 from fedgauge.server.dashboard.web import make_app
-from fedgauge.simulations.cli.main import main
 from tests.server.dashboard.pages import Get, Http, served
 
 
@@ -93,31 +91,3 @@ def test_watch_prints_the_address_logs_no_request_and_ends_at_once(folder: Path)
         with httpx.stream("GET", address.replace("/?", "/api/events?"), follow_redirects=True) as stream:
             assert stream.status_code == 200, "and an open stream does not delay the end"
     assert len(server.log.splitlines()) == 1, "that it serves, and nothing of what it was asked"
-
-
-@pytest.mark.parametrize(("options", "words"), [
-    (["nowhere"], "nowhere is not a folder: name a run, or the folder in which runs are kept"),
-    ([".", "--port", "{taken}"], "choose another --port"),
-    ([".", "--port", "99999"], "'99999'"),
-    ([".", "--host", "203.0.113.1"], "choose another --host"),
-])  # fmt: skip
-def test_watch_says_what_cannot_be(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    words: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        filled = [o.format(taken=taken.getsockname()[1]) for o in options]
-        try:
-            status: object = main(["watch", *filled])
-        except SystemExit as refused:  # by argparse
-            status = refused.code
-    assert status == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert "Traceback" not in said

@@ -11,7 +11,6 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedgauge.attacks.base import Budget
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.scenario import AuditOptions, Scenario, SimulationOptions, TapeOptions, apply_setting
 
@@ -37,13 +36,6 @@ def test_a_scenario_with_nothing_but_the_protocol_has_defaults(kit: Any) -> None
     assert scenario.tape == TapeOptions("all")
     assert scenario.simulation == SimulationOptions(2, 600.0)
     assert (scenario.plan.rounds, scenario.plan.every, scenario.plan.clients, scenario.plan.wave) == (None, 1, None, 8)
-
-
-def test_without_an_attack_only_the_baselines_run(kit: Any) -> None:
-    """Leakage is what exceeds them: the floors are measured even where nobody attacks."""
-    plan = kit.scenario(attack=[]).plan
-    assert [p.name for p in plan.attacks] == ["mean_image", "class_mean_image", "random_image"]
-    assert all(p.budget == Budget(1) for p in plan.attacks)
 
 
 def test_the_attackers_seed_is_the_federations_unless_it_has_its_own(kit: Any) -> None:
@@ -90,14 +82,6 @@ def test_an_epsilon_that_does_not_hold_is_refused_to_who_asks(kit: Any, chain: A
     with pytest.raises(SpecError, match=message):
         kit.scenario(chain=chain, privacy=privacy)
     assert kit.scenario(chain=chain), "who does not ask may run it"
-
-
-def test_options_of_the_plan_and_of_its_execution_share_a_table(kit: Any) -> None:
-    scenario = kit.scenario(
-        audit={"rounds": [1, 3], "clients": [0, 2], "wave": 3, "executor": "ray", "workers": 5, "curious": False}
-    )
-    assert (scenario.plan.rounds, scenario.plan.clients, scenario.plan.wave) == ((1, 3), (0, 2), 3)
-    assert scenario.audit == AuditOptions(curious=False, executor="ray", workers=5)
 
 
 # ------------------------------------------------------------------------------------------------------------- FedProx

@@ -477,7 +477,7 @@ def test_of_a_run_without_scores_nothing_is_said(
     ("cells", "why"),
     [
         ({(1, 0, "matching"): {"psnr": [None] * 4}, (1, 0, "mean_image"): {"psnr": [12.0] * 4}}, "4 x diverged"),
-        ({(1, 0, "matching"): {"psnr": [40.0] * 4}}, "no baseline"),
+        ({(1, 0, "matching"): {"psnr": [40.0] * 4}}, "no attack is compared"),
     ],
 )
 def test_of_attacks_without_a_comparison_nothing_is_said(
