@@ -58,8 +58,14 @@ class BatchLimiter:
 
 
 def exhausted(error: BaseException) -> bool:
-    """True if an error reports that memory ran out."""
+    """Return whether an error reports that memory ran out."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def raise_if_exhausted(error: Exception) -> None:
+    """Raise an error again if it reports that memory ran out."""
+    if exhausted(error):
+        raise error
 
 
 # ------------------------------------------------------------------------------------------------------ ahead of time
@@ -68,8 +74,7 @@ def exhausted(error: BaseException) -> bool:
 def largest_batch(work: Callable[[int], object], most: int, device: torch.device, held: int = 0) -> int:
     """Measure by a dry run how many of at most `most` problems fit into the free memory.
 
-    The dry run computes two problems, since a single one may take another route. All problems run together if the free
-    memory is unknown.
+    The dry run computes two problems, since a single one may take another route. If the free memory is unknown, all fit.
 
     Args:
         work: computes this many problems.

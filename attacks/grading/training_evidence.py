@@ -70,13 +70,10 @@ def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
         return TrainingEvidence("undecided", None, f"{UNCHECKED}: {reason}")
     local, instead = fed.chain.local, ""
     adam = isinstance(local, LocalTraining) and local.adaptive
-    if (
-        isinstance(local, LocalTraining)
-        and adam
-        and kind == "unexplained"
-        and (local.steps > 1 or local.eps > SMALL_EPS)
-    ):
-        kind, evidence = "undecided", f"{evidence}, as {local.words} may leave it"
+    if isinstance(local, LocalTraining) and adam and local.eps > SMALL_EPS:
+        kind, evidence = "undecided", f"{evidence}, and {local.words} may do this or not"
+    elif kind == "unexplained" and adam and local.steps > 1:
+        kind, evidence = "Adam", "it is no sum of gradients, and later steps of Adam leave no other trace"
     elif kind == "Adam" and not adam:
         instead = 'set use = "local_training" with optimizer = "adam" (or "adamw"), its rate, and its steps or epochs'
     elif kind == "sum of gradients" and adam:

@@ -125,7 +125,7 @@ class GradientMatching(Attack):
             known = doubled(known)
             params, update = ({k: t.double() for k, t in part.items()} for part in (wave.params, wave.update))
             wave = replace(wave, params=params, update=update)
-        return Problems(self.objective, wave, known, y, restarts, like.dtype, self.search.coupling)
+        return Problems(self.objective, wave, known, y, restarts, like.dtype, self.search.group)
 
     def _labels(self, wave: Wave, known: Knowledge, restarts: int, streams: Sequence[Stream]) -> Tensor:
         """Labels (P, images) of each problem; if steps, or clients of a sum, take slices, restarts try different ones."""

@@ -245,8 +245,3 @@ def test_where_nobody_can_tell_the_reason_is_said(make_federation: Make, observe
     found = Auditor(FederationSource(few)).audit(planned(), observe(few, (0,)))
     assert found[0].reconstruction.status == "not_applicable"
     assert "auxiliary" in found[0].reconstruction.reason
-    data = replace(fed.shards.dataset, x_test=fed.shards.dataset.x_test[:0], y_test=fed.shards.dataset.y_test[:0])
-    bare = Federation(fed.protocol)
-    vars(bare)["shards"] = replace(fed.shards, dataset=data)
-    with pytest.raises(ValueError, match="test part"):
-        MembershipTest(case(bare, wave), 1000, 40, (0,))
