@@ -311,20 +311,16 @@ def _is_slope(trial: _Trial, slopes: Tensor) -> bool:
 
 
 def _expected(trial: _Trial) -> tuple[_Derivatives, bool]:
-    """Differentiate by plain autograd; True if layers must be composed. Unattackable without a second derivative."""
-    for composed in (False, True):
-        try:
-            with Differentiation("loop", composed)():
-                found = _differentiated(trial, trial.updates)
-        except RuntimeError as error:
-            raise_if_exhausted(error)
-            failure = error
-            continue
-        if composed or any(bool(t.any()) for t in found.updates.values()):
-            return found, composed
-        failure = RuntimeError("every gradient is zero, as reentrant checkpointing makes them")
-        break
-    raise Unattackable(_undifferentiable(failure)) from failure
+    """Differentiate by plain autograd; True if layers must be composed. RuntimeError without a second derivative."""
+    try:
+        found = _differentiated(trial, trial.updates)
+        if any(bool(t.any()) for t in found.updates.values()):
+            return found, False
+    except RuntimeError as error:
+        raise_if_exhausted(error)
+        with twice_differentiable():
+            return _differentiated(trial, trial.updates), True
+    raise RuntimeError("every gradient is zero, as reentrant checkpointing makes them")
 
 
 def _agrees(way: Differentiation, differentiate: Differentiate, trial: _Trial, expected: _Derivatives) -> bool:
