@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -78,12 +78,15 @@ class Wave:
     def to(self, device: torch.device) -> "Wave":
         """The wave on a device."""
         names = ("params", "update", "buffers", "pull", "returned")
-        return replace(self, **{name: {k: t.to(device) for k, t in getattr(self, name).items()} for name in names})
+        moved: dict[str, Any] = {name: {k: t.to(device) for k, t in getattr(self, name).items()} for name in names}
+        return replace(self, **moved)
 
     def of(self, chosen: Sequence[int]) -> "Wave":
         """A wave of only the chosen observations."""
         rows = list(chosen)
-        parts = {n: {k: t[rows] for k, t in getattr(self, n).items()} for n in ("update", "pull", "returned")}
+        parts: dict[str, Any] = {
+            n: {k: t[rows] for k, t in getattr(self, n).items()} for n in ("update", "pull", "returned")
+        }
         return replace(self, clients=tuple(self.clients[k] for k in rows), **parts)
 
     def alone(self, k: int) -> Update:

@@ -62,6 +62,7 @@ class AdamSearch(adam, Search):
     """Adam; the likelihood's weight may grow over the iterations.
 
     Args:
+        box: keep pixels in [0, 1] after each step.
         anneal: the likelihood's weight at the start; it grows geometrically to 1 over the first half of the iterations.
         samples, radius: average the objective over images drawn uniformly from a box of this half-width around the guess.
         group: pulls an observation's restarts towards their mean (GradInversion).
@@ -71,6 +72,7 @@ class AdamSearch(adam, Search):
             a C++ compiler; without one the attack is not applicable. It pays off from some thousand iterations.
     """
 
+    box: bool = True
     anneal: float = 1.0
     samples: int = 1
     radius: float = 0.0
@@ -108,7 +110,7 @@ class AdamSearch(adam, Search):
     def _advance(self, context: SearchContext, step: Step, part: OptimizerState, rows: Tensor, length: int) -> int:
         """Advance some problems in place, each from its own iteration; returns the iterations done."""
         problems, variables, iterations = context.problems, part.variables, context.budget.iterations
-        counts = part.spent.tolist()
+        counts, bounds = part.spent.tolist(), {k: b for k, b in problems.bounds.items() if self.box or k != "x"}
         for done in range(length):
             if context.clock.over():
                 return done
@@ -125,7 +127,7 @@ class AdamSearch(adam, Search):
                 slope = slopes[name].nan_to_num(0.0, 0.0, 0.0)
                 slope = slope.sign() if self.signed and name in problems.signed else slope
                 self.step(t, slope, part.moments[name], at, iterations)
-            for name, (low, high) in problems.bounds.items():
+            for name, (low, high) in bounds.items():
                 torch.clamp(variables[name], low, high, out=variables[name])
         return length
 
