@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -77,17 +77,16 @@ class Wave:
 
     def to(self, device: torch.device) -> "Wave":
         """The wave on a device."""
-        names = ("params", "update", "buffers", "pull", "returned")
-        moved: dict[str, Any] = {name: {k: t.to(device) for k, t in getattr(self, name).items()} for name in names}
-        return replace(self, **moved)
+        parts = (self.params, self.update, self.buffers, self.pull, self.returned)
+        params, update, buffers, pull, returned = ({name: t.to(device) for name, t in part.items()} for part in parts)
+        return replace(self, params=params, update=update, buffers=buffers, pull=pull, returned=returned)
 
     def of(self, chosen: Sequence[int]) -> "Wave":
         """A wave of only the chosen observations."""
-        rows = list(chosen)
-        parts: dict[str, Any] = {
-            n: {k: t[rows] for k, t in getattr(self, n).items()} for n in ("update", "pull", "returned")
-        }
-        return replace(self, clients=tuple(self.clients[k] for k in rows), **parts)
+        parts = (self.update, self.pull, self.returned)
+        update, pull, returned = ({name: t[list(chosen)] for name, t in part.items()} for part in parts)
+        clients = tuple(self.clients[k] for k in chosen)
+        return replace(self, clients=clients, update=update, pull=pull, returned=returned)
 
     def alone(self, k: int) -> Update:
         """The k-th observation's update."""
