@@ -49,6 +49,8 @@ def attacks_by_effort(effort: Effort, federation: Federation) -> list[Table]:
                 return readable and (attack == "spear_plus_plus" or not noise_is_known(federation))
             case "exact" | "learned_rows":
                 return examples == 1
+            case "tag":
+                return bool(getattr(federation.chain.local, "adaptive", False))
             case "bayes":
                 return noise_is_known(federation)
             case "leave_layer_out":
@@ -112,6 +114,7 @@ CHOICES: tuple[tuple[Effort, Table], ...] = (
     ("standard", {"use": "spear_plus_plus"}),
     ("quick", {"use": "exact"}),
     ("quick", {"use": "dager"}),
+    ("quick", {"use": "tag"}),
     ("quick", {"use": "tableak", "restarts": 10}),
     ("standard", {"use": "tableak", "name": "tableak_labels_given", "labels": "given", "restarts": 10}),
     ("quick", _search("inverting_gradients", "off")),

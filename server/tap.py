@@ -8,6 +8,7 @@ what cannot be recorded is left out, logged once as a warning, and kept in the l
 
 import functools
 import inspect
+import itertools
 import os
 import sys
 import tomllib
@@ -263,12 +264,8 @@ def _base(audit: Path, caller: Path | None) -> Path:
 
 
 def _new_run(folder: Path, text: str) -> Run:
-    for attempt in range(1, 10_000):
-        try:
-            return Run.create(folder if attempt == 1 else folder.with_name(f"{folder.name}-{attempt}"), text)
-        except FileExistsError:
-            continue
-    raise FileExistsError(f"{folder} and 9,999 numbered folders next to it exist")
+    names = itertools.chain([folder.name], (f"{folder.name}-{i}" for i in itertools.count(2)))
+    return Run.create(next(path for name in names if not (path := folder.with_name(name)).exists()), text)
 
 
 def _caller() -> Path | None:

@@ -34,15 +34,17 @@ class LedgerReads(LedgerFile):
         if named is None:
             rows = self._db.execute("SELECT DISTINCT metric FROM scores")
             return modality_measured([row["metric"] for row in rows])
-        found = modality_compared_by(named["fact"])
-        if found is None:
+        fault: SpecError | None = None
+        if (found := modality_compared_by(named["fact"])) is None:
             try:
                 self.load_data()
+                found = modality_compared_by(named["fact"])
             except SpecError as error:
-                raise LedgerError(f"{self.path}: the kind of its data cannot be loaded: {error}") from error
-            found = modality_compared_by(named["fact"])
+                fault = error
         if found is None:
-            raise LedgerError(f"{self.path}: no kind of data known here has the metric {named['fact']!r:.60}")
+            raise LedgerError(
+                f"{self.path}: no data known here has the metric {named['fact']!r:.60}: {fault}"
+            ) from fault
         self._modality = found
         return found
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedgauge.server.store.run import Run
+from fedgauge.server.store.run_files import LedgerError
 from fedgauge.server.store.tape import TapeError
 
 SMALL = 96  # pixels per side of an image among many
@@ -36,7 +37,7 @@ def reconstruction(run: Run, round: int, client: int, attack: str) -> dict[str, 
     """Read a reconstruction in the order of its scores' examples; "missing" or "damaged" without one."""
     try:
         return _by_example(run.read_reconstruction(round, client, attack))
-    except TapeError as error:
+    except (TapeError, LedgerError) as error:
         return "missing" if isinstance(error.__cause__, FileNotFoundError) else "damaged"
 
 

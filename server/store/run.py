@@ -9,7 +9,7 @@ import signal
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,11 +152,13 @@ class Run:
         return self._of_attack("memories", round, client, attack)
 
     def _of_attack(self, folder: str, round: int, client: int, attack: str) -> Path:
+        if "/" in attack or "\0" in attack:  # of a foreign ledger
+            raise LedgerError(f"{self.folder}: an attack's name cannot be part of a file's name: {attack!r}")
         return self.folder / folder / f"round-{round:05d}-client-{client:05d}-{attack}.safetensors"
 
     def write_reconstruction(self, round: int, client: int, attack: str, tensors: dict[str, Tensor]) -> None:
         """Write an attack's reconstruction."""
-        write_tensors(self._own(self.reconstruction(round, client, attack)), tensors)
+        write_tensors(self.reconstruction(round, client, attack), tensors)
 
     def read_reconstruction(self, round: int, client: int, attack: str) -> dict[str, Tensor]:
         """Read an attack's reconstruction.
@@ -165,8 +167,6 @@ class Run:
             TapeError: it is missing or damaged.
         """
         path = self.reconstruction(round, client, attack)
-        if not self._is_own(path):
-            raise TapeError(f"{path} is no file of the run")
         tensors = read_tensors(path, most=_MOST_RECONSTRUCTED)
         if not _fit(tensors):
             raise TapeError(f"{path} is damaged: its tensors are no reconstruction")
@@ -174,7 +174,7 @@ class Run:
 
     def write_memory(self, round: int, client: int, attack: str, tensors: Mapping[str, Tensor]) -> str:
         """Write an attack's memory, and return its digest."""
-        return write_tensors(self._own(self.memory(round, client, attack)), tensors)
+        return write_tensors(self.memory(round, client, attack), tensors)
 
     def read_memory(self, round: int, client: int, attack: str, digest: str | None = None) -> dict[str, Tensor]:
         """Read an attack's memory.
@@ -183,16 +183,6 @@ class Run:
             TapeError: it is missing, damaged, or differs from the digest.
         """
         return read_tensors(self.memory(round, client, attack), digest)
-
-    def _own(self, path: Path) -> Path:
-        """Check that a path is in this run, as a foreign ledger may have any attack name, such as ../../x."""
-        if not self._is_own(path):
-            raise LedgerError(f"{self.folder}: an attack's name cannot be part of a file's name: {path.name!r}")
-        return path
-
-    def _is_own(self, path: Path) -> bool:
-        plain = path.name == os.path.basename(os.path.normpath(path)) and "\0" not in path.name
-        return plain and path.parent.parent == self.folder
 
     def sweep(self, round: int) -> None:
         """Delete the files of the rounds from this one on, which are trained again."""
@@ -255,18 +245,10 @@ class Run:
                 return file.read(11)
 
     def ask_to_end(self, purpose: str, pid: int) -> None:
-        """Ask the process of `holder` to end.
-
-        Raises:
-            LedgerError: it is another user's.
-        """
-        try:
+        """Ask the process of `holder` to end."""
+        with suppress(ProcessLookupError):
             if self.holder(purpose) == pid:
                 os.kill(pid, signal.SIGTERM)
-        except ProcessLookupError:
-            return
-        except PermissionError as error:
-            raise LedgerError(f"{self.folder}: its {purpose} is process {pid} of another user") from error
 
     def _lock(self, purpose: str) -> Path:
         return self.folder / f"{purpose}.lock"

@@ -173,10 +173,10 @@ def read_tensors(path: Path, digest: str | None = None, most: int | None = None)
         # at most half of the memory, as tensors are in it twice
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         data = run_files.read(path, memory // 2 if most is None else most)
-    except FileNotFoundError as error:
-        raise TapeError(f"{path} is missing: was it deleted by [tape] keep, or is the run incomplete?") from error
     except OSError as error:
-        raise TapeError(f"{path} cannot be read: {error}") from error
+        missing = "is missing: was it deleted by [tape] keep, or is the run incomplete?"
+        why = missing if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        raise TapeError(f"{path} {why}") from error
     if digest is not None and xxhash.xxh3_128_hexdigest(data) != digest:
         raise TapeError(
             f"{path} is damaged: its digest differs from the one that the ledger recorded when it was written"

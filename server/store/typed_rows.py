@@ -1,6 +1,6 @@
 """Types and bounds of a ledger's columns, as SQLite stores any value and a ledger may be foreign."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -42,13 +42,12 @@ _COLUMNS = {
         ("round client", _PLACE),
         ("other at_round of_client", _PLACE.or_null()),
         ("example", replace(_PLACE, words=f"{_PLACE.words}, or -1", least=-1)),
-        ("jobs waves n attempts workers busy", _COUNT),
+        ("jobs waves n attempts", _COUNT),
         ("examples latest", _COUNT.or_null()),
         ("id attack_id wave seed", _ID),
         ("open remembers deterministic flat", _FLAG),
         ("alarm silent", _FLAG.or_null()),
         ("value accuracy loss best mean suspicion graded_to", _NUMBER.or_null()),
-        ("share", _Kind("a number from 0 to 1", (int, float), 0, 1)),
         ("seconds intercept_seconds span", _SECONDS.or_null()),
         ("name attack status state metric key device precision torch driver code words", _NAME),
         ("digest memory", _NAME.or_null()),
@@ -58,20 +57,8 @@ _COLUMNS = {
     )
     for name in names.split()
 }
-Checks = list[tuple[int, str, _Kind]]
 
 
-class WrongValue(ValueError):
-    """A row has an impossible value; the message names column and value."""
-
-
-def columns(names: Iterable[str]) -> Checks:
+def columns(names: Iterable[str]) -> list[tuple[int, str, _Kind]]:
     """Return place, name and kind of each known column."""
     return [(at, name, _COLUMNS[name]) for at, name in enumerate(names) if name in _COLUMNS]
-
-
-def check(columns: Checks, row: Sequence[Any]) -> None:
-    """Raise WrongValue for the first value that does not fit its column."""
-    for at, name, kind in columns:
-        if not kind.holds(row[at]):
-            raise WrongValue(f"expected {kind.words} as its {name}, got {row[at]!r:.60}")

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal
 
-from fedgauge.attacks.modality.base import Measured
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND
 from fedgauge.server.views.formatting import finite, number, percent
@@ -105,25 +104,6 @@ class Figure:
     right: Axis | None = None
     metric: str = ""
     interval: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class HeatMap:
-    """Values of a metric by client (row) and round (column) as colours.
-
-    Args:
-        darkest, brightest: the ends of the scale; brighter means more leakage.
-    """
-
-    name: str
-    title: str
-    meaning: str
-    by: Measured
-    clients: Sequence[int]
-    rounds: Sequence[int]
-    values: Sequence[Sequence[float | None]]
-    darkest: float
-    brightest: float
 
 
 def attack_look(place: int) -> Look:
@@ -308,14 +288,21 @@ def canaries_figure(reading: Reading) -> Figure | None:
     found = canaries(reading)
     if not found.rows:
         return None
-    x, look = [row.round for row in found.rows], attack_look(0)
-    if least := [finite(row.epsilon) for row in found.rows if isinstance(row, CanaryBound)]:
-        shown, label = Series("lower bound by canaries", "attack", look, x, least), "epsilon, one record"
+    x = [row.round for row in found.rows]
+    if bounds := [row.bound for row in found.rows if isinstance(row, CanaryBound)]:
+        columns = {
+            "lower bound by canaries": [finite(bound.epsilon) for bound in bounds],
+            "if the trade-off curve is Gaussian": [finite(bound.gaussian) for bound in bounds],
+            "if the evidence is normal": [finite(bound.normal) for bound in bounds],
+        }
+        shown = [Series(name, "attack", attack_look(i), x, column) for i, (name, column) in enumerate(columns.items())]
+        label = "epsilon, one record"
     else:
         seen = [row.seen for row in found.rows if isinstance(row, CanaryEstimate)]
         mean, low, high = ([finite(value) for value in column] for column in zip(*seen, strict=True))
-        shown, label = Series("seen by canaries", "attack", look, x, mean, low, high), "epsilon, all of a client's data"
-    series = [shown, Series("accounted", "limit", LIMIT, x, [row.accounted for row in found.rows])]
+        shown = [Series("seen by canaries", "attack", attack_look(0), x, mean, low, high)]
+        label = "epsilon, all of a client's data"
+    series = [*shown, Series("accounted", "limit", LIMIT, x, [row.accounted for row in found.rows])]
     series = [s for s in series if any(value is not None for value in s.mean)]
     words = "The epsilon that canaries measure, by estimate or lower bound, with the one that the noise promises."
     return Figure("canaries", "Epsilon measured by canaries", words, round_axis(x), Axis(label, low=0), series)

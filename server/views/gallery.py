@@ -28,7 +28,6 @@ CARD_BYTES = 900  # of one card without its pictures, about
 IMAGE_BYTES = 350  # of one picture without its pixels, about
 NO_TRUTH, NOT_HERE, NOT_GRADED = "the truth stays with the client", "no truth here", "not graded"
 
-Sort = Literal["leak", "hidden", "client"]
 Kind = Literal["image", "text"]
 Place = tuple[int, int, int]  # round, client, example
 
@@ -39,20 +38,16 @@ class NotShown(Exception):
 
 @dataclass(frozen=True)
 class Query:
-    """Filter and order of examples; None: no filter."""
+    """Filter of examples; None: no filter."""
 
     round: int | None = None
     client: int | None = None
-    sort: Sort = "leak"
     offset: int = 0
 
 
-def ordered(strengths: Mapping[Place, float], by: Sort) -> list[Place]:
-    """Sort examples; those without a value come last by leakage."""
-    if by == "client":
-        return sorted(strengths, key=lambda place: (place[1], place[0], place[2]))
-    sign = 1 if by == "hidden" else -1
-    return sorted(strengths, key=lambda place: (math.isnan(strengths[place]), sign * strengths[place]))
+def ordered(strengths: Mapping[Place, float]) -> list[Place]:
+    """Sort examples, the worst leak first; those without a value come last."""
+    return sorted(strengths, key=lambda place: (math.isnan(strengths[place]), -strengths[place]))
 
 
 @dataclass(frozen=True)
@@ -200,7 +195,7 @@ class Gallery:
             for place, strength in everything.items()
             if query.round in (None, place[0]) and query.client in (None, place[1])
         }
-        shown = ordered(wanted, query.sort)[query.offset : query.offset + PAGE]
+        shown = ordered(wanted)[query.offset : query.offset + PAGE]
         return Page(
             kind=self.kind,
             noun=self.reading.scores.measure.private,
@@ -297,7 +292,7 @@ class Gallery:
 
 def sampled(strengths: Mapping[Place, float], limit: int) -> list[Place]:
     """Choose at most `limit` examples, evenly spaced from the most to the least leaked."""
-    ranked = ordered(strengths, "leak")
+    ranked = ordered(strengths)
     return sorted(ranked[i] for i in evenly(np.arange(len(ranked)), limit))
 
 
@@ -311,7 +306,7 @@ def worst_cases(gallery: Gallery, count: int) -> list[Card]:
     """Return the examples with the best reconstructions, each once."""
     graded = {place: s for place, s in gallery.attacked().items() if not math.isnan(s)}
     main, found = gallery.reading.scores.measure, dict[tuple[int, ...], Card]()
-    for round, client, example in ordered(graded, "leak"):
+    for round, client, example in ordered(graded):
         rows = gallery.rows_at(round, client)
         key = (client, rows[example]) if example < len(rows) else (round, client, example)
         if key not in found:
@@ -367,12 +362,8 @@ def trace(gallery: Gallery, round: int, client: int, example: int, attack: str) 
         NotShown: they were not kept.
     """
     tensors = reconstruction(gallery.reading.run, round, client, attack)
-    if isinstance(tensors, str):
-        raise NotShown(f"the reconstruction's file is {tensors}")
-    if "trace_x" not in tensors:
+    if isinstance(tensors, str) or "trace_x" not in tensors or example >= tensors["trace_x"].shape[1]:
         raise NotShown("the attack's iterations were not kept: set trace = 12 in the [[attack]] table")
-    if example >= tensors["trace_x"].shape[1]:
-        raise NotShown(f"there is no example {example}")
     truth, _ = gallery._truth(round, client, example)
     return Trace(
         iterations=tensors["trace_iteration"].tolist(),

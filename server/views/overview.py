@@ -151,8 +151,7 @@ def overview(reading: Reading) -> Overview:
 def progress(reading: Reading) -> RunProgress:
     """Return the state of training and attacks."""
     jobs, plan = reading.jobs, reading.plan_coverage
-    works = reading.state in ("training", "attacking")
-    words = work_words(jobs, reading.devices if works else [])
+    words = work_words(jobs)
     words.insert(1, f"{plan.attacked} of {plan.updates} planned updates attacked")
     tested = max(reading.rounds, default=0), reading.tables["rounds"], final_accuracy(reading.rounds)
     return RunProgress(*tested, jobs.progress.done, jobs.progress.failed, jobs.expected, " · ".join(words))

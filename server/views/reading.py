@@ -1,6 +1,5 @@
 """Snapshot of a run, from which every view is computed."""
 
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -21,7 +20,7 @@ from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.store.ledger_types import EMPTY, RETRIED, DeviceUse, Progress
+from fedgauge.server.store.ledger_types import EMPTY, RETRIED, Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, expected_jobs
 from fedgauge.server.store.tester_truth import TesterTruth
@@ -58,8 +57,7 @@ def state_of(run: Run, ledger: Ledger) -> State:
 def version_of(run: Run, ledger: Ledger) -> str:
     """Return a string that changes with the ledger."""
     p = ledger.progress()
-    gpus = [n for of in ledger.devices() if of.device != "cpu" for n in (of.busy, of.waves)]
-    counts = (ledger.finished(), p.queued, p.leased, p.failed, ledger.last_round(), *gpus)
+    counts = (ledger.finished(), p.queued, p.leased, p.failed, ledger.last_round())
     meta = ledger.meta()
     facts = (*counts, state_of(run, ledger), meta.get("replay", ""), meta.get(RETRIED, ""))
     return xxh3_64_hexdigest(repr(facts).encode(errors="replace"))
@@ -74,9 +72,6 @@ def tables_of(run: Run) -> dict[str, Any]:
     path = run.folder / "scenario.toml"
     try:
         tables = {"seed": 0, **toml_text.parse(run_files.read(path))}  # a scenario may leave its seed out
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise LedgerError(f"{path} cannot be read: {error}") from error
-    try:
         Protocol.from_tables(tables)
         for table in (tables["data"], tables["model"], *tables["chain"]):
             coerce(table.get("use"), str, "use")
@@ -86,7 +81,7 @@ def tables_of(run: Run) -> dict[str, Any]:
             if key in table:
                 coerce(table[key], kind, key)
         selection(tables)
-    except ValueError as error:
+    except (OSError, ValueError) as error:  # also what is no text, or no TOML
         raise LedgerError(f"{path} is not a scenario: {error}") from error
     return tables
 
@@ -105,7 +100,6 @@ class RunLine:
 
     id: str
     state: State
-    version: str
     round: int
     rounds: int
     chain: str
@@ -131,7 +125,6 @@ def run_line(run: Run) -> RunLine:
         return RunLine(
             id=run.name,
             state=state_of(run, ledger),
-            version=version_of(run, ledger),
             round=ledger.last_round(),
             rounds=int(ledger.meta().get("rounds") or tables["rounds"]),
             chain=chain(tables),
@@ -212,7 +205,6 @@ class Snapshot:
         self.meta: Mapping[str, str] = {}
         self.progress = Progress()
         self.rounds: dict[int, Mapping[str, Any]] = {}
-        self.devices: list[DeviceUse] = []
         self.pace: float | None = None  # jobs a second
         self.newest = 0  # last round with jobs
         self.scores, self._finished = Scores.empty(), 0
@@ -224,7 +216,7 @@ class Snapshot:
         if self.meta.get(RETRIED) != retried:  # rows were deleted
             self.scores, self._finished = Scores.empty(), 0
         self.rounds = {row["round"]: dict(row) for row in ledger.rounds()}
-        self.devices, self.pace = ledger.devices(), ledger.pace()
+        self.pace = ledger.pace()
         self.newest = max(ledger.last_observed(), max(self.rounds, default=0))
         self.views.clear()
         if (finished := ledger.finished()) > self._finished:

@@ -162,7 +162,7 @@ def test_one_array_of_a_checkpoint_is_taken_once(theirs: Run) -> None:
     facts = json.loads(path.read_text())
     own = write_tensors(theirs.folder / facts["tensors"], {"state/0": torch.ones(9), "param/w": torch.ones(9)})
     facts |= {"params": ["w"], "digest": own}
-    for named in ({"list": [{"array": "state/0"}] * 2}, {"tensor": "param/w"}):
+    for named in ({"list": [{"array": "state/0"}] * 2}, {"array": "param/w"}):
         path.write_text(json.dumps({**facts, "strategy": {"momentum": named}}))
         with pytest.raises(NotResumable, match="is damaged: KeyError"):
             Checkpoint.read(theirs.folder)

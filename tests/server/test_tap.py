@@ -55,7 +55,7 @@ from fedgauge.server.app_recorder import AppRecorder
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.store.uploads import as_the_model_has_it, replies_of
+from fedgauge.server.store.uploads import as_the_model_has_it, names_of, replies_of
 from fedgauge.server.tap import curious
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.exit_status import INAPPLICABLE
@@ -779,6 +779,18 @@ def test_weights_and_differences_are_told_apart_and_give_the_same_observation(
     for t in update.values():
         expected = 0.05 * torch.randn(t.shape, generator=torch.Generator().manual_seed(3))
         torch.testing.assert_close(t, expected, atol=1e-6, rtol=0)
+    if kind == "updates":
+        gradients = as_the_model_has_it(raw, Federation(), "gradients").update  # type: ignore[arg-type]
+        assert all(torch.equal(gradients[name], -t) for name, t in update.items())
+
+
+def test_a_tied_weight_has_its_first_name() -> None:
+    twins = nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
+    twins["other"].weight = twins["one"].weight
+    state = twins.state_dict()
+    assert names_of(state, twins) == {name: name for name in state}
+    del state["one.weight"]
+    assert names_of(state, twins) == {name: name for name in state} | {"other.weight": "one.weight"}
 
 
 def test_only_what_the_audit_file_asks_for_is_kept(audit: Path) -> None:

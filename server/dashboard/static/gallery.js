@@ -1,8 +1,6 @@
 "use strict";
 // The gallery: private examples and their reconstructions, as images or as text.
 
-const SORTS = [["leak", "worst leak first"], ["hidden", "least leak first"], ["client", "by client"]];
-
 /** The cards of a round, with controls; link(card): the address of the image's own view, or none. */
 function gallery(data, state, change, link) {
   if (!data.rounds.length) return el("p.empty", "Nothing has been reconstructed yet: images appear here once an attack is done.");
@@ -39,7 +37,6 @@ function galleryControls(data, state, change) {
   return el("div.controls",
     slider("Round", step, data.rounds.length, words, i => reset({ round: data.rounds[i] })),
     check("all rounds", all, () => reset({ round: all ? null : "all" })),
-    choice("Sort", state.get("sort") || "leak", SORTS, value => reset({ sort: value })),
     pick("Client", "client", data.clients));
 }
 

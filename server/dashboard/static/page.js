@@ -10,7 +10,7 @@ const VIEWS = [
   { path: /^\/$/, name: "Runs", keys: [], load: () => ask("/api/runs"), draw: runsView },
   { path: /^\/run\/(?<id>[^/]+)$/, name: "Overview", keys: [], load: p => ask(`${api(p)}/overview`), draw: overviewView },
   {
-    path: /^\/run\/(?<id>[^/]+)\/gallery$/, name: "Gallery", keys: ["round", "client", "sort", "offset"],
+    path: /^\/run\/(?<id>[^/]+)\/gallery$/, name: "Gallery", keys: ["round", "client", "offset"],
     load: p => ask(`${api(p)}/gallery`, asked(p)), draw: galleryView,
   },
   {
@@ -179,9 +179,7 @@ function follow() {
   if (events?.path === path) return;
   events?.close();
   const stream = events = Object.assign(new EventSource(path), { path });
-  stream.addEventListener("change", event => {
-    if (JSON.parse(event.data).version !== data?.version) refresh();
-  });
+  stream.addEventListener("change", refresh);
   stream.addEventListener("gone", () => {
     stream.close();
     refresh();

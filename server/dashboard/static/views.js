@@ -179,12 +179,10 @@ function tracePanel({ truth, iterations, images, ...trace }, state) {
 // ------------------------------------------------------------------------------------------------------------ clients
 
 function clientsView(clients, { id, state }) {
-  const open = client => go(address(id, `/gallery?client=${client}&round=all`));
   const controls = el("div.controls", choice("Leakage as", clients.metric, clients.metrics, value => change({ metric: value })));
-  const none = empty("Nothing is graded yet: the map of clients and rounds appears here by itself.");
   const cells = { client: record => link(address(id, `/gallery?client=${record.client}&round=all`), `client ${record.client}`) };
   return [
-    el("h1", "Who leaks most"), el("p.facts", id), clients.figure ? [controls, heatFigure(clients.figure, open)] : none,
+    el("h1", "Who leaks most"), el("p.facts", id), controls,
     table(clients.table, { sorts: "clients", state, change, cells }),
   ];
 }

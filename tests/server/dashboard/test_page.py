@@ -216,7 +216,6 @@ def test_a_card_opens_the_image_and_the_attacks_way_to_it(watched: Watched, addr
 
 def test_the_clients_table_sorts_and_leads_to_a_clients_images(watched: Watched, address: str) -> None:
     page = watched.open(f"{address}/run/first/clients")
-    expect(page.get_by_text("Darkest:").first).to_contain_text("brightest: 40.0 dB or more")
     assert column(page, "Clients, PSNR (dB)", 1)[-1] == "client 2", "who was never attacked comes last"
     head = page.get_by_role("button", name="mean")
     head.focus()
@@ -257,9 +256,9 @@ def test_runs_are_compared_and_chosen(watched: Watched, address: str) -> None:
 
 
 def test_links_lead_somewhere_and_back(watched: Watched, address: str) -> None:
-    page = watched.open(f"{address}/run/first/gallery?round=1&client=1&sort=hidden")
+    page = watched.open(f"{address}/run/first/gallery?round=1&client=1")
     expect(page.locator(".gallery .card")).to_have_count(2)
-    expect(page.get_by_role("combobox", name="Sort")).to_have_value("hidden")
+    expect(page.get_by_role("combobox", name="Client")).to_have_value("1")
     page.get_by_role("link", name="Clients").click()
     expect(page.locator("h1")).to_have_text("Who leaks most")
     expect(page.get_by_role("link", name="Clients")).to_have_attribute("aria-current", "page")
@@ -398,7 +397,6 @@ def test_a_report_opened_from_its_file_draws(watched: Watched, folder: Path) -> 
     path = write_report(Run(folder / "first"))
     page = watched.open(path.resolve().as_uri())
     expect(page.locator(".js-line").first).to_be_visible()
-    expect(page.locator(".heatmaplayer").first).to_be_attached()
     expect(page.locator(".gallery .card")).to_have_count(4)
     page.get_by_role("slider", name="Round").focus()
     page.keyboard.press("ArrowLeft")

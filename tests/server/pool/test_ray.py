@@ -8,14 +8,14 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedgauge.server.pool.executors import Load, LocalExecutor, Result
+from fedgauge.server.pool.executors import LocalExecutor, Result
 from fedgauge.server.pool.ray_executor import RayExecutor
 from fedgauge.server.pool.service import ATTEMPTS, serve
 from fedgauge.server.pool.worker import Task
@@ -111,9 +111,6 @@ class Murderous:
 
     def next_done(self, timeout: float) -> tuple[int, Result] | None:
         return self.executor.next_done(timeout)
-
-    def load(self) -> Mapping[str, Load]:
-        return self.executor.load()
 
     def close(self) -> None:
         raise AssertionError("the pool does not close what it was given")
