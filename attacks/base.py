@@ -334,7 +334,6 @@ class Attack(ABC):
     """A frozen dataclass: its fields are the hyperparameters, its methods state capabilities and needs."""
 
     is_stateful: ClassVar[bool] = False  # whether it remembers what it learned from a client's earlier updates
-    starts_from_images: ClassVar[bool] = False  # whether it can start from given images, by `continued`
     decodes: ClassVar[tuple[str, ...]] = ()  # server attacks of which the plan must have one; empty: any or none
     tunes: ClassVar[bool] = False  # whether it has `variants`
     is_random: ClassVar[bool] = True  # whether its streams may change what it reconstructs
@@ -379,12 +378,6 @@ class Attack(ABC):
         Args:
             streams: one for each observation; they are the only source of randomness, so packing does not change a start.
         """
-
-    def continued(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], start: Tensor | None
-    ) -> list[Reconstruction]:
-        """`reconstruct` from given images (K, B, C, H, W) in [0, 1] instead of noise; further restarts still draw noise."""
-        raise ValueError(f"{type(self).__name__} cannot start from given images")
 
     def initial(self) -> ClientState:
         """The state for a client that was not attacked before."""

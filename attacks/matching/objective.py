@@ -140,7 +140,8 @@ class Objective:
 
     def __post_init__(self) -> None:
         for prior in self.priors:
-            check_at_least(prior, 0, "weight")
+            if not prior.weight >= 0:
+                raise ValueError(f"the weight of {type(prior).__name__} must not be negative, got {prior.weight}")
 
 
 def _noise_sizes(known: Knowledge) -> dict[str, tuple[int, int, int]]:

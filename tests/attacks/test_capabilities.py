@@ -9,9 +9,9 @@ from fedgauge.client.components import build
 @pytest.mark.parametrize(
     ("use", "says"),
     [
-        ("inverting_gradients", {"starts_from_images": True, "needs_derivative": True, "label_source": "restored"}),
-        ("dlg", {"starts_from_images": True, "is_stateful": False, "label_source": "optimised"}),
-        ("feedback_blending", {"starts_from_images": False, "is_stateful": True, "label_source": "restored"}),
+        ("inverting_gradients", {"needs_derivative": True, "label_source": "restored"}),
+        ("dlg", {"is_stateful": False, "label_source": "optimised"}),
+        ("feedback_blending", {"is_stateful": True, "label_source": "restored"}),
         ("several_rounds", {"is_stateful": True}),
         ("gi_gip", {"trains_first": True}),
         ("gifd", {"trains_first": True}),
@@ -19,7 +19,7 @@ from fedgauge.client.components import build
         ("ridge_inversion", {"trains_first": False}),
         ("lone_target", {"decodes": ("dead_layer",), "needs_secure_sum": True}),
         ("lone_example", {"decodes": ("class_fishing", "feature_fishing"), "needs_secure_sum": False}),
-        ("analytic", {"starts_from_images": False, "is_stateful": False, "decodes": (), "needs_derivative": False}),
+        ("analytic", {"is_stateful": False, "decodes": (), "needs_derivative": False}),
     ],
 )
 def test_an_attack_says_what_it_can_do(use: str, says: dict[str, object]) -> None:

@@ -87,23 +87,18 @@ print(two * many // 2, highest() - before)
         ({}, None),
         ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  8000 kB\n"}, 8000 * 1024),
         (
-            {  # version 2: the group above grants less than one's own
+            {
                 "proc/meminfo": "MemAvailable: 8000 kB\n",
-                "proc/self/cgroup": "0::/pod/box\n",
-                "sys/fs/cgroup/pod/box/memory.max": "max\n",
-                "sys/fs/cgroup/pod/box/memory.current": "100\n",
-                "sys/fs/cgroup/pod/memory.max": "5000000\n",
-                "sys/fs/cgroup/pod/memory.current": "2000000\n",
-                "sys/fs/cgroup/pod/memory.stat": "anon 7\ninactive_file 300000\n",
+                "sys/fs/cgroup/memory.max": "5000000\n",
+                "sys/fs/cgroup/memory.current": "2000000\n",
+                "sys/fs/cgroup/memory.stat": "anon 7\ninactive_file 300000\n",
             },
             3_300_000,
         ),
     ],
-    ids=["nothing is told", "no groups", "version 2"],
+    ids=["no report", "system", "container"],
 )
-def test_free_memory_is_what_system_and_groups_still_grant(
-    files: dict[str, str], expected: int | None, tmp_path: Path
-) -> None:
+def test_free_memory_is_within_all_limits(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
