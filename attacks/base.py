@@ -302,12 +302,9 @@ class Reconstruction:
     confidence: Tensor | None = None
 
     def to(self, device: torch.device) -> "Reconstruction":
-        """The same with its tensors on a device."""
-        trace = self.trace
-        if trace is not None:
-            trace = Trace(trace.iteration.to(device), trace.objective.to(device), trace.x.to(device))
+        """The same with its tensors on a device; a trace is always in host memory."""
         x, y, confidence = (_moved(t, device) for t in (self.x, self.y, self.confidence))
-        return replace(self, x=x, y=y, trace=trace, confidence=confidence)
+        return replace(self, x=x, y=y, confidence=confidence)
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by their names in its file: what `from_tensors` reads back."""

@@ -32,7 +32,10 @@ def attacks_by_effort(effort: Effort, federation: Federation) -> list[Table]:
     """The [[attack]] tables of an effort; more effort keeps each attack of less, with at least its budget."""
     groups = (*type(modality_of(federation.shards.dataset)).attacks, MEMBERSHIP)
     own = {entry.name for entry in ATTACK.entries() if entry.group in groups}
-    model, shape, examples = federation.model, federation.shards.dataset.shape, _examples(federation)
+    model, shape = federation.model, federation.shards.dataset.shape
+    examples = federation.shards.batch_size * len(
+        federation.protocol.groups(1)[0]
+    )  # behind an update, or a group's sum
 
     def works(attack: str) -> bool:
         """Return whether the protocol and the network allow an attack."""
@@ -55,10 +58,9 @@ def attacks_by_effort(effort: Effort, federation: Federation) -> list[Table]:
                 return noise_is_known(federation)
             case "leave_layer_out":
                 return bool(federation.chain.hidden)
-            case "precode_joint":
-                return _has(model, StochasticLayer)
-            case "grad_inversion":
-                return _has(model, nn.modules.batchnorm._BatchNorm)
+            case "precode_joint" | "grad_inversion":
+                kind = StochasticLayer if attack == "precode_joint" else nn.modules.batchnorm._BatchNorm
+                return any(isinstance(module, kind) for module in model.modules())
             case "gifd":
                 return prod(shape) <= GENERATED
             case "surrogate":
@@ -72,11 +74,6 @@ def attacks_by_effort(effort: Effort, federation: Federation) -> list[Table]:
     levels = EFFORTS[: EFFORTS.index(effort) + 1]
     chosen = [table for least, table in CHOICES if least in levels and table["use"] in own and works(table["use"])]
     return [dict(table) if table["use"] in ONCE else {**table, "iterations": ITERATIONS[effort]} for table in chosen]
-
-
-def _examples(fed: Federation) -> int:
-    """Return the number of examples behind an update, or behind the sum of one group."""
-    return fed.shards.batch_size * len(fed.protocol.groups(1)[0])
 
 
 def _dense(fed: Federation) -> InputLayer | None:
@@ -93,10 +90,6 @@ def _solvable(fed: Federation) -> bool:
         return bool(stages_of(fed.model, fed.shards.dataset.shape))
     except Unattackable:
         return False
-
-
-def _has(model: nn.Module, kind: type[nn.Module]) -> bool:
-    return any(isinstance(module, kind) for module in model.modules())
 
 
 def _search(use: str, tune: str, given: bool = False, **settings: float) -> Table:

@@ -1,7 +1,5 @@
 """How many problems advance together: from free memory ahead of time, and from what fails after all."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,41 +42,6 @@ def test_the_peak_counts_what_the_graph_keeps_alive() -> None:
 
     # a, its two exponentials, the derivative by each; the sum and its derivative are single numbers
     assert peak_bytes(twice_exponential, CPU) == 5 * 4000 + 2 * 4
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc: Linux")
-@pytest.mark.slow
-def test_the_peak_of_matching_is_about_what_the_process_takes() -> None:
-    """Against the system's own count: a process's highest resident memory, for so many problems that the rest is small."""
-    code = """
-import torch
-from pathlib import Path
-from fedgauge.attacks.engine.batch_limiter import peak_bytes
-from fedgauge.attacks.matching.recipes import inverting_gradients
-from fedgauge.attacks.matching.problems import Problems
-from fedgauge.simulations.benchmarks.engine import problem
-torch.set_num_threads(1)
-posed = problem("random 3x32x32", 1)
-many = 512
-known, wave = posed.known, posed.wave
-problems = Problems(inverting_gradients().objective, wave, known, known.labels.repeat(many, 1), many, torch.float32)
-
-def work(count):
-    problems.value_and_slopes({"x": torch.zeros(count, 1, 3, 32, 32)}, torch.arange(count))
-
-def highest():
-    return 1024 * next(int(s.split()[1]) for s in Path("/proc/self/status").open() if s.startswith("VmHWM"))
-
-two = peak_bytes(lambda: work(2), torch.device("cpu"))
-before = highest()  # of this process alone; getrusage tells the greater of its and its parent's
-work(many)
-print(two * many // 2, highest() - before)
-"""
-    root = Path(batch_limiter.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    predicted, taken = map(int, done.stdout.split())
-    assert predicted > 200 * MEBI, "large against what else a process does"
-    assert 0.5 < taken / predicted < 1.2, "more is predicted than taken: many problems are computed in parts"
 
 
 @pytest.mark.parametrize(

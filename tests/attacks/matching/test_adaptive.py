@@ -240,13 +240,6 @@ def test_slopes_by_the_noise_are_those_of_the_objective_and_problems_do_not_mix(
         torch.testing.assert_close(own[variable][0], slopes[variable][k])
 
 
-def test_a_model_that_draws_nothing_is_matched_as_ever() -> None:
-    _, wave, known = met(small(), chain(SGD))
-    assert torch.equal(
-        images(found_by(precode_joint(), wave, known)), images(found_by(inverting_gradients(), wave, known))
-    )
-
-
 def test_noise_of_examples_that_are_trained_on_apart_is_refused_and_of_one_is_not() -> None:
     links = chain(per_example(clip(0.1)), SGD)
     _, wave, known = met(small(guarded=True), links, batch_size=2)

@@ -127,14 +127,6 @@ def test_the_controls_start_from_their_images(start: str) -> None:
             torch.testing.assert_close(begun[1, 0], expected)
 
 
-def test_invalid_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="alpha"):
-        feedback_blending(recorded(), alpha=1.5)
-    waves, known = sequence(1)
-    (found,) = run(feedback_blending(recorded(), start="mean"), waves, replace(known, auxiliary=None))
-    assert {r.status for r in found} == {"not_applicable"}
-
-
 # ---------------------------------------------------------------------------------- one wave at a time, as in a live run
 
 
