@@ -180,8 +180,7 @@ def _labelled(
         return replace(found, names=classes if task == "classification" else ())
 
     dataset.__name__ = dataset.__qualname__ = name  # its name in scenarios
-    files = f"local files under text/{name}, else downloaded on first use"
-    dataset.__doc__ = f"{description}: {files}.\n\n    Args: as for phrases.\n    "
+    dataset.__doc__ = f"{description}.\n\n    Args: as for phrases.\n    "
     return dataset
 
 
@@ -218,7 +217,7 @@ def wikitext2(
     tokenizer_folder: Path | None = None,
     vocabulary: int = 2000,
 ) -> Text:
-    """WikiText-2 in pieces of exactly length tokens, for next_token: local files under text/wikitext2, else downloaded.
+    """WikiText-2 in pieces of exactly length tokens, for next_token.
 
     Headings are left out. Without train.txt, training uses the validation part. The test part is cut to its first pieces.
 
