@@ -70,7 +70,7 @@ def phrases(
     task: Task = "classification",
     longer: Longer = "cut",
 ) -> Text:
-    """4,000 short sentences of a small grammar, of private life (class 0) or of work (1); 3,200 for training; no file needed.
+    """4,000 sentences of a small grammar, about private life (class 0) or work (1); no file needed.
 
     Args:
         length: tokens of every sentence, with its first and last special token; shorter ones are padded on the right.
@@ -100,7 +100,7 @@ def csv(
     task: Task = "classification",
     longer: Longer = "cut",
 ) -> Text:
-    """A user's own table: a CSV file in UTF-8 with the columns' names in its first line.
+    """Sentences in a CSV file in UTF-8 with the columns' names in its first line.
 
     Args:
         text, label: its columns of sentences and of classes (numbers from 0, or names); next_token reads no label.
