@@ -10,8 +10,9 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from fedgauge.attacks.base import Attack, Budget
-from fedgauge.attacks.error_limits import BayesLimit, CandidateBound
+from fedgauge.attacks.candidate_bound import CandidateBound
 from fedgauge.attacks.learned.auxiliary import Auxiliary
+from fedgauge.attacks.limits import BayesLimit
 from fedgauge.attacks.measure import Measure
 from fedgauge.attacks.membership.attack import MembershipLimit
 from fedgauge.attacks.membership.canaries import Canaries

@@ -38,7 +38,7 @@ from fedgauge.server.views.outcomes import none_accepted
 MOST_WAITING = 1 << 30  # bytes of replies that wait to be written; beyond it the app waits, as no reply may be lost
 MOST_METRICS, MOST_LETTERS = 100, 100  # kept of a round, and in a metric's name
 MOST_ROUNDS = 10**6  # a larger number in a message is not a round
-TRAINING, EVALUATION = "training", "evaluation"
+TRAINING, EVALUATION, SERVER = "training", "evaluation", "server"  # who computed metrics
 EXAMPLES = ("num-examples", "num_examples", "examples", "num-samples", "num_samples", "samples")  # as apps call them
 
 
@@ -149,6 +149,7 @@ class AppRecorder:
         self._clients: dict[int, int] = {}  # by node, in the order in which nodes are first asked to train
         self._open: dict[int, list[_Sent]] = defaultdict(list)  # messages without a reply, by node
         self._counts = _RoundNumbers()
+        self._recorded: dict[int, int] = {}  # by the app's number of a round, the latest round for it
         self._written: dict[int, tuple[Arrays, str]] = {}  # by round, the weights in its file and the file's digest
         self._seen: dict[int, dict[int, Participation]] = {}  # by round and client, to be entered
         self._sums: dict[str, dict[str, tuple[float, float]]] = {}  # by who computed and metric: weighted sum, weights
@@ -186,6 +187,11 @@ class AppRecorder:
             self.close("failed" if isinstance(error, Exception) else "interrupted")
             raise
         self.close()
+
+    def evaluated(self, metrics: Mapping[int, MetricRecord]) -> None:
+        """Record what the app's server computed on its own, by the app's rounds."""
+        kept = {round: {k: _finite(v) for k, v in _numbers(record)} for round, record in metrics.items()}
+        self.later("evaluation", partial(self._enter_server_metrics, kept))
 
     def flush(self) -> None:
         """Wait until what has passed so far is written."""
@@ -250,8 +256,10 @@ class AppRecorder:
             self._clients.setdefault(sent.node, len(self._clients))
             if sent.round > self._round:
                 self._round, self._sums, self._began, self._cost = sent.round, {}, time.perf_counter(), 0.0
-            if sent.given not in (None, sent.round):
-                self.warn("rounds", f"the app's round {sent.given} is recorded as round {sent.round}")
+            if sent.given is not None:
+                self._recorded[sent.given] = sent.round
+                if sent.round != sent.given:
+                    self.warn("rounds", f"the app's round {sent.given} is recorded as round {sent.round}")
         self._open[sent.node].append(sent)
 
     def note_reply(self, reply: _Reply, exchange: Sequence[_Sent]) -> None:
@@ -356,8 +364,21 @@ class AppRecorder:
                 who: {k: _finite(total / weights) for k, (total, weights) in sums.items()}
                 for who, sums in self._sums.items()
             }
-            accuracy, loss = test_figures(means.get(EVALUATION, {}))
-            self._ledger.record_round(self._round, accuracy, loss, time.perf_counter() - self._began, self._cost, means)
+            self._enter_round(self._round, time.perf_counter() - self._began, self._cost, means)
+
+    def _enter_round(
+        self, round: int, seconds: float, cost: float, metrics: Mapping[str, Mapping[str, float | None]]
+    ) -> None:
+        accuracy, loss = test_figures(metrics)
+        self._ledger.record_round(round, accuracy, loss, seconds, cost, metrics)
+
+    def _enter_server_metrics(self, metrics: Mapping[int, Mapping[str, float | None]]) -> None:
+        self._flush()
+        rows = {row["round"]: row for row in self._ledger.rounds()}
+        for given, record in metrics.items():
+            if (row := rows.get(self._recorded.get(given, given))) is not None:
+                kept = json.loads(row["metrics"] or "{}") | {SERVER: record}
+                self._enter_round(row["round"], row["seconds"], row["intercept_seconds"], kept)
 
     def _add_metrics(self, who: str, reply: _Reply) -> None:
         """Add a client's metrics to the round's means, weighted by examples as Flower's strategies do."""
@@ -552,12 +573,14 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def test_figures(metrics: Mapping[str, float | None]) -> tuple[float | None, float | None]:
-    """Return the accuracy in [0, 1] and the loss among a round's metrics, by their names; None without one."""
+def test_figures(metrics: Mapping[str, Mapping[str, float | None]]) -> tuple[float | None, float | None]:
+    """Accuracy in [0, 1] and loss among what an app returned, the server's first; None: nothing has such a name."""
     named = {"acc": None, "loss": None} | {
         part: value
-        for name, value in reversed(list(metrics.items()))
+        for who in (EVALUATION, SERVER)
+        for name, value in reversed(list(metrics.get(who, {}).items()))
         for part in re.split(r"[^a-z]+", name.lower().replace("accuracy", "acc"))
+        if value is not None
     }
     accuracy = named["acc"]
     if accuracy is not None and accuracy > 1:

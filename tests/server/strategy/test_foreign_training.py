@@ -54,7 +54,7 @@ def test_a_metric_that_is_not_finite_keeps_its_name(tmp_path: Path) -> None:
                 "training": {"train_loss": loss, "norms": [1.0, loss]},
                 "evaluation": {"eval_loss": loss, "eval_acc": 0.5},
             }
-            assert recorder.test_figures(metrics["evaluation"]) == (0.5, loss)
+            assert recorder.test_figures(metrics) == (0.5, loss)
             ledger.record_round(round, 0.5, loss, 1.0, 0.0, metrics)
         assert json.loads(ledger.rounds()[-1]["metrics"]) == metrics
 
