@@ -83,7 +83,7 @@ def activated_alone(on: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class read_rows(ClosedForm):
-    """Reads images with a row of the first fully connected layer of their own, with trap weights or, rarely, without.
+    """Reads images that have their own row of the first fully connected layer, as trap weights make likely.
 
     An image on the 8-bit grid is the only one in its row. Agreement of several rows proves nothing: two images of one label can
     have the same error signal in all rows. Images on which rows agree come after the proven ones.
