@@ -205,13 +205,6 @@ def _classified(step: _Step, params: Params) -> _Step:
 # --------------------------------------------------------------------------------------------------------------- solving
 
 
-class _Equations(NamedTuple):
-    """Linear equations matrix (rows, n) of a stage's input, and their right side (rows,)."""
-
-    matrix: Tensor
-    right: Tensor
-
-
 def _affine(stage: _Stage, params: Params) -> tuple[list[Tensor], Tensor]:
     """Return the input of each layer of a stage, and its output, for zeros and each unit vector: (1 + n, ...) each."""
     shape = stage.steps[0].shape
@@ -225,15 +218,15 @@ def _affine(stage: _Stage, params: Params) -> tuple[list[Tensor], Tensor]:
     return read, torch.cat([x[:1], x[1:] - x[:1]]).flatten(1)
 
 
-def _gradient_equations(step: _Step, read: Tensor, delta: Tensor, gradient: Tensor) -> _Equations:
-    """The equations from a layer's weight gradient, fewer by an orthogonal map where error signals are dependent."""
+def _gradient_equations(step: _Step, read: Tensor, delta: Tensor, gradient: Tensor) -> Tensor:
+    """The equations (rows, n + 1) from a layer's weight gradient, fewer by an orthogonal map if error signals are dependent."""
     left, short = torch.linalg.qr(step.signals(delta))
     wide = gradient.flatten(1)
     zero = short @ step.patches(read[:1])[0].T
     parts = [
         torch.einsum("nfp,kp->nkf", step.patches(part - read[:1]), short).flatten(1) for part in read[1:].split(AT_ONCE)
     ]
-    return _Equations(torch.cat(parts).T, (left.T @ wide - zero).flatten())
+    return torch.cat([*parts, (left.T @ wide - zero).flatten()[None]]).T
 
 
 def _signals_in(stage: _Stage, params: Params, delta: Tensor) -> list[Tensor]:
@@ -261,8 +254,10 @@ def _inverse(apply: Callable[[Tensor], Tensor], value: Tensor, deviation: Tensor
         below = apply(middle) < value
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     slope = vjp(apply, high)[1](torch.ones_like(value))[0]
-    kinked = torch.equal(apply(torch.full_like(value, -1.0)), flat)  # as ReLU is
-    return high, slope * (value > flat + CERTAIN * deviation) if kinked else slope
+    if not torch.equal(apply(torch.full_like(value, -1.0)), flat):
+        return high, slope
+    # flat below zero, as ReLU is: values below the flat part show the real error, which the deviation underestimates
+    return high, slope * (value > flat + torch.maximum(CERTAIN * deviation, CERTAIN * (flat - value).max()))
 
 
 class _Estimate(NamedTuple):
@@ -273,12 +268,11 @@ class _Estimate(NamedTuple):
     deviation: Tensor
 
 
-def _solved(stage: _Stage, equations: Sequence[_Equations], mean: Tensor) -> _Estimate:
-    """Weighted least squares with a prior of standard deviation SPREAD."""
+def _solved(stage: _Stage, equations: Sequence[Tensor], mean: Tensor) -> _Estimate:
+    """Weighted least squares of equations (rows, n + 1), right sides last, with a prior of standard deviation SPREAD."""
     n = mean.numel()
-    prior = _Equations(torch.eye(n, dtype=torch.float64) / SPREAD, mean.flatten() / SPREAD)
-    stacked = torch.cat([torch.cat([own.matrix, own.right[:, None]], 1) for own in (*equations, prior)])
-    triangle = torch.linalg.qr(stacked, mode="r").R
+    prior = torch.cat([torch.eye(n, dtype=torch.float64), mean.view(-1, 1)], 1) / SPREAD
+    triangle = torch.linalg.qr(torch.cat([*equations, prior]), mode="r").R
     factor = triangle[:n, :n]
     value = torch.linalg.solve_triangular(factor, triangle[:n, n:], upper=True)
     inverse = torch.linalg.solve_triangular(factor, torch.eye(n, dtype=torch.float64), upper=True)
@@ -325,14 +319,13 @@ def _read(stages: Sequence[_Stage], gradient: Update, params: Params, mean: Tens
             before, slope = _inverse(partial(stage.activation.apply, params), known.value, known.deviation)
             delta = delta * slope
             rows = known.factor * slope.flatten()
-            equations.append(_Equations(rows @ out[1:].T, rows @ (before.flatten() - out[0])))
+            equations.append(rows @ torch.cat([out[1:], before.flatten()[None] - out[:1]]).T)
         *signals, delta = _signals_in(stage, params, delta)
         for step, values, signal in zip([s for s in stage.steps if s.weight], read, signals, strict=True):
             if (own := gradient.get(step.weight)) is None:
                 continue
             sigma = math.hypot(noise, ROUNDING * float(own.square().mean().sqrt())) or 1.0
-            made = _gradient_equations(step, values, signal, own)
-            equations.append(_Equations(made.matrix / sigma, made.right / sigma))
+            equations.append(_gradient_equations(step, values, signal, own) / sigma)
         first = stage is stages[0]
         known = _solved(stage, equations, mean if first else torch.zeros(stage.steps[0].shape, dtype=torch.float64))
         dimensions = float(known.deviation.square().sum()) / SPREAD**2

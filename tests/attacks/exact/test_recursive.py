@@ -136,6 +136,16 @@ def test_batch_norm_average_pools_and_functions_are_read_in_the_order_of_the_com
     check(attack(model, smooth(3, SMALL)), smooth(3, SMALL), 60.0)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_units_that_a_relu_switched_off_are_recognised(seed: int) -> None:
+    torch.manual_seed(seed)
+    steps: list[nn.Module] = []
+    for channels, stride in ((1, 2), (12, 2), (12, 1)):
+        steps += [nn.Conv2d(channels, 12, 5, stride, padding=2), nn.ReLU()]
+    batch = smooth(seed, (1, 16, 16))
+    check(attack(nn.Sequential(*steps, nn.Flatten(), nn.Linear(12 * 16, CLASSES)), batch), batch, 100.0)
+
+
 def test_a_fully_connected_network_is_read() -> None:
     torch.manual_seed(0)
     model = mlp(SMALL, CLASSES, [40, 30], "tanh")
