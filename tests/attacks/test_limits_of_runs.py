@@ -13,7 +13,6 @@ from torch import Generator, Tensor, nn
 from fedgauge.attacks import limits
 from fedgauge.attacks.gaussian_prior import ClassPrior, public_priors
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.limits import (
     bayes_limit,
     fisher,
@@ -220,25 +219,3 @@ def test_an_audit_gives_one_row_a_client_and_asks_for_no_truth(
         assert outcome.reconstruction.x is None
         values.append(outcome.rows[0].value)
     assert len(set(values)) == 1, "one bound a round, however its clients are packed"
-
-
-def test_an_audit_counts_a_limit_that_does_not_apply(make_federation: Make, observe: Make) -> None:
-    fed = make_federation()
-    (outcome,) = Auditor(FederationSource(fed)).audit(LIMIT, observe(fed, (0,)))
-    assert [(r.metric, r.value, r.status) for r in outcome.rows] == [("mse", None, "not_applicable")]
-    assert outcome.reconstruction.reason == "the chain has no noise of a known density"
-
-
-def test_its_card_names_prior_and_form(make_federation: Make) -> None:
-    fed = make_federation(data={"auxiliary": 50}, chain=NOISY)
-    assert knowledge_card(fed, LIMIT) == (
-        "chain gaussian(sigma=0.1) > local_sgd(rate=0.1); 1 example an update; "
-        "an estimate, and a bound only for Gaussian images; "
-        "Gaussian prior of each class fitted to 50 auxiliary images (Ledoit-Wolf shrinkage); labels known; "
-        "Fisher information by its trace in 8 blocks of the prior's directions (a weaker bound), averaged over "
-        "batches of auxiliary images"
-    )
-    assert knowledge_card(fed, BOUND) == (
-        "chain gaussian(sigma=0.1) > local_sgd(rate=0.1); 1 example an update; a bound for images of any distribution; "
-        "labels, the rest of the batch and the private image known up to a few auxiliary images of its class"
-    )

@@ -183,13 +183,6 @@ def test_the_labels_of_next_token_are_never_handed_over(make: Make, observe: Any
         Auditor(FederationSource(lm(make))).audit(planned, observe(lm(make)))
 
 
-@pytest.mark.usefixtures("own")
-def test_a_defense_is_not_inferred_from_zeros_that_words_bring_by_nature(make: Make, observe: Any) -> None:
-    planned = PlannedAttack.from_table({"use": "mytext:echo", "defense": "inferred"}, "[[attack]]")
-    with pytest.raises(ValueError, match="zeros"):
-        Auditor(FederationSource(make())).audit(planned, observe(make()))
-
-
 def scenario(**changes: Any) -> dict[str, Any]:
     data = {"use": "phrases", "auxiliary": 100}
     return {"rounds": 1, "clients": 2, "data": data, "model": SMALL, "chain": [LOCAL], **changes}
