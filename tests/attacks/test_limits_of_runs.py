@@ -184,7 +184,7 @@ def test_draws_that_follow_the_errors_average_as_uniform_ones_do(batch_size: int
     assert {int(batch.y[place]) for batch, place, _ in only} == {3}
 
 
-def test_where_there_is_no_limit_it_says_why(make_federation: Make) -> None:
+def test_missing_limits_have_a_reason(make_federation: Make) -> None:
     fed = make_federation(chain=[NOISY[1]])
     with pytest.raises(ValueError, match="density"):
         limit_of(fed)
@@ -199,7 +199,7 @@ def test_where_there_is_no_limit_it_says_why(make_federation: Make) -> None:
 
 
 @pytest.mark.parametrize("planned", [LIMIT, BOUND])
-def test_an_audit_gives_one_row_a_client_and_asks_for_no_truth(
+def test_a_limit_has_one_row_for_each_client_and_needs_no_truth(
     planned: PlannedAttack, make_federation: Make, observe: Make
 ) -> None:
     fed = make_federation(model={"use": "mlp", "hidden": [4]}, data={"batch_size": 2}, chain=noisy(1.0))

@@ -87,7 +87,7 @@ def test_defenses_of_updates_work_on_text_as_they_are(make: Make, link: dict[str
         ({"model": {"use": "encoder"}}, "minilm"),
     ],
 )
-def test_what_does_not_fit_text_is_refused(make: Make, changes: dict[str, Any], name: str) -> None:
+def test_unfit_settings_are_refused_for_text(make: Make, changes: dict[str, Any], name: str) -> None:
     with pytest.raises(SpecError, match=name):
         make(**changes).check()
 
