@@ -36,7 +36,9 @@ from fedgauge.client.update import Batch
 NO_MEMBERS = (
     "the batches are not here: who owns the data hands them in by fedgauge audit RUN --truth FOLDER, or simulates"
 )
-NOT_FINITE = "scores are not finite, as the update is not, or makes the model fail, or the weights are too large"
+NOT_FINITE = (
+    "scores are not finite: the update is zero or not finite, it makes the model fail, or the weights are too large"
+)
 
 
 @dataclass(frozen=True, eq=False)
