@@ -182,8 +182,8 @@ def passes(chain: Chain, batch_size: int) -> int:
 def aggregate_gap(x: Tensor, count: int) -> Tensor:
     """The distance (N,) between the epochs' mean images, for copies x (N, count * B, ...).
 
-    The mean over all pairs of epochs of |g(copies of one) - g(copies of the other)|^2 / entries (the paper's L_inv with
-    the squared distance), g the mean over an epoch's images.
+    It is the paper's L_inv with the squared distance: the mean over all pairs of epochs of |g(copies of one) - g(copies of the
+    other)|^2 / entries. g is the mean over an epoch's images.
     """
     aggregates = _apart(x, count).mean(2)
     centred = aggregates - aggregates.mean(1, keepdim=True)  # the mean over pairs is twice the variance
