@@ -120,6 +120,7 @@ def _choices() -> Iterator[_Choice]:
     yield _Choice({"use": "spear_plus_plus"}, "standard", lambda s: s.reads_batches, searches=False)
     yield _Choice({"use": "exact"}, "quick", lambda s: s.examples == 1, searches=False)
     yield _Choice({"use": "dager"}, searches=False)
+    yield _Choice({"use": "tag"}, "quick", lambda s: bool(getattr(s.federation.chain.local, "adaptive", False)))
     yield _Choice({"use": "tableak", "restarts": 10})
     yield _Choice({"use": "tableak", "name": "tableak_labels_given", "labels": "given", "restarts": 10}, "standard")
 

@@ -10,8 +10,9 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from fedgauge.attacks.base import Attack, Budget
-from fedgauge.attacks.error_limits import BayesLimit, CandidateBound
+from fedgauge.attacks.candidate_bound import CandidateBound
 from fedgauge.attacks.learned.auxiliary import Auxiliary
+from fedgauge.attacks.limits import BayesLimit
 from fedgauge.attacks.measure import Measure
 from fedgauge.attacks.membership.attack import MembershipLimit
 from fedgauge.attacks.membership.canaries import Canaries
@@ -71,13 +72,12 @@ class PlannedAttack:
         table: the component table (use and its hyperparameters).
         budget: for each observation.
         labels: restored from the update, or given by the threat model.
-        defense: known (the attacker inverts the whole chain), unknown (it assumes bare local training) or inferred (it
-            inverts the defense that it infers from the updates).
-        trace: keep about this many snapshots of each reconstruction in progress; 0: none.
-        auxiliary: which auxiliary images it has, the table `[attack.auxiliary]`; default: all.
+        defense: known (inverts the whole chain), unknown (assumes bare local training) or inferred (from the updates).
+        trace: keep about this many snapshots of each reconstruction in progress.
+        auxiliary: its auxiliary images, the table `[attack.auxiliary]`; default: all.
         lengths: of sentences: hidden, or given by the threat model.
-        tune: "shadow": in each round its prior is first chosen on shadow updates of auxiliary images; default: where the
-            chain draws noise of a known density, for an attack that has something to tune.
+        tune: "shadow": in each round choose its prior on shadow updates of auxiliary images; also the default where the chain
+            draws noise of a known density.
     """
 
     name: str

@@ -7,22 +7,26 @@ what cannot be recorded is left out, logged once as a warning, and kept in the l
 """
 
 import functools
+import inspect
 import itertools
 import os
 import sys
 import tomllib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
 
 from fedgauge.client import toml_text
 from fedgauge.server.app_recorder import AppRecorder, Exchange, say
 from fedgauge.server.store.run import Run
 
+S = TypeVar("S", bound=Strategy)
 Item = TypeVar("Item")
 PLACEHOLDER = (
     "# The audit file could not be read when the app began. Write the scenario here, then run `fedgauge audit`.\n"
@@ -54,6 +58,95 @@ def tap(grid: Grid, audit: str | Path, run: str | Path, allow: Sequence[str] = (
         raise TypeError(f"tap() takes the grid that Flower passes to the ServerApp's main, got {grid!r}")
     recorder = _open(audit, run, allow, _caller())
     return grid if recorder is None else tapped(grid, recorder)
+
+
+def curious(strategy: S, audit: str | Path, run: str | Path, allow: Sequence[str] = ()) -> S:
+    """Return the app's own strategy with a `start` that taps its grid.
+
+    Its class's `start` is replaced by one that taps the grid of this strategy only; the object itself is unchanged. A strategy
+    that wraps others goes in whole: `curious(Outer(Inner()), ...)`.
+
+    Args:
+        strategy: any strategy of flwr.serverapp.strategy.
+        audit, run, allow: as for `tap`.
+
+    Raises:
+        TypeError: the first argument is not such a strategy.
+    """
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"curious() takes a strategy of flwr.serverapp.strategy, got {_given(strategy)}; or use tap(grid, ...)"
+        )
+    kind = type(strategy)
+    if "start" in vars(strategy) or not inspect.isfunction(inspect.getattr_static(kind, "start")):
+        say(WARNING, "fedgauge records nothing: start of %s is not a method; use tap(grid, ...)", kind.__name__)
+        return strategy
+    _CURIOUS[id(strategy)] = asked = _Curious(functools.partial(_open, audit, run, tuple(allow), _caller()))
+    weakref.finalize(strategy, asked.forget, id(strategy), kind.__name__)
+    _watch_start(kind)
+    return strategy
+
+
+@dataclass(eq=False)
+class _Curious:
+    """Settings for recording a curious strategy, and whether it was ever started."""
+
+    open: Callable[[], AppRecorder | None]
+    started: bool = False
+
+    def forget(self, key: int, name: str) -> None:
+        """Warn that a strategy which is gone was never started."""
+        _CURIOUS.pop(key, None)
+        if not self.started:
+            words = "fedgauge recorded nothing: start() of the %s was never called; if another wraps it, curious() takes that"
+            say(WARNING, words, name)
+
+
+_CURIOUS: dict[int, _Curious] = {}  # by the strategy's id
+
+
+def _watch_start(kind: type[Strategy]) -> None:
+    """Let a class's `start` tap the grid of those strategies that are curious; for all others it is as before."""
+    start = kind.start
+    if hasattr(start, "_fedgauge"):
+        return
+
+    @functools.wraps(start)
+    def watched(self: Strategy, *args: Any, **options: Any) -> Any:
+        asked = _CURIOUS.pop(id(self), None)  # so that a start that calls its parent's taps once
+        if asked is None:
+            return start(self, *args, **options)
+        asked.started = True
+        try:
+            return _started(functools.partial(start, self), args, options, asked.open)
+        finally:
+            _CURIOUS[id(self)] = asked
+
+    watched._fedgauge = True  # type: ignore[attr-defined]
+    kind.start = watched  # type: ignore[method-assign]
+
+
+def _started(
+    start: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    open: Callable[[], AppRecorder | None],
+) -> Any:
+    """Call `start` as the app did, with its grid tapped."""
+    grid = next((arg for arg in (*args, *options.values()) if hasattr(arg, "send_and_receive")), None)
+    if grid is None:
+        say(WARNING, "fedgauge records nothing: start() was given no grid; use tap(grid, ...)")
+    if grid is None or (recorder := open()) is None:
+        return start(*args, **options)
+    tapped_grid = tapped(grid, recorder)
+    with recorder.training():
+        result = start(
+            *(tapped_grid if arg is grid else arg for arg in args),
+            **{k: tapped_grid if arg is grid else arg for k, arg in options.items()},
+        )
+        if isinstance(result, Result):
+            recorder.evaluated(result.evaluate_metrics_serverapp)
+        return result
 
 
 class Tap:
@@ -176,6 +269,10 @@ def _new_run(folder: Path, text: str) -> Run:
 
 
 def _caller() -> Path | None:
-    """Return the file that called `tap`; None in an interactive session."""
+    """The file that called `tap` or `curious`; None in an interactive session."""
     file = sys._getframe(2).f_globals.get("__file__")
     return None if file is None else Path(file)
+
+
+def _given(value: object) -> object:
+    return f"the class {value.__name__}: write {value.__name__}(...)" if isinstance(value, type) else value

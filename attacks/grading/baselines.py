@@ -28,10 +28,8 @@ class Baseline(Attack):
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        if known.auxiliary is None:
-            return not_applicable(wave, "a guess needs auxiliary data")
         try:
-            guesses = self.guesses(known.auxiliary, wave, known, streams)
+            guesses = self.guesses(known.public, wave, known, streams)
         except ValueError as error:
             return not_applicable(wave, str(error))
         return [Reconstruction(x.clone(), None, 0.0, 0, 0.0, "converged") for x in guesses]

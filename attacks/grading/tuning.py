@@ -107,16 +107,12 @@ class Tuning:
         Args:
             one_split: whether these are the same images in all rounds, so that what is trained on the others is trained once.
         """
-        if known.auxiliary is None:
-            raise ValueError("an attack is tuned on auxiliary images, and the attacker has none")
         count = shadows * known.batch_size
-        if len(known.auxiliary.y) < 2 * count:
-            raise ValueError(f"tuning needs {2 * count} auxiliary images, and there are {len(known.auxiliary.y)}")
+        if len(known.public.y) < 2 * count:
+            raise ValueError(f"tuning needs {2 * count} auxiliary images, and there are {len(known.public.y)}")
         part = () if one_split else (self.round,)
-        order = torch.randperm(len(known.auxiliary.y), generator=generator(self.seed, "tuning", *part))
-        chosen, rest = (
-            Batch(*(t[rows.to(t.device)] for t in known.auxiliary)) for rows in (order[:count], order[count:])
-        )
+        order = torch.randperm(len(known.public.y), generator=generator(self.seed, "tuning", *part))
+        chosen, rest = (Batch(*(t[rows.to(t.device)] for t in known.public)) for rows in (order[:count], order[count:]))
         x, y = (t.view(shadows, known.batch_size, *t.shape[1:]) for t in chosen)
         simulated = Simulator(known, wave.params).updates(x, y, generator(self.seed, "tuning updates", self.round))
         parts = list(simulated)

@@ -90,9 +90,7 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
         if self.start == "half":
             return torch.full((len(wave), *shape), 0.5).to(like)
         if self.start == "mean":
-            if known.auxiliary is None:
-                raise ValueError("the mean image needs auxiliary images, and the attacker has none")
-            return known.auxiliary.x.mean(0).expand(len(wave), *shape).to(like)
+            return known.public.x.mean(0).expand(len(wave), *shape).to(like)
         images = []
         for memory, stream in zip(memories, streams, strict=True):
             if int(memory["images"]) >= 2 and memory["blend"].shape == shape:

@@ -119,7 +119,8 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
     ).cpu()
 
     def last_misfit(x: Tensor) -> Tensor:
-        chunks = [layer_inputs(model, verifier.params, layers[1].query.weight, some) for some in x.split(CHUNK)]
+        parts = [layers[1].query.weight]
+        chunks = (layer_inputs(model, verifier.params, parts, some)[0] for some in x.split(CHUNK))
         return torch.cat([misfit(chunk, second)[:, -1] for chunk in chunks]).cpu()
 
     live = torch.tensor([model.start], dtype=torch.int64)

@@ -18,7 +18,7 @@ from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, noise_of
 from fedgauge.attacks.text.last_words import labelled
-from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, inputs_of
+from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs
 from fedgauge.attacks.text.sentence_layout import framed_places, lengths_of
 from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.update import Batch
@@ -192,7 +192,7 @@ class _WordSearch:
 
     def _inputs(self, x: Tensor, mask: Tensor) -> list[Tensor]:
         """The inputs (B, L, width) of all blocks that count, of words' ids (B, L) or embeddings (B, L, width)."""
-        return inputs_of(self.model, self.verifier.params, list(self.spaces), x, mask)
+        return layer_inputs(self.model, self.verifier.params, list(self.spaces), x, mask)
 
     def _distance(self, inputs: Sequence[Tensor]) -> Tensor:
         """The objective (...) of inputs (..., n, width), a batch's of one block after the other."""

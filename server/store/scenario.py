@@ -55,14 +55,13 @@ class AuditOptions:
     """Execution of the plan of attack.
 
     Args:
-        curious: whether updates are kept and attacked; false only trains.
+        curious: keep and attack updates; false only trains.
         executor: ray (worker processes) or local (in the attack service's own process, one wave at a time).
         workers: attack workers on the CPU, at least 1; each uses one core. A Ray cluster has one on each of its cores.
-        devices: where attacks run: "auto" (every GPU that torch can use, else the CPU), "cpu", "cuda" (every GPU), or a list of
-            "cpu" and names such as "cuda:0"; each GPU has one worker; local uses the first device.
+        devices: "auto" (every GPU that torch can use, else the CPU), "cpu", "cuda" (every GPU), or a list of "cpu" and names
+            such as "cuda:0"; each GPU has one worker; local uses the first device.
         precision: of products on a GPU: ieee (float32) or tf32 (faster, 10 bits of mantissa).
-        effort: add the attacks that fit the federation, with budgets (quick, standard, thorough), to those of [[attack]];
-            default: none.
+        effort: also use the attacks that fit the federation, with budgets of this size.
     """
 
     curious: bool = True
@@ -92,14 +91,15 @@ class TapeOptions:
     """Retention of updates on disk.
 
     Args:
-        keep: all: every accepted update; attacked: those that the plan attacks; none: they are deleted once they were attacked.
+        keep: all: every accepted update; attacked: those that the plan attacks; none: delete each after its attack.
         retention_days: after this many days `fedgauge prune` deletes updates and reconstructions; default: never.
-        replies: what the clients of a user's own app upload: weights, or updates (differences); auto: as the first round shows.
+        replies: what the clients of a user's own app upload: weights, updates (trained minus sent weights), or gradients (also
+            sent minus trained weights); auto: weights or updates, as the first round shows.
     """
 
     keep: Keep = "all"
     retention_days: float | None = None
-    replies: Literal["auto", "weights", "updates"] = "auto"
+    replies: Literal["auto", "weights", "updates", "gradients"] = "auto"
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "retention_days")
@@ -113,7 +113,7 @@ class ValidatorOptions:
         max_norm: the largest Euclidean norm of an update, above 0; default: 1000 times the largest of the weights' norm, the
             round's median norm and 1.
         max_examples: the largest number of examples that a client may claim, at least 1; default: in a simulation what it
-            trains on, otherwise 1000000000.
+            trains on, otherwise a billion.
     """
 
     max_norm: float | None = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.membership.canary_epsilon import CANARY, gaussian_epsilon
-from fedgauge.attacks.membership.one_run import EVIDENCE, guess_bound
+from fedgauge.attacks.membership.one_run import EVIDENCE, GuessBound, guess_bound
 from fedgauge.client.components import SpecError
 from fedgauge.defenses.accounting import Accountant, NoGuarantee, PrivacyStatement, privacy_statement, records_of
 from fedgauge.server.store.ledger import Ledger
@@ -145,17 +145,14 @@ class CanaryBound:
 
     Args:
         releases: largest number of updates of a client with canaries.
-        guesses, right: number of the surest guesses, and of the right ones among them.
-        epsilon: the lower bound, with 95 % confidence.
-        most: the bound if all guesses were right.
+        bound: the lower bounds, each with 95 % confidence.
+        most: the bound without an assumption if all guesses were right.
         accounted: epsilon of a record after as many releases; None: none holds.
     """
 
     canaries: int
     releases: int
-    guesses: int
-    right: int
-    epsilon: float
+    bound: GuessBound
     most: float
     accounted: float | None
 
@@ -177,7 +174,7 @@ def canary_bound(
     evidence, truth = torch.from_numpy(np.bincount(own, rows.value)), included[torch.from_numpy(numbers)]
     bound, releases = guess_bound(evidence, truth, delta, len(included)), int(count.max())
     most = guess_bound(truth.double() - 0.5, truth, delta, len(included)).epsilon
-    return CanaryBound(len(numbers), releases, bound.guesses, bound.right, bound.epsilon, most, accounted(releases))
+    return CanaryBound(len(numbers), releases, bound, most, accounted(releases))
 
 
 @viewed
@@ -222,11 +219,12 @@ def bound_words(last: CanaryBound, delta: float) -> str:
     """Describe a bound."""
     words = (
         f"A fair coin put each of {last.canaries} canary examples into a client's data or not. After at most "
-        f"{many(last.releases, 'update')} of each client, {last.right} of the {last.guesses} surest guesses are right. The "
-        f"epsilon of one record is at least {last.epsilon:.3g} at delta {delta:g} (confidence 95 %); so many canaries can show "
-        f"at most {last.most:.3g}. "
+        f"{many(last.releases, 'update')} of each client, {last.bound.right} of the {last.bound.guesses} surest guesses are "
+        f"right. The epsilon of one record is at least {last.bound.epsilon:.3g} at delta {delta:g} (confidence 95 %); so many "
+        f"canaries can show at most {last.most:.3g}. It is at least {last.bound.gaussian:.3g} if the mechanism's trade-off curve "
+        f"is Gaussian, and {last.bound.normal:.3g} if the evidence of canaries is normal. "
     )
-    return words + _beside(last.accounted, last.accounted is not None and last.epsilon > last.accounted)
+    return words + _beside(last.accounted, last.accounted is not None and last.bound.epsilon > last.accounted)
 
 
 def _beside(accounted: float | None, above: bool) -> str:

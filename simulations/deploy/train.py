@@ -76,12 +76,11 @@ def _train(
             write_app(scratch, run, scenario)
             submission = Submission(scratch, run.log("flower.log"), env)
             try:
-                while submission.process.poll() is None and not interrupt.asked:
-                    time.sleep(POLL)
+                status = submission.wait(blame, lambda: interrupt.asked)
                 if interrupt.asked:
                     submission.stop()  # else it would continue without us
                     state = "interrupted"
-                elif (status := submission.status(blame)) != "finished:completed":
+                elif status != "finished:completed":
                     raise TrainingFailed(blame(status))
                 elif why := none_accepted(ledger, ended=True):
                     ledger.set_meta(**{EMPTY: why})

@@ -55,7 +55,8 @@ from fedgauge.server.app_recorder import AppRecorder
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.store.uploads import as_the_model_has_it, replies_of
+from fedgauge.server.store.uploads import as_the_model_has_it, names_of, replies_of
+from fedgauge.server.tap import curious
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.exit_status import INAPPLICABLE
 from fedgauge.simulations.run.in_memory import flower
@@ -342,12 +343,18 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], Reply]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_three_rounds_end_in_the_same_bits_with_and_without_the_tap(audit: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"), [*((name, "curious") for name in STRATEGIES), ("FedAvg", "tap"), ("trees", "tap")]
+)
+def test_three_rounds_end_in_the_same_bits_with_and_without_the_tap(audit: Path, name: str, how: str) -> None:
     make, reply = STRATEGIES[name]
     first = ArrayRecord([np.frombuffer(b"", dtype=np.uint8)]) if reply is tree else None
     alone = start(make(), Nodes(client_app(reply)), arrays=first)
-    watched = start(make(), tap(Nodes(client_app(reply)), audit, audit.parent / "run"), arrays=first)
+    grid = Nodes(client_app(reply))
+    if how == "curious":
+        watched = start(curious(make(), audit, audit.parent / "run"), grid, arrays=first)
+    else:
+        watched = start(make(), tap(grid, audit, audit.parent / "run"), arrays=first)
     assert bits(alone) == bits(watched)
     assert repr(alone) == repr(watched), "and the metrics of all rounds"
     _, seen, _ = opened(audit.parent / "run")
@@ -589,6 +596,40 @@ def test_exceptions_of_the_grid_and_of_the_apps_iterables_are_the_apps_own(audit
         tapped.send_and_receive([Message(RecordDict(), 1, "train")])
 
 
+def test_the_users_strategy_stays_as_it_is(audit: Path) -> None:
+    """Its attributes, its signature, and copies of it, which are started as their own."""
+
+    class Mine(FedAvg):
+        def start(self, grid: Any, initial_arrays: Any, num_rounds: int = 3, **rest: Any) -> Any:
+            self.ran = True
+            return super().start(grid, initial_arrays, num_rounds, **rest)
+
+    mine, signature = Mine(fraction_evaluate=0.0), inspect.signature(Mine.start)
+    before = dict(vars(mine))
+    strategy = curious(mine, audit, audit.parent / "run")
+    assert strategy is mine and vars(mine) == before and inspect.signature(mine.start.__func__) == signature
+    for other in (copy.copy(strategy), copy.deepcopy(strategy)):
+        other.fraction_train = 0.25
+        start(other, Nodes())
+        assert other.ran and not hasattr(strategy, "ran") and strategy.fraction_train == 1.0
+    assert not (audit.parent / "run").exists(), "copies are not curious"
+    start(strategy, Nodes())
+    assert len(opened(audit.parent / "run")[1]) == 3 * NODES, "and it was recorded once, not by its parent's start too"
+
+
+def test_an_exception_in_training_is_the_apps_and_is_recorded(audit: Path) -> None:
+    class Breaks(FedAvg):
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            raise OverflowError("mine")
+
+    with pytest.raises(OverflowError, match="mine"):
+        start(curious(Breaks(), audit, audit.parent / "run"), Nodes())
+    run, seen, _ = opened(audit.parent / "run")
+    with run.ledger() as ledger:
+        assert ledger.meta()["state"] == "failed"
+    assert [bool(o["digest"]) for o in seen] == [True] * NODES
+
+
 # -------------------------------------------------------------------------------------------------- what is recorded
 
 
@@ -619,6 +660,17 @@ def test_the_accuracy_is_the_mean_that_flower_computes(audit: Path) -> None:
         rows = ledger.rounds()
     for row in rows:
         assert row["accuracy"] == pytest.approx(result.evaluate_metrics_clientapp[row["round"]]["accuracy"])
+
+
+def test_the_servers_own_accuracy_comes_first(audit: Path) -> None:
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"accuracy": 0.5 + 0.1 * server_round})
+
+    strategy = curious(FedAvg(), audit, audit.parent / "run")
+    strategy.start(Nodes(), ArrayRecord(model().state_dict()), 2, evaluate_fn=evaluate)
+    with Run.open(audit.parent / "run").ledger() as ledger:
+        rows = ledger.rounds()
+    assert [row["accuracy"] for row in rows] == pytest.approx([0.5 + 0.1 * row["round"] for row in rows])
 
 
 def train_message(node: int, config: dict[str, Any] | None = None, group: str = "", kind: str = "train") -> Message:
@@ -723,6 +775,18 @@ def test_weights_and_differences_are_told_apart_and_give_the_same_observation(
     for t in update.values():
         expected = 0.05 * torch.randn(t.shape, generator=torch.Generator().manual_seed(3))
         torch.testing.assert_close(t, expected, atol=1e-6, rtol=0)
+    if kind == "updates":
+        gradients = as_the_model_has_it(raw, Federation(), "gradients").update  # type: ignore[arg-type]
+        assert all(torch.equal(gradients[name], -t) for name, t in update.items())
+
+
+def test_a_tied_weight_has_its_first_name() -> None:
+    twins = nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
+    twins["other"].weight = twins["one"].weight
+    state = twins.state_dict()
+    assert names_of(state, twins) == {name: name for name in state}
+    del state["one.weight"]
+    assert names_of(state, twins) == {name: name for name in state} | {"other.weight": "one.weight"}
 
 
 def test_only_what_the_audit_file_asks_for_is_kept(audit: Path) -> None:
@@ -800,6 +864,7 @@ def test_a_folder_that_cannot_be_written_records_nothing_and_says_so(
     grid = Nodes()
     assert tap(grid, audit, audit / "run") is grid  # the audit file is no folder
     assert "records nothing" in log.text
+    assert bits(start(curious(FedAvg(), audit, audit / "run"), Nodes())) == bits(start(FedAvg(), Nodes()))
 
 
 def test_a_full_disk_loses_updates_and_no_round(audit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -860,8 +925,25 @@ def test_two_taps_on_one_grid_record_twice_and_change_nothing(audit: Path) -> No
     assert len(opened(audit.parent / "run")[1]) == len(opened(audit.parent / "run-2")[1]) == 3 * NODES
 
 
+def test_a_wrapped_strategy_that_is_never_started_is_told(audit: Path, log: pytest.LogCaptureFixture) -> None:
+    wrapper = DifferentialPrivacyServerSideFixedClipping(
+        curious(FedAvg(), audit, audit.parent / "run"), 1.0, 0.5, NODES
+    )
+    start(wrapper, Nodes())
+    del wrapper
+    gc.collect()
+    assert "never called" in log.text and not (audit.parent / "run").exists()
+
+
+def test_a_class_in_place_of_a_strategy_is_named_with_the_call(audit: Path) -> None:
+    with pytest.raises(TypeError, match=r"write FedAvg\("):
+        curious(FedAvg, audit, audit.parent / "run")  # type: ignore[type-var]  # what a user may write
+
+
 @pytest.mark.parametrize("wrong", [FedAvg, "FedAvg", None])
-def test_a_wrong_grid_is_a_type_error_before_training(audit: Path, wrong: Any) -> None:
+def test_what_is_no_strategy_or_grid_is_a_type_error_before_training(audit: Path, wrong: Any) -> None:
+    with pytest.raises(TypeError):
+        curious(wrong, audit, audit.parent / "run")
     with pytest.raises(TypeError):
         tap(wrong, audit, audit.parent / "run")
     assert not (audit.parent / "run").exists()

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.grading.audit import NOT_FINITE, Auditor, AuditResult
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
-from fedgauge.attacks.membership.one_run import EVIDENCE, guess_bound, least_epsilon
+from fedgauge.attacks.membership.one_run import EVIDENCE, GuessBound, guess_bound, least_epsilon
 from fedgauge.attacks.plan import CANARIES
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import Table
@@ -145,9 +145,9 @@ def test_evidence_adds_up_over_rounds() -> None:
     rows = [(1, c, -v) for c, v in enumerate(right)] + [(2, c, 2 * v) for c, v in enumerate(right)]
     first, second = (canary_bound(scored(rows[:n]), coins, DELTA, lambda releases: float(releases)) for n in (32, 64))
     assert first is not None and second is not None
-    assert (first.canaries, first.releases, first.right, first.epsilon) == (32, 1, 0, 0.0)
-    assert (second.releases, second.right, second.guesses) == (2, 32, 32)
-    assert second.epsilon == second.most == first.most == least_epsilon(32, 32, 32, DELTA, 0.05 / 4) > 1
+    assert (first.canaries, first.releases, first.bound.right, first.bound.epsilon) == (32, 1, 0, 0.0)
+    assert (second.releases, second.bound.right, second.bound.guesses) == (2, 32, 32)
+    assert second.bound.epsilon == second.most == first.most == least_epsilon(32, 32, 32, DELTA, 0.05 / 3) > 1
     assert (first.accounted, second.accounted) == (1.0, 2.0)
 
 
@@ -156,11 +156,12 @@ def test_a_row_of_no_canary_counts_for_nothing(number: int) -> None:
     coins = torch.tensor([True, False])
     assert canary_bound(scored([(1, number, 5.0)]), coins, DELTA, lambda n: None) is None
     bound = canary_bound(scored([(1, 0, 1e99), (1, 1, math.nan)]), coins, DELTA, lambda n: None)
-    assert bound is not None and (bound.canaries, bound.right, bound.epsilon) == (1, 1, 0.0)
+    assert bound is not None and (bound.canaries, bound.bound.right, bound.bound.epsilon) == (1, 1, 0.0)
 
 
 def bounded(epsilon: float, accounted: float | None) -> str:
-    return bound_words(CanaryBound(64, 1, 32, 30, epsilon, 3.04, accounted), DELTA)
+    guesses = GuessBound(32, 30, epsilon, 2 * epsilon, 3 * epsilon)
+    return bound_words(CanaryBound(64, 1, guesses, 3.04, accounted), DELTA)
 
 
 def test_the_sentence_says_which_side_the_accounted_epsilon_is_on() -> None:
@@ -195,7 +196,7 @@ def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(ru
     assert found is not None and (found.canaries, found.releases) == (30, 2)
     shard, accountant = (4000 - 400) // 7 - 10, Accountant.of(run.scenario().federation)
     assert found.accounted == pytest.approx(accountant.spent(2, shard).record, rel=1e-3)
-    assert found.accounted is not None and found.epsilon <= found.accounted
+    assert found.accounted is not None and found.bound.epsilon <= found.accounted
     assert told["canaries"].startswith("A fair coin put each of 30 canary examples into a client's data or not")
     assert EVIDENCE not in {figure["metric"] for figure in told["over_rounds"]}
     assert CANARIES not in {row[0] for row in told["summary"]["rows"]}

@@ -6,7 +6,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-from fedgauge.server.tap import tap  # fedgauge
+from fedgauge.server.tap import curious  # fedgauge
 
 app = ServerApp()
 
@@ -14,12 +14,12 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     config = context.run_config
-    grid = tap(grid, config["audit"], config["record-to"])  # fedgauge
     num_rounds, save_path = config["num-server-rounds"], config["save-path"]
 
     arrays = ArrayRecord(get_peft_model_state_dict(get_model(config)))
 
     strategy = FlowerTuneLlm(fraction_train=config["strategy.fraction-train"], fraction_evaluate=0.0)
+    strategy = curious(strategy, config["audit"], config["record-to"])  # fedgauge
     strategy.start(
         grid=grid,
         initial_arrays=arrays,

@@ -6,7 +6,7 @@ from flwr.serverapp.strategy import FedAvg
 from ragged_adam.task import accuracy, build_model, digits
 from torch.utils.data import TensorDataset
 
-from fedgauge.server.tap import tap  # fedgauge
+from fedgauge.server.tap import curious  # fedgauge
 
 app = ServerApp()
 
@@ -20,10 +20,10 @@ def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     config = context.run_config
-    grid = tap(grid, config["audit"], config["record-to"])  # fedgauge
     strategy = FedAvg(
         fraction_evaluate=0.0, weighted_by_key="samples", arrayrecord_key="model", configrecord_key="settings"
     )
+    strategy = curious(strategy, config["audit"], config["record-to"])  # fedgauge
     strategy.start(
         grid=grid,
         initial_arrays=ArrayRecord(build_model().state_dict()),

@@ -5,20 +5,20 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from torch_quickstart.task import Net
 
-from fedgauge.server.tap import tap  # fedgauge
+from fedgauge.server.tap import curious  # fedgauge
 
 app = ServerApp()
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    grid = tap(grid, context.run_config["audit"], context.run_config["record-to"])  # fedgauge
     fraction_train = context.run_config["fraction-train"]
     num_rounds = context.run_config["num-server-rounds"]
     lr = context.run_config["learning-rate"]
 
     arrays = ArrayRecord(Net().state_dict())
     strategy = FedAvg(fraction_train=fraction_train)
+    strategy = curious(strategy, context.run_config["audit"], context.run_config["record-to"])  # fedgauge
 
     strategy.start(
         grid=grid,

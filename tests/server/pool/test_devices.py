@@ -250,11 +250,6 @@ def test_the_named_devices_get_workers(
     assert isinstance(local, LocalExecutor) and str(local._worker.device) == names[0], "in one process, the first"
 
 
-def test_a_machine_without_a_gpu_computes_on_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert AuditOptions().devices_here() == [CPU]
-
-
 @pytest.mark.parametrize(
     ("devices", "words"),
     [

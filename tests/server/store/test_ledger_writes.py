@@ -105,23 +105,6 @@ def test_a_wave_is_finished_whole_or_not_at_all(path: Path) -> None:
         assert ledger.progress() == Progress(leased=4)
 
 
-def test_what_no_attack_needs_any_more_may_be_forgotten(path: Path) -> None:
-    with filled(path, plan_of("a", wave=2, rounds=(1,)), rounds=2) as ledger:
-        assert ledger.deletable() == {2: [0, 1, 2, 3]}, "round 2 is not attacked"
-        ledger.mark_deleted(2)
-        for _ in range(2):
-            assert ledger.deletable() == {}
-            lease = take(ledger)
-            assert ledger.deletable() == {}
-            ledger.finish(lease, rows_of(lease))
-        assert ledger.deletable() == {1: [0, 1, 2, 3]}
-        ledger.mark_deleted(1)
-        assert ledger.deletable() == {}
-        before = jobs(ledger)
-        ledger.enqueue(plan_of("a"))
-        assert jobs(ledger) == before, "what is forgotten cannot be attacked"
-
-
 # -------------------------------------------------------------------------------------------------- stateful attacks
 
 

@@ -265,21 +265,6 @@ def test_what_it_sent_won_and_cost_and_who_noticed_stand_side_by_side(
     assert "The malicious server" in report and "altered messages and 0 of 7 honest ones" in report
 
 
-def test_of_a_secure_sum_the_messages_are_counted_and_not_the_sums(
-    make_scenario: Callable[..., Scenario], tmp_path: Path
-) -> None:
-    """Dead weights for two of a group of three: one sum, and whoever of the three alarms."""
-    tables = {"secure_sum": {"group": 3}, "rounds": 1, "guard": {"inspect": "warn"}}
-    scenario = malicious_setup(make_scenario, DEAD, model={"use": "lenet"}, attack=[TARGET], **tables)
-    run = trained(tmp_path / "run", scenario)
-    with read_once(run) as reading:
-        told = server_attack_effects(reading)
-    assert told["sent"].endswith("to all clients but client 0 in every round: 2 messages answered in 1 round")
-    assert told["noticed"].startswith("guards alarmed at 1 of 1 altered sum and 0 of 0 honest ones; suspicion ")
-    first = told["noticed"].partition("; first in round 1, on client 0's update: ")[2]
-    assert first.startswith(("client 1: ", "client 2: ")), "whose guard it was, beside whose name the sum bears"
-
-
 def test_statistics_met_at_altered_weights_are_left_out_with_the_answers(
     make_scenario: Callable[..., Scenario], tmp_path: Path
 ) -> None:

@@ -14,8 +14,7 @@ from fedgauge.server.views.strength import best_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.live.json_log import Events
 from fedgauge.simulations.live.progress import RunProgress
-from fedgauge.simulations.live.terminal import LiveDisplay, view_of
-from fedgauge.simulations.live.view import Lines, View, progress_line
+from fedgauge.simulations.live.view import Lines, LiveLine, View, progress_line, view_of
 from tests.simulations.live.conftest import Clock, intake
 from tests.small_runs import scores_of
 
@@ -26,9 +25,8 @@ def test_who_looks_decides_on_the_view(taped: Run) -> None:
         with taped.ledger() as ledger:
             return type(view_of(taped, ledger, taped.scenario(), console, log))
 
-    assert kind("auto", force_terminal=True) is LiveDisplay
+    assert kind("auto", force_terminal=True) is LiveLine
     assert kind("auto", force_terminal=True, _environ={"TERM": "dumb"}) is Lines
-    assert kind("auto", force_terminal=True, file=io.TextIOWrapper(io.BytesIO(), encoding="ascii")) is Lines
     assert kind("auto") is Lines
     assert kind("quiet", force_terminal=True) is View
     assert kind("json", force_terminal=True) is Events
@@ -57,6 +55,22 @@ def test_a_line_says_what_it_counts_and_what_it_waits_for(
             clock.now += 5
             view.update()
             assert capsys.readouterr().err == "", "where something has changed"
+
+
+def test_a_live_line_follows_the_ledger_and_is_wiped(taped: Run, clock: Clock) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100, legacy_windows=False, _environ={})
+    with taped.ledger() as ledger, taped.ledger() as other:
+        view = LiveLine(RunProgress(ledger, taped.scenario(), clock=clock), console)
+        with view.shown():
+            view.update()
+            assert "2/4" in file.getvalue()
+            other.record_round(3, 0.7, 1.0, 1.0, 0.0)
+            clock.now += 1
+            view.note = "[red]waiting\x07"
+            view.update()
+            assert "3/4" in file.getvalue() and "[red]waiting" in file.getvalue()
+        assert "\x07" not in file.getvalue() and file.getvalue().endswith("\x1b[1A\x1b[2K"), "it is wiped"
 
 
 def test_the_mean_in_a_line_is_the_strongest_attacks_as_in_the_gate(taped: Run, ledger: Ledger, clock: Clock) -> None:
