@@ -83,7 +83,7 @@ def test_scores_are_in_long_format_in_a_stable_order(path: Path) -> None:
         assert ledger.best_so_far() == 20.0
 
 
-def test_why_an_attack_ended_as_it_did_is_kept_beside_its_job(path: Path) -> None:
+def test_the_reason_of_an_attack_is_kept_with_its_job(path: Path) -> None:
     with filled(path, plan_of("a", "b", wave=4)) as ledger:
         for name, reasons in (("a", {0: "too dark", 2: "too dark", 3: "no label"}), ("b", {})):
             lease = take(ledger)
@@ -168,7 +168,7 @@ def failed_once(ledger: Ledger) -> None:
     finish(ledger)
 
 
-def test_failed_jobs_return_to_the_queue_as_if_they_had_never_been_tried(path: Path) -> None:
+def test_failed_jobs_return_to_the_queue_without_attempts(path: Path) -> None:
     with filled(path, plan_of("a", wave=2)) as ledger:
         untried = jobs(ledger)
         failed_once(ledger)
@@ -239,7 +239,7 @@ def test_what_failed_leaves_a_row_of_the_runs_main_metric_or_the_limits_own(
         assert {row["metric"] for row in ledger.scores()} == {metric}
 
 
-def test_a_main_metric_that_nobody_here_knows_is_named(path: Path) -> None:
+def test_an_unknown_main_metric_is_named(path: Path) -> None:
     with filled(path, plan_of("a")) as ledger:
         ledger.set_meta(main_metric="taste")
         with pytest.raises(LedgerError, match="taste"):

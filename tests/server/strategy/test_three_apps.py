@@ -267,7 +267,7 @@ def test_a_reply_with_fewer_arrays_is_recorded_and_its_audit_asks_what_is_frozen
 
 
 @pytest.mark.parametrize("app", [ADAM], indirect=True, ids=["ragged_adam"])
-def test_other_numbers_of_examples_and_attacks_that_do_not_apply_are_said_once(
+def test_different_batch_sizes_and_inapplicable_attacks_are_reported_once(
     kit: Any, app: ForeignApp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, grid = train(kit, app, tmp_path, **{"num-server-rounds": 1})
