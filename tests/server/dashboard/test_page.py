@@ -17,9 +17,9 @@ from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger_types import Participation
-from fedgauge.server.store.pictures import png
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.gallery import png
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.verdict import verdict_of
