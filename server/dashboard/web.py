@@ -28,7 +28,7 @@ from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
-from fedgauge.server.views.gallery import Gallery, NotShown, Page, Query, through_rounds, trace
+from fedgauge.server.views.gallery import Gallery, Page
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading, viewed
 from fedgauge.server.views.tables import in_json
@@ -55,7 +55,7 @@ def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starl
             Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
             Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1),  # Plotly's script in .1 s
         ],
-        exception_handlers=dict.fromkeys((UnknownRun, NotShown, LedgerError, OSError, HTTPException), _refused),
+        exception_handlers=dict.fromkeys((UnknownRun, LedgerError, OSError, HTTPException), _refused),
     )
     app.state.catalog, app.state.event_stream, app.state.token = catalog, EventStream(catalog), token
     return app
@@ -64,7 +64,7 @@ def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starl
 def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         return refusal(request, str(error.detail), error.status_code, error.headers)
-    return refusal(request, str(error), 404 if isinstance(error, UnknownRun | NotShown) else 503)
+    return refusal(request, str(error), 404 if isinstance(error, UnknownRun) else 503)
 
 
 def serve(path: Path, host: str, port: int | None, token: str, ready: Callable[[str], None]) -> None:
@@ -112,15 +112,13 @@ def _listen(host: str, port: int | None) -> socket.socket:
 
 
 def _routes() -> list[Route | Mount]:
-    pages = ["/", "/compare", "/run/{id}", "/run/{id}/gallery", "/run/{id}/clients", "/run/{id}/image/{image:int}"]
+    pages = ["/", "/compare", "/run/{id}", "/run/{id}/gallery", "/run/{id}/clients"]
     run = "/api/runs/{id}"
     return [
         *(Route(path, _page) for path in pages),
         Route("/api/runs", _runs),
         Route(f"{run}/overview", _view(lambda reading, asked: _overview(reading))),
         Route(f"{run}/gallery", _view(_gallery)),
-        Route(f"{run}/image/{{image:int}}", _view(_image)),
-        Route(f"{run}/trace", _view(_trace)),
         Route(f"{run}/clients", _view(_clients)),
         Route("/api/compare", _compare),
         Route("/api/events", _events),
@@ -164,16 +162,7 @@ def _gallery(reading: Reading, asked: Asked) -> Page:
     round = gallery.rounds[-1] if gallery.rounds else None
     if "round" in asked:
         round = None if asked["round"] == "all" else _number(asked, "round")
-    return gallery.page(Query(round, who, offset or 0))
-
-
-def _image(reading: Reading, asked: Asked) -> Any:
-    return through_rounds(_gallery_of(reading), _number(asked, "client"), asked["image"])
-
-
-def _trace(reading: Reading, asked: Asked) -> Any:
-    gallery, (round, who, example) = _gallery_of(reading), (_number(asked, k) for k in ("round", "client", "example"))
-    return trace(gallery, round, who, example, _one_of(asked, "attack", gallery.attacks))
+    return gallery.page(round, who, offset or 0)
 
 
 def _clients(reading: Reading, asked: Asked) -> Any:

@@ -1,7 +1,6 @@
 """Executors: they run attack tasks somewhere and give back results; this one runs them in the process itself."""
 
 from collections import deque
-from typing import Protocol
 
 import torch
 
@@ -15,25 +14,8 @@ class WorkerDied(Exception):
     """The process that attacked a wave died; the wave is to blame only if that happens again."""
 
 
-class Executor(Protocol):
-    """Runs tasks somewhere; a task's exception is a result like any other."""
-
-    @property
-    def slots(self) -> int:
-        """Return the number of tasks that may be in flight."""
-
-    def submit(self, ticket: int, task: Task) -> None:
-        """Start a task."""
-
-    def next_done(self, timeout: float) -> tuple[int, Result] | None:
-        """A finished task's ticket and result; None if none finishes within the timeout (seconds)."""
-
-    def close(self) -> None:
-        """Stop whatever it started."""
-
-
 class LocalExecutor:
-    """One wave at a time, in this process, on one device."""
+    """One wave at a time, in this process, on one device; a task's exception is a result like any other."""
 
     slots = 1
 

@@ -190,18 +190,8 @@ class RayExecutor:
     def _join(self, address: str, quiet: Mapping[str, Any]) -> None:
         """Connect to a cluster: a driver must run on one of its nodes, so this machine becomes a node without cores."""
         if address != "auto":
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                "ray.scripts.scripts",
-                "start",
-                "--address",
-                address,
-                "--num-cpus",
-                "0",
-            ]
-            command += ["--num-gpus", "0", "--disable-usage-stats", "--block"]
+            command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--address", address, "--block"]
+            command += ["--num-cpus", "0", "--num-gpus", "0", "--disable-usage-stats"]
             nowhere = subprocess.DEVNULL
             # Ray ends a driver that loses the cluster's head at once, and then nothing else would end the node
             dying = die_with_parent if sys.platform == "linux" else None

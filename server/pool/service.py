@@ -13,7 +13,7 @@ import torch
 from fedgauge.attacks.base import ClientState, Observation, Wave
 from fedgauge.attacks.grading.replay import ReplayCheck, replay
 from fedgauge.attacks.modality.registry import BASELINES
-from fedgauge.server.pool.executors import Executor, LocalExecutor, Result, WorkerDied, last_line
+from fedgauge.server.pool.executors import LocalExecutor, Result, WorkerDied, last_line
 from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices
 from fedgauge.server.pool.tape_source import TapeSource
 from fedgauge.server.pool.update_checks import TrainingCheck
@@ -28,6 +28,8 @@ from fedgauge.server.store.uploads import UploadMismatch
 NO_REPLAY = "not possible in a deployment: only a client's own data, which stays there, can recompute its update"
 NOT_REPLAYABLE = "no update on the tape can be recomputed: a state or altered weights in a secure sum prevent it"
 ATTEMPTS = 3  # for a wave whose worker dies; the last one is on the CPU
+
+Executor = LocalExecutor | RayExecutor
 
 
 def attack_devices(options: AuditOptions, in_cluster: bool) -> list[torch.device]:

@@ -106,9 +106,8 @@ def _doubts(source: TapeSource, found: Found) -> str:
     """Return evidence against this truth from the updates that it should give; empty if there is none."""
     if source.ledger.training_fits is False:
         return ""
-    taped = [
-        (*key, digest) for *key, digest in source.taped() if (batch := found.get((key[0], key[1]))) and len(batch.y)
-    ]
+    there = {key for key, batch in found.items() if batch is not None and len(batch.y)}
+    taped = [one for one in source.taped() if one[:2] in there]
     doubts, began = list[str](), time.monotonic()
     try:
         for round, client, digest in taped[:: max(1, len(taped) // MOST_UPDATES)]:
@@ -254,15 +253,17 @@ def retest(
         here = []
         for test in group:
             done += 1
+            without = missing(test.client, round)
+            why = f"no truth of client {without[0]} in round {round}" if without else ""
             try:
-                if without := missing(test.client, round):
-                    raise TapeError(f"no truth of client {without[0]} in round {round}")
-                if test.digest is None:
-                    raise TapeError("its update is no longer on the tape")
-                here.append((test, source.observation(round, test.client, test.digest)))
+                seen = source.observation(round, test.client, test.digest) if test.digest and not why else None
             except (TapeError, UploadMismatch) as error:
-                none = ScoreRecord(round, test.client, name, WHOLE_BATCH, MEMBER, None, "not_applicable", 0.0)
-                ledger.retest(test.id, [none], str(error))
+                seen, why = None, str(error)
+            if seen is not None:
+                here.append((test, seen))
+                continue
+            none = ScoreRecord(round, test.client, name, WHOLE_BATCH, MEMBER, None, "not_applicable", 0.0)
+            ledger.retest(test.id, [none], why or "its update is no longer on the tape")
         alike, most = by_weights(here, lambda pair: pair[0].digest), scenario.plan.wave
         remembered = memories.setdefault(name, {})
         for part in (same[i : i + most] for same in alike for i in range(0, len(same), most)):

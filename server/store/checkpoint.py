@@ -145,9 +145,6 @@ def _why_not(ledger: Ledger, scenario: Scenario, checkpoint: Checkpoint | None, 
         return f"it has rounds up to {max(beyond)} but {lost}" if beyond else ""
     if scenario.federation.chain.remembers:
         return "its chain is stateful (error feedback, control variates or private layers), and the clients' states are lost"
-    recorded, done = {row["round"] for row in ledger.rounds()}, checkpoint.round
-    if (missing := next((round for round in range(done) if round not in recorded), None)) is not None:
-        return f"its ledger lacks round {missing}, although its checkpoint is of round {done}"
     shapes = {k: p.shape for k, p in scenario.federation.model.named_parameters()}
     same = {k: t.shape for k, t in checkpoint.params.items()} == shapes
     return "" if same else "its checkpoint is of another network than its scenario's"

@@ -1,8 +1,7 @@
 """The ledger: one SQLite file per run with rounds, observations, jobs and scores."""
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 
 from fedgauge.attacks.plan import AttackPlan
@@ -71,17 +70,12 @@ class Ledger(JobQueue):
         loss: float | None,
         seconds: float,
         intercept_seconds: float,
-        metrics: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:
-        """Record a round (0: before training) with the test accuracy and loss after it.
-
-        Args:
-            metrics: of a user's own app, by "training" or "evaluation".
-        """
+        """Record a round (0: before training) with the test accuracy and loss after it."""
         with self._transaction() as db:
             db.execute(
-                "INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?, ?, ?)",
-                (round, accuracy, loss, seconds, intercept_seconds, json.dumps(metrics) if metrics else None),
+                "INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?, ?, NULL)",
+                (round, accuracy, loss, seconds, intercept_seconds),
             )
 
     def record_intake(self, round: int, seen: Sequence[Participation], plan: AttackPlan | None = None) -> None:

@@ -166,7 +166,7 @@ class LedgerFile:
             self._columns = typed_rows.columns([column[0] for column in cursor.description])
         for at, name, kind in self._columns:
             if not kind.holds(row[at]):
-                raise LedgerError(f"{self.path} is damaged: expected {kind.words} as its {name}, got {row[at]!r:.60}")
+                raise LedgerError(f"{self.path} is damaged: its {name} cannot be {row[at]!r:.60}")
         return row
 
     def close(self) -> None:

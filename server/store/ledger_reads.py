@@ -9,7 +9,6 @@ from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.registry import BASELINES, modality_compared_by, modality_measured
 from fedgauge.attacks.plan import LIMITS, PlannedAttack
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, wrong_client
-from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
 from fedgauge.server.store.ledger_types import ATTACKED_FROM, DEPLOYMENT, MAIN_METRIC, UNGRADED, ScoreRow, planned_of
 
@@ -34,12 +33,12 @@ class LedgerReads(LedgerFile):
         if named is None:
             rows = self._db.execute("SELECT DISTINCT metric FROM scores")
             return modality_measured([row["metric"] for row in rows])
-        fault: SpecError | None = None
+        fault: Exception | None = None
         if (found := modality_compared_by(named["fact"])) is None:
             try:
                 self.load_data()
                 found = modality_compared_by(named["fact"])
-            except SpecError as error:
+            except (OSError, ValueError) as error:
                 fault = error
         if found is None:
             raise LedgerError(

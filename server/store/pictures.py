@@ -48,10 +48,8 @@ def _by_example(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     example = tensors["example"]
     size, some = int(example.max()) + 1, example >= 0
     placed = dict(tensors)
-    for name, axis in (("x", 0), ("y", 0), ("confidence", 0), ("trace_x", 1)):
-        if name in tensors:
-            t = tensors[name].movedim(axis, 0)
-            full = t.new_zeros((size, *t.shape[1:]))
-            full[example[some]] = t[some]
-            placed[name] = full.movedim(0, axis)
+    for name, t in tensors.items():
+        if name in ("x", "y", "confidence"):
+            placed[name] = t.new_zeros((size, *t.shape[1:]))
+            placed[name][example[some]] = t[some]
     return placed

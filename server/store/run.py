@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import time
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from fedgauge.attacks.modality.registry import MODALITIES
 from fedgauge.client import toml_text
-from fedgauge.client.components import SpecError, coerce, resolve
+from fedgauge.client.components import coerce, resolve
 from fedgauge.client.federation import DATASET
 from fedgauge.client.files import SCRAP
 from fedgauge.server.store import run_files
@@ -106,10 +105,6 @@ class Run:
             named = ledger.meta().get(BASE)
         return None if named is None else Path(named)
 
-    def scenario_text(self) -> str:
-        """Return the text of the scenario."""
-        return run_files.read(self.folder / "scenario.toml").decode(errors="replace")
-
     def ledger(self, readonly: bool = False) -> Ledger:
         """Connect to the ledger."""
         ledger = Ledger(self.folder / "ledger.sqlite", readonly=readonly)
@@ -118,10 +113,7 @@ class Run:
 
     def _load_data(self) -> None:
         """Load the module of the dataset, which may add a kind of data."""
-        try:
-            data = toml_text.parse(run_files.read(self.folder / "scenario.toml")).get("data")
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError(f"{self.folder / 'scenario.toml'} cannot be read: {error}") from error
+        data = toml_text.parse(run_files.read(self.folder / "scenario.toml")).get("data")
         resolve(coerce(data, dict, "[data]"), "[data]", DATASET)
 
     def tape(self) -> Tape:
@@ -257,21 +249,16 @@ class Run:
 def _fit(tensors: Mapping[str, Tensor]) -> bool:
     """Check the names, shapes and types of a reconstruction's tensors."""
     x, y, sure, example = (tensors.get(name) for name in ("x", "y", "confidence", "example"))
-    trace = [tensors[name] for name in ("trace_x", "trace_iteration", "trace_objective") if name in tensors]
     if y is not None and y.dim() != 2 and (y.dim() != 1 or y.is_floating_point() or not _within(y, 0)):
         return False
     if x is None:
-        return sure is None and example is None and not trace
+        return sure is None and example is None
     fits = any(modality.holds(x) for modality in MODALITIES.values()) and (y is None or len(y) == len(x))
     if sure is not None:
         fits = fits and sure.dim() == 2 and len(sure) == len(x) and sure.is_floating_point()
     if example is not None:
         fits &= example.shape == x.shape[:1] and example.dtype == torch.int64 and _within(example, -1)
         fits = fits and (not len(x) or (int(example.max()) + 1) * x[0].nbytes <= _MOST_RECONSTRUCTED)
-    if trace:
-        frames, steps = trace[0], trace[0].shape[:1]
-        fits &= len(trace) == 3 and all(t.shape == steps for t in trace[1:]) and not trace[1].is_floating_point()
-        fits &= frames.shape[1:] == x.shape and frames.dtype == torch.uint8
     return bool(fits)
 
 

@@ -40,7 +40,6 @@ from fedgauge.client.models.losses import LOSS
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.training import LOCAL_TRAININGS
 from fedgauge.defenses.accounting import DELTA, Accountant, NoGuarantee
-from fedgauge.server.store import run_files
 from fedgauge.server.store.tape import Keep
 
 _TOP = {
@@ -200,15 +199,11 @@ class Scenario:
             if rounds is not None:
                 _shorten(tables, rounds)
             return cls.from_tables(tables, base)
-        except run_files.RefusedFile:
-            raise
-        except OSError as error:
-            reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
-            raise SpecError(f"{path}: {reason}; fedgauge init writes a scenario") from error
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError(f"{path}: not a readable TOML file: {error}") from error
-        except SpecError as error:
-            raise SpecError(f"{path}: {error}") from error
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, SpecError) as error:
+            missing = isinstance(error, FileNotFoundError)
+            raise SpecError(
+                f"{path}: {'there is no such file; fedgauge init writes a scenario' if missing else error}"
+            ) from error
 
     @classmethod
     def from_tables(cls, tables: Table, base: Path | None = None) -> "Scenario":
@@ -282,8 +277,6 @@ def _with_architectures(tables: Table, server_attack: Sequence[TargetedServerAtt
     model = tables.get("model")
     if not isinstance(model, Mapping):
         return tables  # the protocol reports this mistake
-    if "architectures" in model:
-        raise SpecError("[model]: architectures is set by a [[server_attack]] only")
     attacks = [aimed.server_attack for aimed in server_attack]
     changes = [attack.architecture for attack in attacks if attack.architecture is not None]
     return _agreed({**tables, "model": {**model, "architectures": changes}}, tables) if changes else tables

@@ -23,7 +23,7 @@ Keep = Literal["all", "attacked", "none"]
 Of = TypeVar("Of")
 _BUFFER = "buffer/"
 _PARAM = "param/"
-_OTHER = "record/"
+_OTHER = "record/"  # further arrays, which are not read
 _PIECE = 1 << 19  # bytes: small enough to stay in a core's cache between writing and hashing
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -54,19 +54,15 @@ class Tape:
         client: int,
         update: Mapping[str, Tensor],
         returned: Mapping[str, Tensor] | None = None,
-        others: Mapping[str, Tensor] | None = None,
     ) -> str:
         """Write an upload, and return its digest.
 
         Args:
             update: of a user's app the arrays as uploaded, weights or differences.
             returned: buffers.
-            others: further arrays of a user's app, which are not attacked.
         """
-        more = {_BUFFER + k: t for k, t in (returned or {}).items()} | {
-            _OTHER + k: t for k, t in (others or {}).items()
-        }
-        return write_tensors(self._update(round, client), {**update, **more})
+        named = {_BUFFER + k: t for k, t in (returned or {}).items()}
+        return write_tensors(self._update(round, client), {**update, **named})
 
     def read(self, round: int, client: int, digest: str | None = None) -> Observation:
         """Read one observation.

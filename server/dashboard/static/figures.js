@@ -1,5 +1,5 @@
 "use strict";
-// The figures of one run that are more than a specification: switches, an attack's objective.
+// The figures of one run that are more than a specification: switches.
 
 // the switches' names for series that are not attacks
 const GROUPS = { baseline: "baselines", limit: "limits", worst: "worst cases" };
@@ -23,26 +23,4 @@ function switches({ series }, hidden, change) {
   const names = [...attacks.map(s => s.name), ...Object.keys(GROUPS).filter(k => kinds.has(k)).map(k => GROUPS[k])];
   const toggle = name => change({ hide: hidden.has(name) ? [...hidden].filter(n => n !== name) : [...hidden, name] });
   return el("fieldset.switches", el("legend", "Show"), names.map(name => check(name, !hidden.has(name), () => toggle(name))));
-}
-
-function traceFigure(trace, attack, step) {
-  const height = 280;
-  const drawing = node => {
-    const color = colour(0), x = trace.iterations, y = trace.objective;
-    const line = {
-      x, y, mode: "lines+markers", line: { color, width: 2 }, marker: { color, size: 6 },
-      hovertemplate: "iteration %{x}: %{y:.4g}<extra></extra>",
-    };
-    const here = {
-      x: [x[step]], y: [y[step]], mode: "markers",
-      marker: { color: cssVariable("--leak"), size: 13, symbol: "circle-open", line: { width: 3 } }, hoverinfo: "skip",
-    };
-    const logarithmic = y.every(v => v > 0) ? { type: "log", exponentformat: "power" } : {};
-    const axis = { title: { text: "objective" }, ...logarithmic };
-    draw(node, [line, here], layout({ title: { text: "iteration", standoff: 6 } }, axis, height, { showlegend: false }));
-  };
-  const [from, to] = [trace.objective[0], trace.objective.at(-1)].map(v => v === null ? "no number" : decimal(v));
-  const taken = many(trace.iterations.at(-1), "iteration");
-  const meaning = `${attack} takes its own objective from ${from} to ${to} in ${taken}; it never sees the true image.`;
-  return figure("The attack's objective", meaning, drawing, height);
 }

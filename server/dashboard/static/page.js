@@ -4,7 +4,7 @@
 
 // ---------------------------------------------------------------------------------------------------------- the views
 // load(route) asks the server, draw(data, route) gives the tree. keys: the parts of the address's query that need a new question to
-// the server. A route is the address taken apart: {path, view, id, image, state}.
+// the server. A route is the address taken apart: {path, view, id, state}.
 
 const VIEWS = [
   { path: /^\/$/, name: "Runs", keys: [], load: () => ask("/api/runs"), draw: runsView },
@@ -16,10 +16,6 @@ const VIEWS = [
   {
     path: /^\/run\/(?<id>[^/]+)\/clients$/, name: "Clients", keys: ["metric"],
     load: p => ask(`${api(p)}/clients`, asked(p)), draw: clientsView,
-  },
-  {
-    path: /^\/run\/(?<id>[^/]+)\/image\/(?<image>\d+)$/, name: "Image", keys: ["client", "round", "example", "attack"],
-    load: loadImage, draw: imageView,
   },
   { path: /^\/compare$/, name: "Compare", keys: ["runs", "metric"], load: loadCompare, draw: compareView },
 ];
@@ -56,11 +52,6 @@ async function ask(path, query = "") {
   const body = await reply.json().catch(() => ({ error: "The server's answer cannot be read; its terminal may say why." }));
   if (!reply.ok) throw new Refused(reply.status, body.error);
   return body;
-}
-
-async function loadImage(route) {
-  const found = await ask(`${api(route)}/image/${route.image}`, asked(route, ["client"]));
-  return { ...found, trace: route.state.get("attack") && await ask(`${api(route)}/trace`, asked(route)) };
 }
 
 const MOST = 24; // the most runs that the server compares at once

@@ -13,7 +13,6 @@ import fedgauge.server.dashboard.web
 import fedgauge.server.views.gallery
 from fedgauge.client.inspection.policy import REASON
 from fedgauge.defenses.accounting import spent
-from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, expected_jobs
@@ -21,7 +20,7 @@ from fedgauge.server.views.compare import differences
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.verdict import verdict_of
-from tests.server.dashboard.pages import Get, Http, pixels, score_all
+from tests.server.dashboard.pages import Get, pixels, score_all
 from tests.small_runs import scores_of
 
 
@@ -46,7 +45,7 @@ def test_the_overview_is_what_the_ledger_says(get: Get, attacked_run: Run) -> No
     accuracy = shown["psnr"]["test accuracy (right)"]
     assert (accuracy["x"], accuracy["mean"]) == ([0, 1, 2], [0.1, 0.2, 0.3])
     assert page["progress"] | {"done": 20} == page["progress"], "two rounds, two clients, two attacks, three baselines"
-    assert "2 rejected" in page["participation"]
+    assert "client 2 rejected in 2 rounds" in page["participation"]
     assert {row["attack"]: row["n"] for row in records(page["summary"])}["inverting_gradients"] == 8
 
 
@@ -82,24 +81,6 @@ def test_filters_and_pages_show_each_example_once(get: Get, monkeypatch: pytest.
     one = get("/api/runs/complete/gallery?round=2&client=1")
     assert {(c["round"], c["client"]) for c in one["cards"]} == {(2, 1)}
     assert get("/api/runs/complete/gallery")["round"] == 2, "the latest where none is asked for"
-
-
-def test_an_image_is_followed_through_the_rounds(
-    make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
-) -> None:
-    """A shard of two images in batches of one: each comes back in some of the rounds, and in no other."""
-    data = {"use": "mnist5k", "batch_size": 1, "auxiliary": 3992}
-    run = make_taped(tmp_path / "runs" / "small", make_scenario(data=data, clients=4, rounds=4), rounds=4)
-    score_all(run)
-    federation = run.scenario().federation
-    with Http(make_app(run.folder), base_url="http://localhost") as http:
-        rows = {r: int(federation.shards.rows_at(0, r)[0]) for r in range(1, 5)}
-        for image in set(rows.values()):
-            page = http.get(f"/api/runs/small/image/{image}?client=0").json()
-            own = [r for r, row in rows.items() if row == image]
-            assert [c["round"] for c in page["rounds"]] == own
-            assert page["label"] == int(federation.shards.dataset.y[image])
-        assert http.get("/api/runs/small/image/1?client=99").status_code == 404
 
 
 @pytest.mark.parametrize(("metric", "worst"), [("psnr", max), ("mse", min)])

@@ -19,15 +19,14 @@ from hypothesis import strategies as st
 
 from fedgauge.client import files
 from fedgauge.server import app as server_app
-from fedgauge.server.app import federate, one_round
+from fedgauge.server.app import federate
 from fedgauge.server.store import checkpoint
 from fedgauge.server.store.checkpoint import Checkpoint, starting_point
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.tape import read_tensors
-from fedgauge.server.strategy.build import STRATEGY, build_strategy
-from fedgauge.server.strategy.checked import CheckedStrategy
+from fedgauge.server.strategy.build import STRATEGY
 
 USES = STRATEGY.names()
 SEEN = (Participation(0, "accepted", "", 2, "a:b"), Participation(1, "missing", "no reply"))
@@ -169,25 +168,6 @@ def test_every_stock_strategy_goes_on_to_the_same_bits(
     same(told(run), told(whole))
 
 
-def test_a_round_asks_the_same_clients_wherever_the_training_began(kit: Any) -> None:
-    scenario, said = kit.scenario(strategy={"use": "FedAvg", "fraction_train": 0.5}), []
-    params, _ = scenario.federation.initial()
-    for done in (0, 2):
-        grid = kit.grid(scenario, draw=done)
-        inner = build_strategy(scenario.strategy, 4)
-        intakes: list[int] = []
-        validator = CheckedStrategy(
-            inner, lambda intake, to=intakes: to.append(intake.round), seed=3, clients=grid.nodes
-        )  # type: ignore[misc]
-        arrays = ArrayRecord(params)
-        for round in range(done + 1, 5):
-            arrays = one_round(validator, grid, round, arrays, 60.0)
-        asked = [(m.content["config"]["server-round"], grid.nodes[m.metadata.dst_node_id]) for m in grid.sent]
-        said.append([a for a in asked if a[0] > 2])
-        assert intakes == list(range(done + 1, 5))
-    assert said[0] == said[1] and len(said[0]) == 4, "the same clients are drawn in the same true rounds"
-
-
 def test_batchnorm_statistics_go_on(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {
         "data": {"use": "mnist5k", "batch_size": 4, "auxiliary": 64},
@@ -307,13 +287,6 @@ def test_a_run_without_a_checkpoint_is_never_trained_over(kit: Any, tmp_path: Pa
     with pytest.raises(NotResumable):
         train(kit, run)
     same(told(run), before)
-
-
-def test_a_ledger_that_lost_rows_is_told(half: Run) -> None:
-    with half.ledger() as ledger, ledger._transaction() as db:
-        db.execute("DELETE FROM rounds WHERE round = 1")
-    with pytest.raises(NotResumable, match="round 1"):
-        start(half)
 
 
 def test_clients_with_a_memory_cannot_go_on_and_say_why(kit: Any, tmp_path: Path) -> None:

@@ -158,15 +158,6 @@ def test_a_dead_node_is_missing_though_the_superlink_answers_under_its_own_id(ki
     assert at.checked.clients == before, "the SuperLink is no client"
 
 
-@pytest.mark.parametrize("reason", ["", " \n\t"], ids=repr)
-def test_an_error_without_words_is_still_recorded(kit: Any, reason: str) -> None:
-    at = Round(kit)
-    _, intake = at.answer([Message(Error(0, reason), reply_to=at.asked[0]), *(at.good(c) for c in (1, 2, 3))])
-    status, words = reasons(intake)[0]
-    assert status == "missing"
-    assert words.strip()
-
-
 def test_no_words_of_a_client_make_it_one_that_withheld_or_came_too_late(kit: Any) -> None:
     """What its error says is shown; what happened is told by the error's code, and by whether anything came."""
     at = Round(kit)
