@@ -17,7 +17,7 @@ from fedgauge.client.models.tokenizer import Task, load_tokenizer
 
 
 def rows(path: Path, classes: int | None = None, test: float = 0.2) -> Tabular:
-    """Rows of numbers as a network takes them: x (N, F), y whole numbers (N,). Nothing is scaled.
+    """Rows of numbers as a network takes them: x (N, F), y integers (N,). Nothing is scaled.
 
     Neighbouring entries of which each row has exactly one 1 and otherwise 0 become one categorical column.
 
@@ -36,7 +36,7 @@ def rows(path: Path, classes: int | None = None, test: float = 0.2) -> Tabular:
 def token_ids(
     path: Path, tokenizer_folder: Path, task: Task = "classification", classes: int | None = None, test: float = 0.2
 ) -> Text:
-    """Sentences as a network takes them: x (N, L) token ids, padded on the right, y whole numbers (N,).
+    """Sentences as a network takes them: x (N, L) token ids, padded on the right, y integers (N,).
 
     Args:
         path: a NumPy archive.
