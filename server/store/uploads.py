@@ -160,7 +160,7 @@ def _difference(weights: Tensor, sent: Tensor) -> Tensor:
 def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
     """Return the model's name of each array; positions ("0", "1", ...) follow the state_dict or the parameters.
 
-    A tied parameter that comes under its second name alone has its first one.
+    A tied parameter has its first name, unless the upload has both.
     """
     names, known = _known_names(arrays, model), _tensors(model)
     first = {id(p): name for name, p in model.named_parameters()}
