@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from jsonschema import Draft7Validator
 
+from docs.generate.scenario_keys import NEEDED, TABLES, Key
+from docs.generate.schema import scenario_schema
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.cli.scenario_keys import NEEDED, TABLES, Key
-from fedgauge.simulations.cli.schema import scenario_schema
 
 NO_VALUE = datetime.date(2026, 1, 1)  # TOML can write it, and no key takes it
 # a component for each table that names one, and the arguments that are its own

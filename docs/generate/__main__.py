@@ -1,13 +1,16 @@
-"""`python -m docs.generate`: write the tables in docs/ again, from the code and the kept figures (`make docs`)."""
+"""`python -m docs.generate`: write the tables in docs/ and the schema again, from code and kept figures (`make docs`)."""
 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from os.path import commonprefix
 from pathlib import Path
 
 from docs.generate import kept_figures
+from docs.generate.arguments import listed_arguments
+from docs.generate.scenario_keys import TABLES
+from docs.generate.schema import scenario_schema
 from fedgauge.simulations.cli.components import components_of
-from fedgauge.simulations.cli.scenario_keys import TABLES
 from fedgauge.simulations.experiments.sweep_file import Sweep
 from fedgauge.simulations.experiments.sweep_rows import SweepRow, summary_as_markdown
 
@@ -26,12 +29,16 @@ def escaped(text: str) -> str:
 
 
 def components(kind: str) -> str:
-    """Return the table of fedgauge's own components of a kind."""
-    rows = ""
-    for found in components_of(kind, own_only=True):
-        arguments = escaped(f"`{found.arguments}`") if found.arguments else ""
+    """Return the table of fedgauge's own components of a kind, below the arguments that all of them take first."""
+    every = [(found, listed_arguments(found.target)) for found in components_of(kind, own_only=True) if found.target]
+    shared = commonprefix([f"{listed}, " for _, listed in every]).rpartition(", ")[0] if len(every) > 1 else ""
+    rows = f"Each takes `{shared}`.\n\n" if shared else ""
+    rows += "| name | arguments | what it is |\n|---|---|---|\n"
+    for found, listed in every:
+        own = listed.removeprefix(shared).removeprefix(", ")
+        arguments = escaped(f"`{own}`") if own else ""
         rows += f"| `{found.name}` | {arguments} | {escaped(found.description)} |\n"
-    return f"| name | arguments | what it is |\n|---|---|---|\n{rows}"
+    return rows
 
 
 def keys(table: str) -> str:
@@ -46,8 +53,8 @@ def keys(table: str) -> str:
 def sweep(name: str) -> str:
     """Return the kept rows of a sweep with a line for each defense."""
     kept = json.loads((SIMULATIONS / "results" / name / "sweep.json").read_text())
-    promises = Sweep.load(SIMULATIONS / f"{name}.toml").promises
-    return summary_as_markdown([SweepRow(**row) for row in kept["rows"]], promises)
+    defenses = Sweep.load(SIMULATIONS / f"{name}.toml").defenses
+    return summary_as_markdown([SweepRow(**row) for row in kept["rows"]], defenses)
 
 
 BLOCKS: Mapping[str, tuple[str, Callable[[str], str]]] = {
@@ -58,7 +65,7 @@ BLOCKS: Mapping[str, tuple[str, Callable[[str], str]]] = {
 
 
 def pages() -> Iterator[tuple[Path, str]]:
-    """Yield each page with generated blocks, and its text with today's blocks."""
+    """Yield each page with generated blocks, and the schema, with today's text."""
     for name, (kind, block) in BLOCKS.items():
         text = (DOCS / name).read_text()
         for mark in re.finditer(rf"(<!-- generated: {kind} ([\w.]+) -->)\n.*?(?=<!-- end -->)", text, re.DOTALL):
@@ -66,6 +73,7 @@ def pages() -> Iterator[tuple[Path, str]]:
         yield DOCS / name, text
     for page in sorted(DOCS.glob("papers/[a-z]*.md")):
         yield page, kept_figures.fill(page.read_text())
+    yield SIMULATIONS / "scenario.schema.json", json.dumps(scenario_schema()) + "\n"
 
 
 if __name__ == "__main__":

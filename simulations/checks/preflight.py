@@ -22,7 +22,6 @@ from fedgauge.attacks.membership.limit import area, detectability, power
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy
 from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.plan import PlannedAttack, modalities_of
-from fedgauge.attacks.problem import Problem
 from fedgauge.attacks.source import PublicSource
 from fedgauge.client.chain import trained_on
 from fedgauge.client.collusion import tolerance
@@ -35,14 +34,13 @@ from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import decibel, finite, in_unit, percent
 from fedgauge.server.views.gate import EPSILON, Measurement
-from fedgauge.simulations.checks.network_check import try_softmax
 
 SIMULATED = 8  # clients, with batches of auxiliary images
 STRONG = 8.0  # epsilon of a record, up to which the guarantee means something
 FAINT = 0.05  # true positives at 1 % false positives, up to which membership hardly shows
 TESTED = 512  # auxiliary images on which the mean image is measured
 MEASURE = "measure it with fedgauge run, then fedgauge gate"
-NO_SEARCH = f"without noise of a known density nothing limits a search: {MEASURE}"
+NO_SEARCH = f"without noise of a known density a search may reach more: {MEASURE}"
 NOT_BEFORE_TRAINING = f"not estimated before training, or not for such a chain; {MEASURE}"
 Severity = Literal["leaks", "weak", "unknown", "note", "holds"]
 _STYLES = dict(leaks="bold red", weak="yellow", unknown="yellow", note="", holds="green")
@@ -68,7 +66,7 @@ class Preflight:
 def preflight(scenario: Scenario) -> Preflight:
     """Examine a checked scenario; this takes some seconds."""
     probe = _Probe(scenario)
-    return Preflight(tuple(probe.findings()), probe.measured)
+    return Preflight(tuple(sorted(probe.findings(), key=lambda f: list(_STYLES).index(f.severity))), probe.measured)
 
 
 class _Probe:
@@ -77,39 +75,35 @@ class _Probe:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.fed = scenario, scenario.federation
         self.source = PublicSource(self.fed, count=SIMULATED)
-        self.auditor, self.members, self.size = (
-            Auditor(self.source, scenario.plan.seed),
-            self.source.members,
-            self.source.size,
-        )
+        self.auditor, self.size = Auditor(self.source, scenario.plan.seed), self.source.size
         self.batches, self.wave, self.params = self.source.batches, self.source.all, self.source.all.params
         self.measured: dict[str, Measurement] = {}
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings, the worst first."""
+        """Yield the findings."""
         model = self.fed.model
-        own = self._word_embeddings(model) if isinstance(model, LanguageModel) else self._structure()
-        closed_forms = [
-            self._closed_form(
-                "analytic" if self.size == 1 else "read_rows", "the first fully connected layer's gradient"
-            ),
-            self._closed_form("patch_embedding", "the gradient of the patches' and positions' embeddings"),
-        ]
-        findings = [f for f in (*own, *closed_forms, self._labels(), *self._chain()) if f is not None]
-        yield from sorted(findings, key=lambda f: list(_STYLES).index(f.severity))
+        yield from self._word_embeddings(model) if isinstance(model, LanguageModel) else self._structure()
+        first = "analytic" if self.size == 1 else "read_rows"
+        yield from self._closed_form(first, "the first fully connected layer's gradient")
+        yield from self._closed_form("patch_embedding", "the gradient of the patches' and positions' embeddings")
+        if self.fed.shards.dataset.labelled:  # otherwise the labels are the sentences
+            yield self._labels()
+        yield from self._chain()
+        if self.auditor.modality.limits:
+            yield self._limit()
+        yield self._membership()
+        yield self._epsilon()
 
     def _word_embeddings(self, model: LanguageModel) -> Iterator[Finding]:
         """Compare the nonzero rows of the word embeddings' gradient with the words."""
-        parts = model.parts
-        seen = self.wave.update.get(parts.word)
-        if seen is None or parts.tied:
+        seen = self.wave.update.get(model.parts.word)
+        if seen is None or model.parts.tied:
             frozen = "the word embeddings are frozen, so no row of their gradient names a word"
             tied = "the head shares the word embeddings: every row has a gradient, whether its word occurs or not"
             yield Finding("note", frozen if seen is None else tied)
             return
         rows = [set(t.flatten(1).any(1).nonzero().flatten().tolist()) for t in seen]
-        used = [set(_fed(b, model.pad).tolist()) for b in self.batches]
-        right = sum(map(set.__eq__, rows, used))
+        right = sum(map(set.__eq__, rows, (set(_fed(b, model.pad).tolist()) for b in self.batches)))
         words = (
             f"the nonzero rows of the word embeddings' update are the words of {right} of {len(rows)} simulated clients"
         )
@@ -117,113 +111,94 @@ class _Probe:
         yield Finding("leaks", words, change) if right else Finding("note", words)
 
     def _structure(self) -> Iterator[Finding]:
+        """Compare the numbers of unknowns and equations, and find layers whose gradients reveal inputs."""
         unknowns = self.size * math.prod(self.fed.shards.dataset.shape)
         visible = sum(int(t.count_nonzero()) for t in self.wave.update.values()) // SIMULATED
         noun, count = self.auditor.modality.parts, "1 example" if self.size == 1 else f"{self.size} examples"
         words = f"{visible:,} entries of an update are not zero, for {unknowns:,} unknown {noun} of {count}"
         if visible >= unknowns:
-            words += ": enough to determine them, unless something random hides them"
-            yield Finding("weak", words, "larger batches and more noise; dropping entries would have to drop many more")
+            yield Finding("weak", f"{words}: enough to determine them without noise", "larger batches and more noise")
         else:
             yield Finding("note", f"{words}: too few to determine them without a prior, such as the one of images")
-        for name, module in self.fed.model.named_modules():
-            if isinstance(module, nn.Embedding):
-                words = f"layer {name!r} is an embedding: the nonzero rows of its gradient name the tokens"
-                yield Finding("leaks", words, "freeze it (freeze)")
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-                words = f"BatchNorm in train mode ({name!r} and others): the batch's means and variances are uploaded unchanged"
-                yield Finding("leaks", words, self.fed.without_batch_statistics)
-                return
+        modules = dict(self.fed.model.named_modules())
+        for name in (name for name, module in modules.items() if isinstance(module, nn.Embedding)):
+            words = f"layer {name!r} is an embedding: the nonzero rows of its gradient name the tokens"
+            yield Finding("leaks", words, "freeze it (freeze)")
+        norms = [n for n, m in modules.items() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+        if norms:
+            words = f"BatchNorm in train mode ({norms[0]!r}): the batch's means and variances are uploaded unchanged"
+            yield Finding("leaks", words, self.fed.without_batch_statistics)
 
-    def _closed_form(self, use: str, where: str) -> Finding | None:
+    def _closed_form(self, use: str, where: str) -> Iterator[Finding]:
         """Result of a closed-form attack on the simulated updates."""
         if type(self.auditor.modality) not in modalities_of(use):
-            return None
-        results = self.auditor.attack(PlannedAttack(use, {"use": use}), self.wave, self.members)
+            return
+        results = self.auditor.attack(PlannedAttack(use, {"use": use}), self.wave, self.source.members)
         grader, main = self.auditor.grader, self.auditor.modality.main
         values = [v for (r, _), b in zip(results, self._trained_on(), strict=True) for v in grader.leaked(r, b)]
         if not values:
-            return None
-        mean = sum(values) / len(values)
-        self._reaches(mean, f"{use} on {len(values)} simulated clients")
+            return
+        mean, before = sum(values) / len(values), self.measured.get(main.metric)
+        if before is None or (before.value or 0) < mean:
+            words = f"at least, as {use} on {len(values)} simulated clients; {NO_SEARCH}"
+            self.measured[main.metric] = Measurement(mean, words, conclusive=False)
         if exact := sum(map(main.came_back_whole, values)):
             words = f"{where} holds the {main.private}: read off {exact} of {len(values)} simulated clients ({use}, no search)"
-            return Finding("leaks", words, "more examples an update, a convolution before it, or noise after it")
-        return Finding("note", f"{use} reads {where} and gets {in_unit(mean, main)} through this chain")
+            yield Finding("leaks", words, "more examples an update, a convolution before it, or noise after it")
+        else:
+            yield Finding("note", f"{use} reads {where} and gets {in_unit(mean, main)} through this chain")
 
     def _trained_on(self) -> list[Batch]:
         """The simulated clients' examples as a link has changed them; members of a secure sum train separately."""
-        if self.members > 1:
+        if self.source.members > 1:
             return self.batches
         fed, seed = self.fed, self.fed.protocol.seed
         draws = [generator(seed, "stand-in draws", k) for k in range(SIMULATED)]
         each = zip(self.batches, draws, strict=True)
         return [trained_on(fed.chain, fed.gradient, self.params, batch, draw) or batch for batch, draw in each]
 
-    def _reaches(self, value: float, words: str) -> None:
-        """Keep a lower bound of the main metric, reached on average without any search."""
-        metric = self.auditor.modality.main.metric
-        before = self.measured.get(metric)
-        if before is None or before.value is None or before.value < value:
-            self.measured[metric] = Measurement(value, f"at least, as {words}; {NO_SEARCH}", conclusive=False)
-
-    def _labels(self) -> Finding | None:
+    def _labels(self) -> Finding:
         from fedgauge.attacks.labels import restore
 
-        if not self.fed.shards.dataset.labelled:  # the labels are the sentences
-            return None
         known = self.auditor.knowledge(PlannedAttack("labels", {"use": "idlg"}))
         try:
             restored = restore(self.wave, known)
         except ValueError as error:
             return Finding("note", f"labels cannot be restored: {error}")
         right = [label_accuracy(b.y, y) for b, y in zip(self.batches, restored, strict=True)]
-        share = sum(right) / len(right)
+        share, chance = sum(right) / len(right), 1 / self.fed.shards.dataset.classes
         where = f"read off the updates of {len(right)} simulated clients at the untrained weights"
         self.measured["label_accuracy"] = Measurement(share, where, estimated=True)
-        chance = 1 / self.fed.shards.dataset.classes
         words = f"labels: {percent(share)} are read off the classifier's gradient (chance: {percent(chance)})"
         return Finding("leaks" if share > 0.9 else "weak" if share > 3 * chance else "note", words)
 
     def _chain(self) -> Iterator[Finding]:
-        if isinstance(softmax := try_softmax(self.fed), Problem):
-            yield Finding("note", f"the model: {softmax}")
         local, chain = self.fed.chain.local, self.fed.chain
         if local.steps > 1:
-            words = f"{local.steps} local steps at rate {local.rate:g}: attacks unroll them at {local.steps} times the cost, or"
-            yield Finding(
-                "note",
-                f"{words} match one gradient between their ends (surrogate); more steps do not hide anything by themselves",
-            )
-        protected = self.fed.protocol.model.get("defense") or self.fed.protocol.secure_sum
+            words = f"{local.steps} local steps at rate {local.rate:g}: attacks unroll them, or match one gradient (surrogate)"
+            yield Finding("note", f"{words}; more steps do not hide anything by themselves")
+        together = self.fed.protocol.secure_sum
+        protected = self.fed.protocol.model.get("defense") or together
         if not protected and all(link is local or is_identity(link) for link in chain.links):
             words = "the chain has no defense: the result of local training is uploaded unchanged"
-            yield Finding(
-                "leaks", words, "see docs/defenses.md; clipping each example and adding noise (dp_sgd) guarantee"
-            )
-        if together := self.fed.protocol.secure_sum:
+            yield Finding("leaks", words, "clip each example and add noise (dp_sgd); see docs/defenses.md")
+        if together:
             yield Finding("note", f"the real one is {tolerance(together.group, together.least).words}")
-        if self.auditor.modality.limits:
-            yield self._limit()
-        yield self._membership()
-        yield self._epsilon()
 
     def _limit(self) -> Finding:
-        # the PSNR of the mean squared error of each class's mean auxiliary image
+        """Compare the limit of one round with the PSNR of each class's mean auxiliary image."""
         some = Batch(*(t[:TESTED] for t in self.source.auxiliary))
         floor = in_db(float((class_means(self.source.auxiliary, some.y) - some.x).square().mean()))
         guessing = f"guessing the mean image of each class gets {decibel(floor)} dB"
         if not noise_is_known(self.fed):
-            words = f"no limit: the chain declares no noise of a known density, so only a search's cost stops it; {guessing}"
+            words = f"no limit: the chain has no noise of a known density; {guessing}"
             return Finding("weak", words, "noise of a known density (gaussian, dp_sgd)")
         known = self.auditor.knowledge(PlannedAttack("limit", {"use": "idlg"}))
+        priors, rng = public_priors(self.fed.shards), generator(self.auditor.seed, "preflight")
         try:
-            mse = bayes_limit(
-                known, self.params, public_priors(self.fed.shards), generator(self.auditor.seed, "preflight")
-            )
+            limit = in_db(bayes_limit(known, self.params, priors, rng))
         except ValueError as error:
             return Finding("note", f"no limit: {error}")
-        limit = in_db(mse)
         reached = self.measured.get("psnr", Measurement(None, "")).value
         words = "the limit of one round, an estimate for Gaussian images, or what is reached without any search, if that is more"
         value = limit if reached is None else min(PSNR_CAP, max(limit, reached))
@@ -256,15 +231,15 @@ class _Probe:
         )
         self.measured[MEMBER] = Measurement(area(math.sqrt(times) * mu), words, estimated=True)
         words = (
-            f"who was in a batch: an attacker who knows the rest of it detects half of the members with a probability of {once} or "
-            f"more at 1 % false positives, {often} after all rounds"
+            "who was in a batch: an attacker who knows the others detects half of the members with a probability of "
+            f"{once} or more at 1 % false positives, {often} after all rounds"
         )
         if power(0.01, math.sqrt(times) * mu) <= FAINT:
             return Finding("holds", words)
         return Finding("weak", words, "more noise, larger batches, fewer rounds")
 
     def _epsilon(self) -> Finding:
-        rounds = {client: self.fed.protocol.rounds for client in range(self.fed.protocol.clients)}
+        rounds = dict.fromkeys(range(self.fed.protocol.clients), self.fed.protocol.rounds)
         statement = privacy_statement(self.fed, rounds, self.scenario.privacy.delta)
         words = f"if every client takes part in every round: {statement.words}"
         self.measured[EPSILON] = Measurement(finite(statement.record), words)

@@ -26,7 +26,7 @@ def add_to(commands: Commands) -> None:
 
 
 def app(options: argparse.Namespace) -> int:
-    """fedgauge app DIR: run a Flower app unchanged, observe how its clients train, and attack what its server sees."""
+    """Carry out `fedgauge app DIR`."""
     from fedgauge.simulations.cli.main import main
     from fedgauge.simulations.cli.result_commands import chosen_thresholds, conclude_gate
     from fedgauge.simulations.rehearsal.rehearse import observe, rehearse

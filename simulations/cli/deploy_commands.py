@@ -53,7 +53,7 @@ def add_to(commands: Commands) -> None:
 
 
 def deploy(options: argparse.Namespace) -> int:
-    """fedgauge deploy init|up|down DIR: a federation of real processes, each client its own, here or in containers."""
+    """Carry out `fedgauge deploy init|up|down DIR`."""
     action: Command = options.action
     return action(options)
 
@@ -72,6 +72,8 @@ def init(options: argparse.Namespace) -> int:
     )
     folder = deployment.folder
     print(f"{folder}: {options.clients} clients; start it with: fedgauge deploy up {folder} --local")
+    token = (folder / "secrets" / "dashboard").read_text()
+    print(f"or in containers (docs/deploy.md); the page is then http://127.0.0.1:8765/?token={token}")
     if packages := [*options.allow, *options.allow_too]:
         files = f"{folder}/clients/*/client.toml"
         print(f"each owner must allow your packages: write allow = {json.dumps(packages)} into {files}")

@@ -34,14 +34,14 @@ def add_to(commands: Commands) -> None:
 
 
 def sweep(options: argparse.Namespace) -> int:
-    """fedgauge sweep SWEEP.toml: train and attack a grid of defenses, attacks and seeds in memory; continues where it stopped."""
+    """Carry out `fedgauge sweep SWEEP.toml`."""
     from fedgauge.simulations.experiments.sweep import sweep_of_file
 
     return sweep_of_file(options.sweep, options.output or options.runs / options.sweep.stem, options.jobs)
 
 
 def reproduce(options: argparse.Namespace) -> int:
-    """fedgauge reproduce NAME: attack what a paper attacked, and print its figures next to ours."""
+    """Carry out `fedgauge reproduce NAME`."""
     from fedgauge.simulations.experiments.paper_table_files import load, restrict, submitted, with_submissions
     from fedgauge.simulations.experiments.reproduce import reproduce_table
 
@@ -57,7 +57,7 @@ def reproduce(options: argparse.Namespace) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """fedgauge compare FILE ...: show the figures of several files of the same table in columns."""
+    """Carry out `fedgauge compare FILE ...`."""
     from fedgauge.simulations.experiments.results import compared, print_table, read_results
 
     print_table(compared({str(file): read_results(file) for file in options.files}))

@@ -27,7 +27,7 @@ def add_to(commands: Commands) -> None:
 
 
 def runs(options: argparse.Namespace) -> int:
-    """fedgauge runs: every run under runs/, newest first."""
+    """Carry out `fedgauge runs`."""
     table = Table("run", "state", "rounds", "chain", "attacks", "attacks done", "best", box=None)
     found = all_runs(options.runs)
     for run in found:
@@ -54,7 +54,7 @@ def _columns(run: Run) -> list[str]:
 
 
 def stop(options: argparse.Namespace) -> int:
-    """fedgauge stop RUN: end its training, finish the attacks in flight, keep everything for `fedgauge audit`."""
+    """Carry out `fedgauge stop RUN`."""
     run = find_run(options.run, options.runs)
     holders = {purpose: pid for purpose in ("training", "audit") if (pid := run.holder(purpose)) is not None}
     if not holders:
@@ -74,7 +74,7 @@ def stop(options: argparse.Namespace) -> int:
 
 
 def prune(options: argparse.Namespace) -> int:
-    """fedgauge prune [RUN ...]: delete what can be inverted, of runs older than --days or their retention_days; scores stay."""
+    """Carry out `fedgauge prune [RUN ...]`."""
     from fedgauge.simulations.run.retention import prune as delete
 
     status, named = 0, [run for name in options.run for run in find_runs(name, options.runs)]

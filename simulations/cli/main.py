@@ -111,13 +111,13 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
         description="Run a real federation with a curious server, and see what the server can reconstruct.",
     )
     parser.add_argument("--version", action="version", version=f"fedgauge {metadata.version('fedgauge')}")
-    commands = Commands(parser)
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for module, summaries in GROUPS.items():
         if command in summaries:
-            import_module(f"fedgauge.simulations.cli.{module}").add_to(commands)
+            import_module(f"fedgauge.simulations.cli.{module}").add_to(Commands(subparsers, summaries))
         else:
             for name, summary in summaries.items():
-                commands.mention(name, summary)
+                subparsers.add_parser(name, help=summary)
     return parser
 
 

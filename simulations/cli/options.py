@@ -4,6 +4,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,26 +22,23 @@ def tell(text: object) -> None:
     print(printable(f"fedgauge: {text}"), file=sys.stderr)
 
 
+@dataclass(frozen=True)
 class Commands:
-    """The commands of the command line, in the order in which help lists them."""
+    """The command line, to which one module's commands are added, with their summaries."""
 
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self.commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def mention(self, name: str, summary: str) -> None:
-        """List a command in the help without its options."""
-        self.commands.add_parser(name, help=summary)
+    subparsers: Any
+    summaries: Mapping[str, str]
 
     def add(self, command: Command, with_run: bool = True, name: str = "") -> argparse.ArgumentParser:
-        """Register a command; its help is what its docstring says after the colon.
+        """Register a command.
 
         Args:
-            with_run: whether its first argument is a run.
+            with_run: its first argument is a run.
             name: default: the function's.
         """
-        summary = (command.__doc__ or "").split(": ", 1)[1]
         called = name or command.__name__.replace("_", "-")
-        added = self.commands.add_parser(called, help=summary, description=summary)
+        summary = self.summaries[called]
+        added: argparse.ArgumentParser = self.subparsers.add_parser(called, help=summary, description=summary)
         added.set_defaults(command=command)
         path(added, "--runs", "FOLDER", "where runs are kept (default: runs)", default=RUNS)
         several(
@@ -77,7 +75,7 @@ def flag(command: argparse.ArgumentParser, name: str, text: str, **more: Any) ->
 
 def add_log(command: argparse.ArgumentParser) -> None:
     """Give a command --log."""
-    text = "auto: a live display in a terminal, else lines; quiet: errors and results only; json: one event per line"
+    text = "auto: a live line in a terminal, else lines; quiet: errors and results only; json: one event per line"
     command.add_argument("--log", choices=get_args(Log), default="auto", help=text)
     command.set_defaults(command=with_errors(command.get_default("command")))
 
@@ -120,11 +118,8 @@ def between(kind: type[int] | type[float], least: float, most: float = math.inf)
     return parsed
 
 
-days, port, positive = (
-    between(float, 0),
-    between(int, 0, 65535),
-    between(int, 1),
-)  # port 0: the system chooses a free one
+days, positive = between(float, 0), between(int, 1)
+port = between(int, 0, 65535)  # 0: the system chooses a free one
 
 
 def numbers(text: str) -> list[int]:

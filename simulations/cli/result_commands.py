@@ -38,7 +38,7 @@ def add_to(commands: Commands) -> None:
 
 
 def watch(options: argparse.Namespace) -> int:
-    """fedgauge watch [RUN|FOLDER]: show runs in the browser, while they work and afterwards; Ctrl-C ends it."""
+    """Carry out `fedgauge watch [RUN|FOLDER]`."""
     from fedgauge.server.dashboard.web import serve  # a web framework, which only this command needs
 
     below = options.runs / options.path if options.path is not None else options.runs
@@ -47,7 +47,11 @@ def watch(options: argparse.Namespace) -> int:
         raise LedgerError(f"{shown} is not a folder: name a run, or the folder in which runs are kept")
 
     def announce(address: str) -> None:
-        print(address, flush=True)
+        # a container's log must not hold the token
+        print(
+            address if options.token_file is None else f"{address.partition('=')[0]}=TOKEN of {options.token_file}",
+            flush=True,
+        )
         print("showing the runs until Ctrl-C", file=sys.stderr)
         if not (shown / "ledger.sqlite").exists() and not any(shown.glob("*/ledger.sqlite")):
             print(f"{shown} has no runs yet; {NO_RUNS}", file=sys.stderr)
@@ -68,7 +72,7 @@ def leading_to(address: str) -> str:
 
 
 def report(options: argparse.Namespace) -> int:
-    """fedgauge report RUN ...: write the HTML report of each run, and compare several; figures if asked for."""
+    """Carry out `fedgauge report RUN ...`."""
     from fedgauge.simulations.reports.report import write_comparison, write_report
 
     chosen = [run for named in options.run for run in find_runs(named, options.runs)]
@@ -98,7 +102,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def gate(options: argparse.Namespace) -> int:
-    """fedgauge gate RUN: compare what a run's attacks reached with thresholds; the exit status says whether they hold."""
+    """Carry out `fedgauge gate RUN`."""
     from fedgauge.server.views.gate import gate_of_run
     from fedgauge.server.views.reading import read_once
 
@@ -133,7 +137,7 @@ def conclude_gate(options: argparse.Namespace, results: Sequence[GateResult], of
 
 
 def export(options: argparse.Namespace) -> int:
-    """fedgauge export RUN: every score as CSV."""
+    """Carry out `fedgauge export RUN`."""
     from fedgauge.simulations.reports.export import save_csv, write_csv
 
     run = find_run(options.run, options.runs)
@@ -146,7 +150,7 @@ def export(options: argparse.Namespace) -> int:
 
 
 def client_report(options: argparse.Namespace) -> int:
-    """fedgauge client-report CLIENT.toml: what a client of a deployment sent, answered and leaked, from its own log."""
+    """Carry out `fedgauge client-report CLIENT.toml`."""
     from fedgauge.simulations.reports.client_report import read, show
 
     show(read(options.file), wide_console())

@@ -23,7 +23,7 @@ from fedgauge.simulations.cli.finding_runs import find_run
 from fedgauge.simulations.cli.options import Commands, add_log, add_settings, flag, numbers, path, refuse, several, tell
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.live.log import emit
-from fedgauge.simulations.live.terminal import view_of
+from fedgauge.simulations.live.view import view_of
 from fedgauge.simulations.run.exit_status import FAILED, INTERRUPTED, exit_status
 
 
@@ -46,15 +46,13 @@ def add_to(commands: Commands) -> None:
     again.add_argument("--retry", action="append", choices=("failed", "not-applicable", "all"), default=[], help=text)
     text = "grade what came back by the clients' own examples: a folder of files"
     again.add_argument("--truth", metavar="FOLDER|'NAME KEY=VALUE ...'", help=text)
-    again.add_argument("--executor", choices=("ray", "local"), help="instead of the scenario's")
-    again.add_argument("--workers", type=int, metavar="N", help="instead of the scenario's")
     again.add_argument("--devices", metavar="cuda:0,cuda:1", help="instead of the scenario's; auto, cpu, cuda or names")
     flag(again, "--force", "attack although the replay check fails")
     flag(again, "--follow", "wait for jobs while the training continues")
 
 
 def run(options: argparse.Namespace) -> int:
-    """fedgauge run SCENARIO.toml: train a federation and attack it, or continue a run that was interrupted."""
+    """Carry out `fedgauge run SCENARIO.toml`."""
     from fedgauge.simulations.checks.scenario_check import try_first
     from fedgauge.simulations.run.create import new_run, resume
     from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
@@ -95,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def audit(options: argparse.Namespace) -> int:
-    """fedgauge audit RUN: attack the updates on the tape, by the run's plan or another attack; continues where it stopped."""
+    """Carry out `fedgauge audit RUN`."""
     from fedgauge.server.pool.service import attack_devices
     from fedgauge.server.pool.tester import grade, regrade
     from fedgauge.simulations.checks.scenario_check import refuse_misfit
@@ -110,9 +108,8 @@ def audit(options: argparse.Namespace) -> int:
     )
     run = find_run(options.run, options.runs)
     devices = options.devices.split(",") if options.devices and "," in options.devices else options.devices
-    changes = {"executor": options.executor, "workers": options.workers, "devices": devices}
     _repeat_problems(run)  # before the scenario is read, which may be one of them
-    scenario = run.scenario([f"audit.{key}={value}" for key, value in changes.items() if value is not None])
+    scenario = run.scenario([f"audit.devices={devices}"] if devices else [])
     console = Console(stderr=True, markup=False, highlight=False)
     if options.truth is None:  # before anything is put into the queue
         attack_devices(scenario.audit, in_cluster="RAY_ADDRESS" in os.environ)

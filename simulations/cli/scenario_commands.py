@@ -43,7 +43,7 @@ def add_to(commands: Commands) -> None:
 
 
 def init(options: argparse.Namespace) -> int:
-    """fedgauge init [FILE]: write a commented scenario to start from."""
+    """Carry out `fedgauge init [FILE]`."""
     target: Path = options.file
     refuse({f"{target} exists; choose another name": target.exists()})
     target.write_text((Path(__file__).parents[1] / QUICKSTARTS[options.data]).read_text())
@@ -52,7 +52,7 @@ def init(options: argparse.Namespace) -> int:
 
 
 def list_components(options: argparse.Namespace) -> int:
-    """fedgauge list [KIND]: every component by kind, with those of installed plug-ins."""
+    """Carry out `fedgauge list [KIND]`."""
     from fedgauge.simulations.cli.components import components_of, print_components
 
     print_components(components_of(options.kind), Console(soft_wrap=True))
@@ -60,15 +60,21 @@ def list_components(options: argparse.Namespace) -> int:
 
 
 def schema(options: argparse.Namespace) -> int:
-    """fedgauge schema: the JSON schema of a scenario, by which an editor completes and checks it."""
-    from fedgauge.simulations.cli.schema import scenario_schema
+    """Carry out `fedgauge schema`."""
+    from fedgauge.simulations.cli.components import components_of
 
-    print(json.dumps(scenario_schema(), indent=1))
+    made = json.loads((Path(__file__).parents[1] / "scenario.schema.json").read_text())
+    for component in components_of():  # a plug-in's name, with any arguments
+        if component.package != "fedgauge" and not component.error and component.kind in made["definitions"]:
+            named: dict[str, list[object]] = made["definitions"][component.kind]
+            named.setdefault("anyOf", [{"type": "string", "pattern": named.pop("pattern")}])
+            named["anyOf"].append({"const": component.name, "description": component.description})
+    print(json.dumps(made, indent=1))
     return 0
 
 
 def preflight(options: argparse.Namespace) -> int:
-    """fedgauge preflight SCENARIO.toml: what would leak, in seconds and before any training, and what to change."""
+    """Carry out `fedgauge preflight SCENARIO.toml`."""
     from fedgauge.attacks.modality.registry import modality_of
     from fedgauge.server.views.gate import check_thresholds, judged
     from fedgauge.simulations.checks.preflight import NOT_BEFORE_TRAINING, show
@@ -91,7 +97,7 @@ def preflight(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """fedgauge doctor [FILE]: what works on this machine and what is missing; what is wrong with a scenario or a client's file."""
+    """Carry out `fedgauge doctor [FILE]`."""
     from fedgauge.simulations.checks.check_result import CheckResult
     from fedgauge.simulations.checks.machine import examine
     from fedgauge.simulations.cli.components import components_of

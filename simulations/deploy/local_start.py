@@ -15,8 +15,7 @@ from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.deploy.supervisor import FACTS, LocalDeployment
 from fedgauge.simulations.deploy.train import not_attacked
 from fedgauge.simulations.live.log import Log
-from fedgauge.simulations.live.terminal import view_of
-from fedgauge.simulations.live.view import View
+from fedgauge.simulations.live.view import View, view_of
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.create import resume
 from fedgauge.simulations.run.exit_status import INTERRUPTED
@@ -53,7 +52,9 @@ def up(
             _start_all(local, run, interrupt)
             if interrupt.asked and "start" not in local.children:
                 return run, INTERRUPTED
-            view.say(f"fedgauge: watch it at {local.addresses.dashboard_address} (its token: secrets/dashboard)")
+            view.say(
+                f"fedgauge: watch it at http://127.0.0.1:{local.addresses.dashboard}/ (its token: secrets/dashboard)"
+            )
             ended = _follow(local, run, view, interrupt)
             view.say("fedgauge: ending the services")
             return run, ended

@@ -10,12 +10,11 @@ import tempfile
 import time
 import uuid
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from fedgauge.server.store.tape import write_bytes
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.deploy.services import Addresses, Service, services
+from fedgauge.simulations.deploy.services import Addresses, services
 from fedgauge.simulations.deploy.submission import PATIENCE
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.launch import TrainingFailed
@@ -23,7 +22,6 @@ from fedgauge.simulations.run.launch import TrainingFailed
 FACTS = "up.json"  # a local start's file for `down`
 # deaths of one service before it is given up: the SuperLink readmits a killed node after a minute at the earliest
 DEATHS = 20
-CLUSTER = ("ray-head", "ray-worker")
 NEEDED = ("superlink", "serverapp")  # without these there is no training, so the whole start fails
 PAUSE = 3.0  # seconds before a dead service is restarted
 
@@ -37,9 +35,7 @@ class LocalDeployment:
     def __init__(self, deployment: Deployment, run: str) -> None:
         self.deployment = deployment
         self.addresses = Addresses.local(str(deployment.folder.resolve()), run, deployment.clients)
-        table = services(self.addresses, deployment.clients)
-        table["attack"] = replace(table["attack"], environment={})
-        self.services = {name: service for name, service in table.items() if name not in CLUSTER}
+        self.services = services(self.addresses, deployment.clients)
         self.mark = uuid.uuid4().hex
         self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))  # short: Ray's sockets live below it
         self.children: dict[str, subprocess.Popen[bytes]] = {}
@@ -60,9 +56,8 @@ class LocalDeployment:
 
     def begin(self, name: str) -> None:
         """Start one service."""
-        service = self.services[name]
         log = self.deployment.log(name)
-        self.children[name] = processes.start(service.command, log, self._environment(name, service))
+        self.children[name] = processes.start(self.services[name].command, log, self._environment(name))
         self._write_facts()
 
     def finish(self, name: str) -> None:
@@ -118,11 +113,10 @@ class LocalDeployment:
         """A message that a service failed, with the end of its log."""
         return launch.with_ends(f"the deployment failed: {name}: {what}", self.deployment.log(name))
 
-    def _environment(self, name: str, service: Service) -> dict[str, str]:
+    def _environment(self, name: str) -> dict[str, str]:
         home = self.scratch / name
         home.mkdir(exist_ok=True)
-        env = launch.child_environment(self.scratch, self.mark)
-        return env | {"FLWR_HOME": str(home)} | dict(service.environment)
+        return launch.child_environment(self.scratch, self.mark) | {"FLWR_HOME": str(home)}
 
     def _write_facts(self) -> None:
         facts = {"mark": self.mark, "pids": {name: child.pid for name, child in self.children.items()}}

@@ -36,8 +36,7 @@ class RunProgress(Snapshot):
         self.scenario = scenario
         self.measure = modality_of(scenario.federation.shards.dataset).main
         self.training = self.coming = training
-        planned = ledger.planned()
-        self.attacks, self.reconstructing = list(planned), [name for name in planned if planned[name].reconstructs]
+        self.attacks = list(ledger.planned())
         self.plan_coverage = PlanCoverage()
         self._covered: int | None = None  # round up to which updates are counted
         self._version: object = None
@@ -46,10 +45,9 @@ class RunProgress(Snapshot):
 
     def refresh(self, force: bool = False) -> bool:
         """Read changes, at most once a second unless forced; return True if there were any."""
-        now = self._clock()
-        if not force and now - self._read_at < EVERY:
+        if not force and self._clock() - self._read_at < EVERY:
             return False
-        self._read_at = now
+        self._read_at = self._clock()
         version = self.ledger.version()  # before reading, as writes go on
         if version == self._version:
             return False

@@ -12,8 +12,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.live.log import Log
-from fedgauge.simulations.live.terminal import view_of
-from fedgauge.simulations.live.view import View
+from fedgauge.simulations.live.view import View, view_of
 from fedgauge.simulations.run.exit_status import INTERRUPTED
 from fedgauge.simulations.run.launch import AuditFailed, OwnProcess, TrainingFailed, TrainingProcess, attack_service
 

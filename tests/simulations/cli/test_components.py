@@ -1,11 +1,14 @@
 """fedgauge list: every component is listed, and a broken plug-in stops nothing."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft7Validator
 
+from docs.generate.arguments import listed_arguments
 from fedgauge.client import registry
 from fedgauge.simulations.cli.components import KINDS, components_of
 from fedgauge.simulations.cli.main import main
@@ -70,7 +73,7 @@ def test_every_kind_has_components_and_each_says_what_it_is() -> None:
 
 
 def test_arguments_are_those_that_a_scenario_sets() -> None:
-    arguments = {(c.kind, c.name): c.arguments for c in components_of()}
+    arguments = {(c.kind, c.name): listed_arguments(c.target) for c in components_of() if c.target is not None}
     assert arguments["link", "local_sgd"] == "rate, steps = 1, batch_size = none, proximal_mu = 0.0"
     assert arguments["link", "mixup"] == "alpha", "the number of classes and the batch size are filled in"
     assert arguments["model", "mlp"] == 'hidden = [256], activation = "relu"'
@@ -102,7 +105,8 @@ def test_plug_ins_are_listed_with_their_package_and_broken_ones_with_the_reason(
     theirs = {c.name: c for c in listed if c.package == "loud-links"}
     assert set(theirs) == {"loud", "gone", "wrong", "broken", "clip"}
     good = theirs.pop("loud")
-    assert (good.description, good.arguments, good.error) == ("Adds nothing | but says so.", 'volume, echo = "yes"', "")
+    assert good.target is not None and listed_arguments(good.target) == 'volume, echo = "yes"'
+    assert (good.description, good.error) == ("Adds nothing | but says so.", "")
     assert {name: c.error.partition(":")[0] for name, c in theirs.items()} == {
         "gone": "AttributeError",
         "wrong": "TypeError",
@@ -117,6 +121,14 @@ def test_plug_ins_are_listed_with_their_package_and_broken_ones_with_the_reason(
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:] if "[loud-links]" in line}
     assert set(lines) == {"loud", "gone", "wrong", "broken", "clip"}
     assert "cannot be used [loud-links]: SystemExit: no licence" in lines["broken"]
+
+
+@pytest.mark.usefixtures("plug_in")
+def test_the_schema_accepts_usable_plug_ins(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    links = Draft7Validator(json.loads(capsys.readouterr().out)["definitions"]["link"])
+    assert links.is_valid("loud") and links.is_valid("mine.links:quiet")
+    assert not links.is_valid("gone") and not links.is_valid("louder")
 
 
 @pytest.mark.usefixtures("plug_in")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.cli.main import GROUPS, _parser, main
+from fedgauge.simulations.cli.main import main
 from tests.simulations.cli.conftest import TABLES, scenario_file
 
 CHAIN: list[dict[str, Any]] = TABLES["chain"]  # type: ignore[assignment]
@@ -101,10 +101,3 @@ def test_help_and_misspelt_commands_wait_for_no_torch(arguments: list[str], stat
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == status, done.stderr
     assert words in (done.stderr if status else done.stdout) and "is imported" not in done.stderr
-
-
-def test_help_says_of_each_command_what_its_own_help_says() -> None:
-    for module, summaries in GROUPS.items():
-        own = _parser(next(iter(summaries)))._subparsers._group_actions[0]._choices_actions  # type: ignore[union-attr,attr-defined]
-        said = {action.dest: action.help for action in own if action.dest in summaries}
-        assert said == summaries, module

@@ -107,7 +107,6 @@ def test_a_run_whose_replay_fails_is_no_success(tmp_path: Path, monkeypatch: pyt
         (["--rounds", "1"], "--attack"),
         (["--clients", "0"], "--attack"),
         (["--follow", "--attack", "dlg"], "--follow"),
-        (["--workers", "0"], "workers"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(

@@ -9,12 +9,13 @@ import pytest
 import yaml
 
 from fedgauge.simulations.deploy.folder import HARDENED, IN_COMPOSE, MEMORY, VERSION, container, override
-from fedgauge.simulations.deploy.services import Addresses, ray_worker, services
+from fedgauge.simulations.deploy.services import Addresses, services
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
 TABLE = services(Addresses(), IN_COMPOSE)
+CLUSTER = ("ray-head", "ray-worker", "ray-worker-gpu")
 GPUS = "${FEDGAUGE_GPUS:-1}"
 SECRET = {"tls/server.key", "keys", "secrets"}
 
@@ -37,25 +38,30 @@ def file(request: pytest.FixtureRequest) -> dict[str, Any]:
     return merged(request.param)
 
 
-def test_every_service_of_the_table_is_there_with_its_command_and_restart_policy_and_environment() -> None:
-    assert set(SERVICES) == {*TABLE, "ray-worker-gpu"}
+def test_every_service_of_the_table_is_there_with_its_command_and_restart_policy() -> None:
+    assert set(SERVICES) == {*TABLE, *CLUSTER}
     for name, service in TABLE.items():
         assert tuple(SERVICES[name]["command"]) == service.command, name
         assert SERVICES[name]["restart"] == service.restart, name
-        assert SERVICES[name].get("environment", {}) == dict(service.environment), name
-    assert tuple(SERVICES["ray-worker-gpu"]["command"]) == ray_worker(Addresses(), gpus=GPUS)
+        assert name == "attack" or "environment" not in SERVICES[name]
+
+
+def test_everyone_in_rays_cluster_needs_its_token() -> None:
+    access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/deployment/secrets/ray"}
+    assert all(SERVICES[name]["environment"] == access for name in CLUSTER)
+    assert SERVICES["attack"]["environment"] == access | {"RAY_ADDRESS": "ray-head:6379"}
 
 
 def test_a_local_start_differs_from_the_containers_in_places_alone() -> None:
     """The same words in the same order; only folders, hosts and ports are others."""
     local = services(Addresses.local("/here", "a-run", IN_COMPOSE), IN_COMPOSE)
     assert list(local) == list(TABLE)
-    place = re.compile(r"/here|/deployment|127\.0\.0\.1|0\.0\.0\.0|superlink(?=:)|ray-head(?=:)|\d{4,5}$")
+    place = re.compile(r"/here|/deployment|127\.0\.0\.1|0\.0\.0\.0|superlink(?=:)|\d{4,5}$")
     run = re.compile(r"a-run|\$\{FEDGAUGE_RUN:-federation\}")
     for name, service in TABLE.items():
         bare = [[run.sub("R", place.sub("P", word)) for word in s.command] for s in (service, local[name])]
         assert bare[0] == bare[1], name
-        assert (local[name].restart, local[name].environment.keys()) == (service.restart, service.environment.keys())
+        assert local[name].restart == service.restart
 
 
 @pytest.mark.parametrize("client", range(IN_COMPOSE))

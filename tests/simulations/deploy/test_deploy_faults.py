@@ -12,16 +12,16 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fedgauge.server.pki import write_authority, write_node_key
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.deploy.services import Service, services, supernode
+from fedgauge.simulations.deploy.services import Service, supernode
 from fedgauge.simulations.deploy.supervisor import LocalDeployment
 from fedgauge.simulations.deploy.train import register
 from fedgauge.simulations.run import launch, processes
@@ -199,17 +199,26 @@ def complete(run: Run, rounds: int, clients: int) -> None:
 # -------------------------------------------------------------------------------------------------------- Ray's cluster
 
 
+HEAD = processes.free_port()
+
+
+def access(cluster: LocalDeployment) -> dict[str, str]:
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{cluster.deployment.folder}/secrets/ray"}
+
+
 @pytest.fixture
-def cluster(deployment: Deployment) -> Iterator[LocalDeployment]:
+def cluster(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalDeployment]:
     """A Ray head and a worker, by the commands of docker-compose.yml."""
     hasty = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # for which a worker looks for its head, not for a minute
+    table = yaml.safe_load((Path(__file__).parents[3] / "docker-compose.yml").read_text())["services"]
     with closing(LocalDeployment(deployment, "a-run")) as local:
-        local.services = services(local.addresses, deployment.clients)
+        usual = local._environment
+        monkeypatch.setattr(local, "_environment", lambda name: usual(name) | access(local) | hasty)
         for name in ("ray-head", "ray-worker"):
-            service = local.services[name]
-            local.services[name] = replace(service, environment={**dict(service.environment), **hasty})
+            words = (w.replace("ray-head", "127.0.0.1").replace("6379", str(HEAD)) for w in table[name]["command"])
+            local.services[name] = Service(tuple(words))
             local.begin(name)
-        wait_for(lambda: processes.listens(local.addresses.ray[1]), 60, "the head")
+        wait_for(lambda: processes.listens(HEAD), 60, "the head")
         yield local
 
 
@@ -222,7 +231,7 @@ def workers_of(cluster: LocalDeployment) -> list[int]:
 def joined(cluster: LocalDeployment) -> list[str]:
     """The nodes without cores that audits have joined to the cluster."""
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    address = f"127.0.0.1:{cluster.addresses.ray[1]}"
+    address = f"127.0.0.1:{HEAD}"
     return [line for line in listed if "ray.scripts.scripts" in line and address in line]
 
 
@@ -238,7 +247,8 @@ def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
     run = make_taped(cluster.deployment.folder / "runs" / "a-run", scenario)
     service = cluster.services["attack"]
     (tmp_path / "ray").mkdir()
-    outside = launch.child_environment(tmp_path, "none-of-theirs") | dict(service.environment)
+    outside = launch.child_environment(tmp_path, "none-of-theirs") | access(cluster)
+    outside["RAY_ADDRESS"] = f"127.0.0.1:{HEAD}"
     (tmp_path / "wrong").write_text("0" * 64)
     stranger = subprocess.run(
         service.command,
@@ -270,7 +280,7 @@ def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
     wait_for(lambda: not joined(cluster), 60, "the end of the node that it had joined")
 
     wait_for(
-        lambda: cluster.poll() or processes.listens(cluster.addresses.ray[1]),
+        lambda: cluster.poll() or processes.listens(HEAD),
         120,
         "a head to be started again",
     )

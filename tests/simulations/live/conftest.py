@@ -5,17 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.text import Text
 
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
-from fedgauge.server.pool.executors import LocalExecutor
-from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.run.create import new_run
 
 TABLES: dict[str, Any] = {
@@ -66,24 +62,6 @@ def taped(tmp_path: Path) -> Run:
             ledger.record_round(r, 0.25 * r, 2.0, 1.0, 0.01)
         ledger.set_meta(state="trained")
     return run
-
-
-@pytest.fixture
-def attacked(taped: Run) -> Run:
-    serve(taped, LocalExecutor())
-    return taped
-
-
-@pytest.fixture
-def looking(attacked: Run, clock: Clock) -> Iterator[RunProgress]:
-    with attacked.ledger() as ledger:
-        run_progress = RunProgress(ledger, attacked.scenario(), clock=clock)
-        run_progress.refresh()
-        yield run_progress
-
-
-def plain(lines: list[Text]) -> list[str]:
-    return [line.plain for line in lines]
 
 
 NAMES = ("matching", "other")

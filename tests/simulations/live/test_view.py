@@ -8,15 +8,13 @@ from rich.console import Console
 
 from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import DeviceUse
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import leakage_of_all
 from fedgauge.server.views.strength import best_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.live.json_log import Events
 from fedgauge.simulations.live.progress import RunProgress
-from fedgauge.simulations.live.terminal import LiveDisplay, view_of
-from fedgauge.simulations.live.view import Lines, View, progress_line
+from fedgauge.simulations.live.view import Lines, LiveLine, View, progress_line, view_of
 from tests.simulations.live.conftest import Clock, intake
 from tests.small_runs import scores_of
 
@@ -27,9 +25,8 @@ def test_who_looks_decides_on_the_view(taped: Run) -> None:
         with taped.ledger() as ledger:
             return type(view_of(taped, ledger, taped.scenario(), console, log))
 
-    assert kind("auto", force_terminal=True) is LiveDisplay
+    assert kind("auto", force_terminal=True) is LiveLine
     assert kind("auto", force_terminal=True, _environ={"TERM": "dumb"}) is Lines
-    assert kind("auto", force_terminal=True, file=io.TextIOWrapper(io.BytesIO(), encoding="ascii")) is Lines
     assert kind("auto") is Lines
     assert kind("quiet", force_terminal=True) is View
     assert kind("json", force_terminal=True) is Events
@@ -60,6 +57,22 @@ def test_a_line_says_what_it_counts_and_what_it_waits_for(
             assert capsys.readouterr().err == "", "where something has changed"
 
 
+def test_a_live_line_follows_the_ledger_and_is_wiped(taped: Run, clock: Clock) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100, legacy_windows=False, _environ={})
+    with taped.ledger() as ledger, taped.ledger() as other:
+        view = LiveLine(RunProgress(ledger, taped.scenario(), clock=clock), console)
+        with view.shown():
+            view.update()
+            assert "2/4" in file.getvalue()
+            other.record_round(3, 0.7, 1.0, 1.0, 0.0)
+            clock.now += 1
+            view.note = "[red]waiting\x07"
+            view.update()
+            assert "3/4" in file.getvalue() and "[red]waiting" in file.getvalue()
+        assert "\x07" not in file.getvalue() and file.getvalue().endswith("\x1b[1A\x1b[2K"), "it is wiped"
+
+
 def test_the_mean_in_a_line_is_the_strongest_attacks_as_in_the_gate(taped: Run, ledger: Ledger, clock: Clock) -> None:
     """Of two attacks the second has the higher mean, and the first the best example."""
     values = {"matching": {0: 40.0, 1: 2.0}, "other": {0: 30.0, 1: 20.0}, "mean_image": {0: 50.0, 1: 50.0}}
@@ -82,16 +95,3 @@ def test_quiet_says_nothing_but_where_the_results_are(taped: Run, capsys: pytest
     told = capsys.readouterr()
     assert told.err == ""
     assert told.out == f"report: {taped.folder / 'report.html'}\n{taped.folder}\n"
-
-
-def test_gpus_at_work_are_told_one_by_one(taped: Run, clock: Clock) -> None:
-    cores = [DeviceUse("cpu", 3, 2, 4, 0.75)]
-    with taped.ledger() as ledger:
-        run_progress = RunProgress(ledger, taped.scenario(), clock=clock)
-        ledger.set_devices(cores)
-        run_progress.refresh(force=True)
-        assert "cpu" not in progress_line(run_progress)
-        ledger.set_devices([DeviceUse("cuda:0", 1, 1, 12, 0.93), *cores])
-        run_progress.refresh(force=True)
-        told = "cuda:0 busy 93%, 12 waves; cpu busy 75%, 4 waves"
-        assert f"16 waiting; {told}" in progress_line(run_progress)

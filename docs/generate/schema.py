@@ -1,4 +1,4 @@
-"""The JSON schema of a scenario, by which an editor completes and checks the file (taplo, Even Better TOML)."""
+"""The JSON schema of a scenario, with which an editor completes and checks the file; `fedgauge schema` prints it."""
 
 import types
 import typing
@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from fedgauge.simulations.cli.components import arguments_of, components_of
-from fedgauge.simulations.cli.scenario_keys import NEEDED, TABLES, Key
+from docs.generate.arguments import arguments_of
+from docs.generate.scenario_keys import NEEDED, TABLES, Key
+from fedgauge.simulations.cli.components import components_of
 
 Schema = dict[str, Any]
 # by scenario table, the kind of component that its `use` names
@@ -27,13 +28,19 @@ OWN = {"type": "string", "pattern": "^[\\w.]+:\\w+$", "description": "module:nam
 
 
 def scenario_schema() -> Schema:
-    """Return the JSON schema (draft 7) of a scenario, with the components of installed plug-ins."""
+    """Return the JSON schema (draft 7) of a scenario.
+
+    Its `definitions` have, for each kind of component, the schema of `use` for a component that is not fedgauge's own.
+    """
     root = _object(TABLES["top"]())
     tables = {name: _table(name) for name in TABLES if name != "top" and "." not in name}
     tables |= {name: {"type": "array", "items": tables[name]} for name in LISTS}
     root["properties"] |= tables
     root["required"] += ["data", "model", "chain"]
-    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "a scenario of fedgauge", **root}
+    shared = {f"{name}.{key.name}": _described(key) for name in TABLES for key in TABLES[name]() if name in KIND_OF}
+    definitions = shared | dict.fromkeys(KIND_OF.values(), OWN)
+    title = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "a scenario of fedgauge"}
+    return {**title, "definitions": definitions, **root}
 
 
 def _table(name: str) -> Schema:
@@ -41,23 +48,23 @@ def _table(name: str) -> Schema:
     keys = [key for key in TABLES[name]() if key.name != "use"] if name in TABLES else []
     if name not in KIND_OF:
         return _object(keys)
-    inner = {
+    kind, shared = KIND_OF[name], {key.name: _reference(f"{name}.{key.name}") for key in keys}
+    shared |= {
         path.partition(".")[2]: _table(path) if path in TABLES else {"type": "array", "items": _table(path)}
         for path in (*TABLES, *KIND_OF)
         if path.startswith(f"{name}.")
     }
     forms = []
-    for component in components_of(KIND_OF[name]):
-        if component.target is None:
-            continue
+    for component in components_of(kind, own_only=True):
+        assert component.target is not None
         own = [
             Key(a.name, a.hint, NEEDED if a.default is None else a.default, "") for a in arguments_of(component.target)
         ]
-        form = _object([*keys, *own])
-        form["properties"] |= {"use": {"const": component.name, "description": component.description}, **inner}
+        form = _object(own)
+        form["properties"] |= {"use": {"const": component.name, "description": component.description}, **shared}
         forms.append(form)
-    free = _object(keys) | {"additionalProperties": True}
-    free["properties"] |= {"use": OWN, **inner}
+    free = _object([]) | {"additionalProperties": True}
+    free["properties"] |= {"use": _reference(kind), **shared}
     if name not in TABLES or any(key.name == "use" and key.default == NEEDED for key in TABLES[name]()):
         for form in (*forms, free):
             form["required"].append("use")
@@ -65,13 +72,22 @@ def _table(name: str) -> Schema:
 
 
 def _object(keys: Sequence[Key]) -> Schema:
-    shown = [(key, {"description": key.meaning} if key.meaning else {}) for key in keys]
     return {
         "type": "object",
         "additionalProperties": False,
-        "properties": {key.name: of_hint(key.hint) | about for key, about in shown},
+        "properties": {key.name: _described(key) for key in keys},
         "required": [key.name for key in keys if key.default == NEEDED],
     }
+
+
+def _described(key: Key) -> Schema:
+    default = "" if key.default in (NEEDED, "none") else f"default: {key.default.strip('`')}"
+    described = "; ".join(filter(None, (key.meaning, default)))
+    return of_hint(key.hint) | ({"description": described} if described else {})
+
+
+def _reference(name: str) -> Schema:
+    return {"$ref": f"#/definitions/{name}"}
 
 
 def of_hint(hint: Any) -> Schema:
