@@ -48,7 +48,7 @@ class CandidateGradients:
         for name, module in self.known.model.named_modules():
             if isinstance(module, _BatchNorm) and module.training:
                 raise ValueError(f"layer {name!r} (BatchNorm in train mode) mixes examples: set the model to eval mode")
-        if not is_mean(self.known.loss, self.known.classes):
+        if not is_mean(self.known.loss, self.known.classes, self.known.label_kind):
             raise ValueError("the loss is no mean over examples, so a candidate has no gradient of its own")
 
     @property

@@ -13,6 +13,7 @@ from fedgauge.attacks.modality.base import Mark, Modality
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.client.data.images import Dataset, Shards
+from fedgauge.client.labels import written
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.pictures import SMALL, png, reconstruction
 from fedgauge.server.views.formatting import in_unit, status_words
@@ -92,7 +93,7 @@ class Card:
     example: int
     image: int | None
     truth: str | None
-    label: int | None
+    label: int | str | None
     label_name: str
     tiles: tuple[Tile, ...]
     truth_words: tuple[str, ...] | None
@@ -139,9 +140,11 @@ class Gallery:
         scenario = None if self.reading.ledger.deployed else self.reading.built
         return None if scenario is None else scenario.federation.shards
 
-    def label_name(self, label: int) -> str:
+    def label_name(self, label: int | str) -> str:
         """Return the name of a class, or its number."""
         names = () if self._dataset is None else self._dataset.names
+        if isinstance(label, str):
+            return f"labels {label}"
         return names[label] if label < len(names) else f"label {label}"
 
     @property
@@ -252,18 +255,20 @@ class Gallery:
             headings=self.modality.headings() if self.modality else (),
         )
 
-    def _truth(self, round: int, client: int, example: int) -> tuple[tuple[Tensor, int | None] | None, int | None]:
+    def _truth(
+        self, round: int, client: int, example: int
+    ) -> tuple[tuple[Tensor, int | str | None] | None, int | None]:
         """Return the example with its label, and its number among the training examples."""
         if self.shards is None:
             batch = self.reading.tester_truth(round, client)
             if batch is None or example >= len(batch.y):
                 return None, None
-            return (batch.x[example], int(batch.y[example]) if batch.labelled else None), None
+            return (batch.x[example], written(batch.y[example]) if batch.labelled else None), None
         rows = self.rows_at(round, client)
         if example >= len(rows):
             return None, None
         dataset, row = self.shards.dataset, rows[example]
-        return (dataset.x[row], int(dataset.y[row]) if self._labelled else None), row
+        return (dataset.x[row], written(dataset.y[row]) if self._labelled else None), row
 
     def _tile(self, attack: str, round: int, client: int, example: int) -> Tile:
         places = ((attack, round, client, e) for e in (example, WHOLE_BATCH))
@@ -287,11 +292,12 @@ class Gallery:
         words = self.modality.marked(x[example], truth[0] if truth else None) if self.modality else None
         return replace(tile, words=words)
 
-    def _label(self, y: Tensor | None, truth: tuple[Tensor, int | None] | None, example: int, attack: str) -> str:
-        if y is None or y.dim() != 1 or example >= len(y) or not (self._labelled or self.reading.ledger.deployed):
+    def _label(self, y: Tensor | None, truth: tuple[Tensor, int | str | None] | None, example: int, attack: str) -> str:
+        labels = y is not None and (y.dim() == 1 or y.is_floating_point())
+        if y is None or not labels or example >= len(y) or not (self._labelled or self.reading.ledger.deployed):
             return ""
-        guess = int(y[example])
-        right = "" if truth is None else " ✓" if truth[1] == guess else " ✗"
+        guess = written(y[example])
+        right = "" if truth is None or isinstance(guess, str) else " ✓" if truth[1] == guess else " ✗"
         return f"{self.label_name(guess)}{', given' if attack in self.given else right}"
 
 
@@ -330,7 +336,7 @@ class ImageRounds:
     image: int
     client: int
     truth: str
-    label: int
+    label: int | str
     label_name: str
     rounds: Sequence[Card]
 
@@ -346,7 +352,7 @@ def through_rounds(gallery: Gallery, client: int, image: int) -> ImageRounds:
     if not same or gallery.shards is None or gallery.kind == "text":
         raise NotShown(f"client {client} was never attacked on image {image}")
     dataset = gallery.shards.dataset
-    label, cards = int(dataset.y[image]), [gallery.card(*key) for key in same]
+    label, cards = written(dataset.y[image]), [gallery.card(*key) for key in same]
     return ImageRounds(image, client, png(dataset.x[image]), label, gallery.label_name(label), cards)
 
 
