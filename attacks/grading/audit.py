@@ -90,7 +90,7 @@ class Auditor:
     @cached_property
     def grader(self) -> Grader:
         """Pairs and measures reconstructions of this federation's data."""
-        return Grader(self.modality, self.source.auxiliary.x, self.metrics)
+        return Grader(self.modality, self.source.auxiliary.x, self.metrics, self.federation.label_kind)
 
     # ------------------------------------------------------------------------------------------ what the attacker knows
 

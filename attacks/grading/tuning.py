@@ -20,6 +20,7 @@ from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.grading.scores import Grader
 from fedgauge.attacks.modality.base import Modality
+from fedgauge.client.labels import ordered
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 
@@ -105,9 +106,9 @@ class Tuning:
         parts = list(simulated)
         update = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
         shadow = Wave(wave.round, tuple(range(shadows)), wave.params, update, wave.buffers)
-        given = None if known.labels is None else y.sort(1).values
+        given = None if known.labels is None else torch.stack([ordered(own) for own in y])
         threat, truth = replace(known, auxiliary=rest, labels=given), (x.to(CPU), y.to(CPU))
-        grader = Grader(self.modality, truth[0])
+        grader = Grader(self.modality, truth[0], label_kind=known.label_kind)
         streams = [partial(generator, self.seed, "tuning", self.round, s) for s in range(shadows)]
 
         def score(attack: Attack, iterations: int) -> float:

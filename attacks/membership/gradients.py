@@ -44,7 +44,7 @@ class CandidateGradients:
 
     def __post_init__(self) -> None:
         mixes = any(isinstance(module, _BatchNorm) and module.training for module in self.known.model.modules())
-        if mixes or not is_mean(self.known.loss, self.known.classes):
+        if mixes or not is_mean(self.known.loss, self.known.classes, self.known.label_kind):
             reason = "BatchNorm in train mode (set it to eval mode), or a loss that is no mean over examples"
             raise ValueError(f"a candidate has no gradient of its own: {reason}")
 

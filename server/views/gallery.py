@@ -17,6 +17,7 @@ from fedgauge.attacks.modality.base import Mark, Modality
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.client.data.images import Dataset, Shards
+from fedgauge.client.labels import written
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import LedgerError
@@ -77,7 +78,7 @@ class Card:
     client: int
     example: int
     truth: str | None
-    label: int | None
+    label: int | str | None
     label_name: str
     tiles: tuple[Tile, ...]
     truth_words: tuple[str, ...] | None
@@ -123,9 +124,11 @@ class Gallery:
         scenario = None if self.reading.ledger.deployed else self.reading.built
         return None if scenario is None else scenario.federation.shards
 
-    def label_name(self, label: int) -> str:
+    def label_name(self, label: int | str) -> str:
         """Return the name of a class, or its number."""
         names = () if self._dataset is None else self._dataset.names
+        if isinstance(label, str):
+            return f"labels {label}"
         return names[label] if label < len(names) else f"label {label}"
 
     @property
@@ -233,18 +236,18 @@ class Gallery:
             headings=self.modality.headings() if self.modality else (),
         )
 
-    def _truth(self, round: int, client: int, example: int) -> tuple[Tensor, int | None] | None:
+    def _truth(self, round: int, client: int, example: int) -> tuple[Tensor, int | str | None] | None:
         """Return the example with its label; None if it is not on this machine."""
         if self.shards is None:
             batch = self.reading.tester_truth(round, client)
             if batch is None or example >= len(batch.y):
                 return None
-            return batch.x[example], int(batch.y[example]) if batch.labelled else None
+            return batch.x[example], written(batch.y[example]) if batch.labelled else None
         rows = self.rows_at(round, client)
         if example >= len(rows):
             return None
         dataset, row = self.shards.dataset, rows[example]
-        return dataset.x[row], int(dataset.y[row]) if self._labelled else None
+        return dataset.x[row], written(dataset.y[row]) if self._labelled else None
 
     def _tile(self, attack: str, round: int, client: int, example: int) -> Tile:
         places = ((attack, round, client, e) for e in (example, WHOLE_BATCH))
@@ -268,11 +271,12 @@ class Gallery:
         words = self.modality.marked(x[example], truth[0] if truth else None) if self.modality else None
         return replace(tile, words=words)
 
-    def _label(self, y: Tensor | None, truth: tuple[Tensor, int | None] | None, example: int, attack: str) -> str:
-        if y is None or y.dim() != 1 or example >= len(y) or not (self._labelled or self.reading.ledger.deployed):
+    def _label(self, y: Tensor | None, truth: tuple[Tensor, int | str | None] | None, example: int, attack: str) -> str:
+        labels = y is not None and (y.dim() == 1 or y.is_floating_point())
+        if y is None or not labels or example >= len(y) or not (self._labelled or self.reading.ledger.deployed):
             return ""
-        guess = int(y[example])
-        right = "" if truth is None else " ✓" if truth[1] == guess else " ✗"
+        guess = written(y[example])
+        right = "" if truth is None or isinstance(guess, str) else " ✓" if truth[1] == guess else " ✗"
         return f"{self.label_name(guess)}{', given' if attack in self.given else right}"
 
 

@@ -45,9 +45,9 @@ def inputs(fed: Federation, count: int = TRIED) -> Tensor:
 def _forward(fed: Federation) -> Found:
     model, data, params = fed.model, fed.shards.dataset, fed.initial()[0]
     x = inputs(fed)
-    logits = (len(x), *data.y.shape[1:], data.classes)
+    logits = () if fed.label_kind.tried else (len(x), *data.y.shape[1:], data.classes)
     count = sum(p.numel() for p in params.values())
-    works = f"{type(model).__name__}, outputs for {data.classes} classes, {count:,} parameters"
+    works = f"{type(model).__name__}, outputs for {data.classes} {'numbers' if data.y.is_floating_point() else 'classes'}, {count:,} parameters"
     return parameter_problem(model, params) or forward_problem(model, params, x, logits) or works
 
 

@@ -132,7 +132,11 @@ def _check_data(scenario: Scenario) -> Iterator[CheckResult]:
     sizes = [len(own) for own in fed.shards.indices]
     message = f"{min(sizes):,} to {max(sizes):,} examples per client, {fed.shards.batch_size} of them per round"
     yield CheckResult("shards", True, True, message)
-    if data.labelled and (absent := sorted(set(range(data.classes)) - set(data.y.unique().tolist()))):
+    if (
+        data.labelled
+        and not data.y.is_floating_point()
+        and (absent := sorted(set(range(data.classes)) - set(data.y.unique().tolist())))
+    ):
         why = f"no training example of {len(absent)} classes, the first of them {absent[0]}"
         yield CheckResult("classes", False, False, Problem("classes", "", why, "are the labels 0, 1, 2 ...?"))
     x = data.normalise(batch_of(data.x, data.y, torch.arange(min(1000, len(data.y)))).x).float()
@@ -147,6 +151,8 @@ def describe_data(data: Dataset) -> str:
     """Describe the examples: their number, shape and classes."""
     modality, shape = modality_of(data), " x ".join(map(str, data.shape))
     what = f"{modality.main.private}s of {shape} {modality.parts}"
+    if data.y.is_floating_point():
+        return f"{len(data.y):,} + {len(data.y_test):,} {what}, labels of {data.classes} numbers each"
     of = "classes" if data.labelled else "words"
     return f"{len(data.y):,} + {len(data.y_test):,} {what}, {data.classes:,} {of}"
 
