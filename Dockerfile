@@ -24,7 +24,8 @@ COPY constraints.txt pyproject.toml README.md LICENSE ./
 # torch's index may lack what torch needs: that comes from the default index, with the other dependencies
 RUN pip install --no-deps --index-url "$TORCH_INDEX" $(grep -E '^torch(vision)?==' constraints.txt)
 # a layer of its own: a change of the code installs none of it again
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt \
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; o = p['optional-dependencies']; \
+print(*p['dependencies'], *o['text'], *o['adapters'], sep='\n')" > requirements.txt \
     && pip install -c constraints.txt -r requirements.txt
 COPY client ./client
 COPY defenses ./defenses

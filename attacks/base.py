@@ -12,18 +12,16 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks.in_loops import in_loops
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.models.columns import Columns
 from fedgauge.client.training import StochasticLayer, gradient
-from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
+from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch, Loss, Params, Transform, Update, UpdateFn, average
 
 Stream = Callable[..., Generator]  # stream("start", restart): a separate generator for each purpose of one observation
 Status = Literal["converged", "out_of_budget", "diverged", "not_applicable"]
-ClientState = Mapping[
-    str, Tensor
-]  # what an attack remembers of one client from round to round; it is stored on disk in between
+ClientState = Mapping[str, Tensor]  # an attack's memory of one client between rounds, stored on disk
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +57,8 @@ class Wave:
 
     @classmethod
     def stack(cls, observations: Sequence[Observation]) -> "Wave":
-        """Stack observations of one round with the same params; ValueError if they are of several rounds."""
+        """Stack observations of one round with the same params."""
         first = observations[0]
-        if any(o.round != first.round for o in observations):
-            raise ValueError(f"a wave is of one round, got {sorted({o.round for o in observations})}")
         stacked = {k: torch.stack([o.update[k] for o in observations]) for k in first.update}
         pulled = any(o.pull for o in observations)
         pull = {k: torch.stack([o.pull.get(k, torch.zeros_like(o.update[k])) for o in observations]) for k in stacked}
@@ -148,6 +144,13 @@ class Knowledge:
         """
         return self._chained(gradient(self.model, self.loss, normalise=self.normalise, plain=self.plain))
 
+    @property
+    def public(self) -> Batch:
+        """The auxiliary examples; ValueError if the attacker has none."""
+        if self.auxiliary is None:
+            raise ValueError("the attacker has no auxiliary examples: set [data] auxiliary above 0")
+        return self.auxiliary
+
     def _chained(self, compute: UpdateFn) -> UpdateFn:
         return (in_loops(self.chain.mean) if self.plain else self.chain.mean)(compute)
 
@@ -210,6 +213,25 @@ class Knowledge:
             torch.tensor(v, dtype=like.dtype, device=like.device).view(-1, 1, 1) for v in (self.mean, self.std)
         )
         return mean, std
+
+
+class _one_after_the_other(per_example):
+    def __call__(self, compute: UpdateFn) -> UpdateFn:
+        defended = self.inner(compute)
+
+        def mean(params: Params, batch: Batch, rng: Generator | None) -> Update:
+            pairs = zip(batch.x, batch.y, strict=True)
+            updates = [defended(params, Batch(x[None], y[None]), rng) for x, y in pairs]
+            return average(updates, [1] * len(updates))
+
+        return mean
+
+
+def in_loops(link: Transform) -> Transform:
+    """The same transform without vmap, which refuses some models, in the links that take examples one by one."""
+    if isinstance(link, Chain):
+        return Chain(tuple(in_loops(part) for part in link.links))
+    return _one_after_the_other(in_loops(link.inner)) if isinstance(link, per_example) else link
 
 
 @dataclass(frozen=True)
@@ -280,12 +302,9 @@ class Reconstruction:
     confidence: Tensor | None = None
 
     def to(self, device: torch.device) -> "Reconstruction":
-        """The same with its tensors on a device."""
-        trace = self.trace
-        if trace is not None:
-            trace = Trace(*(t.to(device) for t in (trace.iteration, trace.objective, trace.x)))
+        """The same with its tensors on a device; a trace is always in host memory."""
         x, y, confidence = (_moved(t, device) for t in (self.x, self.y, self.confidence))
-        return replace(self, x=x, y=y, trace=trace, confidence=confidence)
+        return replace(self, x=x, y=y, confidence=confidence)
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by their names in its file: what `from_tensors` reads back."""
@@ -312,10 +331,7 @@ class Attack(ABC):
     """A frozen dataclass: its fields are the hyperparameters, its methods state capabilities and needs."""
 
     is_stateful: ClassVar[bool] = False  # whether it remembers what it learned from a client's earlier updates
-    starts_from_images: ClassVar[bool] = False  # whether it can start from given images, by `continued`
-    decodes: ClassVar[
-        tuple[str, ...]
-    ] = ()  # names of server attacks of which one must be in the plan; empty: any or none
+    decodes: ClassVar[tuple[str, ...]] = ()  # server attacks of which the plan must have one; empty: any or none
     tunes: ClassVar[bool] = False  # whether it has `variants`
     is_random: ClassVar[bool] = True  # whether its streams may change what it reconstructs
     needs_secure_sum: ClassVar[bool] = False  # whether it reads the sum of several clients' updates
@@ -360,12 +376,6 @@ class Attack(ABC):
             streams: one for each observation; they are the only source of randomness, so packing does not change a start.
         """
 
-    def continued(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], start: Tensor | None
-    ) -> list[Reconstruction]:
-        """`reconstruct` from given images (K, B, C, H, W) in [0, 1] instead of noise; further restarts still draw noise."""
-        raise ValueError(f"{type(self).__name__} cannot start from given images")
-
     def initial(self) -> ClientState:
         """The state for a client that was not attacked before."""
         return {}
@@ -373,7 +383,11 @@ class Attack(ABC):
     def advance(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
-        """`reconstruct`, and each client's new state; see StatefulAttack."""
+        """One reconstruction for each observation of the wave, and the new state of its client, in order.
+
+        Args:
+            memories: each client's state after the attack on its last observation; read only.
+        """
         return self.reconstruct(wave, known, budget, streams), list(memories)
 
     def variants(self, known: Knowledge) -> Mapping[str, "Attack"]:
@@ -386,26 +400,12 @@ class Attack(ABC):
 
 
 class StatefulAttack(Attack):
-    """An attack with memory: what it learned from a client's earlier updates changes how it attacks the next one.
+    """An attack with memory: earlier updates of a client change how it attacks the next one.
 
-    It attacks a client's observations in the order of their rounds; its state for one client is independent of all others.
+    It defines `advance`, and attacks a client's observations in the order of their rounds, each client for itself.
     """
 
     is_stateful: ClassVar[bool] = True
-
-    @abstractmethod
-    def initial(self) -> ClientState:
-        """The state for a client that was not attacked before."""
-
-    @abstractmethod
-    def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
-    ) -> tuple[list[Reconstruction], list[ClientState]]:
-        """One reconstruction for each observation of the wave, and the new state of its client, in order.
-
-        Args:
-            memories: each client's state after the attack on its last observation; read only.
-        """
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

@@ -7,12 +7,15 @@ little noise the N images are distinguishable, and the bound is useless.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Knowledge
-from fedgauge.attacks.limits import observed
+from fedgauge.attacks.limits import ErrorLimit, observed
+from fedgauge.attacks.measure import Case
+from fedgauge.client.federation import Federation
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch, Params
 
@@ -22,6 +25,18 @@ ENTRIES = 2**26  # of all candidates' updates together, which are held at once
 DRAWS = 20  # of the noise, for each candidate
 WORK = 2**25  # entries that the draws read where noise is not normal: large updates get fewer draws
 LEAST = 1e-6  # an error below it is that of few draws
+
+
+@dataclass(frozen=True)
+class CandidateBound(ErrorLimit):
+    """The bound for images of any distribution."""
+
+    def assumes(self, fed: Federation, batch: str) -> list[str]:
+        told = "labels, the rest of the batch and the private image known up to a few auxiliary images of its class"
+        return [batch, "a bound for images of any distribution", told]
+
+    def error(self, case: Case, rng: Generator) -> float:
+        return candidate_bound(case.known, case.wave.params, rng)
 
 
 def candidate_bound(known: Knowledge, params: Params, rng: Generator) -> float:
@@ -35,9 +50,7 @@ def candidate_bound(known: Knowledge, params: Params, rng: Generator) -> float:
         ValueError: it does not apply to this chain or model, or the noise leaves all images distinguishable.
     """
     forward, noise = observed(known)
-    if known.auxiliary is None:
-        raise ValueError("the bound needs auxiliary images")
-    x, y = known.auxiliary
+    x, y = known.public
     labels, counts = y.unique(return_counts=True)
     share = counts.double() / len(y)
     if len(labels) > CLASSES:

@@ -14,18 +14,25 @@ with x (the gradient of a ReLU network at a kink), the jumps reveal more than F 
 import copy
 import math
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
 from torch.func import functional_call, jvp, vmap
 
 from fedgauge.attacks.base import Knowledge
-from fedgauge.attacks.gaussian_prior import ClassPrior, VarianceBlock
+from fedgauge.attacks.gaussian_prior import ClassPrior, VarianceBlock, public_priors
+from fedgauge.attacks.measure import Case, Measure, Memories, Rows
+from fedgauge.attacks.modality.image_metrics import mse
+from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.client.chain import Chain
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.losses import logit_gradient
+from fedgauge.client.rng import generator
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import BatchTransform, Link, UpdateDistribution, per_example
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
@@ -180,10 +187,9 @@ def observed(known: Knowledge) -> tuple[UpdateFn, UpdateDistribution]:
     if found is None:
         raise ValueError("the chain has no noise of a known density")
     for name, module in known.model.named_modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            raise ValueError(f"layer {name!r} is dropout in train mode: the density of its draws is not known")
-        if isinstance(module, StochasticLayer):
-            raise ValueError(f"layer {name!r} draws noise, so the update is not normal around its noise-free form")
+        dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+        if dropout or isinstance(module, StochasticLayer):
+            raise ValueError(f"layer {name!r} draws random numbers, so the update's density is not known")
     part, noise = found
     return part.mean(gradient(known.model, known.loss, normalise=known.normalise)), noise
 
@@ -237,12 +243,8 @@ def _draws(
     Weighted, their mean is the mean over uniform draws. F grows with the model's error, and late in training few images dominate
     its mean. So every other example is drawn in proportion to the error; no weight exceeds 2, whatever the chain is.
     """
-    if known.auxiliary is None:
-        raise ValueError("the limit needs auxiliary images")
-    x, y = known.auxiliary
+    x, y = known.public
     own = torch.nonzero(torch.isin(y, labels)).flatten()
-    if not len(own):
-        raise ValueError(f"there is no auxiliary image of class {int(labels[0])}")
     own = own[torch.randperm(len(own), generator=rng)[:POOL]]
     errors = _errors(known, params, own)
     for i in range(count):
@@ -257,19 +259,47 @@ def _draws(
 
 def _errors(known: Knowledge, params: Params, pool: Tensor) -> Tensor:
     """|derivative of the loss by the logits|^2 of some auxiliary images, above 0."""
-    assert known.auxiliary is not None
     model = copy.deepcopy(known.model).eval()  # a proxy that must not draw noise or change statistics
-    x, y = known.auxiliary.x[pool], known.auxiliary.y[pool]
+    x, y = (t[pool] for t in known.public)
     with torch.no_grad():
         logits = [functional_call(model, params, (known.normalise(part),)) for part in x.split(CHUNK)]
     slopes = [logit_gradient(known.loss, part, labels) for part, labels in zip(logits, y.split(CHUNK), strict=True)]
     return torch.cat(slopes).double().square().sum(1).clamp_min(1e-12)
 
 
-def limit_method(size: int) -> str:
-    """The method of `bayes_limit` for batches of this many pixels, in words."""
-    kind = "whole" if size <= FULL else f"by its trace in {BLOCKS} blocks of the prior's directions (a weaker bound)"
-    return f"Fisher information {kind}, averaged over batches of auxiliary images"
+class ErrorLimit(Measure):
+    """A limit on the mean squared error of every attack."""
+
+    needs_truth: ClassVar[bool] = False
+
+    metric = mse.name
+    takes_gradients = False
+
+    @abstractmethod
+    def error(self, case: Case, rng: Generator) -> float:
+        """The least error; ValueError where it does not apply."""
+
+    def measure(self, case: Case) -> tuple[Rows, Memories]:
+        found = self.error(case, generator(case.seed, "limit", case.name, case.wave.round))
+        return {c: case.rows(c, {mse.name: [found]}, [WHOLE_BATCH]) for c in case.wave.clients}, {}
+
+
+@dataclass(frozen=True)
+class BayesLimit(ErrorLimit):
+    """The Bayes error if the images of a class were Gaussian."""
+
+    def assumes(self, fed: Federation, batch: str) -> list[str]:
+        values = len(fed.protocol.groups(1)[0]) * fed.shards.batch_size * math.prod(fed.shards.dataset.shape)
+        fitted = f"Gaussian prior of each class fitted to {len(fed.shards.auxiliary)} auxiliary images (Ledoit-Wolf shrinkage)"
+        bound = "an estimate, and a bound only for Gaussian images"
+        kind = (
+            "whole" if values <= FULL else f"by its trace in {BLOCKS} blocks of the prior's directions (a weaker bound)"
+        )
+        method = f"Fisher information {kind}, averaged over batches of auxiliary images"
+        return [batch, bound, fitted, "labels known", method]
+
+    def error(self, case: Case, rng: Generator) -> float:
+        return bayes_limit(case.known, case.wave.params, public_priors(case.fed.shards), rng)
 
 
 # --------------------------------------------------------------------------------------------------------- certificate

@@ -347,7 +347,7 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
 
 
 def spell(hint: Any) -> str:
-    """Describe a type hint: a whole number, one of 'a', 'b'."""
+    """Describe a type hint: an integer, one of 'a', 'b'."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return "one of " + ", ".join(map(repr, inner))
@@ -357,7 +357,7 @@ def spell(hint: Any) -> str:
         return f"a list, each {spell(inner[0])}"
     if origin is Mapping:
         return "a table"
-    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a table"}
+    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a table"}
     return {**names, list: "a list", Path: "a path"}.get(hint, getattr(hint, "__name__", str(hint)))
 
 

@@ -16,7 +16,7 @@ from fedgauge.client.transforms import Link, TransformState, UpdateDistribution
 from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn, norm
 
 OptimizerName = Literal["sgd", "adam", "adamw"]
-Schedule = Literal["constant", "step", "cosine"]
+Schedule = Literal["constant", "step", "cosine", "linear"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,8 @@ class LocalTraining(local_sgd):
     def rate_at(self, step: int) -> float:
         if self.schedule == "cosine":
             return self.rate * (1 + math.cos(math.pi * step / self.steps)) / 2
+        if self.schedule == "linear":
+            return self.rate * (1 - step / self.steps)
         if self.schedule == "step":
             return self.rate * float(self.gamma ** (step // self.step_size))
         return self.rate
@@ -182,7 +184,8 @@ def local_training(
         momentum, nesterov: of sgd.
         betas, eps: of adam and adamw.
         weight_decay: torch's: added to the gradient, or by adamw to the step.
-        schedule: of the rate over the round's steps: constant, step (times gamma every step_size steps) or cosine (to zero).
+        schedule: of the rate over the round's steps: constant, step (times gamma every step_size steps), or cosine or linear to
+            zero.
         step_size, gamma: of the schedule step.
         accumulate: batches to average for one step; the remainder at an epoch's end makes one step, divided by the same
             number.

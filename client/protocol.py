@@ -38,12 +38,10 @@ class SecureSumOptions:
 
     Args:
         group: clients in a sum, at least 2; it divides the number of clients.
-        threshold: the fewest clients in a sum, more than half of the group; default: all. A deployment with threshold t of n
-            resists n - t drop-outs, and a server that falsifies the list of dropouts with the help of up to 2t - n - 1
-            clients (at most t - 2). A server that forges the clients' keys reads each update.
-        drawn: whether the seed draws new groups each round; otherwise groups are consecutive clients, the same in every round.
-        colluders: how many such clients the threshold must resist; default: as many as are fewer than a third of the group.
-        clip: the largest absolute value of an update's entry, above 0; needed in a deployment, and only there.
+        threshold: the fewest clients in a sum, more than half of the group; default: all.
+        drawn: the seed draws new groups each round; otherwise groups are consecutive clients, the same in every round.
+        colluders: clients helping the server that the threshold must resist; default: fewer than a third of the group.
+        clip: the largest absolute value of an update's entry, above 0; only for a deployment, which needs it.
     """
 
     group: int
@@ -81,11 +79,9 @@ class CanaryOptions:
     """Measurement of the noise's protection: clients that send fixed directions, or examples among clients' data.
 
     Args:
-        clients: how many of the clients are canaries, the last ones. With examples = 0 they send random directions and do not use
-            their data (Andrew et al., ICLR 2024): at least 2, and fewer than all. Otherwise their data hold canary examples: at
-            least 1.
-        examples: canary examples of each such client, at least 0; each is among its data or not, by a fair coin (Steinke et al.,
-            NeurIPS 2023).
+        clients: number of canaries, the last clients. With examples = 0 they send random directions instead of updates: at
+            least 2, and fewer than all. Otherwise their data hold canary examples: at least 1.
+        examples: canary examples of each such client, at least 0; each is among its data or not, by a fair coin.
     """
 
     clients: int

@@ -14,6 +14,7 @@ from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
 from fedgauge.defenses.noise import gaussian
 
+VERSIONS = ("2.7", "2.8")  # of NVFlare: each also of those before or after it
 PASSES = 64  # over the entries that were not accepted before; NVFlare has no end
 
 
@@ -58,10 +59,11 @@ class percentile_privacy(UpdateTransform):
 
 @dataclass(frozen=True)
 class svt_privacy(UpdateTransform):
-    """Send a part of the entries, which a noisy threshold chooses, with Laplace noise, each at most gamma (sparse vector).
+    """Send a part of the entries, which a noisy threshold chooses, each at most gamma, with Laplace noise (sparse vector).
 
-    NVFlare's SVTPrivacy with its defaults. No epsilon is stated for it: entries are chosen with replacement, and clipped to a
-    bound of each entry while one example may change them all.
+    NVFlare's SVTPrivacy with its defaults. Version 2.8 divides epsilon between threshold and queries as 1 : (2 c)^(2/3), where
+    c entries are sent, and bounds values before it adds noise; version 2.7 and earlier had less noise at the same epsilon,
+    and bound values after it too. No epsilon is stated for it, as one example may change all entries.
 
     Args:
         fraction: of the entries that are sent, above 0 and at most 1.
@@ -70,6 +72,16 @@ class svt_privacy(UpdateTransform):
         gamma: above 0, the largest change of an entry in a step.
         tau: the threshold before noise.
         steps: local steps in a round, at least 1.
+        version: "2.8" (and later) or "2.7" (and earlier) of NVFlare.
+        replace: draw accepted entries with replacement, which sends fewer.
+        epsilon_threshold, epsilon_query: their sum is epsilon; one or both may be left out. Version 2.8.
+        epsilon_release: of the noise on all that is sent, in place of c noise_var. Version 2.8.
+
+    Example:
+        >>> import torch
+        >>> update = {"weight": torch.tensor([0.0, 2.0, 0.0, -3.0])}
+        >>> svt_privacy(0.25, epsilon=1e9, noise_var=1e9, gamma=5.0, tau=2.5).apply(update, None)["weight"].round()
+        tensor([ 0.,  0.,  0., -3.])
     """
 
     fraction: float = 0.1
@@ -78,11 +90,38 @@ class svt_privacy(UpdateTransform):
     gamma: float = 1e-5
     tau: float = 1e-6
     steps: int = 1
+    version: str = "2.8"
+    replace: bool = True
+    epsilon_threshold: float | None = None
+    epsilon_query: float | None = None
+    epsilon_release: float | None = None
 
     def __post_init__(self) -> None:
         check_part(self, "fraction")
         check_above_zero(self, "epsilon", "noise_var", "gamma")
         check_at_least(self, 1, "steps")
+        check_above_zero(self, *(own := ("epsilon_threshold", "epsilon_query", "epsilon_release")))
+        if self.version not in VERSIONS:
+            raise ValueError(f"version must be one of {', '.join(VERSIONS)}, got {self.version!r}")
+        if self.version == "2.7" and (given := [name for name in own if getattr(self, name) is not None]):
+            raise ValueError(f"{given[0]} needs version 2.8")
+        threshold, query = self._split(1)
+        if not (threshold > 0 and query > 0 and math.isclose(threshold + query, self.epsilon)):
+            raise ValueError(f"epsilon_threshold + epsilon_query must be epsilon = {self.epsilon:g}, each above 0")
+
+    def _split(self, wanted: int) -> tuple[float, float]:
+        """Divide epsilon between the threshold and the queries."""
+        threshold, query = self.epsilon_threshold, self.epsilon_query
+        if threshold is None:
+            threshold = self.epsilon / (1 + (2 * wanted) ** (2 / 3)) if query is None else self.epsilon - query
+        return threshold, self.epsilon - threshold if query is None else query
+
+    def scales(self, wanted: int) -> tuple[float, float, float]:
+        """Return the Laplace scales of the threshold, of a query and of what is sent, in units of gamma."""
+        if self.version == "2.7":
+            return 2 / self.epsilon, 4 * wanted / (self.epsilon * (2 * wanted) ** (2 / 3)), 2 / self.noise_var
+        threshold, query = self._split(wanted)
+        return 1 / threshold, 2 * wanted / query, 2 * wanted / (self.epsilon_release or wanted * self.noise_var)
 
     @property
     def mean(self) -> Link:
@@ -91,15 +130,22 @@ class svt_privacy(UpdateTransform):
     def apply(self, update: Update, rng: Generator | None) -> Update:
         flat, gamma = _flat(update) / self.steps, _within(self.gamma, update)
         wanted = math.ceil(self.fraction * len(flat))
-        threshold = self.tau + _laplace(1, 2 * gamma / self.epsilon, rng)
-        queries = 4 * gamma * wanted / (self.epsilon * (2 * wanted) ** (2 / 3))
-        passes = _first_accepted(threshold - flat.abs().clamp(max=gamma), queries, rng)
+        of_threshold, of_query, of_value = (gamma * scale for scale in self.scales(wanted))
+        threshold = self.tau + _laplace(1, of_threshold, rng)
+        passes = _first_accepted(threshold - flat.abs().clamp(max=gamma), of_query, rng)
         order = passes.argsort()
-        accepted = (passes <= passes[order[wanted - 1]].clamp(max=PASSES)).sum()
-        place = torch.rand(wanted, generator=rng, dtype=torch.float64) * accepted.clamp_min(1)
-        drawn = order[place.long()]
-        noisy = (flat[drawn] + _laplace(wanted, 2 * gamma / self.noise_var, rng)).clamp(-gamma, gamma)
-        most = _within(gamma * self.steps, update)
+        accepted = int((passes <= passes[order[wanted - 1]].clamp(max=PASSES)).sum())
+        if self.replace:
+            place = (torch.rand(wanted, generator=rng, dtype=torch.float64) * max(1, accepted)).long()
+        else:
+            place = torch.randperm(max(1, accepted), generator=rng)[:wanted]
+        drawn = order[place]
+        noise = _laplace(len(drawn), of_value, rng)
+        if self.version == "2.7":
+            noisy, most = (flat[drawn] + noise).clamp(-gamma, gamma), gamma * self.steps
+        else:
+            noisy, most = flat[drawn].clamp(-gamma, gamma) + noise, math.inf
+        most = _within(most, update)
         noisy = (noisy * self.steps).clamp(-most, most)
         sent = torch.zeros_like(flat).index_put((drawn,), noisy.to(flat))
         parts = iter(sent.split([t.numel() for t in update.values()]))

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common.constant import SType
 from flwr.common.logger import log
 from torch import Tensor
 
@@ -36,9 +35,7 @@ from fedgauge.server.store.tape import DTYPES
 from fedgauge.server.views.outcomes import none_accepted
 
 MOST_WAITING = 1 << 30  # bytes of replies that wait to be written; beyond it the app waits, as no reply may be lost
-MOST_METRICS, MOST_LETTERS = 100, 100  # kept of a round, and in a metric's name
 MOST_ROUNDS = 10**6  # a larger number in a message is not a round
-TRAINING, EVALUATION, SERVER = "training", "evaluation", "server"  # who computed metrics
 EXAMPLES = ("num-examples", "num_examples", "examples", "num-samples", "num_samples", "samples")  # as apps call them
 
 
@@ -46,7 +43,6 @@ class _Array(NamedTuple):
     """An array at the time it passed; its bytes cannot change."""
 
     shape: tuple[int, ...]
-    stype: str
     data: bytes
 
 
@@ -78,10 +74,6 @@ class _Sent:
         arrays = _arrays(message.content) if kind.partition(".")[0] == "train" else {}
         return cls(metadata, metadata.dst_node_id, kind, _round_of(message), arrays)
 
-    @property
-    def kind(self) -> str:
-        return self.type.partition(".")[0]
-
     def answered_by(self, message_id: str) -> bool:
         return message_id != "" and message_id in (self.id, self.metadata.message_id)
 
@@ -102,7 +94,8 @@ class _Reply:
         if message.has_error():
             return cls(asked, node, ((message.error.reason or "").strip() or "error").splitlines()[-1])
         records = [record for record in message.content.values() if isinstance(record, MetricRecord)]
-        return cls(asked, node, None, _arrays(message.content), {k: v for r in records for k, v in _numbers(r)})
+        numbers = {k: v for r in records for k, v in r.items() if isinstance(v, int | float)}
+        return cls(asked, node, None, _arrays(message.content), numbers)
 
     @property
     def size(self) -> int:
@@ -149,10 +142,9 @@ class AppRecorder:
         self._clients: dict[int, int] = {}  # by node, in the order in which nodes are first asked to train
         self._open: dict[int, list[_Sent]] = defaultdict(list)  # messages without a reply, by node
         self._counts = _RoundNumbers()
-        self._recorded: dict[int, int] = {}  # by the app's number of a round, the latest round for it
         self._written: dict[int, tuple[Arrays, str]] = {}  # by round, the weights in its file and the file's digest
         self._seen: dict[int, dict[int, Participation]] = {}  # by round and client, to be entered
-        self._sums: dict[str, dict[str, tuple[float, float]]] = {}  # by who computed and metric: weighted sum, weights
+        self._tests: list[tuple[float, float | None, float | None]] = []  # of the round: examples, accuracy, loss
         self._round = 0  # the newest, to which metrics belong
         self._news = False  # since the round was last entered
         self._began, self._cost = time.perf_counter(), 0.0  # of this round; seconds that recording took
@@ -187,11 +179,6 @@ class AppRecorder:
             self.close("failed" if isinstance(error, Exception) else "interrupted")
             raise
         self.close()
-
-    def evaluated(self, metrics: Mapping[int, MetricRecord]) -> None:
-        """Record what the app's server computed on its own, by the app's rounds."""
-        kept = {round: {k: _finite(v) for k, v in _numbers(record)} for round, record in metrics.items()}
-        self.later("evaluation", partial(self._enter_server_metrics, kept))
 
     def flush(self) -> None:
         """Wait until what has passed so far is written."""
@@ -255,11 +242,9 @@ class AppRecorder:
             sent.round = self._counts.of(sent.node, sent.given)
             self._clients.setdefault(sent.node, len(self._clients))
             if sent.round > self._round:
-                self._round, self._sums, self._began, self._cost = sent.round, {}, time.perf_counter(), 0.0
-            if sent.given is not None:
-                self._recorded[sent.given] = sent.round
-                if sent.round != sent.given:
-                    self.warn("rounds", f"the app's round {sent.given} is recorded as round {sent.round}")
+                self._round, self._tests, self._began, self._cost = sent.round, [], time.perf_counter(), 0.0
+            if sent.given not in (None, sent.round):
+                self.warn("rounds", f"the app's round {sent.given} is recorded as round {sent.round}")
         self._open[sent.node].append(sent)
 
     def note_reply(self, reply: _Reply, exchange: Sequence[_Sent]) -> None:
@@ -278,8 +263,9 @@ class AppRecorder:
                 f"replies to {sent.type!r} carry arrays without weights having been sent: no attack here inverts them"
             )
             self.warn(f"arrays:{sent.type}", words)
-        if sent.kind in ("train", "evaluate"):
-            self._add_metrics(TRAINING if sent.kind == "train" else EVALUATION, reply)
+        if sent.type.partition(".")[0] == "evaluate":
+            self._news = True
+            self._tests.append((float(reply.examples or 1), *test_figures(reply.metrics)))
 
     def _asked(self, reply: _Reply, exchange: Sequence[_Sent]) -> _Sent | None:
         """The message that a reply answers: by its id, else by its node among those of the same call."""
@@ -293,32 +279,26 @@ class AppRecorder:
 
     def _record(self, sent: _Sent, reply: _Reply) -> None:
         client, why, digest = self._clients[sent.node], "", None
+        if not reply.arrays:
+            why = "not recorded: its reply carries no arrays"
+            self.warn("reply", f"an update is {why}", sent.round, client)
+            self._enter(sent.round, Participation(client, "accepted", why, reply.examples))
+            return
         if self._plan is not None and self._taped and client not in self._plan.targets(sent.round, [client]):
             self._enter(sent.round, Participation(client, "accepted", examples=reply.examples))
             return
         try:
-            if not reply.arrays:
-                raise ValueError("its reply carries no arrays")
             of_sent, of_reply = _pair(sent.arrays, reply.arrays)
-            others = {name: arrays for name, arrays in reply.arrays.items() if name != of_reply}
+            for name in reply.arrays.keys() - {of_reply}:
+                self.warn("records", f"replies carry a further record, which is not recorded: {name:.60}")
             of_round = self._write_sent(sent.round, client, sent.arrays[of_sent])
-            update, beside = _tensors(reply.arrays[of_reply]), self._readable(others)
-            digest = f"{of_round}:{self._tape.write_update(sent.round, client, update, others=beside)}"
+            update = self._tape.write_update(sent.round, client, _tensors(reply.arrays[of_reply]))
+            digest = f"{of_round}:{update}"
             self._taped += 1
         except Exception as error:  # a client's bytes and a full disk can raise anything; the row must stay
             why = f"not recorded: {error.strerror if isinstance(error, OSError) and error.strerror else error}"[:250]
             self.warn("disk" if isinstance(error, OSError) else "reply", f"an update is {why}", sent.round, client)
         self._enter(sent.round, Participation(client, "accepted", why, reply.examples, digest))
-
-    def _readable(self, others: Mapping[str, Arrays]) -> dict[str, Tensor]:
-        """The arrays of further records, as far as they can be recorded; said once."""
-        beside: dict[str, Tensor] = {}
-        for name, arrays in others.items():
-            words = f"replies carry a further record, which is recorded but not attacked: {name:.60}"
-            self.warn("records", words)
-            with suppress(ValueError):
-                beside |= {f"{name}/{k}": t for k, t in _tensors(arrays).items()}
-        return beside
 
     def _write_sent(self, round: int, client: int, arrays: Arrays) -> str:
         """The digest of the weights that a client was sent: the round's file, or its own if they differ."""
@@ -360,34 +340,8 @@ class AppRecorder:
             self._news = False
             nodes = {str(client): str(node) for node, client in self._clients.items()}
             self._ledger.set_meta(nodes=json.dumps(nodes))
-            means = {
-                who: {k: _finite(total / weights) for k, (total, weights) in sums.items()}
-                for who, sums in self._sums.items()
-            }
-            self._enter_round(self._round, time.perf_counter() - self._began, self._cost, means)
-
-    def _enter_round(
-        self, round: int, seconds: float, cost: float, metrics: Mapping[str, Mapping[str, float | None]]
-    ) -> None:
-        accuracy, loss = test_figures(metrics)
-        self._ledger.record_round(round, accuracy, loss, seconds, cost, metrics)
-
-    def _enter_server_metrics(self, metrics: Mapping[int, Mapping[str, float | None]]) -> None:
-        self._flush()
-        rows = {row["round"]: row for row in self._ledger.rounds()}
-        for given, record in metrics.items():
-            if (row := rows.get(self._recorded.get(given, given))) is not None:
-                kept = json.loads(row["metrics"] or "{}") | {SERVER: record}
-                self._enter_round(row["round"], row["seconds"], row["intercept_seconds"], kept)
-
-    def _add_metrics(self, who: str, reply: _Reply) -> None:
-        """Add a client's metrics to the round's means, weighted by examples as Flower's strategies do."""
-        self._news, weight = True, float(reply.examples or 1)
-        sums = self._sums.setdefault(who, {})
-        for name, value in reply.metrics.items():
-            if name not in EXAMPLES and (name in sums or len(sums) < MOST_METRICS):
-                total, weights = sums.get(name, (0.0, 0.0))
-                sums[name] = total + weight * value, weights + weight
+            accuracy, loss = (_mean([(test[0], test[place]) for test in self._tests]) for place in (1, 2))
+            self._ledger.record_round(self._round, accuracy, loss, time.perf_counter() - self._began, self._cost)
 
     def _close(self, state: str) -> None:
         try:
@@ -503,7 +457,7 @@ def say(level: int, text: str, *values: object) -> None:
 def _arrays(content: RecordDict) -> dict[str, Arrays]:
     """The arrays of each ArrayRecord that has some."""
     return {
-        name: {k: _Array(tuple(a.shape), str(a.stype), a.data) for k, a in record.items()}
+        name: {k: _Array(tuple(a.shape), a.data) for k, a in record.items()}
         for name, record in content.items()
         if isinstance(record, ArrayRecord) and record
     }
@@ -553,36 +507,27 @@ def _tensors(arrays: Arrays) -> dict[str, Tensor]:
     tensors = {}
     for name, array in arrays.items():
         try:
-            if array.stype != SType.NUMPY:
-                raise ValueError(f"it is serialised as {array.stype!r}, not as a NumPy array")
-            tensor = torch.from_numpy(npy_array(array.data))
-            if tensor.dtype not in DTYPES:
-                raise ValueError(f"{tensor.dtype} cannot be recorded")
-            tensors[name] = tensor
+            tensors[name] = torch.from_numpy(npy_array(array.data))
+            _ = DTYPES[tensors[name].dtype]
         except Exception as error:  # a client's bytes can raise anything
             raise ValueError(f"array {name[:60]!r} cannot be read: {error}"[:200]) from error
     return tensors
 
 
-def _numbers(metrics: MetricRecord) -> Iterator[tuple[str, float]]:
-    """The metrics that are single numbers; a name of any length would come from one client."""
-    return ((k, v) for k, v in metrics.items() if isinstance(v, int | float) and len(k) <= MOST_LETTERS)
+def _mean(weighted: Sequence[tuple[float, float | None]]) -> float | None:
+    """Return the weighted mean of the known values, as Flower's strategies compute it."""
+    known = [(weight, value) for weight, value in weighted if value is not None]
+    return sum(weight * value for weight, value in known) / sum(weight for weight, _ in known) if known else None
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def test_figures(metrics: Mapping[str, Mapping[str, float | None]]) -> tuple[float | None, float | None]:
-    """Accuracy in [0, 1] and loss among what an app returned, the server's first; None: nothing has such a name."""
-    named = {"acc": None, "loss": None} | {
-        part: value
-        for who in (EVALUATION, SERVER)
-        for name, value in reversed(list(metrics.get(who, {}).items()))
-        for part in re.split(r"[^a-z]+", name.lower().replace("accuracy", "acc"))
-        if value is not None
-    }
-    accuracy = named["acc"]
-    if accuracy is not None and accuracy > 1:
+def test_figures(metrics: Mapping[str, float]) -> tuple[float | None, float | None]:
+    """Return the accuracy in [0, 1] and the loss among a client's metrics, by their names; None without one."""
+    named: dict[str, float] = {}
+    for name, value in metrics.items():
+        for part in re.split(r"[^a-z]+", name.lower().replace("accuracy", "acc")):
+            if math.isfinite(value):
+                named.setdefault(part, value)
+    accuracy = named.get("acc", -1.0)
+    if accuracy > 1:
         accuracy /= 100  # in percent
-    return accuracy if accuracy is not None and 0 <= accuracy <= 1 else None, named["loss"]
+    return accuracy if 0 <= accuracy <= 1 else None, named.get("loss")

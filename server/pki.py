@@ -50,7 +50,8 @@ def write_authority(folder: Path, hosts: Sequence[str] = (), mutual: bool = Fals
     for name, builder in (("ca", own), ("server", served)):
         signed = builder.sign(authority, hashes.SHA384()).public_bytes(serialization.Encoding.PEM)
         _write(folder / f"{name}.crt", signed, _PUBLIC)
-    _write(folder / "server.key", _pem(server), _PRIVATE)
+    pem, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    _write(folder / "server.key", server.private_bytes(serialization.Encoding.PEM, pem, plain), _PRIVATE)
 
 
 def alternative_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
@@ -99,12 +100,6 @@ def _alternative(host: str) -> x509.GeneralName:
         if re.fullmatch(r"[A-Za-z0-9.-]+", host) is None:
             raise ValueError(f"{host!r} is neither an address nor a name that a certificate can hold") from None
         return x509.DNSName(host)
-
-
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:

@@ -8,6 +8,7 @@ what cannot be recorded is left out, logged once as a warning, and kept in the l
 
 import functools
 import inspect
+import itertools
 import os
 import sys
 import tomllib
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Strategy
 
 from fedgauge.client import toml_text
 from fedgauge.server.app_recorder import AppRecorder, Exchange, say
@@ -139,13 +140,10 @@ def _started(
         return start(*args, **options)
     tapped_grid = tapped(grid, recorder)
     with recorder.training():
-        result = start(
+        return start(
             *(tapped_grid if arg is grid else arg for arg in args),
             **{k: tapped_grid if arg is grid else arg for k, arg in options.items()},
         )
-        if isinstance(result, Result):
-            recorder.evaluated(result.evaluate_metrics_serverapp)
-        return result
 
 
 class Tap:
@@ -263,12 +261,8 @@ def _base(audit: Path, caller: Path | None) -> Path:
 
 
 def _new_run(folder: Path, text: str) -> Run:
-    for attempt in range(1, 10_000):
-        try:
-            return Run.create(folder if attempt == 1 else folder.with_name(f"{folder.name}-{attempt}"), text)
-        except FileExistsError:
-            continue
-    raise FileExistsError(f"{folder} and 9,999 numbered folders next to it exist")
+    names = itertools.chain([folder.name], (f"{folder.name}-{i}" for i in itertools.count(2)))
+    return Run.create(next(path for name in names if not (path := folder.with_name(name)).exists()), text)
 
 
 def _caller() -> Path | None:

@@ -2,16 +2,15 @@
 
 A sign leaves one magnitude, a clip the same norm at several clients, pruning the same share in every tensor, a mask zeros
 independent of size. Zeros also occur without a defense: a unit that is off for every example has no gradient. So sparsity
-is judged only where no network makes zeros. The classifier's signals p - y are never zero, hence a column of its weight is
-zero as a whole or not at all; a bias is zero only with its whole row, a normalisation's weight only with its bias. One
-defense is inferred, on the finished update or in a single local step; several are reported as the first that fits.
+is judged only where no network makes zeros: the classifier's signals p - y are never zero, so a column of its weight is
+zero as a whole or not at all. One defense is inferred, on the finished update or in a single local step; several are
+reported as the first that fits.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -42,13 +41,11 @@ class InferredLink(UpdateTransform):
     """The attacker's form of a defense that it inferred.
 
     Args:
-        value: max_norm of a clip, scale of a sign, keep of pruning or of an unknown mask, sigma of noise.
-        places: of a public mask, the entries that it shows.
+        value: max_norm of a clip, scale of a sign, keep of pruning or of a mask, sigma of noise.
     """
 
     kind: Kind
     value: float
-    places: Mapping[str, Tensor] | None = field(default=None, compare=False)
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
         return compute if self.kind == "noise" else super().__call__(compute)
@@ -61,8 +58,6 @@ class InferredLink(UpdateTransform):
             return {k: self.value * t / (t.abs() + t.abs().mean() + 1e-12) for k, t in update.items()}
         if self.kind == "prune":
             return {k: self._largest(t) for k, t in update.items()}
-        if self.places is not None:
-            return {k: t.where(self.places[k], 0.0) for k, t in update.items()}
         return {k: self.value * t for k, t in update.items()}  # the average over all masks
 
     def _largest(self, t: Tensor) -> Tensor:
@@ -74,7 +69,7 @@ class InferredLink(UpdateTransform):
             return replace(before, sigma=self.value)
         if self.kind == "sign":
             return replace(before, signed=True)
-        if self.kind == "clip" or self.places is not None:
+        if self.kind == "clip":
             return before
         return replace(before, sparse=True, shrink=before.shrink * (self.value if self.kind == "mask" else 1))
 
@@ -121,76 +116,30 @@ class UpdateEvidence:
         return self.members * self.local.steps * min(self.local.batch_size or self.batch_size, self.batch_size)
 
     @cached_property
-    def layers(self) -> "NaturalZeros":
-        return NaturalZeros.of(self.model)
+    def linear(self) -> list[str]:
+        """The names of the fully connected layers' weights."""
+        return [layer_parameters(name)[0] for name, m in self.model.named_modules() if isinstance(m, nn.Linear)]
+
+    def live(self, update: Update) -> dict[str, Tensor]:
+        """Entries that are never zero without a defense, judged by their neighbours and not by the entries themselves."""
+        # the update by one example is one row times one column: zero in whole rows and columns only
+        names = self.linear if self.rows == 1 else [layer_parameters(last_linear(self.model))[0]] if self.linear else []
+        none = {name: torch.zeros_like(t, dtype=torch.bool) for name, t in update.items()}
+        return none | {name: live_by_neighbours(update[name]) for name in names if name in update}
 
     @cached_property
     def tallies(self) -> list[list["TensorEvidence"]]:
         """The evidence of each tensor, by update."""
-        return [
-            [TensorEvidence.of(u[name], live) for name, live in self.layers.live(u, self.rows).items()]
-            for u in self.updates
-        ]
+        return [[TensorEvidence.of(u[name], live) for name, live in self.live(u).items()] for u in self.updates]
 
     @property
     def every(self) -> list["TensorEvidence"]:
         return [tally for tallies in self.tallies for tally in tallies]
 
-    @property
-    def certain(self) -> list["TensorEvidence"]:
-        """Tensors with entries that are never zero without a defense."""
-        return [tally for tally in self.every if tally.live]
-
-    @property
-    def holes(self) -> int:
-        """Number of zero entries that are never zero without a defense."""
-        return sum(tally.live - tally.shown for tally in self.certain)
-
-    def verdict(
-        self, kind: Kind, parameters: Mapping[str, float], evidence: str, places: Mapping[str, Tensor] | None = None
-    ) -> Inferred:
+    def verdict(self, kind: Kind, parameters: Mapping[str, float], evidence: str) -> Inferred:
         """The result with a link on the finished update."""
-        links = [InferredLink(kind, value, places) for value in parameters.values()]
+        links = [InferredLink(kind, value) for value in parameters.values()]
         return Inferred(kind, parameters, Chain((self.local, *links)), evidence, len(self.updates))
-
-
-@dataclass(frozen=True)
-class NaturalZeros:
-    """Names of weights and biases, and which of them have zeros together without a defense."""
-
-    classifier: str | None
-    linear: tuple[str, ...]
-    biased: tuple[tuple[str, str], ...]  # a bias is zero only if its row of the weight is
-    norms: tuple[tuple[str, str], ...]  # a weight is zero exactly where its bias is
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "NaturalZeros":
-        modules = dict(model.named_modules())
-        linear = tuple(layer_parameters(name)[0] for name, m in modules.items() if isinstance(m, nn.Linear))
-        norms = tuple(
-            layer_parameters(name)
-            for name, m in modules.items()
-            if isinstance(m, nn.modules.batchnorm._BatchNorm | nn.GroupNorm | nn.LayerNorm)
-        )
-        # a normalisation after a convolution makes its bias's gradient zero up to rounding
-        kinds = nn.Linear if norms else (nn.Linear, nn.Conv2d)
-        biased = tuple(layer_parameters(name) for name, m in modules.items() if isinstance(m, kinds))
-        return cls(layer_parameters(last_linear(model))[0] if linear else None, linear, biased, norms)
-
-    def live(self, update: Update, rows: int) -> dict[str, Tensor]:
-        """Entries that are never zero without a defense, judged by their neighbours and not by the entries themselves."""
-        live = {name: torch.zeros_like(t, dtype=torch.bool) for name, t in update.items()}
-        # the update by one example is one row times one column: zero in whole rows and columns only
-        for name in self.linear if rows == 1 else (self.classifier,):
-            if name in update:
-                live[name] = live_by_neighbours(update[name])
-        for weight, bias in self.biased:
-            if weight in update and bias in update:
-                live[bias] = update[weight].flatten(1).any(1)
-        for weight, bias in self.norms:
-            if weight in update and bias in update:
-                live[weight], live[bias] = update[bias] != 0, update[weight] != 0
-        return live
 
 
 def live_by_neighbours(matrix: Tensor) -> Tensor:
@@ -227,13 +176,8 @@ class TensorEvidence:
         return cls(t.numel(), int(counts.sum()), tied, int(live.sum()), int((live & (t != 0)).sum()), sizes)
 
     def fits(self, keep: float) -> bool:
-        """True if pruning with this keep leaves the observed count."""
+        """Return whether pruning with this keep leaves the observed count."""
         return self.seen - self.tied < max(1, round(keep * self.size)) <= self.seen
-
-    @property
-    def pierced(self) -> bool:
-        """True if an entry is zero that is never zero without a defense."""
-        return self.shown < self.live
 
 
 # --------------------------------------------------------------------------------------------------------- inference
@@ -284,7 +228,7 @@ def find_clip(read: UpdateEvidence) -> Inferred | None:
 
 def find_noise(read: UpdateEvidence) -> Inferred:
     """Noise: it raises the rank of a fully connected layer's update above one for each example and step."""
-    layers = [update[name] for update in read.updates for name in read.layers.linear if name in update]
+    layers = [update[name] for update in read.updates for name in read.linear if name in update]
     beyond = [rest for matrix in layers if (rest := _beyond_rank(matrix, read.rows)) is not None]
     if white := [(square, entries) for square, entries, noisy in beyond if noisy]:
         sigma = math.sqrt(sum(square for square, _ in white) / sum(entries for _, entries in white))
@@ -312,20 +256,17 @@ def _beyond_rank(matrix: Tensor, rows: int) -> tuple[float, int, bool] | None:
 
 
 def find_sparsity(read: UpdateEvidence) -> Inferred | None:
-    if not read.holes:
+    """Pruning or a mask: entries are zero that no network makes zero."""
+    live, shown = sum(t.live for t in read.every), sum(t.shown for t in read.every)
+    if live == shown:
         return None
-    zeros = f"{read.holes:,} of {sum(t.live for t in read.certain):,} entries that no network makes zero are zero"
+    zeros = f"{live - shown:,} of {live:,} entries that no network makes zero are zero"
     if (keeps := _common_keep(read.every)) is not None:
-        keep = _roundest(*keeps, [t for t in read.every if t.pierced])
+        keep = _roundest(*keeps, [t for t in read.every if t.shown < t.live])
         evidence = f"{zeros}; every tensor keeps a share from {keeps[0]:.6g} to {keeps[1]:.6g} of its entries, or fewer"
         return read.verdict("prune", {"keep": keep}, evidence)
     evidence = f"{zeros}; the other entries are small as well as large"
-    common = _shared(read, _share(read, 1))
-    keep = _share(read, len(read.updates) if common is None else 1)
-    if common is None:
-        return read.verdict("mask", {"keep": keep}, evidence)
-    evidence += f"; the same entries in all {len(read.updates)} updates: a public mask"
-    return read.verdict("mask", {"keep": keep}, evidence, common)
+    return read.verdict("mask", {"keep": _share(read)}, evidence)
 
 
 def _common_keep(tallies: Sequence[TensorEvidence]) -> tuple[float, float] | None:
@@ -333,7 +274,7 @@ def _common_keep(tallies: Sequence[TensorEvidence]) -> tuple[float, float] | Non
 
     Pruning keeps max(1, round(keep * size)) entries and those tied with the last of them, or fewer if the gradient has fewer.
     """
-    pierced = [t for t in tallies if t.pierced]
+    pierced = [t for t in tallies if t.shown < t.live]
     low, densest = 0.0, pierced[0]
     for t in tallies:
         if t.seen > t.tied and (t.seen - t.tied + 0.5) / t.size > low:
@@ -349,40 +290,19 @@ def _roundest(low: float, high: float, pierced: Sequence[TensorEvidence]) -> flo
     """The keep with the fewest digits between two limits that leaves the observed counts: people choose round numbers."""
     middle = (low + high) / 2
     rounded = (float(f"{middle:.{digits}g}") for digits in range(1, 16))
-    fitting = (r for r in rounded if low <= r <= high and all(t.fits(r) for t in pierced))
-    return next(fitting, middle)
+    return next((r for r in rounded if low <= r <= high and all(t.fits(r) for t in pierced)), middle)
 
 
-def _share(read: UpdateEvidence, masks: int) -> float:
-    """The share that this many masks keep: other zeros only lower it, so the densest set of enough entries decides."""
-    places = [(sum(t.shown for t in read.certain), sum(t.live for t in read.certain))]
+def _share(read: UpdateEvidence) -> float:
+    """The share that masks keep: other zeros only lower it, so the densest set of enough entries decides."""
+    places = [(sum(t.shown for t in read.every), sum(t.live for t in read.every))]
     places += [(sum(t.seen for t in ts), sum(t.size for t in ts)) for ts in zip(*read.tallies, strict=True)]
-    for name in read.layers.linear:
-        neighboured = [(u[name][live_by_neighbours(u[name])] != 0) for u in read.updates if name in u]
-        places.append((sum(int(s.sum()) for s in neighboured), sum(len(s) for s in neighboured)))
-    copies = len(read.updates) / masks
-    seen, size = max((p for p in places if p[1]), key=lambda place: _at_least(place[0] / copies, place[1] / copies))
+    seen, size = max((p for p in places if p[1]), key=lambda place: _at_least(*place))
     return seen / size
 
 
-def _at_least(seen: float, size: float) -> float:
+def _at_least(seen: int, size: int) -> float:
     """Wilson's lower limit of a share at 3 standard errors, since many sets are compared."""
     share, z = seen / size, 3.0
     spread = math.sqrt(share * (1 - share) / size + z**2 / (4 * size**2))
     return (share + z**2 / (2 * size) - z * spread) / (1 + z**2 / size)
-
-
-def _shared(read: UpdateEvidence, keep: float) -> dict[str, Tensor] | None:
-    """The entries that are nonzero in any update, if all have their zeros in the same places; else None."""
-    seen = [torch.cat([(t != 0).flatten() for t in u.values()]) for u in read.updates]
-    live = [torch.cat([t.flatten() for t in read.layers.live(u, read.rows).values()]) for u in read.updates]
-    both = either = 0
-    for sure in (True, False):  # entries that are never zero without a defense, if they are enough
-        if either < FEW:
-            pairs = zip(pairwise(seen), pairwise(live), strict=True)
-            shown = [(a[among], b[among]) for (a, b), (la, lb) in pairs for among in [la & lb if sure else a | b]]
-            both, either = (sum(int(op(a, b).sum()) for a, b in shown) for op in (torch.logical_and, torch.logical_or))
-    by_chance = keep / (2 - keep)
-    if not either or both / either < (1 + by_chance) / 2:
-        return None
-    return {k: torch.stack([u[k] != 0 for u in read.updates]).any(0) for k in read.updates[0]}

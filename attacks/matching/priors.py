@@ -142,10 +142,10 @@ class batch_statistics(Prior):
 
 def _estimated(known: Knowledge, params: Params, layers: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
     """The mean, over batches of auxiliary images, of a batch's mean and variance at each use of these layers."""
-    if known.auxiliary is None or len(known.auxiliary.x) < known.batch_size:
+    batches = [some for some in known.public.x.split(known.batch_size)[:ESTIMATED] if len(some) == known.batch_size]
+    if not batches:
         remedy = 'raise [data] auxiliary, or set of = "running"'
         raise ValueError(f"estimating statistics needs at least {known.batch_size} auxiliary images: {remedy}")
-    batches = [some for some in known.auxiliary.x.split(known.batch_size)[:ESTIMATED] if len(some) == known.batch_size]
     with torch.no_grad():
         uses = zip(*(layer_inputs(known.model, params, layers, known.normalise(some)) for some in batches), strict=True)
         found = [zip(*(_moments(values) for _, values in use), strict=True) for use in uses]
@@ -160,7 +160,7 @@ def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class gaussian(Prior):
-    """A normal distribution over an example's pixels in [0, 1]: half the squared Mahalanobis distance, summed over examples.
+    """A normal distribution over an example's pixels: half the squared Mahalanobis distance.
 
     Args:
         weight: 1 with a likelihood that is a density, such as that of noise; far less with a cosine.
@@ -176,14 +176,12 @@ class gaussian(Prior):
     def bind(self, known: Knowledge, params: Params) -> Energy | LabelledEnergy:
         if self.mean is not None and self.covariance is not None:
             fitted = GaussianPrior.of(self.mean, self.covariance)
-        elif known.auxiliary is None:
-            raise ValueError("a Gaussian prior is fitted to auxiliary images, and the attacker has none")
         else:
-            fitted = GaussianPrior.fit(deviations(known.auxiliary) if self.by_class else known.auxiliary.x)
-        if known.auxiliary is None or self.mean is not None or not self.by_class:
+            fitted = GaussianPrior.fit(deviations(known.public) if self.by_class else known.public.x)
+        if self.mean is not None or not self.by_class:
             return partial(_mahalanobis, known, fitted.mean, fitted)
-        every = torch.arange(known.classes, device=known.auxiliary.y.device)
-        means = class_means(known.auxiliary, every).flatten(1).double()
+        every = torch.arange(known.classes, device=known.public.y.device)
+        means = class_means(known.public, every).flatten(1).double()
 
         def energy(x: Tensor, y: Tensor) -> Tensor:
             weights = y if y.is_floating_point() else nn.functional.one_hot(y, known.classes)
@@ -251,8 +249,7 @@ def fitted_total_variation(known: Knowledge) -> float:
     The term is homogeneous of degree 1, so the density's constant is weight^n for n pixels of a batch, and the best weight is
     n / its mean.
     """
-    assert known.auxiliary is not None
-    x = known.normalise(known.auxiliary.x)
+    x = known.normalise(known.public.x)
     mean = float(total_variation(1.0).bind(known, {})(x))
     return known.batch_size * x[0].numel() / max(mean, 1e-12)
 
@@ -271,7 +268,7 @@ class laplacian(Prior):
 
 @dataclass(frozen=True)
 class generator_prior(Prior):
-    """A generator's images of normal latents z, with normal noise in each pixel: -log p(x, z), z optimised with x.
+    """A generator's images of normal latents, with normal noise in each pixel.
 
     |x - G(z)|^2 / (2 deviation^2) + |z|^2 / 2, summed over examples and pixels in [0, 1]: the density of an image and its
     latents under the variational autoencoder that is trained on auxiliary images.

@@ -21,7 +21,7 @@ from fedgauge.client.update import Batch, concatenate
 
 @dataclass(frozen=True)
 class membership(Measure):
-    """Tell by a score who was in the batch behind an update.
+    """Batch membership: score candidates against an update.
 
     Public examples of the candidate's label show how high a stranger scores.
 
@@ -76,10 +76,8 @@ class membership(Measure):
         Raises:
             ValueError: a score needs what is not there: public examples of a label, or a gradient of one example.
         """
-        if known.auxiliary is None:
-            raise ValueError("who is a stranger is learned from public examples: set [data] auxiliary above 0")
-        # beside whose scores a candidate's is put, and what the rest of a batch is like
-        null, public = (Batch(*(t[i::2] for t in known.auxiliary)) for i in range(2))
+        # one half shows how strangers score, the other the rest of a batch
+        null, public = (Batch(*(t[i::2] for t in known.public)) for i in range(2))
         scored = CandidateGradients(known, wave.params, concatenate([candidates, null]))
         rest = None
         if self.score == "likelihood_ratio":

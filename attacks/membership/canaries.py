@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,13 +12,14 @@ from fedgauge.attacks.learned.auxiliary import Auxiliary
 from fedgauge.attacks.measure import Case, Measure, Memories, Rows
 from fedgauge.attacks.membership.canary_epsilon import CANARY, cosines
 from fedgauge.attacks.membership.gradients import CandidateGradients
-from fedgauge.attacks.membership.joint import marginal_ratios
 from fedgauge.attacks.membership.likelihood import AT_ONCE, RestOfBatch, joint_ratios
 from fedgauge.attacks.membership.one_run import EVIDENCE
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.data.images import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import seed_of
+
+SWEEPS, SETTLING = 400, 100  # of the Gibbs sampler, and how many of them come before the first that counts
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ class Canaries(Measure):
 
     def measure(self, case: Case) -> tuple[Rows, Memories]:
         holders = case.fed.protocol.canary_clients
-        rest = _rest_of_batch(case) if self.examples else None
+        rest = None
+        if self.examples:
+            rest = RestOfBatch.of_population(CandidateGradients(case.known, case.wave.params, case.known.public))
         found, failure = Rows(), None
         for k, client in enumerate(case.wave.clients):
             members = [m for m in case.fed.protocol.members(client, case.wave.round) if m in holders]
@@ -83,12 +87,6 @@ def _directions(case: Case, k: int, members: Sequence[int]) -> Tensor:
     return found / rest.sqrt() * math.sqrt(sum(t.numel() for t in update.values()) - 1)
 
 
-def _rest_of_batch(case: Case) -> RestOfBatch:
-    if case.known.auxiliary is None:
-        raise ValueError("the rest of a batch is learned from public examples: set [data] auxiliary above 0")
-    return RestOfBatch.of_population(CandidateGradients(case.known, case.wave.params, case.known.auxiliary))
-
-
 def _evidence(case: Case, k: int, rest: RestOfBatch, members: Sequence[int]) -> Tensor:
     """The evidence (N,) that each canary example of these clients is among their data, from one update.
 
@@ -108,3 +106,36 @@ def _evidence(case: Case, k: int, rest: RestOfBatch, members: Sequence[int]) -> 
         rng = seed_of(seed, "canaries together", update.round, update.clients[0], block)
         ratios.append(marginal_ratios(*joint_ratios(candidates, update, rest, unknown), share, rng))
     return torch.logaddexp((-q).log1p(), q.log() + torch.cat(ratios))
+
+
+def marginal_ratios(linear: Tensor, square: Tensor, share: Tensor, seed: int) -> Tensor:
+    """log p(seen | in the batch) - log p(seen | not) of each candidate, the others being as probable as the update makes them.
+
+    Args:
+        linear, square: (N,) and (N, N) of fedgauge.attacks.membership.likelihood.joint_ratios.
+        share: (N,) how probable each is in the batch beforehand, above 0 and below 1.
+        seed: of the sampler.
+
+    Each one's conditional probability is averaged over a Gibbs sampler's draws of the others. (N,) float64, without a number where
+    the update is none.
+    """
+    if not (linear.isfinite().all() and square.isfinite().all()):
+        return torch.full_like(linear, torch.nan)
+    rng, before = np.random.default_rng(seed), share.double().numpy()
+    prior = np.log(before) - np.log1p(-before)
+    pairs = square.numpy().copy()
+    alone = linear.numpy() - pairs.diagonal() / 2 + prior
+    np.fill_diagonal(pairs, 0.0)
+    here = (rng.random(len(alone)) < before).astype(float)
+    odds = alone - pairs @ here
+    inside, outside = np.full(len(alone), -np.inf), np.full(len(alone), -np.inf)
+    for sweep in range(SWEEPS):
+        for i in rng.permutation(len(alone)):
+            drawn = float(np.log(rng.random()) < -np.logaddexp(0.0, -odds[i]))
+            if drawn != here[i]:
+                odds -= pairs[:, i] * (drawn - here[i])
+                here[i] = drawn
+        if sweep >= SETTLING:
+            inside = np.logaddexp(inside, -np.logaddexp(0.0, -odds))
+            outside = np.logaddexp(outside, -np.logaddexp(0.0, odds))
+    return torch.from_numpy(inside - outside - prior)

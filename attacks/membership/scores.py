@@ -110,9 +110,7 @@ def loss_change(scoring: Scoring) -> Tensor:
 def label_frequency(scoring: Scoring) -> Tensor:
     """Return the frequency of the candidate's label among public examples; reads neither update nor weights."""
     known, labels = scoring.candidates.known, classes_of(scoring.candidates.batch)
-    if known.auxiliary is None:
-        raise ValueError("the frequency of labels needs public examples: set the knowledge's auxiliary")
-    counts = torch.bincount(classes_of(known.auxiliary), minlength=known.classes).double()
+    counts = torch.bincount(classes_of(known.public), minlength=known.classes).double()
     return (counts / counts.sum())[labels].expand(len(scoring.wave), -1)
 
 

@@ -136,7 +136,7 @@ class GuessVerifier:
             orders = dict.fromkeys(permutations(self.known.labels[self.k].tolist()))
         elif (weight := self.model.parts.head[0]) in self.update:
             # a sentence's features raise only the logit of its label
-            features = layer_inputs(self.model, self.params, weight, x).double()
+            features = layer_inputs(self.model, self.params, [weight], x)[0].double()
             yield Batch(x, (self.update[weight].double() @ torch.linalg.pinv(features)).argmax(0).cpu())
         for order in orders:
             yield Batch(x, torch.tensor(order, dtype=torch.int64))

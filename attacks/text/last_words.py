@@ -57,7 +57,7 @@ def _ranked(verifier: GuessVerifier, batch: Batch, step: Update, ends: Sequence[
     if name not in step:
         raised = logits_along(model, verifier.params, step, batch.x.to(verifier.device))[sentences, ends]
         return raised.topk(MOST).indices.tolist()
-    inputs = layer_inputs(model, verifier.params, head(model), batch.x)[sentences, ends].double()
+    inputs = layer_inputs(model, verifier.params, [head(model)], batch.x)[0][sentences, ends].double()
     ranked, own = [], batch.x[batch.x != model.pad].unique().cpu()
     for shares in (step[name].double() @ torch.linalg.pinv(inputs)).cpu().T:  # (V,) of each sentence
         elsewhere = shares.index_fill(0, own, -torch.inf)

@@ -17,36 +17,18 @@ class _InputsReached(Exception):
     """The wanted inputs are captured: the rest of the forward pass is unnecessary."""
 
 
-@torch.no_grad()
 def layer_inputs(
-    model: LanguageModel, params: Mapping[str, Tensor], part: nn.Module | str, ids: Tensor, mask: Tensor | None = None
-) -> Tensor:
-    """The inputs (B, L, width) of a module, or of that of a weight, for sentences (B, L).
-
-    Args:
-        mask: which positions exist; default: those without padding.
-    """
-    return inputs_of(model, params, [part], ids, mask)[0]
-
-
-def first_inputs(model: LanguageModel, params: Mapping[str, Tensor], words: Tensor, places: int) -> Tensor:
-    """The first attention block's inputs (C, places, width) of words (C,), each in all positions."""
-    ids = words[:, None].expand(-1, places).contiguous()
-    part = model.parts.layers[0].query.weight
-    return layer_inputs(model, params, part, ids, torch.ones_like(ids, dtype=torch.bool))
-
-
-def inputs_of(
     model: LanguageModel,
     params: Mapping[str, Tensor],
     parts: Sequence[nn.Module | str],
     x: Tensor,
-    mask: Tensor | None,
+    mask: Tensor | None = None,
 ) -> list[Tensor]:
-    """The inputs (B, L, width) of modules, or of those of weights, of ids (B, L) or embeddings (B, L, width).
+    """The inputs (B, L, width) of modules, or of those of weights, for ids (B, L) or embeddings (B, L, width).
 
     Args:
         parts: in the order of the forward pass.
+        mask: which positions exist; default: those without padding.
     """
     captured: list[Tensor] = []
 
@@ -65,6 +47,14 @@ def inputs_of(
         except _InputsReached:
             return captured
     raise ValueError(f"the model's forward pass never calls {parts[-1]}")
+
+
+@torch.no_grad()
+def first_inputs(model: LanguageModel, params: Mapping[str, Tensor], words: Tensor, places: int) -> Tensor:
+    """The first attention block's inputs (C, places, width) of words (C,), each in all positions."""
+    ids = words[:, None].expand(-1, places).contiguous()
+    parts = [model.parts.layers[0].query.weight]
+    return layer_inputs(model, params, parts, ids, torch.ones_like(ids, dtype=torch.bool))[0]
 
 
 def head(model: LanguageModel) -> nn.Module:

@@ -35,10 +35,10 @@ MOST_HELD_OUT = 512  # held-out shadow updates at most
 
 @dataclass(frozen=True)
 class learned_rows(Attack):
-    """Predicts words by position from their own rows of the gradients, one sentence per update; iterations are Adam's steps.
+    """Predicts words by position from their rows of the gradients, one sentence per update.
 
-    Training ends early when held-out auxiliary sentences have not become likelier for `patience` checks; the best weights are
-    used. The word embeddings or an untied head must share their gradients.
+    The budget's iterations are Adam's steps. Training ends early when held-out auxiliary sentences have not become likelier
+    for `patience` checks; the best weights are used. The word embeddings or an untied head must share their gradients.
 
     Args:
         hidden: units of the two hidden layers.
@@ -66,23 +66,23 @@ class learned_rows(Attack):
             reason = f"it reads one sentence per update; in a batch of {known.batch_size} a word's sentence is unknown"
             return not_applicable(wave, reason)
         try:
-            reader = _RowFeatures.of(language_model(known), wave.params)
+            tables = row_tables(language_model(known), wave.params)
             shadow = ShadowTrainer(known, wave.params, UpdateFeatures(False))
-            network, record = self._trained(shadow, reader, budget, clock)
+            network, record = self._trained(shadow, tables, budget, clock)
         except ValueError as error:
             return not_applicable(wave, str(error))
         words = shadow.auxiliary.x.unique()
         with torch.no_grad():
             updates = ({name: t[k : k + 1] for name, t in wave.update.items()} for k in range(len(wave)))
-            scores = [network(reader.rows(update)[0])[words].T[None] for update in updates]  # (1, L, words)
+            scores = [network(row_features(tables, update)[0][0])[words].T[None] for update in updates]  # (1, L, words)
         return [answer_of(own, words, record, known, k) for k, own in enumerate(scores)]
 
     def _trained(
-        self, shadow: ShadowTrainer, reader: "_RowFeatures", budget: Budget, clock: Deadline
+        self, shadow: ShadowTrainer, tables: Sequence[str], budget: Budget, clock: Deadline
     ) -> tuple[nn.Module, TrainingRecord]:
         """The network of a word's scores at each position, from the cache or trained now."""
         name = digest("rows", shadow.key, self, budget)
-        features = reader.rows({name: t[None] for name, t in shadow.params.items()}).shape[2]
+        features = row_features(tables, {name: t[None] for name, t in shadow.params.items()})[0].shape[2]
         widths = [features, self.hidden, self.hidden, shadow.known.shape[0]]
         network = seeded(lambda: perceptron(widths), "rows", name).to(shadow.device)
 
@@ -96,71 +96,51 @@ class learned_rows(Attack):
                 yield rows[chosen], truth[chosen]
 
         def trained() -> dict[str, Tensor]:
-            own, held = (shadow_rows(shadow, reader, part) for part in (False, True))
+            own, held = (shadow_rows(shadow, tables, part) for part in (False, True))
             settings = (self.rate, self.patience, budget.iterations, clock)
             return train(network, loss, batches(*own), [held], self.every, *settings)
 
         return network, load(network, shadow.cache.get(f"positions-{name}", trained))
 
 
-@dataclass(frozen=True)
-class _RowFeatures:
-    """The features of each word: its rows in some tensors of the update.
+def row_tables(model: LanguageModel, params: Update) -> list[str]:
+    """Names of the tensors that have a row for every word; ValueError where none is shared."""
+    named = dict.fromkeys((model.parts.word, *model.parts.head))
+    tables = [name for name in named if name in params and len(params[name]) == model.vocabulary]
+    if not tables:
+        raise ValueError("it reads each word's row in the gradient of word embeddings or head, and neither is shared")
+    return tables
 
-    Args:
-        tables: names of tensors (vocabulary, ...) that have a row for every word.
+
+def row_features(tables: Sequence[str], updates: Update) -> tuple[Tensor, Tensor]:
+    """Features (n, vocabulary, F) of updates (n, ...): each row's direction, and its size relative to the largest row.
+
+    The last feature is 1 for a repeated candidate, which only training data has, and which is never the answer. Also the sizes
+    (n, vocabulary) of the first table's rows.
     """
-
-    tables: tuple[str, ...]
-
-    @classmethod
-    def of(cls, model: LanguageModel, params: Update) -> "_RowFeatures":
-        """ValueError where no tensor that is sent has a row for every word."""
-        named = dict.fromkeys((model.parts.word, *model.parts.head))
-        found = tuple(name for name in named if name in params and len(params[name]) == model.vocabulary)
-        if not found:
-            raise ValueError(
-                "it reads each word's row in the gradient of word embeddings or head, and neither is shared"
-            )
-        return cls(found)
-
-    def rows(self, updates: Update) -> Tensor:
-        """Features (n, vocabulary, F) of updates (n, ...): each row's direction, and its size relative to the largest row.
-
-        The last feature is 1 for a repeated candidate, which only training data has, and which is never the answer.
-        """
-        parts = []
-        for name in self.tables:
-            rows = self._table(updates, name)
-            sizes = rows.norm(dim=2, keepdim=True)
-            largest = sizes.amax(1, keepdim=True).clamp(min=TINY)
-            parts += [rows / sizes.clamp(min=TINY), (sizes / largest + 1e-6).log10()]
-        return torch.cat([*parts, torch.zeros_like(parts[-1])], 2)
-
-    def loudness(self, updates: Update) -> Tensor:
-        """Sizes (n, vocabulary) of the rows of the first table."""
-        sizes: Tensor = self._table(updates, self.tables[0]).norm(dim=2)
-        return sizes
-
-    def _table(self, updates: Update, name: str) -> Tensor:
-        t = updates[name]
-        return t.flatten(2) if t.dim() > 2 else t[..., None]
+    parts, all_sizes = [], []
+    for name in tables:
+        rows = updates[name].reshape(*updates[name].shape[:2], -1)
+        sizes = rows.norm(dim=2, keepdim=True)
+        largest = sizes.amax(1, keepdim=True).clamp(min=TINY)
+        parts += [rows / sizes.clamp(min=TINY), (sizes / largest + 1e-6).log10()]
+        all_sizes.append(sizes[..., 0])
+    return torch.cat([*parts, torch.zeros_like(parts[-1])], 2), all_sizes[0]
 
 
-def shadow_rows(shadow: ShadowTrainer, reader: _RowFeatures, held: bool) -> tuple[Tensor, Tensor]:
+def shadow_rows(shadow: ShadowTrainer, tables: Sequence[str], held: bool) -> tuple[Tensor, Tensor]:
     """Candidates' features (n, candidates, F), and the index of the true one at each position (n, L)."""
     groups = shadow.groups(held)[: MOST_HELD_OUT if held else None]
     x, y = shadow.auxiliary.x[groups], shadow.auxiliary.y[groups]
     rng, done, parts = generator("rows lessons", shadow.key, held), 0, []
     for updates in Simulator(shadow.known, shadow.params).updates(x, y, rng):
-        sizes = reader.loudness(updates)
+        rows, sizes = row_features(tables, updates)
         sentences = x[done : done + len(sizes), 0]
         done += len(sizes)
         loudest = sizes.topk(min(LOUDEST, sizes.shape[1]), dim=1).indices
         drawn = torch.randint(sizes.shape[1], (len(sentences), DRAWN), generator=rng)
         candidates = torch.cat([sentences, loudest, drawn.to(sentences.device)], 1)
         first = (candidates[:, :, None] == candidates[:, None]).int().argmax(2)  # the first of equal words
-        rows = reader.rows(updates)
         features = rows.gather(1, candidates[..., None].expand(-1, -1, rows.shape[2]))
         again = first != torch.arange(candidates.shape[1], device=first.device)
         features[again] = F.one_hot(torch.tensor(rows.shape[2] - 1), rows.shape[2]).to(rows)

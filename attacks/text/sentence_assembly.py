@@ -49,12 +49,12 @@ class SentenceJudge:
         model, length = self.verifier.model, self.verifier.known.shape[0]
         if self.spans is None:
             return torch.zeros(len(sentences), length)
-        part = model.parts.layers[self.block].query.weight
+        parts = [model.parts.layers[self.block].query.weight]
         distances = []
         for first in range(0, len(sentences), CHUNK):
             some = sentences[first : first + CHUNK]
             x = framed(some, max(map(len, some)), model.pad)
-            measured = self.spans.distance(layer_inputs(model, self.verifier.params, part, x)).cpu()
+            measured = self.spans.distance(layer_inputs(model, self.verifier.params, parts, x)[0]).cpu()
             distances.append(F.pad(measured * (x != model.pad), (0, length - x.shape[1])))
         return torch.cat(distances)
 

@@ -38,7 +38,9 @@ MOST_NUMBERS = 2**29  # of the updates of sentences that are held at once: 4 GB
 
 @dataclass(frozen=True)
 class somp(SentenceReader):
-    """Sentences of a decoder's batches, also with nearly as many tokens as dimensions; iterations are passes of exchanges.
+    """Sentences of a decoder's batches, also with nearly as many tokens as dimensions.
+
+    The budget's iterations are passes of exchanges.
 
     Args:
         each: words kept for one position, as a multiple of the batch size.
@@ -119,7 +121,8 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
     ).cpu()
 
     def last_misfit(x: Tensor) -> Tensor:
-        chunks = [layer_inputs(model, verifier.params, layers[1].query.weight, some) for some in x.split(CHUNK)]
+        parts = [layers[1].query.weight]
+        chunks = (layer_inputs(model, verifier.params, parts, some)[0] for some in x.split(CHUNK))
         return torch.cat([misfit(chunk, second)[:, -1] for chunk in chunks]).cpu()
 
     live = torch.tensor([model.start], dtype=torch.int64)

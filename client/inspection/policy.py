@@ -71,11 +71,10 @@ class InspectionPolicy:
     """A client's policy for the weights that the server sends.
 
     Args:
-        inspect: off: no inspection; log: write down every result; warn: report alarms only; refuse: report alarms and
-            withhold the update.
-        architecture: `fingerprint` of the network that was agreed on; default: that of the first round.
-        examples: whether weights are evaluated on examples; if not, a refusal says nothing about the examples. None: unless
-            noise follows a clip in the chain, since its epsilon covers neither refusals nor reports of a suspicion.
+        inspect: log: write down every result; warn: report alarms only; refuse: report alarms and withhold the update.
+        architecture: `fingerprint` of the agreed network; default: that of the first round.
+        examples: also evaluate weights on examples, which refusals and reports then reveal; default: unless noise follows a
+            clip in the chain.
     """
 
     inspect: Mode = "off"

@@ -26,6 +26,7 @@ class Column:
         decimals: with which its numbers are written, at least 0.
         optional: its numbers may be missing: an entry says so. Of categories, one is called MISSING.
         shares: of the categories; if given, one-hot entries are also scaled to mean 0 and variance 1.
+        spread: the standard deviation of its numbers, by which guesses are graded; default: std.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Column:
     decimals: int = 0
     optional: bool = False
     shares: tuple[float, ...] = ()
+    spread: float | None = None
 
     def __post_init__(self) -> None:
         check_above_zero(self, "std")
@@ -118,7 +120,7 @@ class Columns:
     @cached_property
     def tolerance(self) -> Tensor:
         """(F,) float64, up to which a number counts as right: .319 standard deviations (Vero et al., 2023); 0 of categories."""
-        return torch.tensor([0.319 * c.std if c.numeric else 0.0 for c in self], dtype=torch.float64)
+        return torch.tensor([0.319 * (c.spread or c.std) if c.numeric else 0.0 for c in self], dtype=torch.float64)
 
     def natural(self, rows: Tensor) -> Tensor:
         """Rows (..., D) in their own units: numbers unscaled, categories between 0 and 1."""

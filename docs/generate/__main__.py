@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from os.path import commonprefix
 from pathlib import Path
 
 from docs.generate import kept_figures
@@ -28,14 +29,16 @@ def escaped(text: str) -> str:
 
 
 def components(kind: str) -> str:
-    """Return the table of fedgauge's own components of a kind."""
-    rows = ""
-    for found in components_of(kind, own_only=True):
-        assert found.target is not None
-        listed = listed_arguments(found.target)
-        arguments = escaped(f"`{listed}`") if listed else ""
+    """Return the table of fedgauge's own components of a kind, below the arguments that all of them take first."""
+    every = [(found, listed_arguments(found.target)) for found in components_of(kind, own_only=True) if found.target]
+    shared = commonprefix([f"{listed}, " for _, listed in every]).rpartition(", ")[0] if len(every) > 1 else ""
+    rows = f"Each takes `{shared}`.\n\n" if shared else ""
+    rows += "| name | arguments | what it is |\n|---|---|---|\n"
+    for found, listed in every:
+        own = listed.removeprefix(shared).removeprefix(", ")
+        arguments = escaped(f"`{own}`") if own else ""
         rows += f"| `{found.name}` | {arguments} | {escaped(found.description)} |\n"
-    return f"| name | arguments | what it is |\n|---|---|---|\n{rows}"
+    return rows
 
 
 def keys(table: str) -> str:
@@ -50,8 +53,8 @@ def keys(table: str) -> str:
 def sweep(name: str) -> str:
     """Return the kept rows of a sweep with a line for each defense."""
     kept = json.loads((SIMULATIONS / "results" / name / "sweep.json").read_text())
-    promises = Sweep.load(SIMULATIONS / f"{name}.toml").promises
-    return summary_as_markdown([SweepRow(**row) for row in kept["rows"]], promises)
+    defenses = Sweep.load(SIMULATIONS / f"{name}.toml").defenses
+    return summary_as_markdown([SweepRow(**row) for row in kept["rows"]], defenses)
 
 
 BLOCKS: Mapping[str, tuple[str, Callable[[str], str]]] = {

@@ -47,6 +47,9 @@ def table(sheets: Sequence[str], options: Mapping[str, str]) -> str:
         lines.setdefault(row_of(row), []).append(row)
 
     about = [", ".join(fixed)] if fixed else []
+    trained = {_training(line) for line in lines.values()}
+    if len(trained) == 1 and len(lines) > 1:
+        about += filter(None, [next(iter(trained))])
     low = "95 % interval" if any(row["low"] is not None for row in rows) else ""
     reference = "[reference]" if any(row["reference"] is not None for row in rows) else ""
     about += [" ".join(filter(None, ("figure", f"({low})" if low else "", reference)))] if low or reference else []
@@ -66,7 +69,8 @@ def table(sheets: Sequence[str], options: Mapping[str, str]) -> str:
             cells.setdefault(column_of(row), []).append(row)
         found = [cells.get(column, []) for column in columns]
         figures = [_figures(some) if merged else _joined(map(_figure, some)) for some in found]
-        body.append([label + _training(line), *figures, *(by_line[label] for by_line in conditions)])
+        accuracy = f" ({_training(line)})" if len(trained) > 1 and _training(line) else ""
+        body.append([label + accuracy, *figures, *(by_line[label] for by_line in conditions)])
     head, *rest = [f"| {' | '.join(line)} |" for line in (heads, *body)]
     grid = "\n".join([head, "|---" * len(heads) + "|", *rest])
     return f"\n{'; '.join(about)}.\n\n{grid}\n"
@@ -181,9 +185,10 @@ def _figure(row: Row) -> str:
 
 
 def _training(line: list[Row]) -> str:
-    """Return the accuracy of the attacked network, if it was trained for the table."""
-    accuracies = (re.search(r"(\d+) ?%|$", row["note"] if "failed" not in row["note"] else "")[1] for row in line)  # type: ignore[index]  # `$` always fits
-    return "".join(f" ({accuracy} % accuracy)" for accuracy in dict.fromkeys(filter(None, accuracies)))
+    """Return the accuracies of the attacked networks that were trained for the table."""
+    notes = [row["note"] for row in line if "failed" not in row["note"]]
+    accuracies = sorted({int(found[1]) for note in notes if (found := re.search(r"(\d+) ?%", note))})
+    return f"{' to '.join(map(str, dict.fromkeys(accuracies[:1] + accuracies[-1:])))} % accuracy" if accuracies else ""
 
 
 def _n(row: Row) -> str:

@@ -53,7 +53,11 @@ def _of(target: Callable[..., Any], leave_out: Sequence[str] = (), **defaults: s
     keys = []
     for name, parameter in inspect.signature(target).parameters.items():
         if name not in leave_out:
-            keys.append(Key(name, hints[name], defaults.get(name, _default(parameter)), meanings[name]))
+            default, meaning = defaults.get(name, _default(parameter)), meanings[name].rstrip(".")
+            if not default.startswith("`"):  # None in Python: the docstring names the default
+                meaning, _, named = meaning.partition("; default: ")
+                default = named or default
+            keys.append(Key(name, hints[name], default, meaning))
     return keys
 
 
@@ -71,7 +75,7 @@ def meanings_of(docstring: str) -> dict[str, str]:
 
 
 def _use(what: str, default: str = NEEDED) -> Key:
-    return Key("use", str, default, f"{what}; its arguments are further keys of this table")
+    return Key("use", str, default, what)
 
 
 def _top() -> list[Key]:
@@ -80,14 +84,14 @@ def _top() -> list[Key]:
         "server",
         Literal["honest", "malicious"],
         '`"honest"`',
-        "whether it sends the weights that it should; malicious: what `[[server_attack]]` says",
+        "honest: it sends the true weights; malicious: what `[[server_attack]]` says",
     )
     return [*protocol.values(), server]
 
 
 _PARTS = ("stragglers", "secure_sum", "loss", "guard", "canaries")
 _SPLIT = ("dataset", "clients", "seed")  # of split: given by other parts of the scenario
-_WEIGHTS = "a safetensors checkpoint to start from, BatchNorm's statistics included; default: drawn from the seed"
+_WEIGHTS = "a safetensors checkpoint to start from, BatchNorm's statistics included"
 _ADAPTERS = "small trained parts of a frozen network, each a table `[[model.adapter]]` with `use`"
 _DEFENSES = "defenses of the model, each a table `[[model.defense]]` with `use`"
 _EACH = "act on each example's gradient by itself; before local training only"
@@ -97,7 +101,7 @@ TABLES: Mapping[str, Callable[[], list[Key]]] = {
     "model": lambda: [
         _use("the network"),
         Key("mode", Literal["train", "eval"], '`"eval"`', "of its layers while clients train"),
-        Key("weights", str, "none", _WEIGHTS),
+        Key("weights", str, "drawn from the seed", _WEIGHTS),
         Key("adapter", list, "`[]`", _ADAPTERS),
         Key("defense", list, "`[]`", _DEFENSES),
     ],

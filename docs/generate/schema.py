@@ -81,7 +81,9 @@ def _object(keys: Sequence[Key]) -> Schema:
 
 
 def _described(key: Key) -> Schema:
-    return of_hint(key.hint) | ({"description": key.meaning} if key.meaning else {})
+    default = "" if key.default in (NEEDED, "none") else f"default: {key.default.strip('`')}"
+    described = "; ".join(filter(None, (key.meaning, default)))
+    return of_hint(key.hint) | ({"description": described} if described else {})
 
 
 def _reference(name: str) -> Schema:

@@ -1,10 +1,9 @@
-"""Events for open pages: poll the ledgers' files, and read them after a change."""
+"""Events for open pages: poll the ledgers' files."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
 from time import monotonic
-from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
@@ -33,42 +32,30 @@ class EventStream:
             name: a run; None for all runs of the folder.
         """
         yield "retry: 1000\n\n"
-        known, touched, spoke = None, None, monotonic()
+        known, spoke = None, monotonic()
         while not self._stopping:
-            now = await asyncio.to_thread(self._touched, name)
-            if name is not None and now is None:
+            now = await asyncio.to_thread(self._version, name)
+            if now is None:
                 yield "event: gone\ndata: {}\n\n"
                 return
-            version = known if now == touched else await asyncio.to_thread(self._version, name)
-            touched = now
-            if version != known or monotonic() - spoke > HEARTBEAT:
-                news = f"id: {version}\nevent: change\ndata: {json.dumps({'run': name, 'version': version})}\n\n"
-                yield ": still here\n\n" if version == known else news
-                known, spoke = version, monotonic()
+            if now != known or monotonic() - spoke > HEARTBEAT:
+                news = f"id: {now}\nevent: change\ndata: {json.dumps({'run': name, 'version': now})}\n\n"
+                yield ": still here\n\n" if now == known else news
+                known, spoke = now, monotonic()
             await asyncio.sleep(POLL_SECONDS)
 
-    def _touched(self, name: str | None) -> Any:
-        """Return a value that changes with the files of a run; None: the run is gone."""
-        if name is None:
-            return [(each, self._touched(each)) for each in self.catalog.names()]
+    def _version(self, name: str | None) -> str | None:
+        """Return a value that changes with the files of a run, or of all; None: the run is gone."""
+        if name is not None and not self.catalog.has(name):
+            return None
+        names = self.catalog.names() if name is None else [name]
+        return xxh3_64_hexdigest(repr([(each, self._state(each)) for each in names]).encode(errors="replace"))
+
+    def _state(self, name: str) -> object:
         try:
             run = self.catalog.run(name)
             paths = [run.folder / f"ledger.sqlite{tail}" for tail in ("", "-wal")]
             stamps = [(stat.st_mtime_ns, stat.st_size) for path in paths if path.exists() for stat in [path.lstat()]]
             return stamps, [run.at_work(purpose) for purpose in ("training", "audit")]
-        except UnknownRun:
-            return None
-        except (LedgerError, OSError) as error:
-            return str(error)
-
-    def _version(self, name: str | None) -> str:
-        if name is None:
-            return _digest(repr(self._touched(None)))
-        try:
-            return self.catalog.use(name, lambda reading: reading.version)
         except (UnknownRun, LedgerError, OSError) as error:
-            return _digest(str(error))
-
-
-def _digest(text: str) -> str:
-    return xxh3_64_hexdigest(text.encode(errors="replace"))
+            return str(error)

@@ -105,7 +105,7 @@ class RunCatalog:
         run = self.run(name)
         with self._lock:
             known = self._readings.pop(name, None)
-            self._readings[name] = Reading(run) if known is None or known.gone else known
+            self._readings[name] = Reading(run) if known is None else known
             # not closed, as another thread may be about to read it
             while len(self._readings) > OPEN:
                 self._readings.popitem(last=False)

@@ -5,7 +5,7 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
 import uvicorn
@@ -28,7 +28,7 @@ from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
-from fedgauge.server.views.gallery import Gallery, NotShown, Page, Query, Sort, through_rounds, trace
+from fedgauge.server.views.gallery import Gallery, Page
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading, viewed
 from fedgauge.server.views.tables import in_json
@@ -55,7 +55,7 @@ def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starl
             Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
             Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1),  # Plotly's script in .1 s
         ],
-        exception_handlers=dict.fromkeys((UnknownRun, NotShown, LedgerError, OSError, HTTPException), _refused),
+        exception_handlers=dict.fromkeys((UnknownRun, LedgerError, OSError, HTTPException), _refused),
     )
     app.state.catalog, app.state.event_stream, app.state.token = catalog, EventStream(catalog), token
     return app
@@ -64,7 +64,7 @@ def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starl
 def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         return refusal(request, str(error.detail), error.status_code, error.headers)
-    return refusal(request, str(error), 404 if isinstance(error, UnknownRun | NotShown) else 503)
+    return refusal(request, str(error), 404 if isinstance(error, UnknownRun) else 503)
 
 
 def serve(path: Path, host: str, port: int | None, token: str, ready: Callable[[str], None]) -> None:
@@ -112,16 +112,14 @@ def _listen(host: str, port: int | None) -> socket.socket:
 
 
 def _routes() -> list[Route | Mount]:
-    pages = ["/", "/compare", "/run/{id}", "/run/{id}/gallery", "/run/{id}/clients", "/run/{id}/image/{image:int}"]
+    pages = ["/", "/compare", "/run/{id}", "/run/{id}/gallery", "/run/{id}/clients"]
     run = "/api/runs/{id}"
     return [
         *(Route(path, _page) for path in pages),
         Route("/api/runs", _runs),
         Route(f"{run}/overview", _view(lambda reading, asked: _overview(reading))),
-        Route(f"{run}/gallery", _view(_gallery, "round", "client", "sort", "offset")),
-        Route(f"{run}/image/{{image:int}}", _view(_image, "client")),
-        Route(f"{run}/trace", _view(_trace, "round", "client", "example", "attack")),
-        Route(f"{run}/clients", _view(_clients, "metric")),
+        Route(f"{run}/gallery", _view(_gallery)),
+        Route(f"{run}/clients", _view(_clients)),
         Route("/api/compare", _compare),
         Route("/api/events", _events),
         Mount("/static", StaticFiles(directory=STATIC)),
@@ -135,15 +133,15 @@ def _routes() -> list[Route | Mount]:
 Asked = Mapping[str, Any]  # the query's parameters as text, and those in the address
 
 
-def _view(make: Callable[[Reading, Asked], Any], *allowed: str) -> Callable[[Request], Any]:
-    """Wrap a view of a run, with the run's state and version."""
+def _view(make: Callable[[Reading, Asked], Any]) -> Callable[[Request], Any]:
+    """Wrap a view of a run, with the run's state."""
 
     async def answer(request: Request) -> Response:
-        asked = {**_query(request, *allowed), **request.path_params}
+        asked = _query(request)
         found = await run_in_threadpool(
             request.app.state.catalog.use,
             asked["id"],
-            lambda reading: {**in_json(make(reading, asked)), "state": reading.state, "version": reading.version},
+            lambda reading: {**in_json(make(reading, asked)), "state": reading.state},
         )
         return Json(found)
 
@@ -160,21 +158,11 @@ _gallery_of = viewed(Gallery)
 
 def _gallery(reading: Reading, asked: Asked) -> Page:
     gallery = _gallery_of(reading)
-    sort = cast(Sort, _one_of(asked, "sort", ("leak", "hidden", "client"), "leak"))
     who, offset = (_number(asked, key) if key in asked else None for key in ("client", "offset"))
     round = gallery.rounds[-1] if gallery.rounds else None
     if "round" in asked:
         round = None if asked["round"] == "all" else _number(asked, "round")
-    return gallery.page(Query(round, who, sort, offset or 0))
-
-
-def _image(reading: Reading, asked: Asked) -> Any:
-    return through_rounds(_gallery_of(reading), _number(asked, "client"), asked["image"])
-
-
-def _trace(reading: Reading, asked: Asked) -> Any:
-    gallery, (round, who, example) = _gallery_of(reading), (_number(asked, k) for k in ("round", "client", "example"))
-    return trace(gallery, round, who, example, _one_of(asked, "attack", gallery.attacks))
+    return gallery.page(round, who, offset or 0)
 
 
 def _clients(reading: Reading, asked: Asked) -> Any:
@@ -188,7 +176,7 @@ async def _runs(request: Request) -> Response:
 
 
 async def _compare(request: Request) -> Response:
-    asked = _query(request, "runs", "metric")
+    asked = _query(request)
     metric = _one_of(asked, "metric", ("", *MEASURED)) or None
     catalog: RunCatalog = request.app.state.catalog
     names = [name for name in asked.get("runs", "").split(",") if name] or catalog.names()
@@ -213,11 +201,8 @@ async def _page(request: Request) -> Response:
 # ------------------------------------------------------------------------------------------------------------- queries
 
 
-def _query(request: Request, *allowed: str) -> dict[str, str]:
-    asked = {key: value for key, value in request.query_params.items() if value != ""}
-    if unknown := sorted(asked.keys() - set(allowed)):
-        raise HTTPException(400, f"unknown parameter {unknown[0]!r} (there are: {', '.join(allowed)})")
-    return asked
+def _query(request: Request) -> dict[str, Any]:
+    return {key: value for key, value in request.query_params.items() if value != ""} | request.path_params
 
 
 def _number(asked: Asked, key: str) -> int:

@@ -1,9 +1,6 @@
 """Executors: they run attack tasks somewhere and give back results; this one runs them in the process itself."""
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -17,49 +14,14 @@ class WorkerDied(Exception):
     """The process that attacked a wave died; the wave is to blame only if that happens again."""
 
 
-@dataclass
-class Load:
-    """A device's activity.
-
-    Args:
-        workers: on it.
-        busy, finished: waves.
-    """
-
-    workers: int = 0
-    busy: int = 0
-    finished: int = 0
-
-
-class Executor(Protocol):
-    """Runs tasks somewhere; a task's exception is a result like any other."""
-
-    @property
-    def slots(self) -> int:
-        """Return the number of tasks that may be in flight."""
-
-    def submit(self, ticket: int, task: Task) -> None:
-        """Start a task."""
-
-    def next_done(self, timeout: float) -> tuple[int, Result] | None:
-        """A finished task's ticket and result; None if none finishes within the timeout (seconds)."""
-
-    def load(self) -> Mapping[str, Load]:
-        """Return each device's activity, by its name."""
-
-    def close(self) -> None:
-        """Stop whatever it started."""
-
-
 class LocalExecutor:
-    """One wave at a time, in this process, on one device."""
+    """One wave at a time, in this process, on one device; a task's exception is a result like any other."""
 
     slots = 1
 
     def __init__(self, device: torch.device = CPU, precision: Precision = "ieee") -> None:
         self._waiting: deque[tuple[int, Task]] = deque()
         self._worker = Worker(device, precision)
-        self._finished = 0
 
     def submit(self, ticket: int, task: Task) -> None:
         self._waiting.append((ticket, task))
@@ -68,14 +30,10 @@ class LocalExecutor:
         if not self._waiting:
             return None
         ticket, task = self._waiting.popleft()
-        self._finished += 1
         try:
             return ticket, self._worker.attack(task)
         except Exception as error:  # an attack's failure becomes a score row with a status and never ends the service
             return ticket, error
-
-    def load(self) -> Mapping[str, Load]:
-        return {self._worker.name: Load(self.slots, len(self._waiting), self._finished)}
 
     def close(self) -> None:
         self._waiting.clear()

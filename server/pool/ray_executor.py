@@ -8,9 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import chdir
+from contextlib import ExitStack, chdir
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from fedgauge.attacks.engine.devices import CPU, Precision
 from fedgauge.client.components import SpecError
 from fedgauge.server.children import die_with_parent, paths_from_here
-from fedgauge.server.pool.executors import Load, Result, WorkerDied, last_line
+from fedgauge.server.pool.executors import Result, WorkerDied, last_line
 from fedgauge.server.pool.private_ray import private_ray
 from fedgauge.server.pool.worker import Task, TaskResult
 
@@ -95,16 +95,16 @@ class RayExecutor:
         self._visible = {name: _visible(name) for name in names}
         self._idle = deque((name, self._begin(name)) for name in names)
         self._flying: dict[Any, tuple[int, str, Any]] = {}
-        self._load = {name: Load(workers=count) for name, count in Counter(names).items()}
+        self._on_cpu = names.count("cpu")
 
     @property
     def slots(self) -> int:
         """One wave for each worker: more in flight hold memory and make nothing faster. A core that joins a cluster gets one."""
         if self._grows:
-            for _ in range(self._cores() - self._load["cpu"].workers):
+            for _ in range(self._cores() - self._on_cpu):
                 self._idle.append(("cpu", self._begin("cpu")))
-                self._load["cpu"].workers += 1
-        return sum(of.workers for of in self._load.values())
+                self._on_cpu += 1
+        return len(self._idle) + len(self._flying)
 
     def _cores(self) -> int:
         """The cores of the cluster; 1 before the first has joined."""
@@ -121,20 +121,20 @@ class RayExecutor:
         # Ray reads it when it is imported
         os.environ.update(paths_from_here() | (_secrets() if address is None else {}))
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        try:
+        with ExitStack() as failing:
+            failing.callback(self._leave)
             import ray
 
             self._ray = ray
             with chdir(self._scratch):  # Ray's workers look for every package in their driver's current folder first
                 if address is not None:
                     self._join(address, quiet)
-                    return self._names_in_cluster(devices)
-                names = [str(device) for device in devices for _ in range(workers if device == CPU else 1)]
-                self._start(len(names), quiet)
+                    names = self._names_in_cluster(devices)
+                else:
+                    names = [str(device) for device in devices for _ in range(workers if device == CPU else 1)]
+                    self._start(len(names), quiet)
+            failing.pop_all()
             return names
-        except BaseException:
-            self._leave()
-            raise
 
     def _names_in_cluster(self, devices: Sequence[torch.device]) -> list[str]:
         gpus = int(self._ray.cluster_resources().get("GPU", 0))
@@ -159,21 +159,15 @@ class RayExecutor:
         """The idle workers' process ids; waits until each is up."""
         return [self._ray.get(worker.pid.remote()) for _, worker in self._idle]
 
-    def load(self) -> Mapping[str, Load]:
-        return self._load
-
     def submit(self, ticket: int, task: Task) -> None:
         name, worker = self._idle.popleft()
         self._flying[worker.attack.remote(task)] = (ticket, name, worker)
-        self._load[name].busy += 1
 
     def next_done(self, timeout: float) -> tuple[int, Result] | None:
         done, _ = self._ray.wait(list(self._flying), num_returns=1, timeout=timeout)
         if not done:
             return None
         ticket, name, worker = self._flying.pop(done[0])
-        self._load[name].busy -= 1
-        self._load[name].finished += 1
         result: Result
         try:
             result = self._ray.get(done[0])
@@ -196,18 +190,8 @@ class RayExecutor:
     def _join(self, address: str, quiet: Mapping[str, Any]) -> None:
         """Connect to a cluster: a driver must run on one of its nodes, so this machine becomes a node without cores."""
         if address != "auto":
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                "ray.scripts.scripts",
-                "start",
-                "--address",
-                address,
-                "--num-cpus",
-                "0",
-            ]
-            command += ["--num-gpus", "0", "--disable-usage-stats", "--block"]
+            command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--address", address, "--block"]
+            command += ["--num-cpus", "0", "--num-gpus", "0", "--disable-usage-stats"]
             nowhere = subprocess.DEVNULL
             # Ray ends a driver that loses the cluster's head at once, and then nothing else would end the node
             dying = die_with_parent if sys.platform == "linux" else None

@@ -6,7 +6,6 @@ training goes on; if training dies, it finishes what is on the tape.
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -14,21 +13,23 @@ import torch
 from fedgauge.attacks.base import ClientState, Observation, Wave
 from fedgauge.attacks.grading.replay import ReplayCheck, replay
 from fedgauge.attacks.modality.registry import BASELINES
-from fedgauge.server.pool.executors import Executor, LocalExecutor, Result, WorkerDied, last_line
+from fedgauge.server.pool.executors import LocalExecutor, Result, WorkerDied, last_line
 from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices
 from fedgauge.server.pool.tape_source import TapeSource
 from fedgauge.server.pool.update_checks import TrainingCheck
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import ATTACKED_FROM, DeviceUse, Lease
+from fedgauge.server.store.ledger_types import ATTACKED_FROM, Lease
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import AuditOptions, Scenario
 from fedgauge.server.store.tape import TapeError
 from fedgauge.server.store.uploads import UploadMismatch
 
 NO_REPLAY = "not possible in a deployment: only a client's own data, which stays there, can recompute its update"
+NOT_REPLAYABLE = "no update on the tape can be recomputed: a state or altered weights in a secure sum prevent it"
 ATTEMPTS = 3  # for a wave whose worker dies; the last one is on the CPU
-EVERY = 1.0  # seconds between two notes on the use of the devices
+
+Executor = LocalExecutor | RayExecutor
 
 
 def attack_devices(options: AuditOptions, in_cluster: bool) -> list[torch.device]:
@@ -76,7 +77,7 @@ def serve(
         ledger.release()
         source = TapeSource(scenario.federation, run=run, ledger=ledger)
         flying: dict[int, Lease] = {}
-        use = _DeviceUse(ledger, executor)
+        ledger.set_meta(**{ATTACKED_FROM: str(ledger.finished())})
         check: TrainingCheck | None = None  # of a user's own app
         replayed = ledger.meta().get("replay") == "ok"  # otherwise check again: the difference may be repaired
         tickets, coming = 0, False
@@ -102,50 +103,14 @@ def serve(
                 if loaded is not None:
                     flying[tickets := tickets + 1], task = loaded
                     executor.submit(tickets, task)
-            use.note()
             tick()
             if flying:
                 if (done := executor.next_done(timeout=0.5)) is not None:
                     _settle(run, ledger, flying.pop(done[0]), done[1])
-                use.note()
             elif stop() or (not coming and not ledger.progress().queued):
-                use.note(over=True)
                 break
             else:
                 time.sleep(0.2)
-
-
-class _DeviceUse:
-    """Tells those who watch a run how busy each device is."""
-
-    def __init__(self, ledger: Ledger, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ledger, self._executor, self._clock = ledger, executor, clock
-        self._began = self._noted = clock()
-        self._told: object = None
-        self._told_at: float | None = None
-        self._seconds: dict[str, float] = defaultdict(float)  # that each device's workers have attacked
-        self._ended_before = ledger.finished()
-
-    def note(self, over: bool = False) -> None:
-        """Count the time since the last call, and write the use once a second at most until it is over."""
-        now, load = self._clock(), self._executor.load()
-        for name, of in load.items():
-            self._seconds[name] += min(of.busy, of.workers) * (now - self._noted)
-        self._noted = now
-        if not any(of.busy or of.finished for of in load.values()):
-            self._began = now  # until the first wave there was nothing to do
-            return
-        state = [(name, of.busy, of.finished) for name, of in load.items()]
-        if self._told_at is None:
-            self._ledger.set_meta(**{ATTACKED_FROM: str(self._ended_before)})
-        elif state == self._told or (not over and now - self._told_at < EVERY):
-            return
-        self._told, self._told_at = state, now
-        lived = max(now - self._began, 1e-9)
-        shares = {name: min(1.0, self._seconds[name] / lived / of.workers) for name, of in load.items()}
-        self._ledger.set_devices(
-            [DeviceUse(name, of.workers, of.busy, of.finished, shares[name]) for name, of in load.items()]
-        )
 
 
 def _check_replay(source: TapeSource, scenario: Scenario, coming: bool) -> bool:
@@ -155,27 +120,22 @@ def _check_replay(source: TapeSource, scenario: Scenario, coming: bool) -> bool:
         ledger.set_meta(replay="unknown", replay_detail=NO_REPLAY)
         return True
     first = _replayable(ledger, scenario)
-    if first is None:
-        if not source.taped():
-            return False
-        detail = "the chain is stateful, so only a client's first update can be recomputed, and none is on the tape"
-        if not scenario.federation.chain.remembers:
-            if coming:  # in a later round all clients may get the honest weights
-                return False
-            detail = "in every secure sum on the tape, some client was sent other weights than the tape keeps"
-        ledger.set_meta(replay="unknown", replay_detail=detail)
-        return True
     try:
-        check: ReplayCheck = replay(scenario.federation, source.observation(*first))
-        detail = f"cosine {check.cosine:.7f}, relative error {check.relative_error:.1e}: {check.verdict}"
-        ledger.set_meta(replay="ok" if check.ok else "mismatch", replay_detail=detail)
+        if first is not None:
+            check: ReplayCheck = replay(scenario.federation, source.observation(*first))
+            detail = f"cosine {check.cosine:.7f}, relative error {check.relative_error:.1e}: {check.verdict}"
+            ledger.set_meta(replay="ok" if check.ok else "mismatch", replay_detail=detail)
+        elif coming or not source.taped():
+            return False
+        else:
+            ledger.set_meta(replay="unknown", replay_detail=NOT_REPLAYABLE)
     except TapeError as error:
         ledger.set_meta(replay="unknown", replay_detail=str(error))
     return True
 
 
 def _replayable(ledger: Ledger, scenario: Scenario) -> tuple[int, int, str] | None:
-    """Round, client and digest of the first update on the tape that can be recomputed without a client's state.
+    """Return round, client and digest of the first update on the tape that can be recomputed without a client's state.
 
     If the chain is stateful, that is a client's first update ever, whether or not the server accepted it.
     """
@@ -190,7 +150,7 @@ def _replayable(ledger: Ledger, scenario: Scenario) -> tuple[int, int, str] | No
 
 
 def _mixed(scenario: Scenario, round: int, client: int) -> bool:
-    """Return whether a secure sum adds updates computed at different weights; the tape keeps only one of these."""
+    """Check if a secure sum adds updates computed at different weights; the tape keeps only one of these."""
     members = scenario.protocol.members(client, round)
     for aimed in scenario.server_attack:
         altered = [aimed.targeting.applies_to(round, c) for c in members]

@@ -23,7 +23,7 @@ from fedgauge.client.data.images import Dataset, Shards, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch
 from fedgauge.server.pool.tape_source import TapeSource
-from fedgauge.server.pool.update_checks import Found, chosen, doubt
+from fedgauge.server.pool.update_checks import MOST_UPDATES, doubt
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import FinishedJob, FinishedTest, Ungraded, comparable
 from fedgauge.server.store.run import Run
@@ -33,6 +33,7 @@ from fedgauge.server.store.tester_truth import TesterTruth, TruthError
 from fedgauge.server.store.uploads import UploadMismatch
 
 Progress = Callable[[int, int], None]  # (updates done, updates in all)
+Found = Mapping[tuple[int, int], Batch | None]  # the truth by (round, client)
 CHECKING = 60.0  # seconds after which no further update is checked against its truth
 MOST_DOUBTS = 3  # in one sentence
 EXAMPLE = "example"  # (B,) in a reconstruction's file: the example of the truth that each was paired with; -1: none
@@ -103,14 +104,16 @@ def regrade(run: Run, ledger: Ledger, scenario: Scenario, progress: Progress = l
 
 def _doubts(source: TapeSource, found: Found) -> str:
     """Return evidence against this truth from the updates that it should give; empty if there is none."""
-    fits, began = source.ledger.training_fits is not False, time.monotonic()
-    digests = {(round, client): digest for round, client, digest in source.taped()}
-    doubts: list[str] = []
+    if source.ledger.training_fits is False:
+        return ""
+    there = {key for key, batch in found.items() if batch is not None and len(batch.y)}
+    taped = [one for one in source.taped() if one[:2] in there]
+    doubts, began = list[str](), time.monotonic()
     try:
-        for key in (key for key in chosen(found) if key in digests):
-            if time.monotonic() - began > CHECKING:
+        for round, client, digest in taped[:: max(1, len(taped) // MOST_UPDATES)]:
+            if (own := found[round, client]) is None or time.monotonic() - began > CHECKING:
                 break
-            doubts.append(doubt(source.federation, source.observation(*key, digests[key]), found, fits))
+            doubts.append(doubt(source.federation, source.observation(round, client, digest), own))
     except Exception as error:  # a user's network may raise anything; the grades stand without this check
         doubts.append(f"whether the truth gives the updates was not checked: {type(error).__name__}: {error}")
     return "; ".join([words for words in doubts if words][:MOST_DOUBTS])
@@ -125,9 +128,7 @@ def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[in
                 yield from ((job.round, member) for member in scenario.protocol.members(client, job.round))
 
 
-def _grade(
-    run: Run, ledger: Ledger, grader: Grader, job: Ungraded, found: Mapping[tuple[int, int], Batch | None], assumed: int
-) -> str | None:
+def _grade(run: Run, ledger: Ledger, grader: Grader, job: Ungraded, found: Found, assumed: int) -> str | None:
     """Write one job's scores, or take those of an earlier truth back; returns why not, None if nothing came back.
 
     Args:
@@ -252,15 +253,17 @@ def retest(
         here = []
         for test in group:
             done += 1
+            without = missing(test.client, round)
+            why = f"no truth of client {without[0]} in round {round}" if without else ""
             try:
-                if without := missing(test.client, round):
-                    raise TapeError(f"no truth of client {without[0]} in round {round}")
-                if test.digest is None:
-                    raise TapeError("its update is no longer on the tape")
-                here.append((test, source.observation(round, test.client, test.digest)))
+                seen = source.observation(round, test.client, test.digest) if test.digest and not why else None
             except (TapeError, UploadMismatch) as error:
-                none = ScoreRecord(round, test.client, name, WHOLE_BATCH, MEMBER, None, "not_applicable", 0.0)
-                ledger.retest(test.id, [none], str(error))
+                seen, why = None, str(error)
+            if seen is not None:
+                here.append((test, seen))
+                continue
+            none = ScoreRecord(round, test.client, name, WHOLE_BATCH, MEMBER, None, "not_applicable", 0.0)
+            ledger.retest(test.id, [none], why or "its update is no longer on the tape")
         alike, most = by_weights(here, lambda pair: pair[0].digest), scenario.plan.wave
         remembered = memories.setdefault(name, {})
         for part in (same[i : i + most] for same in alike for i in range(0, len(same), most)):

@@ -3,9 +3,8 @@
 Neither check grades or chooses anything.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from hashlib import sha256
-from itertools import groupby, zip_longest
 
 import torch
 from torch import nn
@@ -100,60 +99,32 @@ class TrainingCheck:
 
 # ------------------------------------------------------------------------------------------------ a tester's truth
 
-Found = Mapping[tuple[int, int], Batch | None]  # the truth by (round, client)
-
-MOST_UPDATES = 12  # checked, the first of each round before the second of any
-MOST_OTHERS = 4  # other clients, and other rounds, that each is compared with
+MOST_UPDATES = 12  # checked, of all rounds
 # where the order of the examples is the client's own: so many are tried, fewer if each has many steps
 ORDERS, STEPS = 16, 64
 SAME = 0.999  # cosine from which nothing can explain an update better
 IN_ORDER, ANY_ORDER = 0.8, 0.5  # the least cosine of a truth that is right
 
 
-def chosen(found: Found) -> list[tuple[int, int]]:
-    """Return the updates to check: some of every round."""
-    there = sorted(key for key, batch in found.items() if batch is not None and len(batch.y))
-    by_round = [list(keys) for _, keys in groupby(there, key=lambda key: key[0])]
-    return [key for keys in zip_longest(*by_round) for key in keys if key is not None][:MOST_UPDATES]
-
-
-def doubt(fed: Federation, seen: Observation, found: Found, fits: bool) -> str:
-    """Return why a client's truth seems wrong; empty if it gives the update, or if that is unknown.
-
-    Args:
-        found: the truth of all clients and rounds.
-        fits: whether the update may come from the local training that the chain assumes.
-    """
-    own = found[seen.round, seen.client]
-    if own is None or fed.protocol.secure_sum is not None or (cosine := _cosine(fed, seen, own)) >= SAME:
+def doubt(fed: Federation, seen: Observation, own: Batch) -> str:
+    """Return why a client's truth seems wrong; empty if it gives the update, or if that is unknown."""
+    if fed.protocol.secure_sum is not None or _is_noisy(fed):
         return ""
-    said = f"the truth of client {seen.client} does not give its update of round {seen.round} (cosine {cosine:.2f})"
-    others = [(_cosine(fed, seen, batch), words) for words, batch in _others(seen, own, found)]
-    better, words = max(others, default=(-1.0, ""))
-    if 1 - better < (1 - cosine) / 2:
-        return f"{said}: {words} do (cosine {better:.2f})"
-    if fits and not _is_noisy(fed) and cosine < (ANY_ORDER if _draws_order(fed) else IN_ORDER):
-        return f"{said}: is it another client's, another scale, another round, or is the local training not as [[chain]] says?"
-    return ""
-
-
-def _others(seen: Observation, own: Batch, found: Found) -> list[tuple[str, Batch]]:
-    """The examples of other clients in the round, and of the client in other rounds."""
-    there = [(key, found[key]) for key in sorted(found)]
-    other = {k: b for k, b in there if b is not None and not all(map(torch.equal, b, own))}
-    clients = [(f"those of client {c}", batch) for (r, c), batch in other.items() if r == seen.round]
-    rounds = [(f"those of its round {r}", batch) for (r, c), batch in other.items() if c == seen.client]
-    return clients[:MOST_OTHERS] + rounds[:MOST_OTHERS]
+    cosine = _cosine(fed, seen, own)
+    if cosine >= (ANY_ORDER if _draws_order(fed) else IN_ORDER):
+        return ""
+    return (
+        f"the truth of client {seen.client} does not give its update of round {seen.round} (cosine {cosine:.2f}): is it another "
+        "client's, another scale, another round, or is the local training not as [[chain]] says?"
+    )
 
 
 def _cosine(fed: Federation, seen: Observation, batch: Batch) -> float:
-    """The best cosine over the orders in which the client may have taken its examples."""
+    """Return the best cosine over the orders in which the client may have taken its examples."""
     best, orders = -1.0, max(2, min(ORDERS, STEPS // fed.chain.local.steps)) if _draws_order(fed) else 1
     for draw in range(orders):
         fed.load_buffers(seen.buffers)
-        with torch.random.fork_rng(devices=[]):  # dropout draws from torch's own generator
-            torch.manual_seed(draw)
-            guess = fed.update_fn()(seen.params, batch, generator("truth check", draw))
+        guess = fed.update_fn()(seen.params, batch, generator("truth check", draw))
         fed.load_buffers(seen.buffers)
         a, b = (torch.cat([part[k].flatten().double() for k in seen.update]) for part in (guess, seen.update))
         sizes = float(a.norm() * b.norm())
@@ -168,11 +139,11 @@ def _draws_order(fed: Federation) -> bool:
 
 
 def _is_noisy(fed: Federation) -> bool:
-    """Return whether the update depends on chance or on a client's earlier rounds: then a correct truth may be far off."""
+    """Check if the update depends on chance or on a client's earlier rounds: then a correct truth may be far off."""
     chance = (nn.modules.dropout._DropoutNd, StochasticLayer)
-    if any(isinstance(m, chance) and m.training and getattr(m, "p", 1) for m in fed.model.modules()):
-        return True
-    if fed.chain.local.remembers:
+    if fed.chain.local.remembers or any(
+        isinstance(m, chance) and m.training and getattr(m, "p", 1) for m in fed.model.modules()
+    ):
         return True
     rest = [link for link in fed.chain.links if link is not fed.chain.local]
     return any(isinstance(link, StatefulTransform | BatchTransform) or noise_free(link) != link for link in rest)

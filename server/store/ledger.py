@@ -1,18 +1,14 @@
 """The ledger: one SQLite file per run with rounds, observations, jobs and scores."""
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, fields, replace
+from collections.abc import Sequence
+from dataclasses import astuple, replace
 
 from fedgauge.attacks.plan import AttackPlan
-from fedgauge.client.components import settings_of
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import (
     DEPLOYMENT,
-    DEVICES,
     STARTED,
-    DeviceUse,
     Participation,
     RecordedProblem,
     json_table,
@@ -65,25 +61,7 @@ class Ledger(JobQueue):
     def nodes(self) -> dict[int, str]:
         """Return Flower's node ids by client of a user's own app."""
         nodes = json_table(self.meta().get("nodes", "{}"), self.path, "nodes")
-        if strange := [name for pair in nodes.items() for name in pair if not re.fullmatch(r"-?\d{1,20}", str(name))]:
-            raise LedgerError(
-                f"{self.path} is damaged: expected the number of a client or node, got {strange[0]!r:.60}"
-            )
-        return {int(client): str(node) for client, node in nodes.items()}
-
-    def set_devices(self, use: Sequence[DeviceUse]) -> None:
-        """Record the use of devices."""
-        self.set_meta(**{DEVICES: json.dumps({of.device: (of.workers, of.busy, of.waves, of.share) for of in use})})
-
-    def devices(self) -> list[DeviceUse]:
-        """Return the use of devices by the last attack service."""
-        table = json_table(self.meta().get(DEVICES, "{}"), self.path, "devices")
-        names = [f.name for f in fields(DeviceUse)]
-        try:
-            rows = [dict(zip(names, (sanitised(device), *row), strict=True)) for device, row in table.items()]
-            return [settings_of(DeviceUse, row, "devices") for row in rows]
-        except (ValueError, TypeError) as error:
-            raise LedgerError(f"{self.path} is damaged: its devices cannot be read: {error}") from error
+        return {int(client): str(node) for client, node in nodes.items() if client.isdecimal()}
 
     def record_round(
         self,
@@ -92,17 +70,12 @@ class Ledger(JobQueue):
         loss: float | None,
         seconds: float,
         intercept_seconds: float,
-        metrics: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:
-        """Record a round (0: before training) with the test accuracy and loss after it.
-
-        Args:
-            metrics: of a user's own app, by "training" or "evaluation".
-        """
+        """Record a round (0: before training) with the test accuracy and loss after it."""
         with self._transaction() as db:
             db.execute(
-                "INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?, ?, ?)",
-                (round, accuracy, loss, seconds, intercept_seconds, json.dumps(metrics) if metrics else None),
+                "INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?, ?, NULL)",
+                (round, accuracy, loss, seconds, intercept_seconds),
             )
 
     def record_intake(self, round: int, seen: Sequence[Participation], plan: AttackPlan | None = None) -> None:

@@ -3,7 +3,7 @@
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -99,21 +99,16 @@ class LedgerFile:
         self._described: Any = None
         if create and not (path.exists() and path.stat().st_size):
             _make(path)
-        if not os.path.lexists(path):
-            raise LedgerError(f"{path} is missing: {path.parent} is not a run folder")
         try:
-            self._db = self._opened()
-            try:
+            with ExitStack() as opening:
+                self._db = opening.enter_context(closing(self._opened()))
                 self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
                 self._db.execute("PRAGMA trusted_schema = OFF")
                 with self.snapshot():
-                    self._check_schema()
-                    self._check_pages()
+                    self._check()
                 self._db.execute("PRAGMA query_only = ON" if readonly else "PRAGMA synchronous = NORMAL")
                 self._db.row_factory = self._row
-            except BaseException:
-                self._db.close()
-                raise
+                opening.pop_all()
         except (sqlite3.DatabaseError, UnicodeDecodeError, run_files.RefusedFile) as error:
             raise self._unreadable(error) from error
 
@@ -131,23 +126,20 @@ class LedgerFile:
         timeout = 1.0 if self.readonly else PATIENCE
         return sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False)
 
-    def _check_schema(self) -> None:
+    def _check(self) -> None:
+        """Refuse another version, tables that fedgauge does not make (views and triggers are programs), and damaged pages."""
         application, version = (
             self._db.execute(f"PRAGMA {of}").fetchone()[0] for of in ("application_id", "user_version")
         )
         if application == APPLICATION and version != VERSION:
-            raise LedgerError(
-                f"{self.path} has ledger version {version}, and this fedgauge reads {VERSION}: use the fedgauge that wrote it"
-            )
-        # views and triggers are programs
-        if application != APPLICATION or _schema() != _objects(self._db):
-            raise LedgerError(f"{self.path} is not as fedgauge makes a ledger")
-
-    def _check_pages(self) -> None:
-        """Refuse a ledger with damaged pages."""
-        fault = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if fault != "ok":
-            raise LedgerError(f"{self.path} is damaged: {' '.join(fault.split()):.200}")
+            fault = f"has ledger version {version}, and this fedgauge reads {VERSION}: use the fedgauge that wrote it"
+        elif application != APPLICATION or _schema() != _objects(self._db):
+            fault = "is not as fedgauge makes a ledger"
+        elif (found := self._db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            fault = f"is damaged: {' '.join(found.split()):.200}"
+        else:
+            return
+        raise LedgerError(f"{self.path} {fault}")
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
@@ -157,11 +149,9 @@ class LedgerFile:
             LedgerError: the file cannot be read.
         """
         try:
-            self._db.execute("BEGIN")
-            try:
+            with self._db:
+                self._db.execute("BEGIN")
                 yield
-            finally:
-                self._db.execute("COMMIT")
         except sqlite3.DatabaseError as error:
             raise self._unreadable(error) from error
 
@@ -174,10 +164,9 @@ class LedgerFile:
         if cursor.description is not self._described:  # once for all rows of a query
             self._described = cursor.description
             self._columns = typed_rows.columns([column[0] for column in cursor.description])
-        try:
-            typed_rows.check(self._columns, row)
-        except typed_rows.WrongValue as error:
-            raise LedgerError(f"{self.path} is damaged: {error}") from error
+        for at, name, kind in self._columns:
+            if not kind.holds(row[at]):
+                raise LedgerError(f"{self.path} is damaged: its {name} cannot be {row[at]!r:.60}")
         return row
 
     def close(self) -> None:
@@ -199,10 +188,6 @@ class LedgerFile:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with self._db:  # commits, or takes back after an exception
+            self._db.execute("BEGIN IMMEDIATE")
             yield self._db
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")

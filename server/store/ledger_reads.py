@@ -9,7 +9,6 @@ from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.registry import BASELINES, modality_compared_by, modality_measured
 from fedgauge.attacks.plan import LIMITS, PlannedAttack
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, wrong_client
-from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
 from fedgauge.server.store.ledger_types import ATTACKED_FROM, DEPLOYMENT, MAIN_METRIC, UNGRADED, ScoreRow, planned_of
 
@@ -34,15 +33,17 @@ class LedgerReads(LedgerFile):
         if named is None:
             rows = self._db.execute("SELECT DISTINCT metric FROM scores")
             return modality_measured([row["metric"] for row in rows])
-        found = modality_compared_by(named["fact"])
-        if found is None:
+        fault: Exception | None = None
+        if (found := modality_compared_by(named["fact"])) is None:
             try:
                 self.load_data()
-            except SpecError as error:
-                raise LedgerError(f"{self.path}: the kind of its data cannot be loaded: {error}") from error
-            found = modality_compared_by(named["fact"])
+                found = modality_compared_by(named["fact"])
+            except (OSError, ValueError) as error:
+                fault = error
         if found is None:
-            raise LedgerError(f"{self.path}: no kind of data known here has the metric {named['fact']!r:.60}")
+            raise LedgerError(
+                f"{self.path}: no data known here has the metric {named['fact']!r:.60}: {fault}"
+            ) from fault
         self._modality = found
         return found
 

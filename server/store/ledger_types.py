@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.client.components import SpecError, check_at_least
+from fedgauge.client.components import SpecError
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger_connection import LedgerError
 
@@ -21,7 +21,6 @@ MAIN_METRIC = "main_metric"
 EMPTY = "empty"  # reason of a run without any update
 ATTACKED_FROM = "attacked_from"  # last job that ended before the attack service began, or the training ended
 RETRIED = "retried"  # number of deletions of rows that a reader may have read
-DEVICES = "devices"  # use of each device, as JSON
 UNGRADED = "not_graded"  # status of a reconstruction without a grade
 _MOST_LETTERS = 300  # of a client's message
 
@@ -47,13 +46,11 @@ def json_table(text: str, path: Path, what: str) -> dict[str, Any]:
         LedgerError: there is none.
     """
     try:
-        found = json.loads(text)
+        found = dict(json.loads(text).items())
         json.dumps(found, ensure_ascii=False).encode()  # half a pair of code units is no text
-    except (ValueError, RecursionError) as error:
+        return found
+    except (ValueError, AttributeError, RecursionError) as error:
         raise LedgerError(f"{path} is damaged: its {what} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise LedgerError(f"{path} is damaged: expected a table of {what}, got {text!r:.60}")
-    return found
 
 
 def planned_of(text: str, path: Path) -> PlannedAttack:
@@ -95,26 +92,6 @@ class RecordedProblem(NamedTuple):
     round: int | None
     client: int | None
     words: str
-
-
-@dataclass(frozen=True)
-class DeviceUse:
-    """Use of one device by an attack service.
-
-    Args:
-        busy: number of workers at work.
-        waves: number of finished waves.
-        share: share of the time in which a worker attacked, from 0 to 1.
-    """
-
-    device: str
-    workers: int
-    busy: int
-    waves: int
-    share: float
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "workers", "busy", "waves", "share")
 
 
 @dataclass(frozen=True)

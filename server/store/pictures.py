@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedgauge.server.store.run import Run
+from fedgauge.server.store.run_files import LedgerError
 from fedgauge.server.store.tape import TapeError
 
 SMALL = 96  # pixels per side of an image among many
@@ -36,7 +37,7 @@ def reconstruction(run: Run, round: int, client: int, attack: str) -> dict[str, 
     """Read a reconstruction in the order of its scores' examples; "missing" or "damaged" without one."""
     try:
         return _by_example(run.read_reconstruction(round, client, attack))
-    except TapeError as error:
+    except (TapeError, LedgerError) as error:
         return "missing" if isinstance(error.__cause__, FileNotFoundError) else "damaged"
 
 
@@ -47,10 +48,8 @@ def _by_example(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     example = tensors["example"]
     size, some = int(example.max()) + 1, example >= 0
     placed = dict(tensors)
-    for name, axis in (("x", 0), ("y", 0), ("confidence", 0), ("trace_x", 1)):
-        if name in tensors:
-            t = tensors[name].movedim(axis, 0)
-            full = t.new_zeros((size, *t.shape[1:]))
-            full[example[some]] = t[some]
-            placed[name] = full.movedim(0, axis)
+    for name, t in tensors.items():
+        if name in ("x", "y", "confidence"):
+            placed[name] = t.new_zeros((size, *t.shape[1:]))
+            placed[name][example[some]] = t[some]
     return placed

@@ -7,9 +7,8 @@ import re
 import shutil
 import signal
 import time
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from fedgauge.attacks.modality.registry import MODALITIES
 from fedgauge.client import toml_text
-from fedgauge.client.components import SpecError, coerce, resolve
+from fedgauge.client.components import coerce, resolve
 from fedgauge.client.federation import DATASET
 from fedgauge.client.files import SCRAP
 from fedgauge.server.store import run_files
@@ -106,10 +105,6 @@ class Run:
             named = ledger.meta().get(BASE)
         return None if named is None else Path(named)
 
-    def scenario_text(self) -> str:
-        """Return the text of the scenario."""
-        return run_files.read(self.folder / "scenario.toml").decode(errors="replace")
-
     def ledger(self, readonly: bool = False) -> Ledger:
         """Connect to the ledger."""
         ledger = Ledger(self.folder / "ledger.sqlite", readonly=readonly)
@@ -118,10 +113,7 @@ class Run:
 
     def _load_data(self) -> None:
         """Load the module of the dataset, which may add a kind of data."""
-        try:
-            data = toml_text.parse(run_files.read(self.folder / "scenario.toml")).get("data")
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError(f"{self.folder / 'scenario.toml'} cannot be read: {error}") from error
+        data = toml_text.parse(run_files.read(self.folder / "scenario.toml")).get("data")
         resolve(coerce(data, dict, "[data]"), "[data]", DATASET)
 
     def tape(self) -> Tape:
@@ -152,11 +144,13 @@ class Run:
         return self._of_attack("memories", round, client, attack)
 
     def _of_attack(self, folder: str, round: int, client: int, attack: str) -> Path:
+        if "/" in attack or "\0" in attack:  # of a foreign ledger
+            raise LedgerError(f"{self.folder}: an attack's name cannot be part of a file's name: {attack!r}")
         return self.folder / folder / f"round-{round:05d}-client-{client:05d}-{attack}.safetensors"
 
     def write_reconstruction(self, round: int, client: int, attack: str, tensors: dict[str, Tensor]) -> None:
         """Write an attack's reconstruction."""
-        write_tensors(self._own(self.reconstruction(round, client, attack)), tensors)
+        write_tensors(self.reconstruction(round, client, attack), tensors)
 
     def read_reconstruction(self, round: int, client: int, attack: str) -> dict[str, Tensor]:
         """Read an attack's reconstruction.
@@ -165,8 +159,6 @@ class Run:
             TapeError: it is missing or damaged.
         """
         path = self.reconstruction(round, client, attack)
-        if not self._is_own(path):
-            raise TapeError(f"{path} is no file of the run")
         tensors = read_tensors(path, most=_MOST_RECONSTRUCTED)
         if not _fit(tensors):
             raise TapeError(f"{path} is damaged: its tensors are no reconstruction")
@@ -174,7 +166,7 @@ class Run:
 
     def write_memory(self, round: int, client: int, attack: str, tensors: Mapping[str, Tensor]) -> str:
         """Write an attack's memory, and return its digest."""
-        return write_tensors(self._own(self.memory(round, client, attack)), tensors)
+        return write_tensors(self.memory(round, client, attack), tensors)
 
     def read_memory(self, round: int, client: int, attack: str, digest: str | None = None) -> dict[str, Tensor]:
         """Read an attack's memory.
@@ -183,16 +175,6 @@ class Run:
             TapeError: it is missing, damaged, or differs from the digest.
         """
         return read_tensors(self.memory(round, client, attack), digest)
-
-    def _own(self, path: Path) -> Path:
-        """Check that a path is in this run, as a foreign ledger may have any attack name, such as ../../x."""
-        if not self._is_own(path):
-            raise LedgerError(f"{self.folder}: an attack's name cannot be part of a file's name: {path.name!r}")
-        return path
-
-    def _is_own(self, path: Path) -> bool:
-        plain = path.name == os.path.basename(os.path.normpath(path)) and "\0" not in path.name
-        return plain and path.parent.parent == self.folder
 
     def sweep(self, round: int) -> None:
         """Delete the files of the rounds from this one on, which are trained again."""
@@ -255,18 +237,10 @@ class Run:
                 return file.read(11)
 
     def ask_to_end(self, purpose: str, pid: int) -> None:
-        """Ask the process of `holder` to end.
-
-        Raises:
-            LedgerError: it is another user's.
-        """
-        try:
+        """Ask the process of `holder` to end."""
+        with suppress(ProcessLookupError):
             if self.holder(purpose) == pid:
                 os.kill(pid, signal.SIGTERM)
-        except ProcessLookupError:
-            return
-        except PermissionError as error:
-            raise LedgerError(f"{self.folder}: its {purpose} is process {pid} of another user") from error
 
     def _lock(self, purpose: str) -> Path:
         return self.folder / f"{purpose}.lock"
@@ -275,21 +249,16 @@ class Run:
 def _fit(tensors: Mapping[str, Tensor]) -> bool:
     """Check the names, shapes and types of a reconstruction's tensors."""
     x, y, sure, example = (tensors.get(name) for name in ("x", "y", "confidence", "example"))
-    trace = [tensors[name] for name in ("trace_x", "trace_iteration", "trace_objective") if name in tensors]
     if y is not None and y.dim() != 2 and (y.dim() != 1 or y.is_floating_point() or not _within(y, 0)):
         return False
     if x is None:
-        return sure is None and example is None and not trace
+        return sure is None and example is None
     fits = any(modality.holds(x) for modality in MODALITIES.values()) and (y is None or len(y) == len(x))
     if sure is not None:
         fits = fits and sure.dim() == 2 and len(sure) == len(x) and sure.is_floating_point()
     if example is not None:
         fits &= example.shape == x.shape[:1] and example.dtype == torch.int64 and _within(example, -1)
         fits = fits and (not len(x) or (int(example.max()) + 1) * x[0].nbytes <= _MOST_RECONSTRUCTED)
-    if trace:
-        frames, steps = trace[0], trace[0].shape[:1]
-        fits &= len(trace) == 3 and all(t.shape == steps for t in trace[1:]) and not trace[1].is_floating_point()
-        fits &= frames.shape[1:] == x.shape and frames.dtype == torch.uint8
     return bool(fits)
 
 

@@ -40,7 +40,6 @@ from fedgauge.client.models.losses import LOSS
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.training import LOCAL_TRAININGS
 from fedgauge.defenses.accounting import DELTA, Accountant, NoGuarantee
-from fedgauge.server.store import run_files
 from fedgauge.server.store.tape import Keep
 
 _TOP = {
@@ -56,14 +55,13 @@ class AuditOptions:
     """Execution of the plan of attack.
 
     Args:
-        curious: whether updates are kept and attacked; false only trains.
+        curious: keep and attack updates; false only trains.
         executor: ray (worker processes) or local (in the attack service's own process, one wave at a time).
         workers: attack workers on the CPU, at least 1; each uses one core. A Ray cluster has one on each of its cores.
-        devices: where attacks run: "auto" (every GPU that torch can use, else the CPU), "cpu", "cuda" (every GPU), or a list of
-            "cpu" and names such as "cuda:0"; each GPU has one worker; local uses the first device.
+        devices: "auto" (every GPU that torch can use, else the CPU), "cpu", "cuda" (every GPU), or a list of "cpu" and names
+            such as "cuda:0"; each GPU has one worker; local uses the first device.
         precision: of products on a GPU: ieee (float32) or tf32 (faster, 10 bits of mantissa).
-        effort: add the attacks that fit the federation, with budgets (quick, standard, thorough), to those of [[attack]];
-            default: none.
+        effort: also use the attacks that fit the federation, with budgets of this size.
     """
 
     curious: bool = True
@@ -93,14 +91,15 @@ class TapeOptions:
     """Retention of updates on disk.
 
     Args:
-        keep: all: every accepted update; attacked: those that the plan attacks; none: they are deleted once they were attacked.
+        keep: all: every accepted update; attacked: those that the plan attacks; none: delete each after its attack.
         retention_days: after this many days `fedgauge prune` deletes updates and reconstructions; default: never.
-        replies: what the clients of a user's own app upload: weights, or updates (differences); auto: as the first round shows.
+        replies: what the clients of a user's own app upload: weights, updates (trained minus sent weights), or gradients (also
+            sent minus trained weights); auto: weights or updates, as the first round shows.
     """
 
     keep: Keep = "all"
     retention_days: float | None = None
-    replies: Literal["auto", "weights", "updates"] = "auto"
+    replies: Literal["auto", "weights", "updates", "gradients"] = "auto"
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "retention_days")
@@ -114,7 +113,7 @@ class ValidatorOptions:
         max_norm: the largest Euclidean norm of an update, above 0; default: 1000 times the largest of the weights' norm, the
             round's median norm and 1.
         max_examples: the largest number of examples that a client may claim, at least 1; default: in a simulation what it
-            trains on, otherwise 1000000000.
+            trains on, otherwise a billion.
     """
 
     max_norm: float | None = None
@@ -200,15 +199,11 @@ class Scenario:
             if rounds is not None:
                 _shorten(tables, rounds)
             return cls.from_tables(tables, base)
-        except run_files.RefusedFile:
-            raise
-        except OSError as error:
-            reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
-            raise SpecError(f"{path}: {reason}; fedgauge init writes a scenario") from error
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError(f"{path}: not a readable TOML file: {error}") from error
-        except SpecError as error:
-            raise SpecError(f"{path}: {error}") from error
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, SpecError) as error:
+            missing = isinstance(error, FileNotFoundError)
+            raise SpecError(
+                f"{path}: {'there is no such file; fedgauge init writes a scenario' if missing else error}"
+            ) from error
 
     @classmethod
     def from_tables(cls, tables: Table, base: Path | None = None) -> "Scenario":
@@ -282,8 +277,6 @@ def _with_architectures(tables: Table, server_attack: Sequence[TargetedServerAtt
     model = tables.get("model")
     if not isinstance(model, Mapping):
         return tables  # the protocol reports this mistake
-    if "architectures" in model:
-        raise SpecError("[model]: architectures is set by a [[server_attack]] only")
     attacks = [aimed.server_attack for aimed in server_attack]
     changes = [attack.architecture for attack in attacks if attack.architecture is not None]
     return _agreed({**tables, "model": {**model, "architectures": changes}}, tables) if changes else tables

@@ -23,7 +23,7 @@ Keep = Literal["all", "attacked", "none"]
 Of = TypeVar("Of")
 _BUFFER = "buffer/"
 _PARAM = "param/"
-_OTHER = "record/"
+_OTHER = "record/"  # further arrays, which are not read
 _PIECE = 1 << 19  # bytes: small enough to stay in a core's cache between writing and hashing
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -54,19 +54,15 @@ class Tape:
         client: int,
         update: Mapping[str, Tensor],
         returned: Mapping[str, Tensor] | None = None,
-        others: Mapping[str, Tensor] | None = None,
     ) -> str:
         """Write an upload, and return its digest.
 
         Args:
             update: of a user's app the arrays as uploaded, weights or differences.
             returned: buffers.
-            others: further arrays of a user's app, which are not attacked.
         """
-        more = {_BUFFER + k: t for k, t in (returned or {}).items()} | {
-            _OTHER + k: t for k, t in (others or {}).items()
-        }
-        return write_tensors(self._update(round, client), {**update, **more})
+        named = {_BUFFER + k: t for k, t in (returned or {}).items()}
+        return write_tensors(self._update(round, client), {**update, **named})
 
     def read(self, round: int, client: int, digest: str | None = None) -> Observation:
         """Read one observation.
@@ -173,10 +169,10 @@ def read_tensors(path: Path, digest: str | None = None, most: int | None = None)
         # at most half of the memory, as tensors are in it twice
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         data = run_files.read(path, memory // 2 if most is None else most)
-    except FileNotFoundError as error:
-        raise TapeError(f"{path} is missing: was it deleted by [tape] keep, or is the run incomplete?") from error
     except OSError as error:
-        raise TapeError(f"{path} cannot be read: {error}") from error
+        missing = "is missing: was it deleted by [tape] keep, or is the run incomplete?"
+        why = missing if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        raise TapeError(f"{path} {why}") from error
     if digest is not None and xxhash.xxh3_128_hexdigest(data) != digest:
         raise TapeError(
             f"{path} is damaged: its digest differs from the one that the ledger recorded when it was written"

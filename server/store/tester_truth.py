@@ -4,11 +4,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.components import SpecError, coerce
@@ -79,28 +77,12 @@ class TesterTruth:
         path = next((self.folder / name for name in names if (self.folder / name).is_file()), None)
         if path is None:
             return None
-        x, y = _read(path, path.stat().st_mtime_ns)
-        return Batch(_arranged(x, like, str(path)), y)
-
-
-@lru_cache(maxsize=256)
-def _read(path: Path, changed: int) -> Batch:
-    try:
-        arrays = {key: torch.from_numpy(array) for key, array in read_npz(path).items()}
-        x, y = arrays["x"], arrays["y"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise TruthError(f"{path} cannot be read as the truth, examples x and labels y: {error}") from error
-    if len(x) != len(y):
-        raise TruthError(f"{path} has {len(x)} examples x and {len(y)} labels y")
-    return Batch(x, y.long())
-
-
-def _arranged(x: Tensor, like: Dataset, where: str) -> Tensor:
-    """Convert examples to the audit's layout."""
-    try:
-        x = modality_of(like).arranged(x)
-    except ValueError as error:
-        raise TruthError(f"{where}: {error}") from error
-    if tuple(x.shape[1:]) != like.shape:
-        raise TruthError(f"{where} has examples of shape {tuple(x.shape[1:])}; the audit's have {like.shape}")
-    return x.contiguous()
+        try:
+            arrays = {key: torch.from_numpy(array) for key, array in read_npz(path).items()}
+            x, y = modality_of(like).arranged(arrays["x"]), arrays["y"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise TruthError(f"{path} cannot be read as the truth, examples x and labels y: {error}") from error
+        if len(x) != len(y) or tuple(x.shape[1:]) != like.shape:
+            found = f"{len(x)} examples of shape {tuple(x.shape[1:])} and {len(y)} labels"
+            raise TruthError(f"{path} has {found}; the audit's examples have {like.shape}, each with a label")
+        return Batch(x.contiguous(), y.long())

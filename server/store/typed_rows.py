@@ -1,6 +1,6 @@
 """Types and bounds of a ledger's columns, as SQLite stores any value and a ledger may be foreign."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -12,7 +12,6 @@ MOST = 2**21 - 1  # rounds, clients, examples: the columns that `Scores` packs i
 class _Kind:
     """Type with bounds, which for a text bound its length."""
 
-    words: str
     types: tuple[type, ...]
     least: float
     most: float
@@ -24,32 +23,25 @@ class _Kind:
         return type(value) in self.types and self.least <= (len(value) if type(value) is str else value) <= self.most
 
     def or_null(self) -> "_Kind":
-        return replace(self, words=f"{self.words}, or nothing", null=True)
+        return replace(self, null=True)
 
 
-_PLACE = _Kind(f"a whole number up to {MOST}", (int,), 0, MOST)
-_COUNT = _Kind("a number from 0 on", (int,), 0, 2**53)
-_ID = _Kind("a whole number", (int,), -(2**63), 2**63)
-_FLAG = _Kind("0 or 1", (int,), 0, 1)
-_NUMBER = _Kind("a number", (int, float), -inf, inf)
-_SECONDS = _Kind("a number of seconds", (int, float), -1e12, 1e12)  # a clock may go backwards
-_NAME = _Kind("a text of at most 300 letters", (str,), 0, 300)
-_TEXT = _Kind(f"a text of at most {1 << 20} letters", (str,), 0, 1 << 20)
+_PLACE, _COUNT, _FLAG = _Kind((int,), 0, MOST), _Kind((int,), 0, 2**53), _Kind((int,), 0, 1)
+_NAME, _TEXT = _Kind((str,), 0, 300), _Kind((str,), 0, 1 << 20)
 # by the names that the queries give their columns
 _COLUMNS = {
     name: kind
     for names, kind in (
         ("round client", _PLACE),
         ("other at_round of_client", _PLACE.or_null()),
-        ("example", replace(_PLACE, words=f"{_PLACE.words}, or -1", least=-1)),
-        ("jobs waves n attempts workers busy", _COUNT),
+        ("example", replace(_PLACE, least=-1)),
+        ("jobs waves n attempts", _COUNT),
         ("examples latest", _COUNT.or_null()),
-        ("id attack_id wave seed", _ID),
+        ("id attack_id wave seed", _Kind((int,), -(2**63), 2**63)),
         ("open remembers deterministic flat", _FLAG),
         ("alarm silent", _FLAG.or_null()),
-        ("value accuracy loss best mean suspicion graded_to", _NUMBER.or_null()),
-        ("share", _Kind("a number from 0 to 1", (int, float), 0, 1)),
-        ("seconds intercept_seconds span", _SECONDS.or_null()),
+        ("value accuracy loss best mean suspicion graded_to", _Kind((int, float), -inf, inf, null=True)),
+        ("seconds intercept_seconds span", _Kind((int, float), -1e12, 1e12, null=True)),  # a clock may go backwards
         ("name attack status state metric key device precision torch driver code words", _NAME),
         ("digest memory", _NAME.or_null()),
         ("planned knowledge", _TEXT),
@@ -58,20 +50,8 @@ _COLUMNS = {
     )
     for name in names.split()
 }
-Checks = list[tuple[int, str, _Kind]]
 
 
-class WrongValue(ValueError):
-    """A row has an impossible value; the message names column and value."""
-
-
-def columns(names: Iterable[str]) -> Checks:
+def columns(names: Iterable[str]) -> list[tuple[int, str, _Kind]]:
     """Return place, name and kind of each known column."""
     return [(at, name, _COLUMNS[name]) for at, name in enumerate(names) if name in _COLUMNS]
-
-
-def check(columns: Checks, row: Sequence[Any]) -> None:
-    """Raise WrongValue for the first value that does not fit its column."""
-    for at, name, kind in columns:
-        if not kind.holds(row[at]):
-            raise WrongValue(f"expected {kind.words} as its {name}, got {row[at]!r:.60}")

@@ -18,7 +18,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
 
-Replies = Literal["weights", "updates"]
+Replies = Literal["weights", "updates", "gradients"]
 REPLIES = "replies"  # key in the meta table: what the clients of a user's app upload
 # peft's names of an adapter's factors and of modules that are trained whole
 _FACTOR = re.compile(r"\b(lora_[AB])\.(?:[^.]+\.)?weight$")
@@ -131,7 +131,8 @@ def as_the_model_has_it(seen: Observation, federation: Federation, replies: Repl
     buffers = {k: b for k, b in model.named_buffers() if b.is_floating_point()}
     _check(came, sent, own | buffers, model)
     used = [k for k in came if k in own or k in buffers]
-    update = {k: came[k] if replies == "updates" else _difference(came[k], sent[k]) for k in used}
+    as_sent = {"updates": 1, "gradients": -1}.get(replies)
+    update = {k: as_sent * came[k] if as_sent else _difference(came[k], sent[k]) for k in used}
     missing = [k for k in own if k not in update]
     freezing = (getattr(link, "frozen", None) for link in federation.chain.links)  # a method of the defense `freeze`
     frozen: list[Callable[[str], bool]] = [says for says in freezing if says is not None]
@@ -157,7 +158,17 @@ def _difference(weights: Tensor, sent: Tensor) -> Tensor:
 
 
 def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
-    """Return the model's name of each array; positions ("0", "1", ...) follow the state_dict or the parameters."""
+    """Return the model's name of each array; positions ("0", "1", ...) follow the state_dict or the parameters.
+
+    A tied parameter that comes under its second name alone has its first one.
+    """
+    names, known = _known_names(arrays, model), _tensors(model)
+    first = {id(p): name for name, p in model.named_parameters()}
+    other = {k: first.get(id(known[name]), name) for k, name in names.items() if name in known}
+    return {k: name if other.get(k, name) in names.values() else other[k] for k, name in names.items()}
+
+
+def _known_names(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
     if arrays and all(name.isdecimal() for name in arrays):
         own = [list(model.state_dict()), [name for name, _ in model.named_parameters()]]
         fits = [names for names in own if len(names) == len(arrays)]

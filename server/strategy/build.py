@@ -27,16 +27,19 @@ def build_strategy(table: Table, clients: int, least: int | None = None) -> Stra
     defaults = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0, **waits}
     arguments = {k: v for k, v in defaults.items() if k in parameters} | {k: v for k, v in table.items() if k != "use"}
     checked = check_arguments(target, arguments, "[strategy]", {})
-    if checked.get("fraction_evaluate"):
-        raise SpecError("[strategy]: fraction_evaluate must be 0: the server evaluates")
-    for key, agreed in (("arrayrecord_key", "arrays"), ("configrecord_key", "config"), ("weighted_by_key", WEIGHT)):
-        if checked.get(key, agreed) != agreed:  # clients and the checked strategy use these names
-            raise SpecError(f"[strategy]: {key} must be {agreed!r}, got {checked[key]!r}")
-    for key in ("min_train_nodes", "min_available_nodes"):
-        if checked.get(key, 1) > clients:
-            raise SpecError(f"[strategy]: {key} must be at most clients = {clients}, got {checked[key]}")
-    if not 0 < checked.get("fraction_train", 1.0) <= 1:  # Flower would wait for more clients than there are
-        raise SpecError(f"[strategy]: fraction_train must be above 0 and at most 1, got {checked['fraction_train']}")
+    agreed = {  # the server evaluates; clients and the checked strategy use these names
+        "fraction_evaluate": 0,
+        "arrayrecord_key": "arrays",
+        "configrecord_key": "config",
+        "weighted_by_key": WEIGHT,
+    }
+    for key, value in agreed.items():
+        if checked.get(key, value) != value:
+            raise SpecError(f"[strategy]: {key} must be {value!r}, got {checked[key]!r}")
+    # Flower would wait for more clients than there are
+    for key, most in (("min_train_nodes", clients), ("min_available_nodes", clients), ("fraction_train", 1.0)):
+        if not 0 < checked.get(key, most) <= most:
+            raise SpecError(f"[strategy]: {key} must be above 0 and at most {most}, got {checked[key]}")
     strategy = call(target, checked, "[strategy]")
     assert isinstance(strategy, Strategy)
     return strategy

@@ -232,10 +232,9 @@ class CheckedStrategy(Wrapper):
             node = message.metadata.src_node_id
             client = self._client(node)
             try:
-                if node not in self._asked:
-                    raise ReplyRejected("the client was not asked in this round")
-                if answers[node] > 1:  # which one came first is chance, so neither counts
-                    raise ReplyRejected(f"the client answered {answers[node]} times")
+                if node not in self._asked or answers[node] > 1:  # which one came first is chance, so neither counts
+                    times = f"the client answered {answers[node]} times"
+                    raise ReplyRejected(times if node in self._asked else "the client was not asked in this round")
                 reply = self._check(client, message)
                 message.content = self._as_weights(reply)
             except ReplyRejected as reason:
@@ -256,8 +255,6 @@ class CheckedStrategy(Wrapper):
             raise ReplyRejected(f"expected one ArrayRecord of updates, got {sorted(records) or 'none'}")
         update = tensors_of(next(iter(records.values())), self._params)
         returned = tensors_of(buffers, self.buffers) if buffers is not None else {}
-        if negative := [k for k, t in returned.items() if k.endswith("running_var") and (t < 0).any()]:
-            raise ReplyRejected(f"{negative[0]} is negative, and it is a variance")
         return AcceptedReply(client, update, self._examples(message), returned, GuardReport.of(message))
 
     def _examples(self, message: Message) -> int:
@@ -270,8 +267,6 @@ class CheckedStrategy(Wrapper):
     def _as_weights(self, reply: AcceptedReply) -> RecordDict:
         """A reply as the wrapped strategy gets it: theta + update, in the order and dtypes that were sent."""
         weights = {k: (t + self._params[k]).to(self._params[k].dtype) for k, t in reply.update.items()}
-        if over := [k for k, t in weights.items() if not torch.isfinite(t).all()]:
-            raise ReplyRejected(f"{over[0]} overflows the weights")
         return RecordDict({"arrays": ArrayRecord(weights), "metrics": MetricRecord({WEIGHT: reply.examples})})
 
     def _within_norm(self, passed: Passed) -> tuple[Passed, dict[int, Participation]]:
@@ -365,19 +360,18 @@ def tensors_of(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str
         raise ReplyRejected(f"missing tensors, or unknown to the model: {', '.join(differing)}")
     tensors: dict[str, Tensor] = {}
     for name, like in reference.items():
-        expected = like.numpy()
+        expected, wrong = like.numpy(), ""
         try:
             shape, dtype, *_ = npy_header(record[name].data)
-            if alike := (shape, dtype) == (expected.shape, expected.dtype):
-                tensors[name] = torch.from_numpy(npy_array(record[name].data))
+            if (shape, dtype) != (expected.shape, expected.dtype):
+                wrong = f"has shape {shape} and dtype {dtype}, expected {expected.shape} and {expected.dtype}"
+            elif not torch.isfinite(found := torch.from_numpy(npy_array(record[name].data))).all():
+                wrong = "has entries that are not finite"
         except ValueError as error:
-            raise ReplyRejected(f"{name} cannot be decoded: {error}") from error
-        if not alike:
-            raise ReplyRejected(
-                f"{name} has shape {shape} and dtype {dtype}, expected {expected.shape} and {expected.dtype}"
-            )
-        if not torch.isfinite(tensors[name]).all():
-            raise ReplyRejected(f"{name} has entries that are not finite")
+            wrong = f"cannot be decoded: {error}"
+        if wrong:
+            raise ReplyRejected(f"{name} {wrong}")
+        tensors[name] = found
     return tensors
 
 

@@ -38,11 +38,9 @@ def discover_nodes(grid: Grid, clients: int, patience: float | None = None) -> d
                 break
         time.sleep(0.2)
     numbers = {node: number for node, number in answers.items() if number is not None}
-    if patience is not None:
-        if not (numbers := _unique(numbers)):
-            raise RuntimeError(f"none of {clients} clients introduced itself within {patience:g} s")
-    elif sorted(numbers.values()) != list(range(clients)):
-        raise RuntimeError(f"expected clients 0..{clients - 1} to introduce themselves, got {sorted(numbers.values())}")
+    given, numbers = sorted(numbers.values()), _unique(numbers) if patience is not None else numbers
+    if not numbers or (patience is None and given != list(range(clients))):
+        raise RuntimeError(f"expected clients 0..{clients - 1} to introduce themselves, got {given}")
     return numbers
 
 

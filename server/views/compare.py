@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, cycle
+from itertools import count
 from typing import Any
 
 from fedgauge.attacks.modality.images import ImageModality
@@ -83,7 +83,7 @@ def points(named: Mapping[str, Reading], metric: str) -> Table:
     for name, reading in named.items():
         pooled, hits, labels = (reading.pooled(m) for m in (metric, "identified", "label_accuracy"))
         floor, epsilon = mean_of(best_of(pooled.values(), "baseline")), spent_in(reading).record
-        for leak in _attacked(reading, metric):
+        for leak in (pooled[a] for a in reading.order if is_attack(a) and a in pooled):
             others = floor, rate_of(hits.get(leak.attack)), mean_of(labels.get(leak.attack)), leak.n, epsilon
             rows.append((name, leak.attack, final_accuracy(reading.rounds), *leak_cells(leak), *others))
     return Table.of(f"Every attack on every run, {by.label}", columns, rows)
@@ -112,51 +112,35 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def utility_figure(named: Mapping[str, Reading], metric: str) -> Figure | None:
-    """Draw leakage against final accuracy: colours are runs, symbols attacks; None if no run has both."""
-    names = dict.fromkeys(a for reading in named.values() for a in reading.order if is_attack(a))
-    symbols, colours = dict(zip(names, cycle(SYMBOLS), strict=False)), dict(zip(named, count(), strict=False))
-    accuracies = {name: final_accuracy(reading.rounds) for name, reading in named.items()}
-    tested = {name: accuracy for name, accuracy in accuracies.items() if accuracy is not None}
-    strongest = {name: best_of(reading.pooled(metric).values(), "attack") for name, reading in named.items()}
-    leaks = [(name, k) for name in tested for k in _attacked(named[name], metric) if k.mean is not None]
-    if not leaks:
+    """Draw the strongest attack of each run against the run's final accuracy; None if no run has both."""
+    points, guesses, leaks = list[Series](), list[Series](), list[Leak]()
+    for place, (name, reading) in enumerate(named.items()):
+        pooled, accuracy = reading.pooled(metric).values(), final_accuracy(reading.rounds)
+        leak, floor = best_of(pooled, "attack"), best_of(pooled, "baseline")
+        if accuracy is None or leak is None:
+            continue
+        (low, high), epsilon = leak.interval or (None, None), number(spent_in(reading).record, None)
+        note = f"{name}, {leak.attack}\n{point_label(leak)}\ntest accuracy {percent(accuracy)}\nepsilon {epsilon} for one record"
+        look, label = Look(colour(place), symbol=SYMBOLS[place % len(SYMBOLS)]), str(place + 1)
+        points.append(
+            Series(f"{label}  {name}", "run", look, [accuracy], [leak.mean], [low], [high], note=[note], label=label)
+        )
+        leaks.append(leak)
+        if floor is not None:
+            guesses.append(Series("" if guesses else "best baseline", "baseline", FLOOR, [accuracy], [floor.mean]))
+    if not points:
         return None
-    points: list[Series] = []
-    numbers = {name: str(i) for i, name in enumerate(named, 1)}
-    for name, leak in leaks:
-        (low, high), accuracy, spent = leak.interval or (None, None), tested[name], spent_in(named[name]).record
-        note = f"{name}, {leak.attack}\n{point_label(leak)}\ntest accuracy {percent(accuracy)}"
-        note += f"\nepsilon {number(spent, None)} for one record"
-        label = numbers[name] if leak is strongest[name] else ""
-        look = Look(colour(colours[name]), symbol=symbols[leak.attack])
-        points.append(Series("", "run", look, [accuracy], [leak.mean], [low], [high], note=[note], label=label))
-    runs, attacks = dict.fromkeys(name for name, _ in leaks), dict.fromkeys(leak.attack for _, leak in leaks)
-    floors = {name: best_of(named[name].pooled(metric).values(), "baseline") for name in runs}
-    guesses = [
-        Series("", "baseline", FLOOR, [tested[name]], [floor.mean])
-        for name, floor in floors.items()
-        if floor is not None
-    ]
-    guesses[:1] = [replace(guess, name="best baseline") for guess in guesses[:1]]
-    legend = [
-        *(Series(f"{numbers[name]}  {name}", "run", Look(colour(colours[name]), symbol="square")) for name in runs),
-        *(Series(name, "attack", Look("ink", symbol=symbols[name])) for name in attacks),
-    ]
-    words = "The bottom right is best: accurate, with little leakage. Each run's number is at its strongest attack."
-    y, (low, high) = value_axis(metric, [*points, *guesses]), (min(tested.values()), max(tested.values()))
+    tested, y = [point.x[0] for point in points], value_axis(metric, [*points, *guesses])
     if not MEASURED[metric].higher_is_better:
         y = replace(y, low=y.high, high=y.low)
-    margin = max(0.1 * (high - low), 0.02)
-    x = Axis("test accuracy at the end", "fraction", max(WHOLE[0], low - margin), min(WHOLE[1], high + margin))
-    series, interval = [*points, *guesses, *legend], interval_name(metric, [leak for _, leak in leaks])
-    title = "Leakage against test accuracy"
-    return Figure(f"utility-{metric}", title, words, x, y, series, metric=metric, interval=interval)
+    margin = max(0.1 * (max(tested) - min(tested)), 0.02)
+    ends = max(WHOLE[0], min(tested) - margin), min(WHOLE[1], max(tested) + margin)
+    x, words = (
+        Axis("test accuracy at the end", "fraction", *ends),
+        "The bottom right is best: accurate, with little leakage.",
+    )
+    title, interval = "Leakage of the strongest attack against test accuracy", interval_name(metric, leaks)
+    return Figure(f"utility-{metric}", title, words, x, y, [*points, *guesses], metric=metric, interval=interval)
 
 
 FLOOR = Look("muted", symbol="line-ew")
-
-
-def _attacked(reading: Reading, metric: str) -> list[Leak]:
-    """Return the Leaks of the attacks over all rounds, in the plan's order."""
-    pooled = reading.pooled(metric)
-    return [pooled[a] for a in reading.order if is_attack(a) and a in pooled]

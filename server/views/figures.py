@@ -5,13 +5,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal
 
-from fedgauge.attacks.modality.base import Measured
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND
-from fedgauge.server.views.formatting import finite, number, percent
+from fedgauge.server.views.formatting import number, percent
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import RATES_SHOWN, roc_curves
-from fedgauge.server.views.privacy import CanaryBound, CanaryEstimate, canaries
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import Role, attack_order, is_attack, is_limit, role_of
 from fedgauge.server.views.success import THRESHOLDS, certified_success, success_curve
@@ -105,25 +103,6 @@ class Figure:
     right: Axis | None = None
     metric: str = ""
     interval: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class HeatMap:
-    """Values of a metric by client (row) and round (column) as colours.
-
-    Args:
-        darkest, brightest: the ends of the scale; brighter means more leakage.
-    """
-
-    name: str
-    title: str
-    meaning: str
-    by: Measured
-    clients: Sequence[int]
-    rounds: Sequence[int]
-    values: Sequence[Sequence[float | None]]
-    darkest: float
-    brightest: float
 
 
 def attack_look(place: int) -> Look:
@@ -245,16 +224,14 @@ def value_axis(metric: str, series: Sequence[Series]) -> Axis:
 
 
 def interval_name(metric: str, leaks: Sequence[Leak]) -> str:
-    """Name the intervals of these Leaks, with the number of clients if it is small."""
+    """Name the intervals of these Leaks; empty without one."""
     clusters = [leak.clusters for leak in leaks if leak.interval is not None]
     if not clusters or MEASURED[metric].rate:
         return "95 % interval (Wilson)" if clusters else ""
-    least, most = min(clusters), max(clusters)
-    few = f" ({least if least == most else f'{least} to {most}'} clients)"
-    return f"95 % interval{few if least < 10 else ''}"
+    return f"95 % interval ({min(clusters)} clients{'' if min(clusters) == max(clusters) else ' or more'})"
 
 
-# ------------------------------------------------------------------------------------- thresholds, membership, canaries
+# ------------------------------------------------------------------------------------------------ thresholds, membership
 
 
 def success_figure(reading: Reading) -> Figure | None:
@@ -301,21 +278,3 @@ def membership_figure(reading: Reading) -> Figure | None:
     x = Axis("false positives", "log", least, 1)
     y = Axis("members detected", "log", least / 2, 1.07)
     return Figure("membership", "Members detected against false positives", words, x, y, [*series, chance])
-
-
-def canaries_figure(reading: Reading) -> Figure | None:
-    """Draw the measured and the accounted epsilon by round; None without canaries."""
-    found = canaries(reading)
-    if not found.rows:
-        return None
-    x, look = [row.round for row in found.rows], attack_look(0)
-    if least := [finite(row.epsilon) for row in found.rows if isinstance(row, CanaryBound)]:
-        shown, label = Series("lower bound by canaries", "attack", look, x, least), "epsilon, one record"
-    else:
-        seen = [row.seen for row in found.rows if isinstance(row, CanaryEstimate)]
-        mean, low, high = ([finite(value) for value in column] for column in zip(*seen, strict=True))
-        shown, label = Series("seen by canaries", "attack", look, x, mean, low, high), "epsilon, all of a client's data"
-    series = [shown, Series("accounted", "limit", LIMIT, x, [row.accounted for row in found.rows])]
-    series = [s for s in series if any(value is not None for value in s.mean)]
-    words = "The epsilon that canaries measure, by estimate or lower bound, with the one that the noise promises."
-    return Figure("canaries", "Epsilon measured by canaries", words, round_axis(x), Axis(label, low=0), series)

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedgauge.attacks.modality.base import Measured
-from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import describe
 
 NONE = "–"
@@ -36,12 +35,6 @@ def in_unit(value: float | None, by: Measured) -> str:
     """Write a metric's value with its unit."""
     text = number(value, by.digits)
     return text if text == NONE else f"{text} {by.unit}".strip()
-
-
-def in_metric(metric: str, value: float | None) -> str:
-    """Write a metric's value with its unit, a share in percent."""
-    measured = MEASURED[metric]
-    return percent(value) if measured.fraction else in_unit(value, measured)
 
 
 def percent(value: float | None, digits: int = 0, space: str = "\u00a0") -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -16,7 +16,6 @@ from fedgauge.client.data.images import Dataset, Shards
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.pictures import SMALL, png, reconstruction
 from fedgauge.server.views.formatting import in_unit, status_words
-from fedgauge.server.views.intervals import evenly
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
@@ -28,31 +27,13 @@ CARD_BYTES = 900  # of one card without its pictures, about
 IMAGE_BYTES = 350  # of one picture without its pixels, about
 NO_TRUTH, NOT_HERE, NOT_GRADED = "the truth stays with the client", "no truth here", "not graded"
 
-Sort = Literal["leak", "hidden", "client"]
 Kind = Literal["image", "text"]
 Place = tuple[int, int, int]  # round, client, example
 
 
-class NotShown(Exception):
-    """A picture does not exist; the message says why."""
-
-
-@dataclass(frozen=True)
-class Query:
-    """Filter and order of examples; None: no filter."""
-
-    round: int | None = None
-    client: int | None = None
-    sort: Sort = "leak"
-    offset: int = 0
-
-
-def ordered(strengths: Mapping[Place, float], by: Sort) -> list[Place]:
-    """Sort examples; those without a value come last by leakage."""
-    if by == "client":
-        return sorted(strengths, key=lambda place: (place[1], place[0], place[2]))
-    sign = 1 if by == "hidden" else -1
-    return sorted(strengths, key=lambda place: (math.isnan(strengths[place]), sign * strengths[place]))
+def ordered(strengths: Mapping[Place, float]) -> list[Place]:
+    """Sort examples, the worst leak first; those without a value come last."""
+    return sorted(strengths, key=lambda place: (math.isnan(strengths[place]), -strengths[place]))
 
 
 @dataclass(frozen=True)
@@ -63,7 +44,6 @@ class Tile:
         image: a data URI, or None with the reason in note.
         value: the main metric; None: none.
         label: the label that the attack claims; empty: none.
-        trace: if its iterations were kept.
         words: of text, each token with its mark: right, misplaced or wrong.
     """
 
@@ -72,7 +52,6 @@ class Tile:
     value: float | None
     note: str
     label: str = ""
-    trace: bool = False
     words: tuple[tuple[str, Mark], ...] | None = None
 
 
@@ -81,7 +60,7 @@ class Card:
     """One private example with its reconstructions.
 
     Args:
-        image: its number among the training images; like truth and label None if the data is not on this machine.
+        truth, label: None if the data is not on this machine.
         truth_words: of text, its tokens, in place of truth.
         absent: the reason for a missing truth.
         headings: of a table's row, the name of each cell.
@@ -90,7 +69,6 @@ class Card:
     round: int
     client: int
     example: int
-    image: int | None
     truth: str | None
     label: int | None
     label_name: str
@@ -120,7 +98,6 @@ class Gallery:
     """Gallery of a run."""
 
     reading: Reading
-    _rows: dict[tuple[int, int], list[int]] = field(default_factory=dict, init=False)
 
     @cached_property
     def attacks(self) -> list[str]:
@@ -192,24 +169,23 @@ class Gallery:
                 found[round, client, one] = strength if math.isnan(known) or strength > known else known
         return dict(sorted(found.items()))
 
-    def page(self, query: Query) -> Page:
-        """Return the cards of a query."""
+    def page(self, round: int | None = None, client: int | None = None, offset: int = 0) -> Page:
+        """Return the cards of a round and a client, the worst leak first; None: of all."""
         everything = self.attacked()
         wanted = {
             place: strength
             for place, strength in everything.items()
-            if query.round in (None, place[0]) and query.client in (None, place[1])
+            if round in (None, place[0]) and client in (None, place[1])
         }
-        shown = ordered(wanted, query.sort)[query.offset : query.offset + PAGE]
         return Page(
             kind=self.kind,
             noun=self.reading.scores.measure.private,
             rounds=self.rounds,
             clients=sorted({client for _, client, _ in everything}),
-            cards=[self.card(*place) for place in shown],
-            round=query.round,
+            cards=[self.card(*place) for place in ordered(wanted)[offset : offset + PAGE]],
+            round=round,
             total=len(wanted),
-            offset=query.offset,
+            offset=offset,
             page=PAGE,
         )
 
@@ -230,19 +206,17 @@ class Gallery:
         """Return the training examples of a client in a round; empty if the data is not on this machine."""
         if self.shards is None or client >= len(self.shards.indices):
             return []
-        if (round, client) not in self._rows:
-            self._rows[round, client] = self.reading.scenario.federation.rows_at(client, round).tolist()
-        return self._rows[round, client]
+        rows: list[int] = self.reading.scenario.federation.rows_at(client, round).tolist()
+        return rows
 
     def card(self, round: int, client: int, example: int) -> Card:
         """Return one private example with its reconstructions."""
-        truth, row = self._truth(round, client, example)
+        truth = self._truth(round, client, example)
         (x, label), text = truth or (None, None), self.kind == "text"
         return Card(
             round=round,
             client=client,
             example=example,
-            image=row,
             truth=None if x is None or text else png(x, SMALL),
             label=label,
             label_name="" if label is None else self.label_name(label),
@@ -252,18 +226,18 @@ class Gallery:
             headings=self.modality.headings() if self.modality else (),
         )
 
-    def _truth(self, round: int, client: int, example: int) -> tuple[tuple[Tensor, int | None] | None, int | None]:
-        """Return the example with its label, and its number among the training examples."""
+    def _truth(self, round: int, client: int, example: int) -> tuple[Tensor, int | None] | None:
+        """Return the example with its label; None if it is not on this machine."""
         if self.shards is None:
             batch = self.reading.tester_truth(round, client)
             if batch is None or example >= len(batch.y):
-                return None, None
-            return (batch.x[example], int(batch.y[example]) if batch.labelled else None), None
+                return None
+            return batch.x[example], int(batch.y[example]) if batch.labelled else None
         rows = self.rows_at(round, client)
         if example >= len(rows):
-            return None, None
+            return None
         dataset, row = self.shards.dataset, rows[example]
-        return (dataset.x[row], int(dataset.y[row]) if self._labelled else None), row
+        return dataset.x[row], int(dataset.y[row]) if self._labelled else None
 
     def _tile(self, attack: str, round: int, client: int, example: int) -> Tile:
         places = ((attack, round, client, e) for e in (example, WHOLE_BATCH))
@@ -279,9 +253,9 @@ class Gallery:
         x = tensors.get("x")
         if x is None or not (self.modality or self.reading.scores.modality).holds(x) or example >= len(x):
             return Tile(attack, None, shown, note if status == UNGRADED else f"file damaged; {note}")
-        truth, _ = self._truth(round, client, example)
+        truth = self._truth(round, client, example)
         label = self._label(tensors.get("y"), truth, example, attack)
-        tile = Tile(attack, None, shown, note, label, "trace_x" in tensors)
+        tile = Tile(attack, None, shown, note, label)
         if self.kind == "image":
             return replace(tile, image=png(x[example], SMALL))
         words = self.modality.marked(x[example], truth[0] if truth else None) if self.modality else None
@@ -297,8 +271,8 @@ class Gallery:
 
 def sampled(strengths: Mapping[Place, float], limit: int) -> list[Place]:
     """Choose at most `limit` examples, evenly spaced from the most to the least leaked."""
-    ranked = ordered(strengths, "leak")
-    return sorted(ranked[i] for i in evenly(np.arange(len(ranked)), limit))
+    ranked = ordered(strengths)
+    return sorted(ranked[i] for i in np.linspace(0, len(ranked) - 1, min(len(ranked), limit)).round().astype(int))
 
 
 def sample_of(gallery: Gallery) -> list[Place]:
@@ -311,7 +285,7 @@ def worst_cases(gallery: Gallery, count: int) -> list[Card]:
     """Return the examples with the best reconstructions, each once."""
     graded = {place: s for place, s in gallery.attacked().items() if not math.isnan(s)}
     main, found = gallery.reading.scores.measure, dict[tuple[int, ...], Card]()
-    for round, client, example in ordered(graded, "leak"):
+    for round, client, example in ordered(graded):
         rows = gallery.rows_at(round, client)
         key = (client, rows[example]) if example < len(rows) else (round, client, example)
         if key not in found:
@@ -321,62 +295,3 @@ def worst_cases(gallery: Gallery, count: int) -> list[Card]:
         if len(found) == count:
             break
     return list(found.values())
-
-
-@dataclass(frozen=True, eq=False)
-class ImageRounds:
-    """One private image in all rounds that attacked it."""
-
-    image: int
-    client: int
-    truth: str
-    label: int
-    label_name: str
-    rounds: Sequence[Card]
-
-
-def through_rounds(gallery: Gallery, client: int, image: int) -> ImageRounds:
-    """Return one private image over the rounds.
-
-    Raises:
-        NotShown: it was never attacked.
-    """
-    own = [key for key in gallery.attacked() if key[1] == client and key[2] < len(gallery.rows_at(*key[:2]))]
-    same = [key for key in own if gallery.rows_at(*key[:2])[key[2]] == image]
-    if not same or gallery.shards is None or gallery.kind == "text":
-        raise NotShown(f"client {client} was never attacked on image {image}")
-    dataset = gallery.shards.dataset
-    label, cards = int(dataset.y[image]), [gallery.card(*key) for key in same]
-    return ImageRounds(image, client, png(dataset.x[image]), label, gallery.label_name(label), cards)
-
-
-@dataclass(frozen=True, eq=False)
-class Trace:
-    """Objective and image of an attack over its iterations."""
-
-    iterations: Sequence[int]
-    objective: Sequence[float]
-    images: Sequence[str]
-    truth: str | None
-
-
-def trace(gallery: Gallery, round: int, client: int, example: int, attack: str) -> Trace:
-    """Return the iterations of an attack on one image.
-
-    Raises:
-        NotShown: they were not kept.
-    """
-    tensors = reconstruction(gallery.reading.run, round, client, attack)
-    if isinstance(tensors, str):
-        raise NotShown(f"the reconstruction's file is {tensors}")
-    if "trace_x" not in tensors:
-        raise NotShown("the attack's iterations were not kept: set trace = 12 in the [[attack]] table")
-    if example >= tensors["trace_x"].shape[1]:
-        raise NotShown(f"there is no example {example}")
-    truth, _ = gallery._truth(round, client, example)
-    return Trace(
-        iterations=tensors["trace_iteration"].tolist(),
-        objective=tensors["trace_objective"].tolist(),
-        images=[png(x) for x in tensors["trace_x"][:, example]],
-        truth=None if truth is None else png(truth[0]),
-    )

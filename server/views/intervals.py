@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +13,6 @@ Floats = NDArray[np.float64]
 
 NORMAL_95 = 1.959963984540054  # the standard normal's 97.5 % quantile
 LUCK = 0.025  # one side of a 95 % interval
-
-
-def evenly(values: NDArray[Any], most: int) -> NDArray[Any]:
-    """Return at most `most` values, evenly spread, with the first and the last."""
-    shown: NDArray[Any] = values[np.linspace(0, len(values) - 1, min(len(values), most)).round().astype(int)]
-    return shown
 
 
 def clustered_interval(

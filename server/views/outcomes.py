@@ -1,9 +1,9 @@
 """Outcome of a run's attacks in words: devices, failures, and inapplicable attacks."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import DeviceUse, sanitised
+from fedgauge.server.store.ledger_types import sanitised
 from fedgauge.server.views.formatting import listed
 from fedgauge.server.views.participation import participation
 from fedgauge.server.views.reading import Jobs
@@ -58,21 +58,8 @@ def attacked_on(ledger: Ledger) -> str:
     return f"attacked on {listed(each, MOST_DEVICES)}" if each else ""
 
 
-def work_words(jobs: Jobs, devices: Sequence[DeviceUse]) -> list[str]:
-    """Describe the state of the attacks: counts, devices, and time left."""
+def work_words(jobs: Jobs) -> list[str]:
+    """Describe the state of the attacks: counts and time left."""
     of = jobs.progress
     words = [jobs.words, *(f"{n} {what}" for n, what in ((of.leased, "running"), (of.queued, "waiting")) if n)]
-    words += filter(None, [device_use(devices)])
     return words if jobs.seconds_left is None else [*words, f"about {jobs.seconds_left / 60:.1f} min left"]
-
-
-def device_use(devices: Sequence[DeviceUse]) -> str:
-    """Describe the work of GPUs; empty without one.
-
-    Example:
-        >>> device_use([DeviceUse("cuda:0", 1, 1, 12, 0.93)])
-        'cuda:0 busy 93%, 12 waves'
-    """
-    if all(of.device == "cpu" for of in devices):
-        return ""
-    return listed([f"{of.device} busy {of.share:.0%}, {of.waves} waves" for of in devices], MOST_DEVICES)

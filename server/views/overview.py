@@ -1,7 +1,6 @@
 """The overview: verdict, progress, accuracy and leakage over rounds, notices, and knowledge cards."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +13,17 @@ from fedgauge.server.store import run_files
 from fedgauge.server.views.figures import (
     LIMIT_NAMES,
     Figure,
-    canaries_figure,
     membership_figure,
     rounds_figures,
     success_figure,
 )
-from fedgauge.server.views.formatting import decibel, listed, many, scenario_line
+from fedgauge.server.views.formatting import decibel, scenario_line
 from fedgauge.server.views.gallery import Card, Gallery, Kind, worst_cases
 from fedgauge.server.views.leak_tables import membership_table, rounds_table, summary_table
 from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.notices import Notice, notices
 from fedgauge.server.views.outcomes import attacked_on, work_words
-from fedgauge.server.views.participation import app_clients_table
+from fedgauge.server.views.participation import app_clients_table, participation
 from fedgauge.server.views.privacy import canaries, spent_in
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import Role, role_of
@@ -86,7 +84,6 @@ class Overview:
     over_rounds: Sequence[Figure]
     success: Figure | None
     membership_figure: Figure | None
-    canaries_figure: Figure | None
     by_round: Table
     summary: Table
     reasons: Table
@@ -99,7 +96,6 @@ class Overview:
     privacy: PrivacyStatement
     cards: Sequence[KnowledgeCard]
     participation: str
-    absences: Table
     clients: Table
     replay: str
     replay_words: str
@@ -110,7 +106,7 @@ class Overview:
 
 def overview(reading: Reading) -> Overview:
     """Return the overview of a run."""
-    judged, shown, ledger, gallery = verdict_of(reading), canaries(reading), reading.ledger, Gallery(reading)
+    judged, ledger, gallery = verdict_of(reading), reading.ledger, Gallery(reading)
     return Overview(
         name=reading.run.name,
         facts=scenario_line(reading.tables),
@@ -125,7 +121,6 @@ def overview(reading: Reading) -> Overview:
         over_rounds=rounds_figures(reading),
         success=success_figure(reading),
         membership_figure=membership_figure(reading),
-        canaries_figure=canaries_figure(reading),
         by_round=rounds_table(reading),
         summary=summary_table(reading),
         reasons=_reasons(reading),
@@ -133,16 +128,15 @@ def overview(reading: Reading) -> Overview:
         ungraded_reason=ungraded_reason(reading),
         membership=" ".join(members_sentences(judged.members, ledger)),
         membership_table=membership_table(reading),
-        canaries=shown.words,
+        canaries=canaries(reading),
         limit=limit(reading),
         privacy=spent_in(reading),
         cards=_cards(reading),
-        participation=_participation(reading),
-        absences=_absences(reading),
+        participation=participation(reading.observations) or ("Every update came in." if reading.observations else ""),
         clients=app_clients_table(reading.ledger),
         replay=reading.meta.get("replay", ""),
         replay_words=reading.meta.get("replay_detail", ""),
-        scenario=reading.run.scenario_text(),
+        scenario=run_files.read(reading.run.folder / "scenario.toml").decode(errors="replace"),
         environment=environment(reading),
         attacked_on=attacked_on(ledger),
     )
@@ -151,8 +145,7 @@ def overview(reading: Reading) -> Overview:
 def progress(reading: Reading) -> RunProgress:
     """Return the state of training and attacks."""
     jobs, plan = reading.jobs, reading.plan_coverage
-    works = reading.state in ("training", "attacking")
-    words = work_words(jobs, reading.devices if works else [])
+    words = work_words(jobs)
     words.insert(1, f"{plan.attacked} of {plan.updates} planned updates attacked")
     tested = max(reading.rounds, default=0), reading.tables["rounds"], final_accuracy(reading.rounds)
     return RunProgress(*tested, jobs.progress.done, jobs.progress.failed, jobs.expected, " · ".join(words))
@@ -160,9 +153,9 @@ def progress(reading: Reading) -> RunProgress:
 
 def limit(reading: Reading) -> str:
     """Return the limits on all attacks with their assumptions."""
-    planned = [row for row in reading.attacks if row["name"] in ERROR_LIMITS]
     errors = reading.pooled("mse") if "mse" in reading.metrics else {}
-    drawn = [row for row in planned if row["name"] in errors and errors[row["name"]].n]
+    drawn = [row for row in reading.attacks if row["name"] in ERROR_LIMITS and row["name"] in errors]
+    drawn = [row for row in drawn if errors[row["name"]].n]
     if not drawn:
         return "No limit is drawn: one exists only where the density of the chain's noise is known."
     found = Limits.of(errors)
@@ -195,32 +188,6 @@ def _reasons(reading: Reading) -> Table:
     columns = [Column("attack", "attack"), Column("times", "times", "count"), Column("reason", "reason")]
     rows = [(row["attack"], row["jobs"], row["reason"]) for row in reading.ledger.reasons()]
     return Table("Reasons that attacks gave", columns, rows[:REASONS])
-
-
-def _participation(reading: Reading) -> str:
-    """Count the replies in a sentence; empty before the first."""
-    totals = Counter(o["status"] for o in reading.observations)
-    counts = [f"{totals[status]} {status}" for status in ("accepted", "rejected", "missing")]
-    rounds = len({o["round"] for o in reading.observations})
-    return f"Updates in {many(rounds, 'round')}: {', '.join(counts)}." if rounds else ""
-
-
-def _absences(reading: Reading) -> Table:
-    """List the reasons of replies that were not accepted, the most frequent first."""
-    missed: dict[tuple[str, str], list[str]] = {}
-    for o in reading.observations:
-        if o["status"] != "accepted":
-            where = f"client {o['client']} in round {o['round']}"
-            missed.setdefault((o["status"], o["reason"]), []).append(where)
-    columns = [
-        Column("status", "status"),
-        Column("times", "times", "count"),
-        Column("where", "where"),
-        Column("reason", "reason"),
-    ]
-    common = sorted(missed.items(), key=lambda item: -len(item[1]))[:REASONS]
-    rows = [(status, len(where), listed(where, 3), reason) for (status, reason), where in common]
-    return Table("Why replies were not accepted", columns, rows)
 
 
 def environment(reading: Reading) -> Any:

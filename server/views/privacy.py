@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -12,21 +12,19 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.membership.canary_epsilon import CANARY, gaussian_epsilon
-from fedgauge.attacks.membership.one_run import EVIDENCE, guess_bound
+from fedgauge.attacks.membership.one_run import EVIDENCE, GuessBound, guess_bound
 from fedgauge.client.components import SpecError
 from fedgauge.defenses.accounting import Accountant, NoGuarantee, PrivacyStatement, privacy_statement, records_of
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import repeated
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import many
-from fedgauge.server.views.intervals import NORMAL_95, evenly
+from fedgauge.server.views.intervals import NORMAL_95
 from fedgauge.server.views.participation import rounds_seen
-from fedgauge.server.views.reading import Reading, kept, viewed
+from fedgauge.server.views.reading import Reading, viewed
 from fedgauge.server.views.scores import Scores
 
 MOST = 1e6  # a canary's score is clipped to
-ESTIMATES = 200  # points of a curve
-BOUNDS = 40  # points of a curve of bounds, whose accounted epsilons take long to compute
 
 
 @viewed
@@ -91,7 +89,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class CanaryEstimate:
-    """Epsilon for all of a client's data, estimated from the canaries' updates up to a round.
+    """Epsilon for all of a client's data, estimated from the canaries' updates.
 
     The statistic of a canary is its cosine with each of its updates in standard deviations of chance, summed over rounds and
     divided by the root of their number. It is N(mean, deviation^2), and N(-mean, deviation^2) for the opposite direction.
@@ -103,7 +101,6 @@ class CanaryEstimate:
         accounted: epsilon of as many releases; None: none holds.
     """
 
-    round: int
     canaries: int
     releases: int
     seen: Estimate
@@ -111,27 +108,23 @@ class CanaryEstimate:
     accounted: float | None
 
 
-def canary_estimates(scores: Scores, delta: float, accounted: Callable[[int], float | None]) -> list[CanaryEstimate]:
-    """Estimate an epsilon for each round with at least two canaries, at most ESTIMATES, from all rounds up to it.
+def canary_estimate(scores: Scores, delta: float, accounted: Callable[[int], float | None]) -> CanaryEstimate | None:
+    """Estimate an epsilon from all rounds; None below two canaries.
 
     Args:
         accounted: the epsilon of a number of releases.
     """
-    rows, found = _measured(scores, CANARY), []
-    for round in evenly(np.unique(rows.round), ESTIMATES):
-        so_far = rows.where(rows.round <= round)
-        _, own, count = np.unique(so_far.example, return_inverse=True, return_counts=True)
-        if len(count) < 2:
-            continue
-        root, releases = np.sqrt(count), int(count.max())
-        mean = float(so_far.value.mean() * math.sqrt(releases))
-        deviation = float(np.std(np.bincount(own, so_far.value) / root - so_far.value.mean() * root, ddof=1))
-        known = _interval(mean, math.sqrt(releases / len(so_far)), delta)
-        ratio = mean / deviation if deviation > 0 else 0.0
-        spread = math.sqrt(releases / len(so_far) + ratio**2 / (2 * (len(count) - 1)))
-        measured = _interval(ratio, spread, delta)
-        found.append(CanaryEstimate(int(round), len(count), releases, known, measured, accounted(releases)))
-    return found
+    rows = _measured(scores, CANARY)
+    _, own, count = np.unique(rows.example, return_inverse=True, return_counts=True)
+    if len(count) < 2:
+        return None
+    root, releases = np.sqrt(count), int(count.max())
+    mean = float(rows.value.mean() * math.sqrt(releases))
+    deviation = float(np.std(np.bincount(own, rows.value) / root - rows.value.mean() * root, ddof=1))
+    known = _interval(mean, math.sqrt(releases / len(rows)), delta)
+    ratio = mean / deviation if deviation > 0 else 0.0
+    spread = math.sqrt(releases / len(rows) + ratio**2 / (2 * (len(count) - 1)))
+    return CanaryEstimate(len(count), releases, known, _interval(ratio, spread, delta), accounted(releases))
 
 
 def _measured(scores: Scores, metric: str) -> Scores:
@@ -148,70 +141,55 @@ def _interval(mean: float, error: float, delta: float) -> Estimate:
 
 @dataclass(frozen=True)
 class CanaryBound:
-    """Lower bound on the epsilon of one record from guesses about canary examples up to a round.
+    """Lower bound on the epsilon of one record from guesses about canary examples.
 
     Args:
         releases: largest number of updates of a client with canaries.
-        guesses, right: number of the surest guesses, and of the right ones among them.
-        epsilon: the lower bound, with 95 % confidence.
-        most: the bound if all guesses were right.
+        bound: the lower bounds, each with 95 % confidence.
+        most: the bound without an assumption if all guesses were right.
         accounted: epsilon of a record after as many releases; None: none holds.
     """
 
-    round: int
     canaries: int
     releases: int
-    guesses: int
-    right: int
-    epsilon: float
+    bound: GuessBound
     most: float
     accounted: float | None
 
 
-def canary_bounds(
+def canary_bound(
     scores: Scores, included: Tensor, delta: float, accounted: Callable[[int], float | None]
-) -> list[CanaryBound]:
-    """Bound the epsilon for each round with canaries, at most BOUNDS, from all rounds up to it.
+) -> CanaryBound | None:
+    """Bound the epsilon from all rounds; None without canaries.
 
     Args:
         included: (M,) bool, True for canaries in the data.
         accounted: a record's epsilon of a number of releases.
     """
-    rows, found = _measured(scores, EVIDENCE), []
+    rows = _measured(scores, EVIDENCE)
     rows = rows.where((rows.example >= 0) & (rows.example < len(included)))
-    for round in evenly(np.unique(rows.round), BOUNDS):
-        so_far = rows.where(rows.round <= round)
-        numbers, own, count = np.unique(so_far.example, return_inverse=True, return_counts=True)
-        evidence, truth = torch.from_numpy(np.bincount(own, so_far.value)), included[torch.from_numpy(numbers)]
-        bound, releases = guess_bound(evidence, truth, delta, len(included)), int(count.max())
-        most = guess_bound(truth.double() - 0.5, truth, delta, len(included)).epsilon
-        shown = (bound.guesses, bound.right, bound.epsilon, most)
-        found.append(CanaryBound(int(round), len(numbers), releases, *shown, accounted(releases)))
-    return found
-
-
-@dataclass(frozen=True)
-class Canaries:
-    """Results of canaries by round, with the newest in words; no rows without canaries."""
-
-    words: str = ""
-    rows: Sequence[CanaryEstimate | CanaryBound] = ()
+    numbers, own, count = np.unique(rows.example, return_inverse=True, return_counts=True)
+    if not len(numbers):
+        return None
+    evidence, truth = torch.from_numpy(np.bincount(own, rows.value)), included[torch.from_numpy(numbers)]
+    bound, releases = guess_bound(evidence, truth, delta, len(included)), int(count.max())
+    most = guess_bound(truth.double() - 0.5, truth, delta, len(included)).epsilon
+    return CanaryBound(len(numbers), releases, bound, most, accounted(releases))
 
 
 @viewed
-def canaries(reading: Reading) -> Canaries:
-    """Return the results of a run's canaries."""
+def canaries(reading: Reading) -> str:
+    """Describe the result of a run's canaries over all rounds; empty without canaries."""
     if (scenario := reading.built) is None:
-        return Canaries()
-    delta = scenario.privacy.delta
+        return ""
+    delta, accounted = scenario.privacy.delta, partial(_accounted, reading)
     if scenario.protocol.canary_examples:
-        bounds = canary_bounds(reading.scores, scenario.protocol.coins, delta, partial(_accounted, reading))
-        return Canaries(bound_words(bounds[-1], delta) if bounds else "", bounds)
-    estimates = canary_estimates(reading.scores, delta, partial(_accounted, reading))
-    return Canaries(canary_words(estimates[-1], delta) if estimates else "", estimates)
+        bound = canary_bound(reading.scores, scenario.protocol.coins, delta, accounted)
+        return "" if bound is None else bound_words(bound, delta)
+    estimate = canary_estimate(reading.scores, delta, accounted)
+    return "" if estimate is None else canary_words(estimate, delta)
 
 
-@kept
 def _accounted(reading: Reading, releases: int) -> float | None:
     """Return the accounted epsilon of a client; of a record for canary examples."""
     federation = reading.scenario.federation
@@ -241,11 +219,12 @@ def bound_words(last: CanaryBound, delta: float) -> str:
     """Describe a bound."""
     words = (
         f"A fair coin put each of {last.canaries} canary examples into a client's data or not. After at most "
-        f"{many(last.releases, 'update')} of each client, {last.right} of the {last.guesses} surest guesses are right. The "
-        f"epsilon of one record is at least {last.epsilon:.3g} at delta {delta:g} (confidence 95 %); so many canaries can show "
-        f"at most {last.most:.3g}. "
+        f"{many(last.releases, 'update')} of each client, {last.bound.right} of the {last.bound.guesses} surest guesses are "
+        f"right. The epsilon of one record is at least {last.bound.epsilon:.3g} at delta {delta:g} (confidence 95 %); so many "
+        f"canaries can show at most {last.most:.3g}. It is at least {last.bound.gaussian:.3g} if the mechanism's trade-off curve "
+        f"is Gaussian, and {last.bound.normal:.3g} if the evidence of canaries is normal. "
     )
-    return words + _beside(last.accounted, last.accounted is not None and last.epsilon > last.accounted)
+    return words + _beside(last.accounted, last.accounted is not None and last.bound.epsilon > last.accounted)
 
 
 def _beside(accounted: float | None, above: bool) -> str:

@@ -1,16 +1,14 @@
 """Snapshot of a run, from which every view is computed."""
 
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import cached_property, wraps
 from threading import Lock
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
-from xxhash import xxh3_64_hexdigest
 
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.client import toml_text
@@ -21,7 +19,7 @@ from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.store.ledger_types import EMPTY, RETRIED, DeviceUse, Progress
+from fedgauge.server.store.ledger_types import EMPTY, RETRIED, Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, expected_jobs
 from fedgauge.server.store.tester_truth import TesterTruth
@@ -55,14 +53,12 @@ def state_of(run: Run, ledger: Ledger) -> State:
     return ended
 
 
-def version_of(run: Run, ledger: Ledger) -> str:
-    """Return a string that changes with the ledger."""
+def version_of(run: Run, ledger: Ledger) -> tuple[object, ...]:
+    """Return a value that changes with the ledger."""
     p = ledger.progress()
-    gpus = [n for of in ledger.devices() if of.device != "cpu" for n in (of.busy, of.waves)]
-    counts = (ledger.finished(), p.queued, p.leased, p.failed, ledger.last_round(), *gpus)
+    counts = (ledger.finished(), p.queued, p.leased, p.failed, ledger.last_round())
     meta = ledger.meta()
-    facts = (*counts, state_of(run, ledger), meta.get("replay", ""), meta.get(RETRIED, ""))
-    return xxh3_64_hexdigest(repr(facts).encode(errors="replace"))
+    return *counts, state_of(run, ledger), meta.get("replay", ""), meta.get(RETRIED, "")
 
 
 def tables_of(run: Run) -> dict[str, Any]:
@@ -74,29 +70,18 @@ def tables_of(run: Run) -> dict[str, Any]:
     path = run.folder / "scenario.toml"
     try:
         tables = {"seed": 0, **toml_text.parse(run_files.read(path))}  # a scenario may leave its seed out
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise LedgerError(f"{path} cannot be read: {error}") from error
-    try:
         Protocol.from_tables(tables)
         for table in (tables["data"], tables["model"], *tables["chain"]):
             coerce(table.get("use"), str, "use")
         coerce(tables.get("server_attack", ()), tuple[Mapping[str, Any], ...], "[[server_attack]]")
-        for name, key, kind in READ:
-            table = coerce(tables.get(name, {}), dict, f"[{name}]")
-            if key in table:
-                coerce(table[key], kind, key)
+        audit, tape = (coerce(tables.get(name, {}), dict, f"[{name}]") for name in ("audit", "tape"))
+        coerce(tables["data"].get("batch_size", 1), int, "batch_size")
+        coerce(audit.get("curious", True), bool, "curious")
+        coerce(tape.get("retention_days", 1.0), float, "retention_days")
         selection(tables)
-    except ValueError as error:
+    except (OSError, ValueError) as error:  # also what is no text, or no TOML
         raise LedgerError(f"{path} is not a scenario: {error}") from error
     return tables
-
-
-# table, key and type of what views read of a scenario without building it
-READ = (
-    ("data", "batch_size", int),
-    ("audit", "curious", bool),
-    ("tape", "retention_days", float),
-)
 
 
 @dataclass(frozen=True)
@@ -105,7 +90,6 @@ class RunLine:
 
     id: str
     state: State
-    version: str
     round: int
     rounds: int
     chain: str
@@ -131,7 +115,6 @@ def run_line(run: Run) -> RunLine:
         return RunLine(
             id=run.name,
             state=state_of(run, ledger),
-            version=version_of(run, ledger),
             round=ledger.last_round(),
             rounds=int(ledger.meta().get("rounds") or tables["rounds"]),
             chain=chain(tables),
@@ -183,22 +166,16 @@ class Jobs:
         return self.left / self.pace if self.pace and self.progress.waiting else None
 
 
-def _cached(place: Literal["views", "constants"]) -> Callable[[Make], Make]:
-    def decorate(make: Make) -> Make:
-        @wraps(make)
-        def cached(snapshot: Any, *args: Any) -> Any:
-            known, key = getattr(snapshot, place), (make, *args)
-            if key not in known:
-                known[key] = make(snapshot, *args)
-            return known[key]
+def viewed(make: Make) -> Make:
+    """Keep the result of a view until the run changes."""
 
-        return cast(Make, cached)
+    @wraps(make)
+    def cached(snapshot: Any, *args: Any) -> Any:
+        if (make, *args) not in snapshot.views:
+            snapshot.views[make, *args] = make(snapshot, *args)
+        return snapshot.views[make, *args]
 
-    return decorate
-
-
-viewed = _cached("views")  # until the run changes
-kept = _cached("constants")
+    return cast(Make, cached)
 
 
 class Snapshot:
@@ -208,11 +185,9 @@ class Snapshot:
         self.ledger = ledger
         self.tables = dict(tables)
         self.views: dict[Any, Any] = {}
-        self.constants: dict[Any, Any] = {}
         self.meta: Mapping[str, str] = {}
         self.progress = Progress()
         self.rounds: dict[int, Mapping[str, Any]] = {}
-        self.devices: list[DeviceUse] = []
         self.pace: float | None = None  # jobs a second
         self.newest = 0  # last round with jobs
         self.scores, self._finished = Scores.empty(), 0
@@ -224,7 +199,7 @@ class Snapshot:
         if self.meta.get(RETRIED) != retried:  # rows were deleted
             self.scores, self._finished = Scores.empty(), 0
         self.rounds = {row["round"]: dict(row) for row in ledger.rounds()}
-        self.devices, self.pace = ledger.devices(), ledger.pace()
+        self.pace = ledger.pace()
         self.newest = max(ledger.last_observed(), max(self.rounds, default=0))
         self.views.clear()
         if (finished := ledger.finished()) > self._finished:
@@ -296,8 +271,7 @@ class Reading(Snapshot):
         super().__init__(run.ledger(readonly=True), tables_of(run))
         self.run = run
         self.lock = Lock()
-        self.inode = self.ledger.path.stat().st_ino
-        self.version = ""
+        self.version: tuple[object, ...] = ()
         self._scenario: Scenario | str | None = None
 
     @contextmanager
@@ -324,12 +298,6 @@ class Reading(Snapshot):
     def close(self) -> None:
         """Close the ledger."""
         self.ledger.close()
-
-    @property
-    def gone(self) -> bool:
-        """True once the ledger's file was deleted or replaced."""
-        path = self.ledger.path
-        return not path.exists() or path.stat().st_ino != self.inode
 
     @property
     @viewed
@@ -368,8 +336,7 @@ class Reading(Snapshot):
         """Jobs of the run, with those of rounds to come while it trains."""
         return self.jobs_of(self.built if self.state == "training" else None)
 
-    @property
-    @kept
+    @cached_property
     def class_shares(self) -> tuple[float, ...]:
         """Share of each class in the data; TWO_CLASSES if unknown."""
         if (scenario := self.built) is None:

@@ -137,10 +137,10 @@ class Scores:
         places = np.arange(len(rows))
         return replace(rows, example=places - np.maximum.accumulate(np.where(first, places, 0)))
 
-    def leakiest(self, metric: str, of_batch: bool = False) -> "Scores":
-        """Return the row of each example that leaks most; of_batch: of each (round, client)."""
-        rows = self if of_batch else self.comparable(metric)
-        keys = rows.batch_keys() if of_batch else rows.example_keys()
+    def leakiest(self, metric: str) -> "Scores":
+        """Return the row of each example that leaks most."""
+        rows = self.comparable(metric)
+        keys = rows.example_keys()
         order = np.lexsort((MEASURED[metric].sign * rows.value, keys))
         last = np.append(np.diff(keys[order]) != 0, True) if len(rows) else np.zeros(0, bool)
         return rows.where(order[last])

@@ -1,7 +1,6 @@
 """Effects of a malicious server: messages, recovered examples, alarms, and accuracy."""
 
 from collections.abc import Sequence
-from statistics import mean
 
 import numpy as np
 
@@ -27,7 +26,7 @@ def server_attack_effects(reading: Reading) -> dict[str, str]:
         "sent": "; ".join([f"{'; '.join(map(str, scenario.server_attack))}: {sent}", *([trouble] if trouble else [])]),
         "recovered": _recovered(reading, altered),
         "noticed": _noticed(scenario, seen, altered),
-        "cost": _cost(reading, scenario, len(altered), len(seen), rounds),
+        "cost": _cost(scenario, len(altered), len(seen)),
     }
 
 
@@ -66,14 +65,8 @@ def _noticed(scenario: Scenario, seen: Sequence[Row], altered: set[Key]) -> str:
     return "; ".join(filter(None, (*words, first_alarm(seen))))
 
 
-def _cost(reading: Reading, scenario: Scenario, altered: int, seen: int, rounds: Sequence[int]) -> str:
-    """Describe the use of the updates, and the accuracy in rounds with and without altered weights."""
-    accuracy = {n: row["accuracy"] for n, row in reading.rounds.items() if row["accuracy"] is not None}
-    steps = {r: 100 * (accuracy[r] - accuracy[r - 1]) for r in accuracy if r - 1 in accuracy}
+def _cost(scenario: Scenario, altered: int, seen: int) -> str:
+    """Describe the use of the answers to altered weights."""
     kept = [aimed.targeting.aggregate for aimed in scenario.server_attack]
     fate = "averaged as all are" if all(kept) else "averaged in part" if any(kept) else "left out of the average"
-    words = [f"answers to altered weights ({many(altered, 'update')} of {seen}) were {fate}"]
-    for which, own in (("in those rounds", True), ("in the others", False)):
-        moved = [step for r, step in steps.items() if (r in rounds) is own]
-        words += [f"test accuracy moved by {mean(moved):+.1f} points a round {which}"] if moved else []
-    return "; ".join(words)
+    return f"answers to altered weights ({many(altered, 'update')} of {seen}) were {fate}"

@@ -1,6 +1,7 @@
 """Success over thresholds: the share of examples at each PSNR or better, and its certified limit."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 from torch import nn
@@ -49,8 +50,7 @@ def certified_success(reading: Reading, curve: Mapping[str, Sequence[Rate]]) -> 
     """Return the success rates at THRESHOLDS that no attack on one round exceeds; None without a certificate."""
     if (scenario := reading.built) is None:
         return None
-    federation = scenario.federation
-    shards = federation.shards
+    federation, shards = scenario.federation, scenario.federation.shards
     gaussian = gaussian_mechanism(federation.chain, shards.batch_size, federation.model, shards.dataset.fitted)
     return None if gaussian is None else certified(curve, gaussian)
 
@@ -63,11 +63,10 @@ def gaussian_mechanism(
     Args:
         fitted: what the dataset fitted to the examples: then one example changes all others, and no clip bounds it.
     """
-    try:
+    with suppress(NoGuarantee):
         found = None if fitted else mechanism(chain, batch_size, model)
-    except NoGuarantee:
-        return None
-    return found if found is not None and found.noise == "normal" else None
+        return found if found is not None and found.noise == "normal" else None
+    return None
 
 
 def certified(curve: Mapping[str, Sequence[Rate]], mechanism: Mechanism) -> list[float] | None:

@@ -290,18 +290,14 @@ def _batch_sizes(scores: Scores, rows: Scores) -> Ints:
 
 def _nothing_to_judge(reading: Reading) -> str:
     scores, planned = reading.scores, reading.ledger.planned()
-    real = scores.of_metric(scores.measure.metric)
-    real = real.where(real.by_attacks)
     if not any(is_attack(name) and not attack.tells_members for name, attack in planned.items()):
         return "no attack that reconstructs was planned"
-    if not len(real):
-        mismatch = reading.meta.get("replay") == "mismatch"
-        return "the replay check failed, so no attack was run" if mismatch else "no attack has been done yet"
-    if not np.isnan(real.value).all():
-        return "no baseline has been graded yet"
-    counts = Counter(real.statuses[s] for s in real.status)
+    if reading.meta.get("replay") == "mismatch":
+        return "the replay check failed"
+    real = scores.of_metric(scores.measure.metric)
+    ended = counted_words(Counter(real.statuses[s] for s in real.where(real.by_attacks).status))
     reason = _in_brackets(ungraded_reason(reading))
-    return f"no {scores.measure.private} came back that anybody graded{reason}: {counted_words(counts)}"
+    return f"no attack is compared with a baseline{reason}: {ended}" if ended else "no attack has been done yet"
 
 
 def ungraded_reason(reading: Reading) -> str:

@@ -41,8 +41,8 @@ def app(options: argparse.Namespace) -> int:
     found = rehearse(run, observed, options.folder, options.clients, truth=not options.no_truth)
     for failure in observed.failed[:3]:
         console.print(f"a client failed: {failure}")
-    for note in found.draft.notes:
-        console.print(f"{note.code}: {note.words}")
+    for problem in found.draft.problems:
+        console.print(f"{problem.code}: {problem}")
     if options.draft and found.draft.lines:
         with writing(options.draft) as file:
             file.write(found.draft.text().encode())

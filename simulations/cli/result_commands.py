@@ -47,7 +47,11 @@ def watch(options: argparse.Namespace) -> int:
         raise LedgerError(f"{shown} is not a folder: name a run, or the folder in which runs are kept")
 
     def announce(address: str) -> None:
-        print(address, flush=True)
+        # a container's log must not hold the token
+        print(
+            address if options.token_file is None else f"{address.partition('=')[0]}=TOKEN of {options.token_file}",
+            flush=True,
+        )
         print("showing the runs until Ctrl-C", file=sys.stderr)
         if not (shown / "ledger.sqlite").exists() and not any(shown.glob("*/ledger.sqlite")):
             print(f"{shown} has no runs yet; {NO_RUNS}", file=sys.stderr)

@@ -106,7 +106,7 @@ def _print_results(reading: Reading) -> None:
     effects = server_attack_effects(reading)
     reasons = ledger.reasons()
     for text in (
-        canaries(reading).words,
+        canaries(reading),
         *(f"malicious server, {name}: {effect}" for name, effect in effects.items()),
         attacked_on(ledger),
         _clients(ledger),

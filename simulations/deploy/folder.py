@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
@@ -82,7 +83,7 @@ class Deployment:
             # a copy for the server's containers, which must not see the private keys
             shutil.copyfile(deployment.public_key(client), folder / "public" / deployment.public_key(client).name)
             deployment._write_client(client, checked, grading, sampling)
-        write_secret(folder / ".env", _settings(clients).encode())
+        write_secret(folder / ".env", _settings(folder, clients).encode())
         (folder / "compose.override.yaml").write_text(override(clients))
         if os.getuid() == 0:  # the containers do not run as root
             for path in (*folder.rglob("*"), folder):  # the folder last: then only its new owner can enter it
@@ -137,7 +138,7 @@ class Deployment:
         return free_folder(FIRST_RUN, self.folder / "runs").name
 
     def begin(self, name: str, here: bool = False) -> tuple[Run, bool]:
-        """The run of this name, created if it does not exist, and whether it must be resumed.
+        """Return the run of this name, created if it does not exist, and whether it must be resumed or attacked further.
 
         Args:
             here: attacks run on this machine, and not in the containers' Ray cluster.
@@ -154,9 +155,9 @@ class Deployment:
             try_first(scenario, Console(stderr=True), str(self.folder / "scenario.toml"))
             return create_run(scenario, folder, mode="deployment"), False
         run = Run.open(folder)
-        if run.model.exists():
-            raise SpecError(f"{folder} is complete; give the next run another name (FEDGAUGE_RUN)")
         with run.ledger(readonly=True) as ledger:
+            if run.model.exists() and not ledger.progress().waiting:
+                raise SpecError(f"{folder} is complete; give the next run another name (FEDGAUGE_RUN)")
             return run, bool(ledger.meta().get("state"))
 
     def _write_client(self, client: int, scenario: Scenario, grading: Grading, sampling: Sampling) -> None:
@@ -178,11 +179,13 @@ class Deployment:
         write_secret(folder / "client.toml", (_OWNER + tomli_w.dumps(tables)).encode())
 
 
-def _settings(clients: int) -> str:
-    """The settings of docker-compose.yml."""
+def _settings(folder: Path, clients: int) -> str:
+    """The settings of docker-compose.yml; containers of a machine's deployments are told apart by the folder's name."""
+    name = re.sub(r"[^a-z0-9]+", "-", folder.absolute().name.lower()).strip("-")
+    project = "fedgauge" if name in ("", FIRST_RUN) else f"fedgauge-{name}"
     user, group = os.getuid() or CONTAINER_USER, os.getgid() or CONTAINER_USER
     return (
-        f"FEDGAUGE_VERSION={VERSION}\nFEDGAUGE_UID={user}\nFEDGAUGE_GID={group}\nFEDGAUGE_RUN={FIRST_RUN}\n"
+        f"COMPOSE_PROJECT_NAME={project}\nFEDGAUGE_VERSION={VERSION}\nFEDGAUGE_UID={user}\nFEDGAUGE_GID={group}\nFEDGAUGE_RUN={FIRST_RUN}\n"
         f"FEDGAUGE_CLIENTS={clients}\nFEDGAUGE_MEMORY={MEMORY}\nFEDGAUGE_GPUS=1\nCOMPOSE_PROFILES=cpu\n"
     )
 

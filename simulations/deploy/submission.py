@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.launch import TrainingFailed
+from fedgauge.simulations.run.simulate import POLL
 
 _APP = """
 [project]
@@ -67,6 +69,26 @@ class Submission:
                 output = "the SuperLink does not answer"
             if output:
                 print(f"fedgauge: Flower's run {run} could not be stopped: {output[-500:]}", file=sys.stderr)
+
+    def wait(self, blame: Callable[[str], str], stopped: Callable[[], bool]) -> str:
+        """Wait for the run's end; return its status, or the last one if `stopped`.
+
+        The log's stream ends with the SuperLink. The run continues if the SuperLink comes back within PATIENCE seconds.
+
+        Raises:
+            TrainingFailed: the run never started, or the SuperLink does not answer.
+        """
+        while self.process.poll() is None and not stopped():
+            time.sleep(POLL)
+        answered, status = time.monotonic(), ""
+        while not stopped() and not status.startswith("finished"):
+            try:
+                status, answered = self.status(blame), time.monotonic()
+            except TrainingFailed:
+                if not self._run() or time.monotonic() - answered > PATIENCE:
+                    raise
+            time.sleep(POLL)
+        return status
 
     def status(self, blame: Callable[[str], str]) -> str:
         """The run's status at the SuperLink; TrainingFailed if there is none.

@@ -54,6 +54,10 @@ def start(deployment: Deployment, superlink: str, name: str, interrupt: Interrup
         TrainingFailed: the federation failed, or no attack service worked.
     """
     run, resumed = deployment.begin(name)
+    if run.model.exists():
+        with run.ledger() as ledger, run.lock("training"):
+            _wait_for_attacks(run, ledger, run.scenario(), interrupt)
+        return INTERRUPTED if interrupt.asked else exit_status(run)
     scenario = resume(run, "deployment") if resumed else run.scenario()
     with run.ledger() as ledger:
         with run.lock("training"):  # the attack service follows while this lock is held
@@ -76,12 +80,11 @@ def _train(
             write_app(scratch, run, scenario)
             submission = Submission(scratch, run.log("flower.log"), env)
             try:
-                while submission.process.poll() is None and not interrupt.asked:
-                    time.sleep(POLL)
+                status = submission.wait(blame, lambda: interrupt.asked)
                 if interrupt.asked:
                     submission.stop()  # else it would continue without us
                     state = "interrupted"
-                elif (status := submission.status(blame)) != "finished:completed":
+                elif status != "finished:completed":
                     raise TrainingFailed(blame(status))
                 elif why := none_accepted(ledger, ended=True):
                     ledger.set_meta(**{EMPTY: why})

@@ -119,7 +119,7 @@ def sweep_of_file(path: Path, folder: Path, jobs: int) -> int:
     except KeyboardInterrupt:
         interrupted = True
     if rows:
-        print_table(summary(rows, sweep.promises))
+        print_table(summary(rows, sweep.defenses))
     for row in (row for row in rows if row.mean is None):
         print(f"{row.defense}, {row.attack}, seed {row.seed}: {row.reason or 'nothing was graded'}")
     ended = [Run(folder / cell.folder) for cell in sweep.cells if is_done(folder / cell.folder)]

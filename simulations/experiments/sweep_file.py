@@ -15,7 +15,7 @@ from fedgauge.simulations.experiments.grid import Cell, expand, layered
 
 # keys of a [[defense]]; MERGED are scenario tables, merged into those of [scenario]
 MERGED = ("data", "model", "strategy", "secure_sum", "audit", "privacy")
-KEYS = ("chain", "promise", "seed", *MERGED)
+KEYS = ("chain", "seed", *MERGED)
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ class SweepCell:
     Args:
         folder: the folder name of its run.
         attacks: the names of those that its scenario plans.
-        promise: what the defense claims, for the summary.
     """
 
     defense: str
@@ -33,7 +32,6 @@ class SweepCell:
     folder: str
     tables: Table
     attacks: tuple[str, ...]
-    promise: str
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,9 @@ class Sweep:
     cells: tuple[SweepCell, ...]
 
     @property
-    def promises(self) -> dict[str, str]:
-        """The claim of each defense, in the sweep's order."""
-        return {cell.defense: cell.promise for cell in self.cells}
+    def defenses(self) -> list[str]:
+        """The names of the defenses, in the sweep's order."""
+        return list(dict.fromkeys(cell.defense for cell in self.cells))
 
     @classmethod
     def load(cls, path: Path) -> "Sweep":
@@ -79,8 +77,7 @@ def _cells(tables: Table) -> list[SweepCell]:
 def _cell(shared: Table, cell: Cell) -> SweepCell:
     """One cell; its scenario is built once, so that mistakes show before anything runs."""
     defense, where = str(cell.place["defense"]["name"]), f"[[defense]] {cell.place['defense']['name']}"
-    own = dict(cell.table)
-    promise = coerce(own.pop("promise", ""), str, f"{where}: promise")
+    own = cell.table
     tables = {**layered([shared, own], MERGED, where), "attack": cell.attacks}
     if not defense or not own.get("chain"):
         raise SpecError(f"{where} needs a name and a chain")
@@ -89,4 +86,4 @@ def _cell(shared: Table, cell: Cell) -> SweepCell:
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from error
     folder = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', defense).strip('-.')}-seed{own['seed']}"
-    return SweepCell(defense, own["seed"], folder, tables, tuple(p.name for p in planned if is_attack(p.name)), promise)
+    return SweepCell(defense, own["seed"], folder, tables, tuple(p.name for p in planned if is_attack(p.name)))

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -138,14 +138,14 @@ def write_tables(folder: Path, rows: Sequence[SweepRow], sweep: Sweep) -> None:
     writer.writeheader()
     writer.writerows(vars(row) for row in rows)
     write_bytes(folder / "sweep.csv", text.getvalue().encode())
-    write_bytes(folder / "sweep.md", summary_as_markdown(rows, sweep.promises).encode())
+    write_bytes(folder / "sweep.md", summary_as_markdown(rows, sweep.defenses).encode())
 
 
-def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> Table:
+def summary(found: Sequence[SweepRow], defenses: Sequence[str]) -> Table:
     """A line for each defense: its strongest attack, and its cost in accuracy against the first defense.
 
     Args:
-        promises: of every defense, in the sweep's order.
+        defenses: names of all defenses, in the sweep's order.
 
     The strongest attack has the highest mean leakage over the seeds. In brackets: the interval of a single seed, or the range of
     several means. Membership: the strongest test's area under the ROC curve, and the members detected at 1 % false positives.
@@ -154,10 +154,10 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> Table:
     by = modality_measured([row.metric for row in found]).main
     asked = {q: words.where for q, words in QUESTIONS.items() if q == MEMBER or any(r.metric == q for r in found)}
     compared = any(r.gap is not None or r.bound is not None for r in found)
-    heads = ["defense", "what it promises", "strongest attack", f"{by.name}, {by.unit} (interval)", "baseline", "limit"]
+    heads = ["defense", "strongest attack", f"{by.name}, {by.unit} (interval)", "baseline", "limit"]
     heads += [*(["bound", "gap"] if compared else []), *asked.values(), "epsilon", "accuracy", "cost"]
     names = list(dict.fromkeys(row.defense for row in found))
-    first = _over_seeds([row for row in found if row.defense == next(iter(promises or names))], "accuracy")
+    first = _over_seeds([row for row in found if row.defense == [*defenses, *names][0]], "accuracy")
     lines = []
     for name in names:
         every = [row for row in found if row.defense == name]
@@ -167,7 +167,6 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> Table:
         lines.append(
             [
                 name,
-                promises.get(name, ""),
                 *_strongest(own, by),
                 number(_over_seeds(own, "baseline"), 1),
                 number(_over_seeds(own, "limit"), 1),
@@ -185,10 +184,10 @@ def summary(found: Sequence[SweepRow], promises: Mapping[str, str]) -> Table:
     return texts("", heads, lines)
 
 
-def summary_as_markdown(found: Sequence[SweepRow], promises: Mapping[str, str]) -> str:
+def summary_as_markdown(found: Sequence[SweepRow], defenses: Sequence[str]) -> str:
     """The summary; all columns but those of text and of membership are to the right."""
-    table = summary(found, promises)
-    worded = {"defense", "what it promises", "strongest attack", *(words.where for words in QUESTIONS.values())}
+    table = summary(found, defenses)
+    worded = {"defense", "strongest attack", *(words.where for words in QUESTIONS.values())}
     heads = [column.head for column in table.columns]
     return markdown(table, [head for head in heads if head not in worded and "(interval)" not in head])
 
@@ -222,7 +221,7 @@ def _detected(tests: Sequence[SweepRow]) -> str:
     if best is None:
         return "no test gave a number" if tests else "not tested"
     told = _means(tests, "told").get(best)
-    return number(areas[best], 2) + ("" if told is None else f"; {percent(told, space=' ')} told")
+    return number(areas[best], 2) + ("" if told is None else f"; {percent(told, space=' ')} detected")
 
 
 def _over_seeds(own: Sequence[SweepRow], column: str) -> float | None:

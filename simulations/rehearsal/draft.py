@@ -1,4 +1,4 @@
-"""Draft the scenario of an observed app: each line with where it comes from, and notes on what it cannot express."""
+"""Draft the scenario of an observed app: each line with its origin, and the problems that it has."""
 
 import json
 import math
@@ -10,32 +10,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tomli_w
-import torch
 
+from fedgauge.attacks.problem import Problem
 from fedgauge.client.components import SpecError
 from fedgauge.client.local_data import read_npz
 from fedgauge.server.store.run import WEIGHTS
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.simulations.rehearsal.examples import Form, Sentences
 
 OPTIMIZERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
 SETTINGS = {"sgd": ("momentum", "nesterov"), "adam": ("betas", "eps"), "adamw": ("betas", "eps")}
 UNSUPPORTED = ("dampening", "amsgrad", "maximize", "centered", "lr_decay", "alpha")
 LIBRARIES = {"torchvision", "timm"}  # whose networks have components of their own
 AT_LEAST = 200  # public examples, repeated where the observed ones are fewer: shards want more than they use
-BY_HAND = "write the scenario of a text model by hand, docs/text.md says how"
-KINDS = {
-    "int": f"whole numbers, as token ids: {BY_HAND}",
-    "rows": "vectors of numbers: a table's rows are audited with a scenario of their own, docs/tables.md says how",
-    "other": "inputs of this form have no attack here yet",
-}
-
-
-class Note(NamedTuple):
-    """A limitation or assumption of the draft; fatal: nothing can be attacked without it."""
-
-    code: str
-    words: str
-    fatal: bool = False
+PLAIN = {"optimizer": "SGD", "groups": [{"lr": 1.0}], "passes": 1, "max_norm": None}  # a step without torch.optim
 
 
 class Line(NamedTuple):
@@ -49,28 +37,42 @@ class Line(NamedTuple):
 
 @dataclass
 class Draft:
-    """A scenario in the making."""
+    """A scenario in the making.
+
+    Attributes:
+        fatal: those of the problems that leave nothing to attack.
+    """
 
     lines: list[Line] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    fatal: list[Problem] = field(default_factory=list)
 
     def add(self, table: str, origin: str, **values: Any) -> None:
         """Add lines to a table, with their origin."""
         self.lines += [Line(table, key, value, origin) for key, value in values.items()]
 
-    def note(self, code: str, words: str, fatal: bool = False) -> None:
-        """Add a note."""
-        self.notes.append(Note(code, " ".join(words.split()), fatal))
+    def replace(self, table: str, key: str, value: Any) -> None:
+        """Replace the value of a line."""
+        same = (table, key)
+        self.lines = [line._replace(value=value) if line[:2] == same else line for line in self.lines]
 
-    @property
-    def fatal(self) -> list[Note]:
-        """Return the notes that leave nothing to attack."""
-        return [note for note in self.notes if note.fatal]
+    def note(self, code: str, why: str, remedy: str = "", where: str = "") -> None:
+        """Add a limitation or assumption."""
+        self.problems.append(Problem(code, where, why, remedy))
+
+    def refuse(self, code: str, why: str, remedy: str, where: str = "") -> None:
+        """Add a problem that leaves nothing to attack."""
+        self.note(code, why, remedy, where)
+        self.fatal.append(self.problems[-1])
+
+    def scenario(self) -> Scenario:
+        """Build the drafted scenario."""
+        return Scenario.from_tables(tomllib.loads(self.text()))
 
     def text(self) -> str:
-        """Return the scenario as TOML, each line with its origin, and the notes above."""
+        """Return the scenario as TOML, each line with its origin, and the problems above."""
         shown = ["# drafted by fedgauge app from what was observed; check it, then: fedgauge audit RUN --retry all"]
-        shown += [f"# {note.code}: {note.words}" for note in self.notes]
+        shown += [f"# {problem.code}: {problem}" for problem in self.problems]
         for table in dict.fromkeys(line.table for line in self.lines):
             shown += ["", table] if table and not table.startswith("[[") else [""]
             for line in (line for line in self.lines if line.table == table):
@@ -83,11 +85,16 @@ class Draft:
 
 @dataclass(frozen=True)
 class Observed:
-    """Observations by the app's process: by node, the facts of each round's training."""
+    """Observations by the app's process: by node, the facts of each round's training.
+
+    Attributes:
+        language: what `save_language` returned.
+    """
 
     clients: Mapping[str, Sequence[Mapping[str, Any]]]
     failed: Sequence[str] = ()
     frameworks: Sequence[str] = ()
+    language: Mapping[str, Any] | None = None
 
     @property
     def nodes(self) -> list[str]:
@@ -95,100 +102,99 @@ class Observed:
         return [node for node, rounds in self.clients.items() if rounds and "data" in rounds[0]]
 
 
-@dataclass(frozen=True)
-class Pixels:
-    """Conversion of observed inputs to pixels in [0, 1]: pixel = input * std + mean."""
+def check_attackable(
+    draft: Draft, observed: Observed, first: Mapping[str, Any], arrays: Mapping[str, np.ndarray], form: Form | None
+) -> None:
+    """Refuse what no attack fits.
 
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    origin: str
-
-    def of(self, x: np.ndarray) -> np.ndarray:
-        """Return pixels in [0, 1] (N, C, H, W)."""
-        shape = (1, -1, 1, 1)
-        mean, std = np.array(self.mean).reshape(shape), np.array(self.std).reshape(shape)
-        return np.asarray((x.astype(np.float64) * std + mean).clip(0, 1), np.float32)
-
-
-def pixels_of(arrays: Sequence[np.ndarray], normalised: Sequence[Sequence[float]] | None) -> Pixels:
-    """Return the normalisation of images: that of the app's Normalize, else the range of all observed values."""
-    low, high = min(float(x.min()) for x in arrays), max(float(x.max()) for x in arrays)
-    channels = arrays[0].shape[1]
-    if normalised is not None:
-        mean, std = (tuple(list(v) * channels if len(v) == 1 else v) for v in normalised)
-        if len(mean) == channels and min(low * s + m for m, s in zip(mean, std, strict=True)) > -0.01:
-            return Pixels(mean, std, "torchvision's Normalize, as the app calls it")
-    if low >= 0 and high <= 1:
-        return Pixels((0.0,) * channels, (1.0,) * channels, "inputs are in [0, 1]")
-    scale = high - low or 1.0
-    return Pixels((-low / scale,) * channels, (1 / scale,) * channels, f"inputs are in [{low:.4g}, {high:.4g}]")
-
-
-def unsuited(
-    first: Mapping[str, Any], x: np.ndarray | None, y: np.ndarray | None, frameworks: Sequence[str]
-) -> Note | None:
-    """Return why no attack fits what was observed, or None."""
-    if first["network"] is None:
-        seen = f" ({', '.join(frameworks)} is loaded)" if frameworks else ""
-        return Note(
-            "network",
-            f"no torch network was trained in this process{seen}: gradients of other frameworks, trees and trainings in other "
-            "processes cannot be inverted here",
-            True,
-        )
-    if not first["steps"]:
-        words = (
-            f"{first['network']} computed gradients, but no optimizer made a step: let clients step with torch.optim"
-        )
-        return Note("steps", words, True)
-    if "inputs" in first["notes"] or x is None:
+    Args:
+        arrays: inputs x and labels y of a client.
+        form: of the inputs.
+    """
+    x, y, network = arrays.get("x"), arrays.get("y"), first["network"]
+    if network is None:
+        seen = f" ({', '.join(observed.frameworks)} is loaded)" if observed.frameworks else ""
+        draft.refuse(
+            "network", f"no torch network was trained in this process{seen}",
+            "gradients of other frameworks, trees and trainings in other processes cannot be inverted here",
+        )  # fmt: skip
+    elif "inputs" in first["notes"] or x is None:
         seen = first["notes"].get("inputs", "inputs have different shapes")
-        return Note("inputs", f"{seen}: {BY_HAND if 'input_ids' in seen else 'one image tensor is needed'}", True)
-    if x.ndim != 4 or not np.issubdtype(x.dtype, np.floating) or x.shape[1] not in (1, 3):
-        kind = "int" if np.issubdtype(x.dtype, np.integer) else "rows" if x.ndim == 2 else "other"
-        return Note("inputs", f"the network takes {x.dtype} of shape {x.shape[1:]}: {KINDS[kind]}", True)
-    if y is None or y.ndim != 1 or not np.issubdtype(y.dtype, np.integer) or y.min(initial=0) < 0:
-        form = "no labels were seen" if y is None else f"labels are {y.dtype} of shape {y.shape[1:]}"
-        return Note("labels", f"{form}: attacks here need one class for each example", True)
-    if len(first["output"]) != 2:
-        return Note("output", f"the network returns {tuple(first['output'])}, not one logit for each class", True)
-    return None
+        draft.refuse("inputs", seen, "one tensor of images, rows or token ids is needed")
+    elif form is None and np.issubdtype(x.dtype, np.integer):
+        remedy = "token ids are attacked in networks of the package transformers (BERT, GPT-2, Llama and their like)"
+        draft.refuse("inputs", f"takes {x.dtype} of shape {x.shape[1:]}", remedy, network)
+    elif form is None:
+        draft.refuse(
+            "inputs", f"takes {x.dtype} of shape {x.shape[1:]}", "such inputs have no attack here yet", network
+        )
+    elif isinstance(form, Sentences) and "kind" in (form.language["adapter"] or {}):
+        draft.refuse("adapter", f"is adapted by {form.language['adapter']['kind']}", "LoRA is attacked here", network)
+    elif not (isinstance(form, Sentences) and form.next_token):
+        if y is None or y.ndim != 1 or not np.issubdtype(y.dtype, np.integer) or y.min(initial=0) < 0:
+            why = "no labels were seen" if y is None else f"labels are {y.dtype} of shape {y.shape[1:]}"
+            draft.refuse("labels", why, "attacks here need one class for each example")
+        elif len(first["output"]) != 2:
+            draft.refuse("output", f"returns {tuple(first['output'])}", "one logit for each class is needed", network)
 
 
 def write_draft(
-    observed: Observed, attacked: Sequence[str], public: Sequence[str], pixels: Pixels, rounds: int, files: Path
-) -> Draft:
+    draft: Draft,
+    observed: Observed,
+    attacked: Sequence[str],
+    public: Sequence[str],
+    form: Form,
+    rounds: int,
+    files: Path,
+    whole: bool,
+) -> None:
     """Draft everything but the network.
 
     Args:
         attacked: the attacked nodes.
         public: the nodes with examples that serve as public data.
         files: folder for the public examples.
+        whole: uploads are weights, so that passes without an optimizer are steps; otherwise their gradients are summed.
     """
-    draft, first = Draft(), observed.clients[attacked[0]][0]
+    first = observed.clients[attacked[0]][0]
     n, epochs, reordered = _examples(observed.clients[attacked[0]])
     draft.add("", "as recorded", rounds=rounds, clients=len(observed.clients))
-    _data(draft, [observed.clients[node][0] for node in public], n, pixels, files, len(observed.clients))
+    draft.add("[data]", form.origin, **form.data)
+    _data(draft, [observed.clients[node][0] for node in public], n, form, files, len(observed.clients))
     draft.add("[data]", f"examples of client {int(attacked[0]) - 1} in a round", batch_size=n)
-    draft.add("[data]", pixels.origin, mean=list(pixels.mean), std=list(pixels.std))
-    draft.add("[data]", "outputs of the network", classes=first["output"][1])
+    sentences = isinstance(form, Sentences)
+    if not (sentences and form.next_token):
+        draft.add("[data]", "outputs of the network", classes=first["output"][1])
     draft.add("[model]", "the network's mode in training", mode=first["mode"])
-    _loss(draft, first["losses"])
-    if first["frozen"]:
-        draft.add("[[chain]]", "parameters that no optimizer updates", use="freeze", layers=first["frozen"])
-        draft.add("[model]", "values of frozen parameters", weights=str(files.parent / WEIGHTS))
+    _loss(draft, first["losses"], form)
+    adapter = form.language["adapter"] if isinstance(form, Sentences) else None
+    if adapter:
+        draft.add("[[model.adapter]]", "peft's adapter", use="lora", **adapter)
+    elif first["frozen"]:
+        frozen = [f"net.{name}" for name in first["frozen"]] if sentences else first["frozen"]
+        draft.add("[[chain]]", "parameters that no optimizer updates", use="freeze", layers=frozen)
+        if not sentences:
+            draft.add("[model]", "values of frozen parameters", weights=str(files / WEIGHTS))
     if (dp := first["dp"]) is not None:
         settings = {key: dp[key] for key in ("max_norm", "noise_multiplier")}
         draft.add("[[chain]]", "Opacus' optimizer", use="dp_sgd", **settings)
         draft.note("noise", "clients add noise, so the first update is not computed again")
-    _training(draft, first, n, epochs, reordered)
+    steps = first["steps"]
+    if not steps:
+        draft.note(
+            "steps", "no optimizer of torch made a step; the draft takes plain SGD, with the rate of the first update"
+        )
+        passes = 1 if whole else len(first["sizes"])
+        steps = [PLAIN | {"passes": passes}] * (len(first["sizes"]) // passes)
+    _training(draft, first["sizes"], steps, n, epochs, reordered)
     draft.add("[audit]", "attacks that fit, in minutes", effort="quick", executor="local")
+    if isinstance(form, Sentences) and not form.language["tokenizer"]:
+        draft.note("tokenizer", "the app's tokenizer was not found; reports show token ids as words")
     for rounds_of in observed.clients.values():
         for facts in rounds_of:
             for code, words in facts["notes"].items():
-                if code not in {note.code for note in draft.notes}:
+                if code not in {problem.code for problem in draft.problems}:
                     draft.note(code, words)
-    return draft
 
 
 def _examples(rounds: Sequence[Mapping[str, Any]]) -> tuple[int, int, bool]:
@@ -204,34 +210,34 @@ def _examples(rounds: Sequence[Mapping[str, Any]]) -> tuple[int, int, bool]:
     return n, epochs, reordered
 
 
-def _data(draft: Draft, public: Sequence[Mapping[str, Any]], n: int, pixels: Pixels, files: Path, clients: int) -> None:
+def _data(draft: Draft, public: Sequence[Mapping[str, Any]], n: int, form: Form, files: Path, clients: int) -> None:
     """Write the public examples, repeated as often as the shards need, and name them."""
     arrays = [read_npz(Path(facts["data"])) for facts in public]
-    x = np.concatenate([np.round(255 * pixels.of(each["x"])).astype(np.uint8) for each in arrays])
+    x = np.concatenate([form.stored(each["x"]) for each in arrays])
     y = np.concatenate([each["y"] for each in arrays])
     kept = np.unique(x.reshape(len(x), -1), axis=0, return_index=True)[1]
     x, y = x[np.sort(kept)], y[np.sort(kept)]
     auxiliary = max(AT_LEAST, len(x))
     copies = math.ceil((auxiliary + clients * n) / len(x))
     path = files / "public.npz"
-    np.savez(path, x=np.tile(x, (copies, 1, 1, 1)), y=np.tile(y, copies), x_test=x, y_test=y)
+    np.savez(path, x=np.tile(x, (copies, *[1] * (x.ndim - 1))), y=np.tile(y, copies), x_test=x, y_test=y)
     draft.add(
         "[data]", f"examples of {len(public)} clients that are not attacked serve as public data",
-        use="npz", path=str(path), auxiliary=len(x) * copies - clients * n,
+        path=str(path), auxiliary=len(x) * copies - clients * n,
     )  # fmt: skip
 
 
-def _loss(draft: Draft, losses: Mapping[str, Mapping[str, Any]]) -> None:
+def _loss(draft: Draft, losses: Mapping[str, Mapping[str, Any]], form: Form) -> None:
     """Name the loss, or say what is assumed in its place."""
+    if isinstance(form, Sentences) and form.next_token:
+        draft.add("[loss]", "the network returns logits for each token", use="next_token")
     options = {**losses.get("nll_loss", {}), **losses.get("cross_entropy", {})}
     if not losses.keys() & {"cross_entropy", "nll_loss"}:
         seen = ", ".join(losses) or "none of torch's losses"
-        draft.note("loss", f"clients minimise {seen}; name a loss of (logits, labels) as [loss] use", True)
+        draft.refuse("loss", f"clients minimise {seen}", "name a loss of (logits, labels) as [loss] use")
         return
-    if len(losses) > 1:
-        draft.note(
-            "loss", f"clients also compute {', '.join(k for k in losses if k not in ('cross_entropy', 'nll_loss'))}"
-        )
+    if others := losses.keys() - {"cross_entropy", "nll_loss"}:
+        draft.note("loss", f"clients also compute {', '.join(sorted(others))}")
     if options.get("weight") is not None:
         draft.note("loss", "classes are weighted; the draft takes equal weights, which are the same for one example")
     if options.get("reduction", "mean") != "mean":
@@ -240,9 +246,10 @@ def _loss(draft: Draft, losses: Mapping[str, Mapping[str, Any]]) -> None:
         draft.add("[loss]", "cross_entropy's arguments", use="cross_entropy", label_smoothing=smoothing)
 
 
-def _training(draft: Draft, first: Mapping[str, Any], n: int, epochs: int, reordered: bool) -> None:
+def _training(
+    draft: Draft, sizes: Sequence[int], steps: Sequence[Mapping[str, Any]], n: int, epochs: int, reordered: bool
+) -> None:
     """Name the optimizer, its settings and steps."""
-    steps, sizes = first["steps"], first["sizes"]
     group = steps[0]["groups"][0]
     name = OPTIMIZERS.get(steps[0]["optimizer"])
     if name is None:
@@ -283,6 +290,8 @@ def _schedule(draft: Draft, rates: Sequence[float]) -> dict[str, Any]:
     cosine = [rates[0] * (1 + math.cos(math.pi * k / len(rates))) / 2 for k in range(len(rates))]
     if np.allclose(rates, cosine, rtol=1e-4):
         return {"schedule": "cosine"}
+    if np.allclose(rates, [rates[0] * (1 - k / len(rates)) for k in range(len(rates))], rtol=1e-4):
+        return {"schedule": "linear"}
     size = next(k for k, rate in enumerate(rates) if not math.isclose(rate, rates[0]))
     gamma = rates[size] / rates[0]
     if np.allclose(rates, [rates[0] * gamma ** (k // size) for k in range(len(rates))], rtol=1e-4):
@@ -291,40 +300,58 @@ def _schedule(draft: Draft, rates: Sequence[float]) -> dict[str, Any]:
     return {}
 
 
-def with_network(draft: Draft, first: Mapping[str, Any]) -> Scenario | None:
-    """Add the call that builds the observed network; None, with a note, if none of those seen can be repeated."""
+def with_network(draft: Draft, first: Mapping[str, Any], form: Form) -> Scenario | None:
+    """Add the call that builds the observed network; None, with a problem, if none of those seen can be repeated."""
     reasons = []
-    for built in first["built"]:
-        arguments = {k: v for k, v in built["arguments"].items() if _in_toml(v)}
+    for network, origin in _networks(first, form):
         trial = Draft([*draft.lines])
-        library, call = built["module"].partition(".")[0], f"{built['module']}:{built['name']}"
-        name = {"torchvision": built["name"], "timm": arguments.get("model_name")}.get(library)
-        network = {"use": call, **arguments} if name is None else {"use": library, "name": name}
-        trial.add("[model]", f"the app calls {call}", **network)
+        trial.add("[model]", origin, **network)
         try:
-            scenario = Scenario.from_tables(tomllib.loads(trial.text()))
+            scenario = trial.scenario()
         except SpecError as error:
             reasons.append(str(error))
             continue
         shapes = {name: list(p.shape) for name, p in scenario.federation.model.named_parameters()}
-        if shapes == first["parameters"]:
+        if shapes == first["parameters"] or isinstance(form, Sentences):
             draft.lines = trial.lines
             return scenario
-        reasons.append(f"{call} builds another network")
+        reasons.append(f"{network['use']} builds another network")
     why = f" ({reasons[0]})" if reasons else ""
-    draft.note(
-        "network",
-        f"{first['network']} cannot be built again{why}: let a function of the app without arguments return it",
-        True,
-    )
+    remedy = "let a function of the app without arguments return it"
+    draft.refuse("network", f"cannot be built again{why}", remedy, first["network"])
     return None
+
+
+def _networks(first: Mapping[str, Any], form: Form) -> list[tuple[dict[str, Any], str]]:
+    """Return the tables of [model] that may build the network, with their origin."""
+    if isinstance(form, Sentences):
+        kind = "decoder" if form.next_token else "encoder"
+        return [({"use": kind, "folder": form.language["folder"]}, "as saved after the training")]
+    found = []
+    for built in first["built"]:
+        arguments = {k: v for k, v in built["arguments"].items() if _in_toml(v)}
+        library, call = built["module"].partition(".")[0], f"{built['module']}:{built['name']}"
+        name = {"torchvision": built["name"], "timm": arguments.get("model_name")}.get(library)
+        network = {"use": call, **arguments} if name is None else {"use": library, "name": name}
+        found.append((network, f"the app calls {call}"))
+    return found
+
+
+def keep_layers(draft: Draft, layers: Sequence[str], client: int, round: int, files: Path) -> None:
+    """Let layers that were trained and not uploaded stay with the clients.
+
+    Args:
+        client, round: of the first training, of which their values are known.
+    """
+    draft.add("[[chain]]", "layers that are trained and never uploaded", use="private_layers", layers=list(layers))
+    draft.add("[model]", "the first client's values of these layers", weights=str(files / WEIGHTS))
+    draft.replace("[audit]", "clients", [client])
+    draft.add("[audit]", "the first training", rounds=[round])
+    why = f"clients train {', '.join(layers[:3])} and do not upload them"
+    draft.note(
+        "private", why, f"only client {client}'s update of round {round} starts from known values and is attacked"
+    )
 
 
 def _in_toml(value: object) -> bool:
     return isinstance(value, bool | int | float | str) or (isinstance(value, list) and all(map(_in_toml, value)))
-
-
-def truth_of(facts: Mapping[str, Any], n: int, pixels: Pixels) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a round's examples of a client as pixels in [0, 1], and their labels: those of the first epoch."""
-    arrays = read_npz(Path(facts["data"]))
-    return torch.from_numpy(pixels.of(arrays["x"][:n])), torch.from_numpy(arrays["y"][:n])

@@ -29,6 +29,7 @@ LOSSES = {
         "cosine_embedding_loss", "margin_ranking_loss", "triplet_margin_loss",
     )
 }  # fmt: skip
+TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "labels", "num_items_in_batch"}
 WRAPPERS = ("_module", "module", "_orig_mod")  # where Opacus, data parallelism and torch.compile keep the network
 DROPOUT = nn.modules.dropout._DropoutNd
 
@@ -62,6 +63,8 @@ class Training:
         output: shape of the network's output.
         losses: name and options of each loss that was computed from a pass.
         dp: noise multiplier, clipping norm and expected batch size of Opacus' optimizer.
+        start: the network's state before the first pass, of the process's first training.
+        pad: the token id at positions that an attention mask hides.
         notes: what a scenario cannot express, by code.
     """
 
@@ -76,6 +79,8 @@ class Training:
     modes: dict[str, bool] = field(default_factory=dict)
     normalised: tuple[list[float], list[float]] | None = None
     dp: dict[str, float] | None = None
+    start: dict[str, Tensor] | None = None
+    pad: int | None = None
     notes: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
     depth: int = 0
@@ -92,6 +97,8 @@ class Training:
         if self.network is None:
             self.network = module
             inner = unwrapped(module)
+            if self.start is not None:
+                self.start = {name: t.detach().clone().contiguous() for name, t in inner.state_dict().items()}
             self.modes = {name: m.training for name, m in inner.named_modules()}
             if drawn := [name for name, m in inner.named_modules() if isinstance(m, DROPOUT) and m.training and m.p]:
                 self.notes["dropout"] = f"dropout draws in {', '.join(drawn[:3])}"
@@ -100,11 +107,13 @@ class Training:
         elif module is not self.network:
             self.notes["networks"] = f"a step calls several networks, also {type(module).__name__}"
             return
-        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-        tensors += [v for a in args if isinstance(a, Mapping) for v in a.values() if isinstance(v, Tensor)]
-        if len(tensors) != 1:
-            named = ", ".join(k for k, v in kwargs.items() if isinstance(v, Tensor))
-            self.notes["inputs"] = f"the network takes {len(tensors)} tensors{f' ({named})' if named else ''}"
+        named = {k: v for k, v in _named(module, args, kwargs).items() if isinstance(v, Tensor)}
+        ids = named.get("input_ids")
+        tensors = list(named.values()) if ids is None else [ids]
+        if ids is not None:
+            self._reads(named)
+        elif len(tensors) != 1:
+            self.notes["inputs"] = f"the network takes {len(tensors)} tensors ({', '.join(named)})"
         if not tensors:
             return
         self.bytes += tensors[0].nbytes
@@ -112,10 +121,28 @@ class Training:
             self.notes["large"] = "a client trains on more data than is kept in memory; the first part was kept"
             return
         self.x.append(tensors[0].detach().clone())
-        self.y.append(None)
+        self.y.append(
+            labels.detach().clone() if ids is not None and (labels := named.get("labels")) is not None else None
+        )
+
+    def _reads(self, named: Mapping[str, Tensor]) -> None:
+        """Note what a batch of sentences has besides token ids."""
+        ids, mask, labels = (named.get(key) for key in ("input_ids", "attention_mask", "labels"))
+        if other := named.keys() - TEXT_INPUTS:
+            self.notes["inputs"] = f"sentences come with {', '.join(sorted(other))}"
+        if ids is None or mask is None or mask.shape != ids.shape:
+            return
+        hidden = mask == 0
+        if hidden.any():
+            self.pad = int(ids[hidden][0])
+            if hidden[:, 0].any():
+                self.notes["padding"] = "sentences are padded on the left; the draft pads on the right"
+        if labels is not None and labels.shape == ids.shape and (labels != ids)[~hidden].any():
+            self.notes["labels"] = "the loss is computed on some tokens only; the draft takes all"
 
     def leaves(self, module: nn.Module, result: object) -> None:
         """Note the output of the network."""
+        result = getattr(result, "logits", result)  # as Hugging Face's networks return them
         if module is self.network and isinstance(result, Tensor):
             self.output = tuple(result.shape)
 
@@ -138,6 +165,15 @@ class Training:
         self.max_norm = None
 
 
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a network's call by name, and the contents of those that are mappings."""
+    network = unwrapped(module)
+    forward = getattr(network, "get_base_model", lambda: network)().forward  # peft's has no names
+    names = [*inspect.signature(forward).parameters, *map(str, range(len(args)))]
+    found = dict(zip(names, args, strict=False)) | kwargs
+    return found | {k: v for a in args if isinstance(a, Mapping) for k, v in a.items()}
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the network inside the wrappers of Opacus, data parallelism and torch.compile."""
     while True:
@@ -152,6 +188,7 @@ class Observer:
 
     def __init__(self) -> None:
         self._now: Training | None = None
+        self._trained = False
         nn.Module.__call__ = self._watched(nn.Module.__call__)  # type: ignore[method-assign]
         register_optimizer_step_pre_hook(self._step)
         for place in (nn.utils, nn.utils.clip_grad):
@@ -160,7 +197,8 @@ class Observer:
     @contextmanager
     def training(self) -> Iterator[Training]:
         """Observe one client in one round."""
-        self._now = now = Training()
+        self._now = now = Training(start=None if self._trained else {})
+        self._trained = True
         _watch_opacus(self)
         factories = _Factories()
         before = sys.getprofile()

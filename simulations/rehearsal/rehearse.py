@@ -15,27 +15,28 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
+from torch import Tensor
 
+from fedgauge.attacks.base import Observation
 from fedgauge.client import components
 from fedgauge.client.components import SpecError, users_errors
 from fedgauge.client.local_data import read_npz
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch
+from fedgauge.client.update import Batch, Update
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.uploads import UploadMismatch, read_observation
+from fedgauge.server.store.uploads import UploadMismatch, names_of, read_observation, replies_of
 from fedgauge.simulations.rehearsal.draft import (
     LIBRARIES,
     Draft,
     Observed,
-    Pixels,
-    pixels_of,
-    truth_of,
-    unsuited,
+    check_attackable,
+    keep_layers,
     with_network,
     write_draft,
 )
+from fedgauge.simulations.rehearsal.examples import Form, Sentences, form_of
 from fedgauge.simulations.rehearsal.flower_app import FlowerApp, Settings
 from fedgauge.simulations.rehearsal.train import OBSERVED
 from fedgauge.simulations.run.create import prepare_app
@@ -44,6 +45,8 @@ from fedgauge.simulations.run.launch import OwnProcess
 SLOW = 0.5  # CPU seconds for all attacked updates once; above, only one is attacked: a search computes it hundreds of times
 EXACT = 1e-4  # relative error that rounding during training explains
 STRANGERS = 3  # clients whose examples stand in for public data, where the app has them
+ROUNDING = 1e-6  # relative difference of a fitted rate
+MOST_TRIES = 8  # to fit a rate
 MOST_OBSERVED = 1 << 26  # bytes of observed.json
 
 
@@ -98,89 +101,101 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         truth: write the observed examples of the attacked clients.
     """
     sys.dont_write_bytecode = True  # the network is built by the app's code, and nothing is written in its folder
-    first = next(rounds[0] for rounds in observed.clients.values())
-    nodes = observed.nodes
-    x, y = _arrays(observed.clients[nodes[0]][0] if nodes else first)
-    if (note := unsuited(first, x, y, observed.frameworks)) is not None:
-        return Rehearsal(run, Draft(notes=[note]), run.folder, (), "")
-    if len(nodes) < 2:
-        few = Draft()
-        few.note("clients", "one client trained, and none is left to provide public data: raise --clients", True)
-        return Rehearsal(run, few, run.folder, (), "")
+    draft, nodes = Draft(), observed.nodes
+    refused = Rehearsal(run, draft, run.folder, (), "")
+    first = observed.clients[nodes[0]][0] if nodes else next(rounds[0] for rounds in observed.clients.values())
+    arrays = [_arrays(facts) for rounds in observed.clients.values() for facts in rounds if "data" in facts]
+    inputs = [each["x"] for each in arrays]
+    form = form_of(inputs, first["normalised"], observed.language, first["output"]) if inputs else None
+    check_attackable(draft, observed, first, _arrays(first), form)
+    if not draft.fatal and len(nodes) < 2:
+        draft.refuse("clients", "one client trained, and none is left to provide public data", "raise --clients")
+    if draft.fatal or form is None:
+        return refused
     attacked = nodes[:-1][:clients]
-    public = nodes[len(attacked) :]
-    every = [_arrays(facts)[0] for rounds in observed.clients.values() for facts in rounds if "data" in facts]
-    pixels = pixels_of([x for x in every if x is not None], first["normalised"])
     files = run.folder.absolute() / "observed"  # the scenario is read from the app's folder
     with run.ledger() as ledger:
         rows = [row for row in ledger.observations() if row["digest"]]
         numbers = {node: client for client, node in ledger.nodes().items()}
-    draft = write_draft(observed, attacked, public, pixels, max(row["round"] for row in rows), files)
+        whole = replies_of(run, ledger) == "weights"
+    rounds = max(row["round"] for row in rows)
+    write_draft(draft, observed, attacked, nodes[len(attacked) :], form, rounds, files, whole)
     draft.add("[audit]", "the attacked clients", clients=sorted(numbers[node] for node in attacked))
-    packages = tuple({built["module"].partition(".")[0]: None for built in first["built"]}.keys() - LIBRARIES)
+    built = () if isinstance(form, Sentences) else first["built"]
+    packages = tuple({call["module"].partition(".")[0]: None for call in built}.keys() - LIBRARIES)
     with components.allowing(packages, [folder.resolve()]), users_errors():
-        scenario = with_network(draft, first)
-        run_files.write(run.folder / "scenario.toml", draft.text().encode())
+        scenario = with_network(draft, first, form)
         if scenario is None:
-            return Rehearsal(run, draft, run.folder, packages, "")
+            run_files.write(run.folder / "scenario.toml", draft.text().encode())
+            return refused
+        attacked_row = next(row for row in rows if row["client"] == numbers[attacked[0]])
+        kept = _never_sent(run, scenario, first, attacked_row)
+        if kept:
+            keep_layers(draft, kept, attacked_row["client"], attacked_row["round"], files)
+            scenario = draft.scenario()
         n = scenario.federation.shards.batch_size
         for node in attacked if truth else ():
-            rounds = [row["round"] for row in rows if row["client"] == numbers[node]]
-            for round, facts in zip(rounds, observed.clients[node], strict=False):
-                _write_truth(run.folder / "truth", node, round, *truth_of(facts, n, pixels))
-        proof, seconds = _proof(run, scenario, observed, attacked[0], pixels)
-        rounds = sorted({row["round"] for row in rows if row["client"] == numbers[attacked[0]]})
-        if seconds * len(attacked) * len(rounds) > SLOW and len(attacked) * len(rounds) > 1:
-            _attack_less(draft, numbers[attacked[0]], rounds[0])
-            run_files.write(run.folder / "scenario.toml", draft.text().encode())
+            own = [row["round"] for row in rows if row["client"] == numbers[node]]
+            for round, facts in zip(own, observed.clients[node], strict=False):
+                _write_truth(run.folder / "truth", node, round, *(part[:n] for part in _examples(facts, form)))
+        proof, seconds = _proof(run, draft, scenario, first, numbers[attacked[0]], form)
+        own = sorted({row["round"] for row in rows if row["client"] == numbers[attacked[0]]})
+        if not kept and seconds * len(attacked) * len(own) > SLOW and len(attacked) * len(own) > 1:
+            _attack_less(draft, numbers[attacked[0]], own[0])
+        run_files.write(run.folder / "scenario.toml", draft.text().encode())
         return Rehearsal(run, draft, run.folder / "truth", packages, proof)
+
+
+def _never_sent(run: Run, scenario: Scenario, first: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
+    """Return the parameters that were trained and are not in an upload; empty also if the upload has none of the network."""
+    came = run.tape().read(row["round"], row["client"], row["digest"]).update
+    names = set(names_of(came, scenario.federation.model).values())
+    own = [name for name, _ in scenario.federation.model.named_parameters()]
+    return [name for name in own if name not in names and name not in first["frozen"]] if names & set(own) else []
 
 
 def _attack_less(draft: Draft, client: int, round: int) -> None:
     """Attack one update instead of all."""
-    draft.lines = [line for line in draft.lines if (line.table, line.key) != ("[audit]", "clients")]
-    draft.add("[audit]", "updates take long to compute: one is attacked", clients=[client], rounds=[round])
-    draft.note(
-        "cost",
-        f"only client {client}'s update of round {round} is attacked, to save time; for more change rounds and clients of [audit]",
-    )
+    draft.replace("[audit]", "clients", [client])
+    draft.add("[audit]", "updates take long to compute: one is attacked", rounds=[round])
+    why = f"only client {client}'s update of round {round} is attacked, to save time"
+    draft.note("cost", why, "for more change rounds and clients of [audit]")
 
 
-def _proof(run: Run, scenario: Scenario, observed: Observed, node: str, pixels: Pixels) -> tuple[str, float]:
-    """Return how well the draft, in the observed order, gives a client's first update, and the CPU seconds it took."""
-    facts = observed.clients[node][0]
-    tables = tomllib.loads(scenario.to_toml())
-    for link in tables["chain"]:
-        link.pop("shuffle", None)
-    ordered = Scenario.from_tables(tables)
-    fed = ordered.federation
-    x, y = _arrays(facts)
-    assert x is not None and y is not None
-    batch = Batch(torch.from_numpy(pixels.of(x)), torch.from_numpy(y))
+def _proof(
+    run: Run, draft: Draft, scenario: Scenario, first: Mapping[str, Any], client: int, form: Form
+) -> tuple[str, float]:
+    """Return how well the draft, in the observed order, gives a client's first update, and the CPU seconds it took.
+
+    Uploads may be gradients, and a rate that was not observed is fitted: both are written into the draft.
+    """
+    x, y = map(torch.from_numpy, _examples(first, form))
+    batch = Batch(x, y)
     with run.ledger() as ledger:
-        prepare_app(run, ledger, scenario)
-        client = next(c for c, name in ledger.nodes().items() if name == node)
         row = next(o for o in ledger.observations() if o["client"] == client and o["digest"])
-        try:
-            seen = read_observation(run, ledger, fed, row["round"], client, row["digest"])
-        except UploadMismatch as error:
-            return str(error), 0.0
-        for _ in range(2):  # the first also warms torch up
-            fed.load_buffers(seen.buffers)
-            started = time.process_time()
-            with torch.random.fork_rng(devices=[]):
-                update = fed.update_fn()(seen.params, batch, generator("proof"))
-            seconds = time.process_time() - started
-        fed.load_buffers(seen.buffers)
+        for _ in range(MOST_TRIES):
+            replies = prepare_app(run, ledger, scenario)
+            try:
+                seen = read_observation(run, ledger, scenario.federation, row["round"], client, row["digest"])
+            except UploadMismatch as error:
+                return str(error), 0.0
+            update, seconds = _computed(scenario, seen, batch)
+            along, length = _dot(update, seen.update), _dot(update, update)
+            if replies == "updates" and along < 0:
+                draft.add("[tape]", "uploads point against the steps of the training", replies="gradients")
+            elif not first["steps"] and along > 0 and abs(along / length - 1) > ROUNDING:
+                rate = next(line.value for line in draft.lines if line.key == "rate")
+                draft.replace("[[chain]]", "rate", rate * along / length)
+            else:
+                break
+            scenario = draft.scenario()
+        size = math.sqrt(_dot(seen.update, seen.update))
         wrong = {k: float((update[k] - t).norm()) for k, t in seen.update.items()}
-        size, sent = (
-            float(torch.cat([t.flatten() for t in part.values()]).norm()) for part in (seen.update, seen.params)
-        )
         off = float(np.linalg.norm(list(wrong.values()))) / size if size else math.nan
         where = f"client {client}'s update of round {row['round']}"
         came = run.tape().read(row["round"], client, row["digest"]).update.values()
         step = max((torch.finfo(t.dtype).eps for t in came if t.is_floating_point()), default=0.0)
-        if off < EXACT + step * sent / size:  # weights are rounded on their way
+        if off < EXACT + step * math.sqrt(_dot(seen.params, seen.params)) / size:  # weights are rounded on their way
             ledger.set_meta(replay="ok", replay_detail=f"{where}: relative error {off:.1e}, from the observed examples")
             exact = f"exact to rounding (relative error {off:.1e})"
             return f"{where}, computed again from the observed examples: {exact}", seconds
@@ -188,16 +203,40 @@ def _proof(run: Run, scenario: Scenario, observed: Observed, node: str, pixels: 
         return f"{where}, computed again from the observed examples, differs by {off:.1%}, most in {part}", seconds
 
 
-def _arrays(facts: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray | None]:
-    if "data" not in facts:
-        return None, None
-    arrays = read_npz(Path(facts["data"]))
-    return arrays["x"], arrays["y"] if len(arrays["y"]) == len(arrays["x"]) else None
+def _computed(scenario: Scenario, seen: Observation, batch: Batch) -> tuple[Update, float]:
+    """Return the update that the scenario gives for a batch in its order, and the CPU seconds it took."""
+    tables = tomllib.loads(scenario.to_toml())
+    for link in tables["chain"]:
+        link.pop("shuffle", None)
+    fed, started = Scenario.from_tables(tables).federation, 0.0
+    for _ in range(2):  # the first also warms torch up
+        fed.load_buffers(seen.buffers)
+        started = time.process_time()
+        with torch.random.fork_rng(devices=[]):
+            update = fed.update_fn()(seen.params, batch, generator("proof"))
+    return update, time.process_time() - started
 
 
-def _write_truth(folder: Path, node: str, round: int, x: torch.Tensor, y: torch.Tensor) -> None:
+def _dot(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    return sum(float((t.double() * other[k].double()).sum()) for k, t in one.items())
+
+
+def _arrays(facts: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the inputs x and, if every example has one, the labels y."""
+    arrays = read_npz(Path(facts["data"])) if "data" in facts else {}
+    return {k: array for k, array in arrays.items() if k == "x" or len(array) == len(arrays["x"])}
+
+
+def _examples(facts: Mapping[str, Any], form: Form) -> tuple[np.ndarray, np.ndarray]:
+    """Return a client's examples of a round with their labels, as the scenario has them."""
+    arrays = _arrays(facts)
+    x, y = form.examples(arrays["x"]), arrays["y"]
+    return x, form.labels(x, y) if isinstance(form, Sentences) else y
+
+
+def _write_truth(folder: Path, node: str, round: int, x: np.ndarray, y: np.ndarray) -> None:
     folder.mkdir(exist_ok=True, mode=0o700)
-    np.savez(folder / f"node-{node}-round-{round}.npz", x=x.numpy(), y=y.numpy())
+    np.savez(folder / f"node-{node}-round-{round}.npz", x=x, y=y)
 
 
 def _new_folder(runs: Path, name: str) -> Path:

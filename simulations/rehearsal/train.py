@@ -17,12 +17,14 @@ import torch
 from flwr.app import Context, RecordDict
 from safetensors.torch import save
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedgauge.server.app_recorder import AppRecorder
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import WEIGHTS, Run
 from fedgauge.server.tap import tapped
 from fedgauge.simulations.rehearsal.flower_app import AppGrid, FlowerApp, blamed
+from fedgauge.simulations.rehearsal.language import save_language
 from fedgauge.simulations.rehearsal.observer import Observer, Training, unwrapped
 from fedgauge.simulations.run.in_memory import flower
 
@@ -51,16 +53,19 @@ def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": f"the app ended: {blamed(error, folder)}"}
     if not grid.trained:
         return {"error": (grid.failed or ["the app asked no client to train"])[0]}
+    language = save_language([seen for rounds in grid.trained.values() for seen in rounds], run.folder / "language")
     clients = {
-        node: [_facts(seen, run.folder / "observed", f"node-{node}-{k}.npz") for k, seen in enumerate(rounds, 1)]
+        node: [
+            _facts(seen, language, run.folder / "observed", f"node-{node}-{k}.npz") for k, seen in enumerate(rounds, 1)
+        ]
         for node, rounds in grid.trained.items()
     }
     frameworks = [name for name in FRAMEWORKS if name in sys.modules]
-    return {"clients": clients, "failed": grid.failed, "frameworks": frameworks}
+    return {"clients": clients, "failed": grid.failed, "frameworks": frameworks, "language": language}
 
 
-def _facts(seen: Training, folder: Path, name: str) -> dict[str, Any]:
-    """The facts of a training as JSON; inputs and labels in a separate file."""
+def _facts(seen: Training, language: Mapping[str, Any] | None, folder: Path, name: str) -> dict[str, Any]:
+    """Return the facts of a training as JSON; inputs and labels in a separate file, sentences padded."""
     network = None if seen.network is None else unwrapped(seen.network)
     facts: dict[str, Any] = {
         "network": None if network is None else type(network).__name__,
@@ -75,12 +80,20 @@ def _facts(seen: Training, folder: Path, name: str) -> dict[str, Any]:
     }
     if network is not None:
         facts["parameters"] = {name: list(p.shape) for name, p in network.named_parameters()}
-        trains = {id(p) for p in network.parameters() if p.requires_grad} & seen.trained
+        trains = {id(p) for p in network.parameters() if p.requires_grad}
+        if seen.steps:
+            trains &= seen.trained
         facts["frozen"] = [name for name, p in network.named_parameters() if id(p) not in trains]
-        if facts["frozen"]:  # their values never travel
-            run_files.write(folder.parent / WEIGHTS, save({k: t.contiguous() for k, t in network.state_dict().items()}))
+        if seen.start and language is None:  # of some layers the values may never travel
+            folder.mkdir(exist_ok=True, mode=0o700)
+            run_files.write(folder / WEIGHTS, save(seen.start))
         facts["mode"] = "train" if seen.modes[""] else "eval"
     labels = [y for y in seen.y if y is not None]
+    if language is not None and seen.x:
+        most = max(x.shape[1] for x in seen.x)
+        seen.x = [F.pad(x, (0, most - x.shape[1]), value=language["pad"]) for x in seen.x]
+        if len(seen.output) == 3:  # the words themselves are learnt
+            labels = [x[:, 0] for x in seen.x]
     if seen.x and _alike(seen.x):
         y = torch.cat(labels) if len(labels) == len(seen.x) and _alike(labels) else torch.zeros(0)
         folder.mkdir(exist_ok=True, mode=0o700)

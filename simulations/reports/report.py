@@ -74,6 +74,7 @@ def _content(reading: Reading) -> dict[str, Any]:
     page, cards = overview(reading), [gallery.card(*place) for place in sample_of(gallery)]
     return {
         "o": page,
+        "clients": clients(reading, reading.scores.measure.metric).table,
         "shown": len(cards),
         "attacked": len(gallery.attacked()),
         "truth_shown": gallery.shards is not None or "truth" in reading.meta,
@@ -81,7 +82,6 @@ def _content(reading: Reading) -> dict[str, Any]:
             {
                 "overview": page,
                 "gallery": _page(gallery, cards),
-                "clients": clients(reading, reading.scores.measure.metric),
             }
         ),
     }

@@ -34,6 +34,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": "adamw", "weight_decay": 0.1, "steps": 4},
     "step": {"schedule": "step", "step_size": 2, "gamma": 0.3, "steps": 6},
     "cosine": {"optimizer": "adam", "schedule": "cosine", "epochs": 2, "batch_size": 2},
+    "linear": {"optimizer": "adamw", "schedule": "linear", "epochs": 2, "batch_size": 2},
     "shuffled": {"epochs": 3, "batch_size": 3, "shuffle": True},
     "accumulated": {"epochs": 2, "batch_size": 2, "accumulate": 3},
     "clipped": {"max_norm": 0.1, "momentum": 0.9, "epochs": 2, "batch_size": 3},
@@ -59,6 +60,7 @@ def torch_loop(batch: Batch, seed: str, rate: float = RATE, steps: int | None = 
     schedulers = {
         "step": lambda: torch.optim.lr_scheduler.StepLR(optimizer, loop["step_size"], loop["gamma"]),
         "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total),
+        "linear": lambda: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total),
         "constant": lambda: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
     }
     scheduler, taken = schedulers[loop.get("schedule", "constant")](), 0

@@ -1,6 +1,8 @@
 """Platforms' filters: what they compute, against numpy and Flower's own code."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ def test_a_percentile_is_numpys_and_large_entries_are_cut(percentile: float, ste
 
 def test_the_sparse_vector_sends_at_most_a_part_with_noise_and_bound() -> None:
     update = {"a": drawn(1.0, 40, 30), "b": drawn(1.0, 100)}
-    link = svt_privacy(fraction=0.2, gamma=0.5, noise_var=2.0)
+    link = svt_privacy(fraction=0.2, gamma=0.5, noise_var=2.0, version="2.7")
     found = torch.cat([t.flatten() for t in link.apply(update, generator("svt")).values()])
     sent = found[found != 0]
     assert 0.5 * 0.2 * 1300 < len(sent) <= 0.2 * 1300  # drawn with replacement
@@ -50,6 +52,46 @@ def test_without_noise_the_sparse_vector_sends_the_cut_values_above_its_threshol
     sent = found != 0
     assert torch.allclose(found[sent], update["a"][sent].clamp(-0.8, 0.8), atol=1e-6)
     assert float(update["a"][sent].abs().min()) >= 0.5 - 1e-6
+
+
+def test_the_noise_of_the_sparse_vector_is_its_versions() -> None:
+    """On paper, c = 4 entries sent at epsilon 10: r = 8^(2/3) = 4; 2.7: 2 / 10, 4 c / (10 r), 2 / .5; 2.8: (1 + r) / 10,
+    2 c (1 + r) / (10 r), 2 / .5, or 2 c / epsilon_release; given epsilons replace the parts of 10."""
+    new = svt_privacy(epsilon=10.0, noise_var=0.5)
+    assert replace(new, version="2.7").scales(4) == pytest.approx((0.2, 0.4, 4.0))
+    assert new.scales(4) == pytest.approx((0.5, 1.0, 4.0))
+    own = replace(new, epsilon_query=2.0, epsilon_release=4.0)
+    assert own.scales(4) == replace(own, epsilon_threshold=8.0).scales(4) == pytest.approx((1 / 8, 4.0, 2.0))
+
+
+def test_the_large_entries_that_the_sparse_vector_sends_are_its_versions() -> None:
+    """1,000 of 10,000 entries are large, and epsilon is 1,000: nearly all that 2.7 sends are large, few of 2.8's."""
+    update = {"w": torch.where(torch.arange(10_000) < 1000, 1e-3, 0.0)}
+
+    def large(version: str) -> float:
+        link = svt_privacy(0.1, 1000.0, 1e9, 1e-3, 5e-4, version=version)
+        sent = link.apply(update, generator("large"))["w"].abs() > 5e-4
+        chosen = link.apply({"w": update["w"] + 1e-5}, generator("large"))["w"] != 0
+        return float(sent.sum() / chosen.sum())
+
+    assert large("2.7") == 1.0
+    assert 0.1 < large("2.8") < 0.2
+
+
+def test_without_replacement_the_sparse_vector_sends_its_whole_part() -> None:
+    found = svt_privacy(0.5, gamma=1.0, replace=False).apply({"a": drawn(1.0, 200)}, generator("whole"))["a"]
+    assert int((found != 0).sum()) == 100
+    assert float(found.abs().max()) > 1.0, "2.8 adds its noise after the bound"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"version": "2.9"}, {"version": "2.7", "epsilon_release": 1.0}, {"epsilon_query": 0.2}]
+    + [{"epsilon_query": 0.05, "epsilon_threshold": 0.01}, {"epsilon_release": 0.0}],
+)
+def test_a_version_and_its_epsilons_are_checked(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        svt_privacy(**settings)
 
 
 @pytest.mark.parametrize("missing", [-3.0, -0.2, 0.0, 0.4, 2.0, 1e4])

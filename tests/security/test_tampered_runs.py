@@ -120,10 +120,10 @@ def test_a_ledger_with_another_schema_is_refused_before_anything_of_it_runs(
 @pytest.mark.parametrize(
     ("script", "named"),
     {
-        "UPDATE rounds SET accuracy = 'high'": "expected a number, or nothing as its accuracy, got 'high'",
-        "UPDATE observations SET client = 4194304 WHERE client = 0": "as its client, got 4194304",
-        "UPDATE scores SET status = x'ff'": "as its status, got b'",
-        "UPDATE scores SET attack = 'other' WHERE example = 0": "as its attack, got None",
+        "UPDATE rounds SET accuracy = 'high'": "its accuracy cannot be 'high'",
+        "UPDATE observations SET client = 4194304 WHERE client = 0": "its client cannot be 4194304",
+        "UPDATE scores SET status = x'ff'": "its status cannot be b'",
+        "UPDATE scores SET attack = 'other' WHERE example = 0": "its attack cannot be None",
         "UPDATE attacks SET planned = '[1]'": "a planned attack must be a table",
         "INSERT OR REPLACE INTO meta VALUES ('rounds', 'many')": "expected a number of rounds, got 'many'",
     }.items(),
@@ -162,7 +162,7 @@ def test_one_array_of_a_checkpoint_is_taken_once(theirs: Run) -> None:
     facts = json.loads(path.read_text())
     own = write_tensors(theirs.folder / facts["tensors"], {"state/0": torch.ones(9), "param/w": torch.ones(9)})
     facts |= {"params": ["w"], "digest": own}
-    for named in ({"list": [{"array": "state/0"}] * 2}, {"tensor": "param/w"}):
+    for named in ({"list": [{"array": "state/0"}] * 2}, {"array": "param/w"}):
         path.write_text(json.dumps({**facts, "strategy": {"momentum": named}}))
         with pytest.raises(NotResumable, match="is damaged: KeyError"):
             Checkpoint.read(theirs.folder)
@@ -183,7 +183,6 @@ def test_a_checkpoint_whose_clients_are_no_numbers_is_damaged(theirs: Run, clien
 @pytest.mark.parametrize(
     ("facts", "named"),
     [
-        ({"round": 900_000}, "its ledger lacks round 3, although its checkpoint is of round 900000"),
         ({"params": []}, "its checkpoint is of another network"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import math
 from contextlib import closing
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.grading.audit import NOT_FINITE, Auditor, AuditResult
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
-from fedgauge.attacks.membership.one_run import EVIDENCE, guess_bound, least_epsilon
+from fedgauge.attacks.membership.one_run import EVIDENCE, GuessBound, guess_bound, least_epsilon
 from fedgauge.attacks.plan import CANARIES
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import Table
@@ -23,12 +23,11 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.privacy import CanaryBound, bound_words, canaries, canary_bounds
+from fedgauge.server.views.privacy import CanaryBound, _accounted, bound_words, canary_bound
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.tables import in_json
 from fedgauge.simulations.cli.run_summary import print_summary
-from fedgauge.simulations.reports.figures.write import write_figures
 from fedgauge.simulations.reports.report import write_report
 from tests.small_runs import scenario, taped
 
@@ -144,23 +143,26 @@ def test_evidence_adds_up_over_rounds() -> None:
     coins = torch.arange(32) % 3 == 0
     right = torch.where(coins, 1.0, -1.0).tolist()
     rows = [(1, c, -v) for c, v in enumerate(right)] + [(2, c, 2 * v) for c, v in enumerate(right)]
-    first, second = canary_bounds(scored(rows), coins, DELTA, lambda releases: float(releases))
-    assert (first.round, first.canaries, first.releases, first.right, first.epsilon) == (1, 32, 1, 0, 0.0)
-    assert (second.round, second.releases, second.right, second.guesses) == (2, 2, 32, 32)
-    assert second.epsilon == second.most == first.most == least_epsilon(32, 32, 32, DELTA, 0.05 / 4) > 1
+    first, second = (canary_bound(scored(rows[:n]), coins, DELTA, lambda releases: float(releases)) for n in (32, 64))
+    assert first is not None and second is not None
+    assert (first.canaries, first.releases, first.bound.right, first.bound.epsilon) == (32, 1, 0, 0.0)
+    assert (second.releases, second.bound.right, second.bound.guesses) == (2, 32, 32)
+    assert second.bound.epsilon == second.most == first.most == least_epsilon(32, 32, 32, DELTA, 0.05 / 3) > 1
     assert (first.accounted, second.accounted) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize("number", [-1, 2, 10**9])
 def test_a_row_of_no_canary_counts_for_nothing(number: int) -> None:
     coins = torch.tensor([True, False])
-    assert canary_bounds(scored([(1, number, 5.0)]), coins, DELTA, lambda n: None) == []
-    (bound,) = canary_bounds(scored([(1, 0, 1e99), (1, 1, math.nan)]), coins, DELTA, lambda n: None)
-    assert (bound.canaries, bound.right, bound.epsilon) == (1, 1, 0.0)
+    assert canary_bound(scored([(1, number, 5.0)]), coins, DELTA, lambda n: None) is None
+    bound = canary_bound(scored([(1, 0, 1e99), (1, 1, math.nan)]), coins, DELTA, lambda n: None)
+    assert bound is not None and (bound.canaries, bound.bound.right, bound.bound.epsilon) == (1, 1, 0.0)
 
 
 def bounded(epsilon: float, accounted: float | None) -> str:
-    return bound_words(CanaryBound(1, 64, 1, 32, 30, epsilon, 3.04, accounted), DELTA)
+    return bound_words(
+        CanaryBound(64, 1, GuessBound(32, 30, epsilon, 2 * epsilon, 3 * epsilon), 3.04, accounted), DELTA
+    )
 
 
 def test_the_sentence_says_which_side_the_accounted_epsilon_is_on() -> None:
@@ -181,7 +183,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(run: Run) -> None:
     with closing(Reading(run)) as reading, reading.now():
-        scores, told, rows = reading.scores, in_json(overview(reading)), canaries(reading).rows
+        scores, told, coins = reading.scores, in_json(overview(reading)), reading.scenario.protocol.coins
+        found = canary_bound(scores, coins, DELTA, partial(_accounted, reading))
     looked_at = {
         name: {(int(r), int(c)) for r, c in zip(rows.round, rows.client, strict=True)}
         for name in ("idlg", CANARIES)
@@ -191,13 +194,10 @@ def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(ru
     assert looked_at[CANARIES] == {
         (round, client) for round in (1, 2) for client in (3, 4, 5)
     }  # the last one was refused
-    assert [row.round for row in rows] == [1, 2]
-    assert [row.canaries for row in rows] == [30, 30] and [row.releases for row in rows] == [1, 2]
+    assert found is not None and (found.canaries, found.releases) == (30, 2)
     shard, accountant = (4000 - 400) // 7 - 10, Accountant.of(run.scenario().federation)
-    assert rows[1].accounted == pytest.approx(accountant.spent(2, shard).record, rel=1e-3)
-    assert (rows[0].accounted or 0) < (rows[1].accounted or 0) and all(
-        row.accounted is not None and row.epsilon <= row.accounted for row in rows
-    )
+    assert found.accounted == pytest.approx(accountant.spent(2, shard).record, rel=1e-3)
+    assert found.accounted is not None and found.bound.epsilon <= found.accounted
     assert told["canaries"].startswith("A fair coin put each of 30 canary examples into a client's data or not")
     assert EVIDENCE not in {figure["metric"] for figure in told["over_rounds"]}
     assert CANARIES not in {row[0] for row in told["summary"]["rows"]}
@@ -206,12 +206,9 @@ def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(ru
     assert "40 canary examples, and not which of them are among the data" in card
 
 
-def test_report_terminal_and_figure_say_it(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_and_terminal_say_it(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     report = write_report(run).read_text()
     assert "<h2>What canaries show" in report and "each of 30 canary examples" in report
     assert "surest guesses are right" in report
     print_summary(run, "auto")
     assert "each of 30 canary examples" in capsys.readouterr().out
-    paths, _ = write_figures([run], tmp_path)
-    (drawn,) = [path.read_text() for path in paths if path.name == "canaries.svg"]
-    assert "lower bound by canaries" in drawn and "epsilon, one record" in drawn

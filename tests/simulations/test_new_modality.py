@@ -18,7 +18,7 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.gallery import Gallery, Query, worst_cases
+from fedgauge.server.views.gallery import Gallery, worst_cases
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.tables import in_json
@@ -66,7 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, make_taped: Callable[..., Run]
 def test_the_page_shows_every_number_and_the_verdict_counts_them(run: Run) -> None:
     with closing(Reading(run)) as reading, reading.now():
         gallery = Gallery(reading)
-        page, told, worst = in_json(gallery.page(Query())), overview(reading), worst_cases(gallery, 3)
+        page, told, worst = in_json(gallery.page()), overview(reading), worst_cases(gallery, 3)
         found = verdict_of(reading)
         strengths, modality = gallery.attacked(), gallery.scores.modality
         lower = type("Lower", (modality,), {"main": replace(modality.main, higher_is_better=False)})

@@ -1,5 +1,5 @@
 "use strict";
-// The figures of one run that are more than a specification: switches, the worst leaks, an attack's objective.
+// The figures of one run that are more than a specification: switches.
 
 // the switches' names for series that are not attacks
 const GROUPS = { baseline: "baselines", limit: "limits", worst: "worst cases" };
@@ -23,58 +23,4 @@ function switches({ series }, hidden, change) {
   const names = [...attacks.map(s => s.name), ...Object.keys(GROUPS).filter(k => kinds.has(k)).map(k => GROUPS[k])];
   const toggle = name => change({ hide: hidden.has(name) ? [...hidden].filter(n => n !== name) : [...hidden, name] });
   return el("fieldset.switches", el("legend", "Show"), names.map(name => check(name, !hidden.has(name), () => toggle(name))));
-}
-
-/** Worst leak by client and round: brighter leaks more, a cross marks a client that was not graded. */
-function heatFigure(spec, open) {
-  const height = Math.min(720, 130 + Math.max(4, spec.clients.length) * (spec.clients.length > 20 ? 14 : 26));
-  const names = spec.clients.map(c => `client ${c}`), rounds = spec.rounds.map(String), z = spec.values;
-  const drawing = node => {
-    const missing = z.flatMap((row, i) => row.flatMap((value, j) => value === null ? [[rounds[j], names[i]]] : []));
-    const wide = .8 * node.clientWidth / rounds.length, gap = wide > 12 ? 1 : 0; // the approximate width of a square, in pixels
-    const heat = {
-      type: "heatmap", x: rounds, y: names, z, customdata: z.map(row => row.map(value => inMetric(spec.by, value))), hoverongaps: false,
-      xgap: gap, ygap: gap, colorscale: "Cividis", reversescale: spec.darkest > spec.brightest,
-      zmin: Math.min(spec.darkest, spec.brightest), zmax: Math.max(spec.darkest, spec.brightest),
-      colorbar: { thickness: 12, outlinewidth: 0, title: { text: plain(spec.by.label), side: "right" } },
-      hovertemplate: "%{y}, round %{x}: %{customdata}<extra></extra>",
-    };
-    const gaps = {
-      x: missing.map(m => m[0]), y: missing.map(m => m[1]), mode: "markers",
-      marker: { symbol: "x-thin", size: Math.min(6, Math.max(2, .6 * wide)), line: { color: cssVariable("--muted"), width: gap ? 1.2 : .8 } },
-      hovertemplate: "%{y}, round %{x}: nothing graded<extra></extra>",
-    };
-    const category = names => ({ type: "category", showgrid: false, zeroline: false, categoryarray: names });
-    const x = {
-      ...category(rounds), title: { text: "round", standoff: 6 }, range: [-.5, rounds.length - .5], tickangle: 0,
-      nticks: narrow.matches ? 6 : 20,
-    };
-    const y = { ...category(names), range: [names.length - .5, -.5], nticks: 25 };
-    draw(node, [heat, gaps], layout(x, y, height, { margin: { l: 52, r: 8, t: 32, b: 48 }, showlegend: false }));
-    node.removeAllListeners?.("plotly_click"); // Plotly adds this method and node.on when it draws
-    node.on?.("plotly_click", event => open?.(spec.clients[names.indexOf(event.points[0].y)]));
-  };
-  return figure(spec.title, spec.meaning, drawing, height);
-}
-
-function traceFigure(trace, attack, step) {
-  const height = 280;
-  const drawing = node => {
-    const color = colour(0), x = trace.iterations, y = trace.objective;
-    const line = {
-      x, y, mode: "lines+markers", line: { color, width: 2 }, marker: { color, size: 6 },
-      hovertemplate: "iteration %{x}: %{y:.4g}<extra></extra>",
-    };
-    const here = {
-      x: [x[step]], y: [y[step]], mode: "markers",
-      marker: { color: cssVariable("--leak"), size: 13, symbol: "circle-open", line: { width: 3 } }, hoverinfo: "skip",
-    };
-    const logarithmic = y.every(v => v > 0) ? { type: "log", exponentformat: "power" } : {};
-    const axis = { title: { text: "objective" }, ...logarithmic };
-    draw(node, [line, here], layout({ title: { text: "iteration", standoff: 6 } }, axis, height, { showlegend: false }));
-  };
-  const [from, to] = [trace.objective[0], trace.objective.at(-1)].map(v => v === null ? "no number" : decimal(v));
-  const taken = many(trace.iterations.at(-1), "iteration");
-  const meaning = `${attack} takes its own objective from ${from} to ${to} in ${taken}; it never sees the true image.`;
-  return figure("The attack's objective", meaning, drawing, height);
 }

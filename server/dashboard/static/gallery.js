@@ -1,30 +1,28 @@
 "use strict";
 // The gallery: private examples and their reconstructions, as images or as text.
 
-const SORTS = [["leak", "worst leak first"], ["hidden", "least leak first"], ["client", "by client"]];
-
-/** The cards of a round, with controls; link(card): the address of the image's own view, or none. */
-function gallery(data, state, change, link) {
+/** The cards of a round, with controls. */
+function gallery(data, state, change) {
   if (!data.rounds.length) return el("p.empty", "Nothing has been reconstructed yet: images appear here once an attack is done.");
   const none = el("p.empty", "No example matches: choose another client.");
-  const found = data.cards.length ? cards(data.cards, data.kind, link) : none;
+  const found = data.cards.length ? cards(data.cards, data.kind) : none;
   const head = [galleryControls(data, state, change), galleryWords(data), data.kind === "text" && tokenLegend(data.cards.some(card => card.headings.length))];
   return el("div.gallery", head, found, pager(data, change));
 }
 
 const cardKey = card => `${card.round}-${card.client}-${card.example}`;
 
-function cards(found, kind, link) {
-  return el("ul.cards", found.map(card => el("li", { "data-key": cardKey(card) }, cardOf(card, kind, link))));
+function cards(found, kind) {
+  return el("ul.cards", found.map(card => el("li", { "data-key": cardKey(card) }, cardOf(card, kind))));
 }
 
 /** The few private examples that came back best, or nothing; all: a link to all of them. */
-function bestBack(worst, kind, noun, all, link) {
+function bestBack(worst, kind, noun, all) {
   if (!worst.length) return null;
   const words = `The ${many(worst.length, `private ${noun}`)} that came back best: `
     + `truth, reconstruction${kind === "text" ? "" : ", difference (black: none)"}. `;
   const few = { class: "worst", "data-key": "worst" }, title = el("h2.hidden", "Worst cases");
-  return el("div", few, title, cards(worst, kind, link), el("p.small", words, all));
+  return el("div", few, title, cards(worst, kind), el("p.small", words, all));
 }
 
 function galleryControls(data, state, change) {
@@ -39,7 +37,6 @@ function galleryControls(data, state, change) {
   return el("div.controls",
     slider("Round", step, data.rounds.length, words, i => reset({ round: data.rounds[i] })),
     check("all rounds", all, () => reset({ round: all ? null : "all" })),
-    choice("Sort", state.get("sort") || "leak", SORTS, value => reset({ sort: value })),
     pick("Client", "client", data.clients));
 }
 
@@ -67,10 +64,9 @@ function pager(data, change) {
     el("button", { type: "button", disabled: last >= data.total, onclick: () => turn(data.offset + data.page) }, "Next →"));
 }
 
-function cardOf(card, kind, link) {
-  const address = link && link(card), words = `client ${card.client} · round ${card.round} · example ${card.example}`;
-  const title = el("h3.who", address ? el("a", { href: address }, words) : words);
-  return el("article", { class: address ? "card opens" : "card" }, title, kind !== "text" ? tiles(card) : card.headings.length ? rowsOf(card) : texts(card));
+function cardOf(card, kind) {
+  const words = `client ${card.client} · round ${card.round} · example ${card.example}`;
+  return el("article.card", el("h3.who", words), kind !== "text" ? tiles(card) : card.headings.length ? rowsOf(card) : texts(card));
 }
 
 /** The truth, then each attack's reconstruction with its difference from the truth. */

@@ -4,22 +4,18 @@
 
 // ---------------------------------------------------------------------------------------------------------- the views
 // load(route) asks the server, draw(data, route) gives the tree. keys: the parts of the address's query that need a new question to
-// the server. A route is the address taken apart: {path, view, id, image, state}.
+// the server. A route is the address taken apart: {path, view, id, state}.
 
 const VIEWS = [
   { path: /^\/$/, name: "Runs", keys: [], load: () => ask("/api/runs"), draw: runsView },
   { path: /^\/run\/(?<id>[^/]+)$/, name: "Overview", keys: [], load: p => ask(`${api(p)}/overview`), draw: overviewView },
   {
-    path: /^\/run\/(?<id>[^/]+)\/gallery$/, name: "Gallery", keys: ["round", "client", "sort", "offset"],
+    path: /^\/run\/(?<id>[^/]+)\/gallery$/, name: "Gallery", keys: ["round", "client", "offset"],
     load: p => ask(`${api(p)}/gallery`, asked(p)), draw: galleryView,
   },
   {
     path: /^\/run\/(?<id>[^/]+)\/clients$/, name: "Clients", keys: ["metric"],
     load: p => ask(`${api(p)}/clients`, asked(p)), draw: clientsView,
-  },
-  {
-    path: /^\/run\/(?<id>[^/]+)\/image\/(?<image>\d+)$/, name: "Image", keys: ["client", "round", "example", "attack"],
-    load: loadImage, draw: imageView,
   },
   { path: /^\/compare$/, name: "Compare", keys: ["runs", "metric"], load: loadCompare, draw: compareView },
 ];
@@ -56,11 +52,6 @@ async function ask(path, query = "") {
   const body = await reply.json().catch(() => ({ error: "The server's answer cannot be read; its terminal may say why." }));
   if (!reply.ok) throw new Refused(reply.status, body.error);
   return body;
-}
-
-async function loadImage(route) {
-  const found = await ask(`${api(route)}/image/${route.image}`, asked(route, ["client"]));
-  return { ...found, trace: route.state.get("attack") && await ask(`${api(route)}/trace`, asked(route)) };
 }
 
 const MOST = 24; // the most runs that the server compares at once
@@ -179,9 +170,7 @@ function follow() {
   if (events?.path === path) return;
   events?.close();
   const stream = events = Object.assign(new EventSource(path), { path });
-  stream.addEventListener("change", event => {
-    if (JSON.parse(event.data).version !== data?.version) refresh();
-  });
+  stream.addEventListener("change", refresh);
   stream.addEventListener("gone", () => {
     stream.close();
     refresh();

@@ -74,9 +74,9 @@ function overviewView(overview, { state }) {
     section("Numbers", overview.summary.rows.length > 0 ? numbers : nothing("No attack has given a score yet; they appear here by themselves."), shown(overview.reasons)),
     section("Success over thresholds", overview.success ? specified(overview.success) : nothing("No attack has given a score yet.")),
     section("Batch membership", el("p", overview.membership), overview.membership_figure && specified(overview.membership_figure), shown(overview.membership_table)),
-    overview.canaries_figure && section("What canaries show", el("p", overview.canaries), specified(overview.canaries_figure)),
+    overview.canaries && section("What canaries show", el("p", overview.canaries)),
     section("What each attacker knew", knowledge(overview)),
-    section("Participation", el("p", overview.participation || "No client has answered yet."), shown(overview.clients), shown(overview.absences)),
+    section("Participation", el("p", overview.participation || "No client has answered yet."), shown(overview.clients)),
     section("Replay check", el("p", replay || "Not done yet: it runs before the first attack.")),
     section("Scenario and environment",
       overview.attacked_on !== "" && el("p.small", overview.attacked_on),
@@ -87,7 +87,7 @@ function overviewView(overview, { state }) {
 /** The private examples that came back best, with a way to all of them. */
 function worstCases({ worst, kind, name, measure }) {
   const all = link(address(name, "/gallery?round=all"), "All in the gallery");
-  return bestBack(worst, kind, measure.private, all, kind === "image" ? imageAddress(name) : null);
+  return bestBack(worst, kind, measure.private, all);
 }
 
 const lines = ({ limit, measure: { name, unit, cap } }) => "Solid: means over examples with their 95 % band (clustered by client). "
@@ -118,73 +118,20 @@ function knowledge({ cards: all }) {
   ];
 }
 
-// ------------------------------------------------------------------------------------------------- gallery and images
-
-const imageAddress = id => card => card.image !== null && address(id, `/image/${card.image}?client=${card.client}`);
+// ------------------------------------------------------------------------------------------------------------ gallery
 
 function galleryView(found, { id, state }) {
-  const opens = found.kind === "image" ? imageAddress(id) : null;
   const title = [el("h1", `Private ${found.noun}s and their reconstructions`), el("p.facts", id), el("h2.hidden", "Examples")];
-  return [title, gallery(found, state, change, opens)];
-}
-
-function imageView(found, { id, state }) {
-  const { image, client, label, rounds } = found;
-  const attacks = [...new Set(rounds.flatMap(card => card.tiles.map(tile => tile.attack)))];
-  const all = link(address(id, `/gallery?client=${client}&round=all`), "All images of this client");
-  return [
-    el("h1", `Image ${image} of client ${client}`),
-    el("p.facts", id, label !== null && `; ${found.label_name}`, `; trained on in ${many(rounds.length, "attacked round")}. `, all),
-    section("Through all rounds",
-      el("p.meaning", "The same private image each time it was trained on, in time order. PSNR below each: higher leaks more."),
-      attacks.map(attack => imageStrip(found, attack, state))),
-    found.trace && section("The attack's iterations", tracePanel(found.trace, state)),
-  ];
-}
-
-const film = (name, ...pictures) => el("ol.film", { tabindex: 0, role: "region", "aria-label": name }, pictures);
-
-/** The true image, then one attack's reconstruction of it in each round. */
-function imageStrip({ truth, rounds }, attack, state) {
-  const steps = rounds.flatMap(card => card.tiles.filter(tile => tile.attack === attack).map(tile => [card, tile]));
-  const words = (card, tile) => el("p", `round ${card.round}`, el("br"), el("b", tile.note), el("br"), tile.label);
-  const one = ([card, tile]) => el("li", { "data-key": cardKey(card) },
-    picture(tile.image, `reconstruction in round ${card.round}`), words(card, tile), tile.trace && traceButton(card, attack, state));
-  const first = el("li", picture(truth, "the private image", "no truth here"), el("p", el("b", "truth")));
-  return el("div", { "data-key": attack }, el("h3", attack), film(`${attack} through all rounds`, first, steps.map(one)));
-}
-
-function traceButton(card, attack, state) {
-  const wanted = { round: String(card.round), example: String(card.example), attack };
-  const open = Object.entries(wanted).every(([key, value]) => state.get(key) === value);
-  const press = () => change(open ? { round: null, example: null, attack: null, step: null } : { ...wanted, step: null });
-  return el("button", { type: "button", "aria-pressed": String(open), onclick: press }, "iterations");
-}
-
-function tracePanel({ truth, iterations, images, ...trace }, state) {
-  const attack = state.get("attack"), end = iterations.length - 1, step = Math.min(end, Number(state.get("step") ?? end));
-  const frame = (image, i) => el("li", { class: i === step ? "chosen" : "" },
-    picture(image, `after iteration ${iterations[i]}`), el("p", String(iterations[i])));
-  const pictures = [picture(truth, "the private image", "no truth here"), picture(images[step], "the attack's image")];
-  return [
-    el("h3", `${attack}, round ${state.get("round")}`),
-    slider("Iteration", step, iterations.length, i => `iteration ${iterations[i]}`, i => change({ step: String(i) })),
-    el("div.tiles.trace", pictures, truth && difference(truth, images[step])),
-    el("p.meaning", "Truth, the attack's image after ", el("b", `${iterations[step]} iterations`), ", and their difference."),
-    traceFigure({ iterations, ...trace }, attack, step),
-    film("Images over the iterations", images.map(frame)),
-  ];
+  return [title, gallery(found, state, change)];
 }
 
 // ------------------------------------------------------------------------------------------------------------ clients
 
 function clientsView(clients, { id, state }) {
-  const open = client => go(address(id, `/gallery?client=${client}&round=all`));
   const controls = el("div.controls", choice("Leakage as", clients.metric, clients.metrics, value => change({ metric: value })));
-  const none = empty("Nothing is graded yet: the map of clients and rounds appears here by itself.");
   const cells = { client: record => link(address(id, `/gallery?client=${record.client}&round=all`), `client ${record.client}`) };
   return [
-    el("h1", "Who leaks most"), el("p.facts", id), clients.figure ? [controls, heatFigure(clients.figure, open)] : none,
+    el("h1", "Who leaks most"), el("p.facts", id), controls,
     table(clients.table, { sorts: "clients", state, change, cells }),
   ];
 }

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Generator, Tensor
 
@@ -63,29 +64,25 @@ class GuardSetting:
         return Federation(Protocol(seed, 1, CLIENTS, data, model, (local,)))
 
 
-def _ways(data: str, model: str, rate: float, **arguments: object) -> tuple[GuardSetting, ...]:
+def _settings(data: str, model: str, rate: float, **arguments: object) -> tuple[GuardSetting, ...]:
     """FedSGD with one example and with eight, FedAvg with uneven labels."""
     one = GuardSetting(data, model, arguments, 1, rate)
     return one, replace(one, batch_size=8), replace(one, batch_size=16, rate=rate / 2, steps=4, each=4, alpha=0.5)
 
 
 NETWORKS: Mapping[str, tuple[GuardSetting, ...]] = {
-    "lenet, MNIST": _ways("mnist5k", "lenet", 0.1),
-    "mlp, MNIST": _ways("mnist5k", "mlp", 0.1, hidden=[256]),
-    "convnet 16, CIFAR-10": _ways("cifar10", "convnet", 0.05, width=16),
+    "lenet, MNIST": _settings("mnist5k", "lenet", 0.1),
+    "mlp, MNIST": _settings("mnist5k", "mlp", 0.1, hidden=[256]),
+    "convnet 16, CIFAR-10": _settings("cifar10", "convnet", 0.05, width=16),
 }
 OTHERS: Mapping[str, tuple[GuardSetting, ...]] = {  # for server attacks that need a special network
-    "lenet without strides, MNIST": _ways("mnist5k", "lenet", 0.1, stride=1),
+    "lenet without strides, MNIST": _settings("mnist5k", "lenet", 0.1, stride=1),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class InspectedRound:
-    """The weights that one client receives in one round, and those of the round before.
-
-    Args:
-        previous: None in the first round.
-    """
+    """The weights that one client receives in one round, and those of the round before, None in the first."""
 
     federation: Federation
     client: int
@@ -139,30 +136,24 @@ def inspected_rounds(settings: Sequence[GuardSetting], n: int, seed: int) -> lis
 ARGUMENTS: Mapping[str, Table] = {"feature_fishing": {"target": 0}}  # that have no default
 
 
-@dataclass(frozen=True, eq=False)
-class AttackTrial:
-    """One server attack in one round of one client.
-
-    Args:
-        first: the client's first round, which has nothing to compare with.
-        agreed: results of a client that knows the agreed network; alone: of a client that does not.
-    """
+class AttackTrial(NamedTuple):
+    """One server attack in one round: findings of a client that knows the agreed network, and of one that does not."""
 
     first: bool
     agreed: DetectorResults
-    alone: DetectorResults
+    unknown: DetectorResults
 
 
 def attempts(server_attack: ServerAttack, setting: GuardSetting, rounds: int, seed: int) -> list[AttackTrial]:
     """A server attack in each of the first rounds; empty if the network lacks what it needs."""
     normal = fingerprint(setting.federation(seed).model)
-    met = _crafted(server_attack, honest(setting.federation(seed, server_attack.architecture), rounds))
-    return [AttackTrial(m.previous is None, m.findings(sent, normal), m.findings(sent)) for m, sent in met]
+    crafted = _crafted(server_attack, honest(setting.federation(seed, server_attack.architecture), rounds))
+    return [AttackTrial(r.previous is None, r.findings(sent, normal), r.findings(sent)) for r, sent in crafted]
 
 
-def _crafted(server_attack: ServerAttack, met: Iterable[InspectedRound]) -> Iterator[tuple[InspectedRound, Params]]:
+def _crafted(server_attack: ServerAttack, rounds: Iterable[InspectedRound]) -> Iterator[tuple[InspectedRound, Params]]:
     """The rounds with what is sent in them; none if the network lacks what the server attack needs."""
-    for i, inspected in enumerate(met):
+    for i, inspected in enumerate(rounds):
         try:
             params = inspected.crafted(server_attack)
         except ValueError:
@@ -178,10 +169,10 @@ def persistent_attacks(
     """Results of a client attacked in every round from its first on, so that it remembers only crafted weights; may be empty."""
     policy = InspectionPolicy("log", fingerprint(setting.federation(seed).model))
     state: dict[str, Tensor] = {}
-    first = (replace(met, client=0) for met in honest(setting.federation(seed, server_attack.architecture), rounds))
+    first = (replace(r, client=0) for r in honest(setting.federation(seed, server_attack.architecture), rounds))
     return [
-        policy.findings(m.probes, sent, m.round, state, m.rng("inspection"))
-        for m, sent in _crafted(server_attack, first)
+        policy.findings(r.probes, sent, r.round, state, r.rng("inspection"))
+        for r, sent in _crafted(server_attack, first)
     ]
 
 
@@ -197,7 +188,7 @@ def patient_world(
     rows = []
     for use in SERVER_ATTACK.names():
         for name, settings in {**networks, **OTHERS}.items():
-            middle, server_attack = len(settings) // 2, _build_server_attack(use)
+            middle, server_attack = len(settings) // 2, example_of(use)
             chosen = [settings[(middle + i) % len(settings)] for i in range(min(n, len(settings)))]
             tried = (persistent_attacks(server_attack, s, iterations, seed + i) for i, s in enumerate(chosen))
             if alarms := [bool(found.alarms) for results in tried for found in results]:
@@ -223,35 +214,29 @@ def guard_world(
         rows.append(_rate(name, "none", "false_alarms", alarms, FALSE_ALARMS))
     rows.append(_rate("all networks", "none", "false_alarms", every, FALSE_ALARMS))
     for use in SERVER_ATTACK.names():
-        rows += _server_attack_rows(use, {**networks, **OTHERS}, max(iterations, 2), seed)
+        for name, settings in {**networks, **OTHERS}.items():
+            if trials := attempts(example_of(use), settings[len(settings) // 2], iterations, seed):
+                rows += _detection(name, use, trials)
     return rows
 
 
-def _server_attack_rows(
-    use: str, networks: Mapping[str, Sequence[GuardSetting]], rounds: int, seed: int
-) -> list[ComparedFigure]:
-    server_attack = _build_server_attack(use)
-    rows = []
-    for name, settings in networks.items():
-        trials = attempts(server_attack, settings[len(settings) // 2], rounds, seed)
-        if not trials:
-            continue
-        first, later = ([a for a in trials if a.first is begun] for begun in (True, False))
-        rows.append(_rate(name, use, "detected", [bool(a.agreed.alarms) for a in later], 1.0))
-        rows.append(_rate(name, use, "detected_first", [bool(a.agreed.alarms) for a in first]))
-        if server_attack.architecture is not None:
-            rows.append(_rate(name, use, "detected_by_weights", [bool(a.alone.alarms) for a in trials]))
-        levels = [a.agreed.suspicion for a in later]
-        mean = sum(levels) / len(levels)
-        rows.append(ComparedFigure(name, use, "suspicion", 1.0, mean, min(levels), max(levels), len(levels)))
-    if not rows:
-        raise RuntimeError(f"{use} applies to none of {', '.join(networks)}; add a network that has what it needs")
-    return rows
+def _detection(name: str, use: str, trials: Sequence[AttackTrial]) -> list[ComparedFigure]:
+    later = [trial.agreed for trial in trials if not trial.first]
+    rows = [
+        _rate(name, use, "detected", [bool(found.alarms) for found in later], 1.0),
+        _rate(name, use, "detected_first", [bool(trial.agreed.alarms) for trial in trials if trial.first]),
+    ]
+    if example_of(use).architecture is not None:
+        rows.append(_rate(name, use, "detected_by_weights", [bool(trial.unknown.alarms) for trial in trials]))
+    levels = [found.suspicion for found in later]
+    mean = sum(levels) / len(levels)
+    return [*rows, ComparedFigure(name, use, "suspicion", 1.0, mean, min(levels), max(levels), len(levels))]
 
 
-def _build_server_attack(use: str) -> ServerAttack:
-    server_attack: ServerAttack = build({"use": use, **ARGUMENTS.get(use, {})}, "server_attack", SERVER_ATTACK)
-    return server_attack
+def example_of(use: str) -> ServerAttack:
+    """A server attack with its default arguments."""
+    built: ServerAttack = build({"use": use, **ARGUMENTS.get(use, {})}, "server_attack", SERVER_ATTACK)
+    return built
 
 
 def _rate(

@@ -9,7 +9,7 @@ from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.compare import named_readings, utility_figure
-from fedgauge.server.views.figures import canaries_figure, membership_figure, rounds_figures, success_figure
+from fedgauge.server.views.figures import membership_figure, rounds_figures, success_figure
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.roles import is_baseline
@@ -56,7 +56,7 @@ def run_figures(reading: Reading) -> Iterator[PaperFigure]:
     """Draw every figure of a run with a score."""
     if not len(reading.scores):
         return
-    others = success_figure(reading), membership_figure(reading), canaries_figure(reading)
+    others = success_figure(reading), membership_figure(reading)
     about = f"{reading.run.name}. {_knowledge(reading)}"
     for spec in filter(None, (*rounds_figures(reading), *others)):
         yield PaperFigure(spec.name, draw(spec), about)

@@ -147,11 +147,7 @@ REFUSED: dict[str, tuple[type[Attack], nn.Module, Chain, str]] = {
     **{
         f"{how.__name__}: {why}": (how, model, chain(SGD), why)
         for how in (spear, spear_plus_plus)
-        for why, model in {
-            "example itself": lenet(SHAPE, CLASSES),
-            "no ReLU": network(activation="tanh"),
-            "no bias": NO_BIAS,
-        }.items()
+        for why, model in UNREAD.items()
     },
     "noise": (spear, network(), chain(SGD, gaussian(0.01)), "rank 36"),
     "pruned": (spear, network(), chain(SGD, prune(0.3)), "rank"),

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,6 @@ from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction
 from fedgauge.attacks.malicious.separate_models import SeparateNetworks, separate, separate_models, separated
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.components import SpecError
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
@@ -124,20 +122,3 @@ def test_what_does_not_come_apart_is_refused_by_both() -> None:
     slices = chain(local_sgd(0.1, steps=2, batch_size=2))
     for model, links in ((mlp(SHAPE, CLASSES), plain), (network(4), one_by_one), (network(4), slices)):
         check_refused(separate_models(4), separated(), knowledge(model, 4, links))
-
-
-def test_one_by_one_all_examples_really_meet_the_first_network() -> None:
-    """The reason that is given for per-example chains, seen in an update."""
-    model = network(3)
-    update = chain(per_example(clip(1.0)), local_sgd(0.1))(gradient(model))(
-        detached_params(model), examples(0, 3), None
-    )
-    assert bool(update["models.0.1.weight"].any())
-    assert not any(bool(t.any()) for k, t in update.items() if not k.startswith("models.0."))
-
-
-def test_bad_arguments_are_reported() -> None:
-    with pytest.raises(ValueError, match="count"):
-        separate_models(0)
-    with pytest.raises(SpecError, match="attack"):
-        separated({"use": "no"})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.membership.joint import marginal_ratios
+from fedgauge.attacks.membership.canaries import marginal_ratios
 from fedgauge.client.rng import generator
 
 

@@ -1,13 +1,23 @@
-"""The bound of one run: on paper, as the paper's own program computes it, and seldom above an epsilon that holds."""
+"""The bounds of one run: on paper, as the papers' own programs compute them, and seldom above an epsilon that holds."""
 
 import math
 
 import pytest
 import torch
-from scipy.stats import binom
+from dp_accounting import get_epsilon_gaussian
+from scipy.optimize import brentq
+from scipy.stats import binom, nct, norm, ttest_ind
 from torch import Generator
 
-from fedgauge.attacks.membership.one_run import ERROR, PARTS, chance, guess_bound, least_epsilon
+from fedgauge.attacks.membership.one_run import (
+    ERROR,
+    PARTS,
+    chance,
+    guess_bound,
+    least_epsilon,
+    least_mu,
+    normal_mu,
+)
 from fedgauge.client.rng import generator
 
 
@@ -63,12 +73,70 @@ def test_randomized_response_is_exceeded_in_one_of_twenty_runs_at_most(epsilon: 
 
 
 def test_the_surest_guesses_count() -> None:
-    """Of 64 canaries the eight surest are right, and all others are wrong."""
-    coins = torch.arange(64) % 2 == 0
+    """Of 160 canaries the 20 surest are right, and all others are wrong."""
+    coins = torch.arange(160) % 2 == 0
     evidence = torch.where(coins, 1.0, -1.0).double()
-    evidence[8:] *= -0.5
+    evidence[20:] *= -0.5
     bound = guess_bound(evidence, coins, 1e-5)
-    assert (bound.guesses, bound.right) == (8, 8)
-    assert bound.epsilon == least_epsilon(8, 8, 64, 1e-5, ERROR / len(PARTS)) > 0
-    assert guess_bound(-evidence, coins, 1e-5).right == 56, "of all 64"
-    assert guess_bound(evidence[:1], coins[:1], 1e-5, canaries=64).epsilon == 0
+    assert (bound.guesses, bound.right) == (20, 20)
+    assert bound.epsilon == least_epsilon(20, 20, 160, 1e-5, ERROR / len(PARTS)) > 0
+    assert guess_bound(-evidence, coins, 1e-5).right == 140, "of all 160"
+    lone = guess_bound(evidence[:1], coins[:1], 1e-5, canaries=64)
+    assert lone.epsilon == lone.gaussian == lone.normal == 0
+
+
+def quantiles(mu: float, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Evidence of `count` canaries in the data and as many outside, at the quantiles of N(mu, 1) and N(0, 1)."""
+    outside = torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count)
+    return mu * torch.cat([outside + mu, outside]) - mu**2 / 2, torch.arange(2 * count) < count
+
+
+@pytest.mark.parametrize(("mu", "published"), [(1.0, 2.164749), (2.0, 4.7218075), (4.0, 9.133752)])
+def test_a_gaussian_curve_gives_at_least_the_published_bound_and_less_than_the_truth(
+    mu: float, published: float
+) -> None:
+    """Figures of jax-privacy's tests: 10,000 canaries in and 10,000 out, delta 1e-6, 95 %, any threshold."""
+    bound, true = guess_bound(*quantiles(mu, 10_000), 1e-6), get_epsilon_gaussian(1 / mu, 1e-6)
+    assert published < bound.gaussian < bound.normal < true and bound.epsilon < bound.gaussian
+    few = guess_bound(*quantiles(1.0, 1_000), 1e-6)
+    true = get_epsilon_gaussian(1.0, 1e-6)
+    assert 0.35 * true < few.epsilon and 0.55 * true < few.gaussian and 0.9 * true < few.normal < true
+
+
+def test_without_evidence_every_bound_is_zero() -> None:
+    scores, included = quantiles(1.0, 500)[0].sort().values, torch.arange(1000) % 2 == 0
+    bound = guess_bound(scores, included, 1e-6)
+    assert bound.epsilon == bound.gaussian == bound.normal == 0
+
+
+@pytest.mark.parametrize("mu", [0.5, 1.0, 3.0])
+def test_a_gaussian_mechanism_is_exceeded_in_one_of_twenty_runs_at_most(mu: float) -> None:
+    """The likelihood ratio of N(mu, 1) and N(0, 1), for 300 coins in each of 400 runs."""
+    rng, above, sums = generator("gaussian mechanism", mu), [0, 0], [0.0, 0.0]
+    for _ in range(400):
+        coins = torch.rand(300, generator=rng) < 0.5
+        evidence = mu * (torch.randn(300, generator=rng, dtype=torch.float64) + mu * coins) - mu**2 / 2
+        bound = guess_bound(evidence, coins, 1e-5)
+        true = get_epsilon_gaussian(1 / mu, 1e-5)
+        for i, found in enumerate((bound.gaussian, bound.normal)):
+            above[i] += found > true
+            sums[i] += found / true / 400
+    assert above[0] <= 20 and above[1] <= 33, "one of twenty, and three standard errors"
+    assert sums[0] > 0.2 and sums[1] > 0.5
+
+
+@pytest.mark.parametrize(("guesses", "right"), [(20, 20), (40, 33), (300, 240), (1000, 999)])
+def test_a_refuted_mu_explains_independent_guesses_too_seldom(guesses: int, right: int) -> None:
+    """Independent guesses under mu are right with probability Phi(mu / 2); the bound holds for dependent ones too."""
+    mu = least_mu(guesses, right, guesses)
+    assert mu > 0 and binom.sf(right - 1, guesses, norm.cdf(mu / 2)) <= ERROR
+
+
+def test_the_distance_of_normal_evidence_has_the_interval_of_students_t() -> None:
+    """The smallest noncentrality that is not refuted, of 40 and 60 canaries."""
+    rng = generator("student")
+    coins = torch.arange(100) < 40
+    evidence = torch.randn(100, generator=rng, dtype=torch.float64) + 1.5 * coins
+    t = float(ttest_ind(evidence[coins], evidence[~coins]).statistic)
+    exact = brentq(lambda delta: nct.sf(t, 98, delta) - ERROR, 0.0, t) * math.sqrt(1 / 40 + 1 / 60)
+    assert normal_mu(evidence, coins) == pytest.approx(exact, rel=0.02)

@@ -14,8 +14,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Budget, Knowledge, Sentences, Wave
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.modality.text_metrics import rouge
-from fedgauge.attacks.plan import ATTACK
-from fedgauge.attacks.text.lamp import _BatchDescent, dlg_text, lamp, staircase, tag
+from fedgauge.attacks.text.lamp import _BatchDescent, dlg_text, lamp, tag
 from fedgauge.attacks.text.sentence_layout import lengths_of, on_all_positions, propose, shuffles
 from fedgauge.client.data.corpora import Text, phrases
 from fedgauge.client.models.language import LanguageModel
@@ -273,17 +272,13 @@ def test_it_ends_when_its_seconds_are_over() -> None:
 # ----------------------------------------------------------------------------------------------------------- the recipes
 
 
-def test_recipes_are_found_and_carry_the_papers_weights() -> None:
-    assert {"dlg_text", "tag", "lamp"} <= set(ATTACK.names())
+def test_recipes_have_the_papers_weights() -> None:
     cosine, squares = lamp(), lamp("l2_l1")
-    assert (cosine.loss, cosine.weights) == ("cosine", (1.0, 0.2))
-    assert (squares.loss, squares.weights, squares.l1) == ("l2_l1", (25.0, 60.0), 0.01)
-    assert (cosine.draws, cosine.orders, cosine.period, cosine.candidates) == (500, 500, 75, 200)
+    assert (cosine.weights, squares.weights) == ((1.0, 0.2), (25.0, 60.0))
     assert cosine.optimizer.rate_at(49, 2000) == 0.01
     assert cosine.optimizer.rate_at(1999, 2000) == pytest.approx(0.01 * 0.89**39)
-    assert (tag().loss, tag().l1, dlg_text().loss) == ("l2_l1", 0.01, "squared")
     for recipe in (tag(), dlg_text()):
-        assert recipe.optimizer == staircase(0.1) and recipe.discrete == "none" and recipe.weights == (0, 0)
+        assert recipe.discrete == "none" and recipe.weights == (0, 0)
         assert recipe.optimizer.rate_at(2499, 2500) == 0.1
 
 

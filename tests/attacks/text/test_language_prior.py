@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.text.language_prior import (
     LanguageModelTraining,
-    LanguagePrior,
     PretrainedPrior,
     TrainedPrior,
     nll,
@@ -88,28 +87,6 @@ def test_it_is_trained_once(text: Tensor, monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(state, torch.get_rng_state()), "the global generator is left alone"
     with pytest.raises(AssertionError, match="it was kept"):
         TrainedPrior(text[1:], 0, 1500, SMALL)
-
-
-class Counting(LanguagePrior):
-    """As surprising as a sentence is long; it counts what it is asked."""
-
-    def __init__(self) -> None:
-        super().__init__(None, 9)
-        self.asked: list[tuple[int, ...]] = []
-
-    def ids(self, sentence: tuple[int, ...]) -> list[int]:
-        self.asked.append(sentence)
-        return list(sentence)
-
-    def nll(self, ids: Tensor, seen: Tensor) -> Tensor:
-        return seen.sum(1)
-
-
-def test_a_sentence_is_scored_once() -> None:
-    prior = Counting()
-    assert prior([[1, 2], [3], [1, 2]]).tolist() == [2, 1, 2]
-    assert prior([[3], [4, 4, 4]]).tolist() == [1, 3]
-    assert prior.asked == [(1, 2), (3,), (4, 4, 4)]
 
 
 def saved(folder: Path, words: Tokenizer) -> None:

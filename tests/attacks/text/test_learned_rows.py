@@ -8,7 +8,7 @@ import torch
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
-from fedgauge.attacks.text.learned_rows import _RowFeatures, learned_rows, shadow_rows
+from fedgauge.attacks.text.learned_rows import learned_rows, row_features, row_tables, shadow_rows
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.models.vision import mlp
@@ -42,18 +42,17 @@ def test_positions_are_read_from_rows_behind_every_chain_that_is_known(data: Tex
 
 
 def test_a_row_is_described_by_its_direction_and_by_its_size_beside_the_largest() -> None:
-    reader = _RowFeatures(("table", "bias"))
     updates = {"table": torch.tensor([[[3.0, 4.0], [0.0, 0.0], [0.0, -0.5]]]), "bias": torch.tensor([[0.2, -2.0, 0.0]])}
     expected = [[0.6, 0.8, 0.0, 1.0, -1.0, 0.0], [0.0, 0.0, -6.0, -1.0, 0.0, 0.0], [0.0, -1.0, -1.0, 0.0, -6.0, 0.0]]
-    torch.testing.assert_close(reader.rows(updates), torch.tensor([expected]), rtol=1e-4, atol=1e-5)
-    assert torch.equal(reader.loudness(updates), torch.tensor([[5.0, 0.0, 0.5]]))
+    features, sizes = row_features(("table", "bias"), updates)
+    torch.testing.assert_close(features, torch.tensor([expected]), rtol=1e-4, atol=1e-5)
+    assert torch.equal(sizes, torch.tensor([[5.0, 0.0, 0.5]]))
 
 
 def test_each_position_of_shadow_data_has_its_word_as_candidate_and_copies_are_masked() -> None:
     wave, known, _ = threat(SPOKEN, 400)
     shadow = ShadowTrainer(known, wave.params, UpdateFeatures(False))
-    reader = _RowFeatures.of(model_for(SPOKEN), wave.params)
-    rows, truth = shadow_rows(shadow, reader, True)
+    rows, truth = shadow_rows(shadow, row_tables(model_for(SPOKEN), wave.params), True)
     x = shadow.auxiliary.x[shadow.groups(True)[:, 0]]
     assert truth.tolist() == [[words.index(word) for word in words] for words in x.tolist()], (
         "where the word first stands"

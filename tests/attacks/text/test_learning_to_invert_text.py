@@ -14,7 +14,7 @@ from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Sentences
 from fedgauge.attacks.engine import simulator
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.grading.baselines import random_words
-from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, flat
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
 from fedgauge.attacks.text.learning_to_invert_text import (
     SentenceNetwork,
     learning_to_invert_text,
@@ -57,16 +57,6 @@ def test_simulated_updates_are_those_of_clients_that_hold_the_sentences(
     assert [len(next(iter(part.values()))) for part in parts] == [1, 1, 1]
     for name, t in whole.items():
         torch.testing.assert_close(torch.cat([p[name] for p in parts]), t, rtol=1e-4, atol=1e-6)
-
-
-def test_shadow_data_are_updates_in_buckets_as_numbers_not_as_words() -> None:
-    wave, known, _ = threat(CLASSIFIED, 40)
-    shadow = ShadowTrainer(known, wave.params, UpdateFeatures(False, 64, True))
-    shadow_data = shadow.shadow_data(True)
-    assert shadow_data.rows.dtype == torch.float32 and shadow_data.rows.shape == (4, 64)
-    x, y = (t[shadow_data.groups] for t in shadow.auxiliary)
-    updates = Simulator(known, shadow.params).updates(x, y, generator(0))
-    torch.testing.assert_close(shadow_data.rows, torch.cat([shadow.view.hashed(flat(u)) for u in updates]))
 
 
 @each_task

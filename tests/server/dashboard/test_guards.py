@@ -1,7 +1,6 @@
 """Who gets an answer, and how the page is started."""
 
 import re
-import socket
 from pathlib import Path
 
 import httpx
@@ -9,7 +8,6 @@ import pytest
 
 from fedgauge.server.dashboard import DRAWING, STATIC
 from fedgauge.server.dashboard.web import make_app
-from fedgauge.simulations.cli.main import main
 from tests.server.dashboard.pages import Get, Http, served
 
 
@@ -76,19 +74,6 @@ def test_the_page_loads_every_script_and_reports_get_those_that_draw(get: Get) -
     assert sorted(loaded) == sorted(path.name for path in STATIC.glob("*.js"))
 
 
-def test_the_page_itself_is_served_at_every_address_of_a_view(get: Get) -> None:
-    page = get("/")
-    assert "<script" in page
-    for address in (
-        "/compare",
-        "/run/complete",
-        "/run/complete/gallery",
-        "/run/complete/clients",
-        "/run/complete/image/3",
-    ):
-        assert get(address) == page
-
-
 # -------------------------------------------------------------------------------------------------------- command line
 
 
@@ -96,14 +81,6 @@ def test_the_page_itself_is_served_at_every_address_of_a_view(get: Get) -> None:
 def test_any_token_may_be_chosen(folder: Path, token: str) -> None:
     with served(folder, "--token", token) as address:
         assert httpx.get(address, follow_redirects=True).status_code == 200
-
-
-def test_an_empty_token_opens_nothing_to_other_hosts(folder: Path) -> None:
-    """As `--token "$UNSET"` gives it."""
-    with served(folder, "--host", "0.0.0.0", "--token", "") as address:
-        assert "?token=" in address and not address.endswith("=")
-        port = address.split(":")[2].split("/")[0]
-        assert httpx.get(f"http://127.0.0.1:{port}/api/runs").status_code == 401
 
 
 def test_watch_prints_the_address_logs_no_request_and_ends_at_once(folder: Path) -> None:
@@ -114,31 +91,3 @@ def test_watch_prints_the_address_logs_no_request_and_ends_at_once(folder: Path)
         with httpx.stream("GET", address.replace("/?", "/api/events?"), follow_redirects=True) as stream:
             assert stream.status_code == 200, "and an open stream does not delay the end"
     assert len(server.log.splitlines()) == 1, "that it serves, and nothing of what it was asked"
-
-
-@pytest.mark.parametrize(("options", "words"), [
-    (["nowhere"], "nowhere is not a folder: name a run, or the folder in which runs are kept"),
-    ([".", "--port", "{taken}"], "choose another --port"),
-    ([".", "--port", "99999"], "'99999'"),
-    ([".", "--host", "203.0.113.1"], "choose another --host"),
-])  # fmt: skip
-def test_watch_says_what_cannot_be(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    words: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        filled = [o.format(taken=taken.getsockname()[1]) for o in options]
-        try:
-            status: object = main(["watch", *filled])
-        except SystemExit as refused:  # by argparse
-            status = refused.code
-    assert status == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert "Traceback" not in said

@@ -50,11 +50,11 @@ expect.set_options(timeout=WAIT)
 def folder(
     tmp_path_factory: pytest.TempPathFactory, make_scenario: Callable[..., Scenario], make_taped: MakeRun
 ) -> Path:
-    """Two complete runs: one followed over its iterations, and one that differs in its chain."""
+    """Two complete runs with different chains."""
     root = tmp_path_factory.mktemp("watched")
-    traced = {"use": "inverting_gradients", "iterations": 40, "trace": 4}
+    attack = [{"use": "inverting_gradients", "iterations": 40}]
     clipped = [{"use": "clip", "max_norm": 0.5}, {"use": "local_sgd", "rate": 0.1}]
-    for name, changes in {"first": {"attack": [traced]}, "second": {"attack": [traced], "chain": clipped}}.items():
+    for name, changes in {"first": {"attack": attack}, "second": {"attack": attack, "chain": clipped}}.items():
         serve(make_taped(root / name, make_scenario(**changes), reason=HOSTILE), LocalExecutor())
     return root
 
@@ -191,32 +191,11 @@ def test_the_slider_goes_through_the_rounds_by_keys(watched: Watched, address: s
     expect(page.locator(".gallery .card")).to_have_count(4)
 
 
-def test_a_card_opens_the_image_and_the_attacks_way_to_it(watched: Watched, address: str) -> None:
-    page = watched.open(f"{address}/run/first/gallery")
-    page.locator(".card a").first.focus()
-    page.keyboard.press("Enter")
-    expect(page.locator("h1")).to_contain_text("of client")
-    assert re.search(r"/run/first/image/\d+\?client=\d$", page.url)
-    expect(page.locator("h1")).not_to_be_empty()
-    page.get_by_role("button", name="iterations").first.click()
-    expect(page.locator(".trace img").first).to_be_visible()
-    film = page.locator(".film").last.locator("li")
-    assert film.count() >= 4
-    page.get_by_role("slider", name="Iteration").focus()
-    page.keyboard.press("Home")
-    expect(page.locator("output")).to_have_text("iteration 0")
-    assert page.locator(".trace img").nth(1).get_attribute("src") == film.first.locator("img").get_attribute("src")
-    expect(page.get_by_text("takes its own objective from")).to_be_visible()
-    page.go_back()
-    expect(page.locator(".gallery")).to_be_visible()
-
-
 # --------------------------------------------------------------------------------------------------- clients, comparison
 
 
 def test_the_clients_table_sorts_and_leads_to_a_clients_images(watched: Watched, address: str) -> None:
     page = watched.open(f"{address}/run/first/clients")
-    expect(page.get_by_text("Darkest:").first).to_contain_text("brightest: 40.0 dB or more")
     assert column(page, "Clients, PSNR (dB)", 1)[-1] == "client 2", "who was never attacked comes last"
     head = page.get_by_role("button", name="mean")
     head.focus()
@@ -257,9 +236,9 @@ def test_runs_are_compared_and_chosen(watched: Watched, address: str) -> None:
 
 
 def test_links_lead_somewhere_and_back(watched: Watched, address: str) -> None:
-    page = watched.open(f"{address}/run/first/gallery?round=1&client=1&sort=hidden")
+    page = watched.open(f"{address}/run/first/gallery?round=1&client=1")
     expect(page.locator(".gallery .card")).to_have_count(2)
-    expect(page.get_by_role("combobox", name="Sort")).to_have_value("hidden")
+    expect(page.get_by_role("combobox", name="Client")).to_have_value("1")
     page.get_by_role("link", name="Clients").click()
     expect(page.locator("h1")).to_have_text("Who leaks most")
     expect(page.get_by_role("link", name="Clients")).to_have_attribute("aria-current", "page")
@@ -398,7 +377,6 @@ def test_a_report_opened_from_its_file_draws(watched: Watched, folder: Path) -> 
     path = write_report(Run(folder / "first"))
     page = watched.open(path.resolve().as_uri())
     expect(page.locator(".js-line").first).to_be_visible()
-    expect(page.locator(".heatmaplayer").first).to_be_attached()
     expect(page.locator(".gallery .card")).to_have_count(4)
     page.get_by_role("slider", name="Round").focus()
     page.keyboard.press("ArrowLeft")

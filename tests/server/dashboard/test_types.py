@@ -11,8 +11,8 @@ from fedgauge.server.dashboard import STATIC
 from fedgauge.server.dashboard.runs import BrokenRun
 from fedgauge.server.views.clients import Clients
 from fedgauge.server.views.compare import Comparison
-from fedgauge.server.views.figures import Axis, Figure, HeatMap, Look, Series
-from fedgauge.server.views.gallery import Card, ImageRounds, Page, Tile, Trace
+from fedgauge.server.views.figures import Axis, Figure, Look, Series
+from fedgauge.server.views.gallery import Card, Page, Tile
 from fedgauge.server.views.overview import KnowledgeCard, Overview, RunProgress
 from fedgauge.server.views.reading import RunLine
 from fedgauge.server.views.tables import Column, Table
@@ -29,11 +29,10 @@ HELD: dict[str, tuple[tuple[type, ...], set[str]]] = {
     "card": ((Card,), set()),
     "tile": ((Tile,), set()),
     "column": ((Column,), set()),
-    "spec": ((Figure, HeatMap, Table), set()),
+    "spec": ((Figure, Table), set()),
     "look": ((Look,), set()),
     "compared": ((Comparison,), {"left"}),
     "clients": ((Clients,), set()),
-    "trace": ((Trace,), set()),
     "measure": ((MainMetric,), set()),
 }
 
@@ -59,11 +58,10 @@ def test_a_script_asks_for_nothing_that_the_type_has_not(variable: str) -> None:
     [
         *dict.fromkeys(kind for kinds, _ in HELD.values() for kind in kinds if kind is not MainMetric),
         Page,
-        ImageRounds,
         Series,
         Axis,
     ],
 )
 def test_a_type_has_nothing_that_no_page_reads(kind: type) -> None:
     words = set(re.findall(r"\w+", SCRIPTS + TEMPLATES))
-    assert names(kind) - words - {"version", "digits"} == set()
+    assert names(kind) - words - {"digits"} == set()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Reconstruction, Wave
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import Federation
 from fedgauge.server.pool.executors import LocalExecutor, Result
@@ -275,19 +274,3 @@ def test_a_damaged_memory_is_named_and_fails_its_client_alone(
     assert set(failed) == {("feedback", r, 0) for r in range(2, ROUNDS + 1)}
     assert all(str(path) in error for error in failed.values())
     assert progress(run) == Progress(done=ROUNDS * CLIENTS * 5 - (ROUNDS - 1), failed=ROUNDS - 1)
-
-
-def test_another_attack_with_memory_can_be_run_on_an_old_tape(
-    kit: Any, tmp_path: Path, scenario: Scenario, whole: Run
-) -> None:
-    """`fedgauge audit RUN --attack ...`: a memory of its own, and the first attack's rows as they were."""
-    before = kept(whole)
-    other = with_attack(scenario, name="other", fit=1e9)
-    with whole.ledger() as ledger:
-        ledger.add_attacks(other.plan, {p.name: knowledge_card(other.federation, p) for p in other.plan.attacks})
-        ledger.enqueue(other.plan)
-    serve(whole, LocalExecutor())
-    after = kept(whole)
-    assert [row for row in after.scores if "other" not in row[2]] == before.scores
-    assert {name: after.files[name] for name in before.files} == before.files
-    assert [int(whole.read_memory(r, 0, "other")["images"]) for r in (1, 2, 3, 4)] == [1, 2, 3, 4]

@@ -13,11 +13,11 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Str
 from fedgauge.attacks.engine.devices import CPU, Numerics
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.server.pool import worker
-from fedgauge.server.pool.executors import Load, LocalExecutor, Result, WorkerDied
+from fedgauge.server.pool.executors import LocalExecutor, Result, WorkerDied
 from fedgauge.server.pool.ray_executor import RayExecutor, _visible, cluster_devices
 from fedgauge.server.pool.service import ATTEMPTS, make_executor, serve
 from fedgauge.server.pool.worker import Task, TaskResult, Worker
-from fedgauge.server.store.ledger_types import DeviceUse, Progress
+from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import AuditOptions
 from tests.separate_device import DEVICE, separate_device
@@ -100,8 +100,6 @@ def test_waves_on_a_device_give_the_cpus_scores_and_say_where_they_were(kit: Any
         (row, other) = ledger.numerics()
         assert {row["device"], other["device"]} == {"cpu", str(DEVICE)}
         assert {r["torch"] for r in (row, other)} == {torch.__version__}
-        (use,) = ledger.devices()
-    assert (use.device, use.workers, use.busy, use.waves) == (str(DEVICE), 1, 0, 10) and 0 < use.share <= 1
 
 
 class Sharing(LocalExecutor):
@@ -112,42 +110,26 @@ class Sharing(LocalExecutor):
     def __init__(self) -> None:
         super().__init__()
         self.workers = [Worker(DEVICE, name=name) for name in ("cuda:0", "cuda:2")]
-        self.loads = {w.name: Load(workers=1) for w in self.workers}
         self.held: list[tuple[int, Task, Worker]] = []
 
     def submit(self, ticket: int, task: Task) -> None:
         self.held.append((ticket, task, self.workers.pop()))
-        self.loads[self.held[-1][2].name].busy += 1
 
     def next_done(self, timeout: float) -> tuple[int, Result] | None:
         ticket, task, idle = self.held.pop()  # the later wave ends first
         self.workers.append(idle)
-        self.loads[idle.name].busy -= 1
-        self.loads[idle.name].finished += 1
         return ticket, idle.attack(task)
-
-    def load(self) -> dict[str, Load]:
-        return self.loads
 
 
 def test_two_devices_share_waves_and_score_as_one(kit: Any, tmp_path: Path) -> None:
     scenario = kit.scenario(attack=[IG], audit={"executor": "local", "wave": 1})
     one, two = (kit.make_run(tmp_path / name, scenario) for name in ("one", "two"))
-    seen: list[list[DeviceUse]] = []
-
-    def look() -> None:
-        with two.ledger() as ledger:
-            seen.append(ledger.devices())
-
     with separate_device() as device:
         serve(one, LocalExecutor(device))
-        serve(two, Sharing(), tick=look)
+        serve(two, Sharing())
     assert score_rows(one) == score_rows(two)
     on = {d: n for a, d, n in computed(two) if a == "inverting_gradients"}
     assert set(on) == {"cuda:0", "cuda:2"} and sum(on.values()) == 4, "each result names its own device"
-    look()
-    assert [(of.device, of.busy) for of in seen[0]] == [("cuda:0", 1), ("cuda:2", 1)]
-    assert sum(of.waves for of in seen[-1]) == 16 and not any(of.busy for of in seen[-1])
 
 
 # ------------------------------------------------------------------------------------------------------ what goes wrong
@@ -265,7 +247,7 @@ def test_the_named_devices_get_workers(
     assert isinstance(made, FakeRay)
     assert made.asked == (4, None, [torch.device(name) for name in names], "tf32")
     local = make_executor(AuditOptions(executor="local", devices=devices))
-    assert list(local.load()) == names[:1], "in one process, the first"
+    assert isinstance(local, LocalExecutor) and str(local._worker.device) == names[0], "in one process, the first"
 
 
 def test_a_machine_without_a_gpu_computes_on_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,8 +259,6 @@ def test_a_machine_without_a_gpu_computes_on_its_cpu(monkeypatch: pytest.MonkeyP
     ("devices", "words"),
     [
         ("cuda:3", "sees 3 GPUs"),
-        (("cuda:0", "cuda:0"), "each device once"),
-        ((), "each device once"),
         ("gpu", "there is no device 'gpu'"),
     ],
 )
@@ -339,7 +319,7 @@ def test_a_cluster_has_a_worker_for_each_core_and_for_those_that_join(monkeypatc
     executor = RayExecutor(workers=2, address="ray-head:6379")
     assert executor.slots == 1, "a second one would wait for a core for ever, and hold its wave"
     cluster.cores = 4.0
-    assert executor.slots == len(executor._idle) == executor.load()["cpu"].workers == 4
+    assert executor.slots == len(executor._idle) == 4
     executor._leave()
 
 

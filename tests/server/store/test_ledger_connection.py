@@ -99,27 +99,3 @@ def test_a_reader_of_a_run_at_rest_changes_nothing(path: Path) -> None:
         assert reader.progress().queued == 4
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-
-
-def test_an_analysed_ledger_is_one(path: Path) -> None:
-    filled(path, plan_of("a")).close()
-    with sqlite3.connect(path) as db:
-        db.execute("ANALYZE")
-    db.close()
-    for readonly in (True, False):
-        with Ledger(path, readonly=readonly) as ledger:
-            assert ledger.progress().queued == 4
-
-
-def test_what_a_reader_asks_is_answered_from_an_index(path: Path) -> None:
-    with filled(path, plan_of("a")) as ledger:
-        asked: list[str] = []
-        ledger.set_meta(main_metric="psnr")
-        ledger._db.set_trace_callback(asked.append)
-        ledger.finished(), list(ledger.scores_since(3)), ledger.rounds(2), ledger.observations(2)
-        ledger.pace()
-        ledger.progress()
-        ledger._db.set_trace_callback(None)
-        assert len(asked) == 8
-        plans = [row["detail"] for query in asked for row in ledger._db.execute(f"EXPLAIN QUERY PLAN {query}")]
-    assert [p for p in plans if "SCAN" in p and "INDEX" not in p] == []

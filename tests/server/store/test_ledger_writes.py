@@ -1,6 +1,5 @@
 """Every job is done once, and every score is there once, in the plan's order."""
 
-import math
 import random
 import sqlite3
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import pytest
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
-from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
+from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.client.federation import Federation
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
@@ -82,15 +81,6 @@ def test_scores_are_in_long_format_in_a_stable_order(path: Path) -> None:
         main = replace(ImageModality.main, higher_is_better=False)
         ledger._modality = type("LowerLeaksMore", (ImageModality,), {"main": main})
         assert ledger.best_so_far() == 20.0
-
-
-def test_exact_hits_and_missing_values_survive(path: Path) -> None:
-    with filled(path, plan_of("a"), clients=1) as ledger:
-        lease = take(ledger)
-        values = [math.inf, None, math.nan, 0.1 + 0.2]
-        rows = [ScoreRecord(1, 0, "a", i, "psnr", v, "diverged", 0.0) for i, v in enumerate(values)]
-        ledger.finish(lease, {0: rows})
-        assert [r["value"] for r in ledger.scores()] == [math.inf, None, None, 0.1 + 0.2]
 
 
 def test_why_an_attack_ended_as_it_did_is_kept_beside_its_job(path: Path) -> None:

@@ -1,16 +1,11 @@
 """How attacks were computed stays with their scores, and how busy devices are is told while they work."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from fedgauge.attacks.engine.devices import Numerics
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.store.ledger_types import DEVICES, DeviceUse
-from fedgauge.server.views.outcomes import attacked_on, device_use
+from fedgauge.server.views.outcomes import attacked_on
 from tests.server.store.ledgers import filled, plan_of, rows_of, take
 
 GPU = Numerics("cuda:0", "NVIDIA H100", "ieee", True, "2.13.0", "550.54")
@@ -45,33 +40,7 @@ def test_what_is_tried_again_is_no_longer_of_the_device_before(path: Path) -> No
         assert [row["device"] for row in ledger.numerics()] == ["cpu"]
 
 
-def test_the_use_of_devices_is_told(path: Path) -> None:
-    use = [DeviceUse("cuda:0", 1, 1, 12, 0.934), DeviceUse("cuda:1", 1, 0, 3, 0.5), DeviceUse("cpu", 4, 2, 7, 0.25)]
-    with Ledger(path, create=True) as ledger:
-        assert ledger.devices() == []
-        ledger.set_devices(use)
-        assert ledger.devices() == use
-    assert device_use(use) == ("cuda:0 busy 93%, 12 waves; cuda:1 busy 50%, 3 waves; cpu busy 25%, 7 waves")
-    assert device_use(use[2:]) == device_use([]) == "", "where there is the CPU alone nothing needs to be told apart"
-    assert device_use([*use] * 4).endswith("; 4 more")
-
-
-@pytest.mark.parametrize(
-    "row",
-    [None, [1, 1, 12], [1, "1", 12, 0.5], [-1, 0, 0, 0.5]],
-    ids=str,
-)
-def test_a_device_that_no_service_wrote_is_damage(path: Path, row: object) -> None:
-    with Ledger(path, create=True) as ledger:
-        ledger.set_meta(**{DEVICES: json.dumps({"cuda:0": row})})
-        with pytest.raises(LedgerError, match="devices"):
-            ledger.devices()
-
-
 def test_a_device_has_a_short_printable_name_in_sentences(path: Path) -> None:
     with filled(path, plan_of("a", wave=4)) as ledger:
         attack(ledger, replace(GPU, name="H100\x1b[2J\n", device="cuda:0\r"))
         assert attacked_on(ledger) == "attacked on cuda:0 H100 [2J , float32 (IEEE)"
-        ledger.set_devices([DeviceUse("x\x07" * 400, 1, 1, 1, 0.5)])
-        (use,) = ledger.devices()
-        assert use.device.isprintable() and len(use.device) <= 300

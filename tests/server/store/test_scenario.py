@@ -11,7 +11,6 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedgauge.attacks.base import Budget
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.scenario import AuditOptions, Scenario, SimulationOptions, TapeOptions, apply_setting
 
@@ -37,13 +36,6 @@ def test_a_scenario_with_nothing_but_the_protocol_has_defaults(kit: Any) -> None
     assert scenario.tape == TapeOptions("all")
     assert scenario.simulation == SimulationOptions(2, 600.0)
     assert (scenario.plan.rounds, scenario.plan.every, scenario.plan.clients, scenario.plan.wave) == (None, 1, None, 8)
-
-
-def test_without_an_attack_only_the_baselines_run(kit: Any) -> None:
-    """Leakage is what exceeds them: the floors are measured even where nobody attacks."""
-    plan = kit.scenario(attack=[]).plan
-    assert [p.name for p in plan.attacks] == ["mean_image", "class_mean_image", "random_image"]
-    assert all(p.budget == Budget(1) for p in plan.attacks)
 
 
 def test_the_attackers_seed_is_the_federations_unless_it_has_its_own(kit: Any) -> None:
@@ -92,14 +84,6 @@ def test_an_epsilon_that_does_not_hold_is_refused_to_who_asks(kit: Any, chain: A
     assert kit.scenario(chain=chain), "who does not ask may run it"
 
 
-def test_options_of_the_plan_and_of_its_execution_share_a_table(kit: Any) -> None:
-    scenario = kit.scenario(
-        audit={"rounds": [1, 3], "clients": [0, 2], "wave": 3, "executor": "ray", "workers": 5, "curious": False}
-    )
-    assert (scenario.plan.rounds, scenario.plan.clients, scenario.plan.wave) == ((1, 3), (0, 2), 3)
-    assert scenario.audit == AuditOptions(curious=False, executor="ray", workers=5)
-
-
 # ------------------------------------------------------------------------------------------------------------- FedProx
 
 
@@ -109,12 +93,6 @@ def test_fedproxs_weight_becomes_part_of_the_protocol(kit: Any) -> None:
     assert [dict(t) for t in scenario.protocol.chain] == [CLIP, {**SGD, "proximal_mu": 0.25}]
     assert json.loads(scenario.protocol.to_json())["chain"][1]["proximal_mu"] == 0.25
     assert scenario.tables["chain"] == [CLIP, SGD], "the scenario as it was written stays as it was written"
-
-
-def test_a_protocol_that_says_the_same_mu_is_no_conflict(kit: Any) -> None:
-    prox = {"use": "FedProx", "proximal_mu": 0.25}
-    chain = [{**SGD, "proximal_mu": 0.25}]
-    assert kit.scenario(strategy=prox, chain=chain).protocol.chain[0]["proximal_mu"] == 0.25
 
 
 @pytest.mark.parametrize(
@@ -137,7 +115,7 @@ def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: A
             "unknown key 'modle' (a scenario has: attack, audit, canaries, chain, clients, data, guard, loss, model, privacy, ",
         ),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
-        ({"clients": "four"}, "clients must be a whole number, got 'four'"),
+        ({"clients": "four"}, "clients must be an integer, got 'four'"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
         ({"seed": 2**63}, "seed must fit in 64 bits, got 9223372036854775808"),
         ({"strategy": "FedAvg"}, "[strategy] must be a table, got 'FedAvg'"),
@@ -158,10 +136,10 @@ def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: A
             "[[attack]] #1: 'mean_image' is a baseline",
         ),
         ({"audit": {"rounds": [0]}}, "[audit]: rounds must lie in 1..3, got 0"),
-        ({"audit": {"rounds": 2}}, "[audit]: rounds must be a list, each a whole number, got 2"),
+        ({"audit": {"rounds": 2}}, "[audit]: rounds must be a list, each an integer, got 2"),
         ({"audit": {"clients": [4]}}, "[audit]: clients must lie in 0..3, got 4"),
         ({"audit": {"every": 0}}, "[audit]: every must be at least 1, got 0"),
-        ({"audit": {"devices": 0}}, "[audit]: devices must be a text or a list, each a text, got 0"),
+        ({"audit": {"devices": 0}}, "[audit]: devices must be a string or a list, each a string, got 0"),
         ({"audit": {"precision": "fp16"}}, "[audit]: precision must be one of 'ieee', 'tf32', got 'fp16'"),
         ({"audit": {"workers": 0}}, "[audit]: workers must be at least 1, got 0"),
         (

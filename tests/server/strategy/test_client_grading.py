@@ -16,11 +16,11 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
 from fedgauge.defenses.accounting import Accountant
 from fedgauge.server.pool.executors import LocalExecutor
-from fedgauge.server.pool.service import NO_REPLAY, serve
+from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.client_grading import ANSWERING, UNGRADED, ClientGrader, grading_summary, read
+from fedgauge.server.strategy.client_grading import ANSWERING, UNGRADED, ClientGrader, read
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower, train
 from tests import small_runs
@@ -146,12 +146,6 @@ def test_the_cards_say_who_graded_and_how_exactly(pair: tuple[Run, Run]) -> None
         assert found["inverting_gradients"].count("graded") == 1, "the words from before are gone"
         assert found["analytic"].endswith("; not graded")
         assert deployment.meta()["grading"] == "graded by the clients, to 0.5 dB"
-
-
-def test_a_deployment_has_no_replay_check_and_says_so(pair: tuple[Run, Run]) -> None:
-    with pair[0].ledger() as simulation, pair[1].ledger() as deployment:
-        assert simulation.meta()["replay"] == "ok"
-        assert (deployment.meta()["replay"], deployment.meta()["replay_detail"]) == ("unknown", NO_REPLAY)
 
 
 def test_readers_who_follow_see_each_score_once(tmp_path: Path) -> None:
@@ -334,29 +328,12 @@ def test_nobody_is_scored_who_was_not_asked_about() -> None:
     assert "third" not in found.refused
 
 
-def test_a_refusal_without_a_reason_is_no_grade() -> None:
-    with flower():
-        found = read(answer({}, refused={"dlg": "\n\x00"}), {"dlg": 2})
-    assert found.reason("dlg"), "an empty one is a grade's, in a ledger"
-
-
 def test_a_clients_words_are_shown_as_one_short_line() -> None:
     with flower():
         question = Message(RecordDict(), dst_node_id=1, message_type="query.grade")
         found = read(Message(Error(112, "\x1b[31mno\nreally" + "x" * 5000), reply_to=question), {"dlg": 2})
     words = found.reason("dlg")
     assert words.startswith("[31mno really") and len(words) <= 300 and words.isprintable()
-
-
-def test_what_is_said_of_many_jobs() -> None:
-    def row(answer: float | str, jobs: int) -> dict[str, Any]:
-        reason, graded_to = (answer, None) if isinstance(answer, str) else ("", answer)
-        return {"attack": "dlg", "reason": reason, "graded_to": graded_to, "jobs": jobs}
-
-    assert grading_summary([row(0.5, 4)]) == "graded by the clients, to 0.5 dB"
-    assert grading_summary([row("no", 4)]) == "not graded: no"
-    mixed = [row(0.5, 4), row(1.0, 1), row("a", 2), row("b", 1), row("c", 1)]
-    assert grading_summary(mixed) == "graded by the clients, to 0.5 dB and 1 dB; not graded (4 of 9): a, b"
 
 
 # -------------------------------------------------------------------------------------------- there is no truth at the server

@@ -1,9 +1,9 @@
 """Three Flower apps as their authors wrote them, each with two lines of fedgauge's: trained, audited, shown and graded."""
 
 import importlib
-import json
 import re
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import closing
@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from fedgauge.client.components import allowing
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.uploads import UploadMismatch, read_observation
-from fedgauge.server.tap import curious
+from fedgauge.server.tap import tap
 from fedgauge.server.views import overview
-from fedgauge.server.views.gallery import Gallery, Query
+from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.tables import in_json
 from fedgauge.simulations.cli.main import main
@@ -122,7 +122,10 @@ def train(kit: Any, app: ForeignApp, folder: Path, **config: Any) -> tuple[Run, 
         context.run_config = settings
     torch.manual_seed(0)
     parts["server"](grid, Context(1, 1, {}, RecordDict(), settings))
-    return Run.open(folder / "theirs"), grid
+    run = Run.open(folder / "theirs")
+    while run.at_work("training"):  # the recorder ends in a thread of its own
+        time.sleep(0.01)
+    return run, grid
 
 
 def grid_clients(run: Run) -> dict[str, int]:
@@ -146,13 +149,6 @@ def write_truth(app: ForeignApp, grid: Any, folder: Path) -> Path:
     return folder
 
 
-def test_at_most_ten_lines_of_an_app_are_fedgauges(app: ForeignApp) -> None:
-    sources = [p.read_text() for p in (APPS / app.name).glob("*.py")]
-    lines = [line for text in sources for line in text.splitlines() if "fedgauge" in line]
-    assert 1 <= len(lines) <= 10
-    assert sum("fedgauge" in text for text in sources) == 1, "its server alone"
-
-
 def test_an_app_is_trained_audited_shown_and_graded(
     kit: Any, app: ForeignApp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,11 +161,7 @@ def test_an_app_is_trained_audited_shown_and_graded(
     assert [(o["round"], o["client"], o["status"]) for o in seen] == [
         (r, c, "accepted") for r in (1, 2) for c in range(3)
     ]
-    returned = json.loads(rounds[-1]["metrics"])
-    assert {"torch_quickstart": "eval_acc", "half_batchnorm": "loss", "ragged_adam": "test_acc"}[app.name] in {
-        name for own in returned.values() for name in own
-    }
-    assert (rounds[-1]["accuracy"] is None) == (app.name == "half_batchnorm"), "which evaluates nothing"
+    assert (rounds[-1]["accuracy"] is None) == (app.name != "torch_quickstart"), "whose clients evaluate"
 
     assert main(["audit", str(run.folder)]) == 0
     told = capsys.readouterr().out
@@ -188,9 +180,9 @@ def test_an_app_is_trained_audited_shown_and_graded(
     assert "without a grade" in report
     with closing(Reading(run)) as reading, reading.now():
         assert reading.state == "complete"
-        shown, page = in_json(Gallery(reading).page(Query())), overview.overview(reading)
+        shown, page = in_json(Gallery(reading).page()), overview.overview(reading)
     assert page.progress.rounds == page.progress.round == 2
-    assert page.word == "undetermined" and "that anybody graded" in page.sentences[0]
+    assert page.word == "undetermined" and "no attack is compared" in page.sentences[0]
     assert shown["total"] == 2 * 3 * app.config["examples"]
     assert all(tile["image"] and tile["note"] == "not graded" for card in shown["cards"] for tile in card["tiles"])
 
@@ -216,7 +208,7 @@ def test_an_app_is_trained_audited_shown_and_graded(
             for leak in reading.leakage(m)
             if leak.round is None
         }
-        shown = in_json(Gallery(reading).page(Query()))
+        shown = in_json(Gallery(reading).page())
     n = 2 * 3 * app.config["examples"]
     attacks = (
         "inverting_gradients",
@@ -259,8 +251,9 @@ def test_a_reply_with_fewer_arrays_is_recorded_and_its_audit_asks_what_is_frozen
         return replies
 
     grid.tamper = kept
-    strategy = curious(FedAvg(fraction_evaluate=0.0), app.write_audit(tmp_path), tmp_path / "theirs")
-    result = strategy.start(grid, ArrayRecord(single), 1)
+    tapped = tap(grid, app.write_audit(tmp_path), tmp_path / "theirs")
+    result = FedAvg(fraction_evaluate=0.0).start(tapped, ArrayRecord(single), 1)
+    tapped._fedgauge_recorder.close()
     assert set(result.arrays.keys()) == {"classifier.weight", "classifier.bias"}
     run = Run.open(tmp_path / "theirs")
     with run.ledger() as ledger:
@@ -271,34 +264,6 @@ def test_a_reply_with_fewer_arrays_is_recorded_and_its_audit_asks_what_is_frozen
             read_observation(run, ledger, run.scenario().federation, 1, first["client"], first["digest"])
     assert main(["audit", str(run.folder)]) == 1
     assert "freeze" in "".join(capsys.readouterr())
-
-
-@pytest.mark.parametrize("app", [ADAM], indirect=True, ids=["ragged_adam"])
-def test_a_later_truth_replaces_the_first(
-    kit: Any, app: ForeignApp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, grid = train(kit, app, tmp_path, **{"num-server-rounds": 1})
-    assert main(["audit", str(run.folder)]) == 0
-    x, y = app.pictures()
-    rows = {node: app.rows_of(p) for node, p in grid.nodes.items()}
-    few = {node: [0, 1, 2] for node in list(grid.nodes)[:1]}  # too few examples, and of only one client
-    for number, wanted in ((1, few), (2, rows)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        for node, own in wanted.items():
-            np.savez(folder / f"node-{node}-round-1.npz", x=x[own], y=y[own])
-        assert main(["audit", str(run.folder), "--truth", str(folder)]) == 0
-    told = capsys.readouterr().out
-    assert "graded 4 of 12" in told and "no truth of client" in told and "graded 12 of 12" in told
-    with run.ledger() as ledger:
-        psnr = [row for row in ledger.scores("psnr") if row["attack"] == "mean_image"]
-    assert [row["example"] for row in psnr] == 3 * list(range(5)), "the first grades are replaced"
-    means = {row["client"]: row["value"] for row in psnr if row["example"] == 0}
-    auxiliary = run.scenario().federation.shards.auxiliary_batch().x.mean(0)
-    clients = {client: grid.nodes[int(node)] for client, node in run.ledger().nodes().items()}
-    for client, value in means.items():
-        own = torch.tensor(x[app.rows_of(clients[client])[0]]) / 255
-        assert value == pytest.approx(float(-10 * (own - auxiliary).double().square().mean().log10()), abs=1e-4)
 
 
 @pytest.mark.parametrize("app", [ADAM], indirect=True, ids=["ragged_adam"])

@@ -74,17 +74,5 @@ def test_a_value_that_was_rounded_for_the_page_is_written_as_the_value_itself(va
         assert rounded(value) == pytest.approx(value, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("value", "whole", "one"), [(0.125, "12\u00a0%", "0.1"), (0.375, "38\u00a0%", "0.4"), (2.25, "225\u00a0%", "2.2")]
-)
-def test_halves_go_to_the_even_digit(value: float, whole: str, one: str) -> None:
-    assert (percent(value), number(value, 1)) == (whole, one)
-
-
 def test_nothing_rounds_to_a_negative_zero() -> None:
     assert (number(-0.04, 1), percent(-0.004), number(-0.0, None)) == ("0.0", "0\u00a0%", "0")
-
-
-def test_what_is_no_number_is_a_dash_and_an_exact_hit_infinite() -> None:
-    assert (number(None), number(float("nan")), percent(float("nan"))) == ("–", "–", "–")
-    assert (number(float("inf")), number(float("-inf"), None)) == ("∞", "−∞")

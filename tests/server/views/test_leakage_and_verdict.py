@@ -18,7 +18,7 @@ from fedgauge.server.store.ledger_types import UNGRADED, Participation
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leak_tables import rounds_table
 from fedgauge.server.views.leakage import Leak, leakage
-from fedgauge.server.views.roles import attack_order, role_of
+from fedgauge.server.views.roles import attack_order
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import paired
 from fedgauge.server.views.success import THRESHOLDS, success_curve
@@ -477,7 +477,7 @@ def test_of_a_run_without_scores_nothing_is_said(
     ("cells", "why"),
     [
         ({(1, 0, "matching"): {"psnr": [None] * 4}, (1, 0, "mean_image"): {"psnr": [12.0] * 4}}, "4 x diverged"),
-        ({(1, 0, "matching"): {"psnr": [40.0] * 4}}, "no baseline"),
+        ({(1, 0, "matching"): {"psnr": [40.0] * 4}}, "no attack is compared"),
     ],
 )
 def test_of_attacks_without_a_comparison_nothing_is_said(
@@ -485,20 +485,6 @@ def test_of_attacks_without_a_comparison_nothing_is_said(
 ) -> None:
     verdict = judged(tmp_path, cells)
     assert verdict.word == "undetermined" and why in verdict.sentence
-
-
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
-        ("mean_image", "baseline"),
-        ("wrong_client(inverting_gradients)", "baseline"),
-        ("wrong_client", "attack"),
-        ("dlg", "attack"),
-        (BAYES_LIMIT, "limit"),
-    ],
-)
-def test_what_a_name_is(name: str, role: str) -> None:
-    assert role_of(name) == role
 
 
 def test_an_unfinished_audit_says_so_far(ledger: Ledger) -> None:

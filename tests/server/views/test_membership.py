@@ -10,14 +10,11 @@ from fedgauge.attacks.membership.limit import area, power
 from fedgauge.attacks.modality.membership import QUESTIONS
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.views.clients import clients
 from fedgauge.server.views.leak_tables import membership_table
 from fedgauge.server.views.leakage import leakage, leakage_of_all
 from fedgauge.server.views.membership import RATES_SHOWN, membership_results, roc_curves
-from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.verdict import Verdict
 from tests.server.views.test_leakage_and_verdict import Cell, Values, score
-from tests.simulations.reports.figures.graded_runs import graded
 from tests.small_runs import LedgerAlone, scores_of, verdict_on
 
 TESTS = (PlannedAttack("membership", {"use": "membership"}), PlannedAttack("over", {"use": "membership_over_rounds"}))
@@ -153,19 +150,6 @@ def test_every_place_takes_the_same_mean_of_the_same_rows(tmp_path: Path) -> Non
     assert (hits.n, hits.mean) == (2, 1.0)
 
 
-def test_the_clients_view_counts_the_same_rows(tmp_path: Path) -> None:
-    """The last round of whom a client's data holds; a test of single updates says nothing of it."""
-
-    def how(attack: str, round: int, client: int) -> dict[str, float | None]:
-        held = {"held_membership": 0.5 if round == 1 else 0.9}
-        return {**held, "membership": 0.7} if attack == "second" else held
-
-    reading = Reading(graded(tmp_path / "run", how, clients=2, rounds=2, limit=False))
-    with reading.now():
-        rows = clients(reading, "held_membership").table.records
-        assert [(row["n"], row["mean"]) for row in rows] == [(1, 0.9)] * 2
-
-
 def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> None:
     mus = [0.5, 1.5]
     cells = {
@@ -183,19 +167,6 @@ def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> Non
     assert curves[MEMBERSHIP_LIMIT] == pytest.approx([np.mean([power(r, mu) for mu in mus]) for r in RATES_SHOWN])
     known = dict(zip(RATES_SHOWN, curves["membership"], strict=True))
     assert known[0.001] is None and known[0.01] == 0.5 and known[0.5] == 0.5 and known[1.0] == 1.0
-
-
-def test_values_that_no_test_gives_break_nothing(tmp_path: Path) -> None:
-    """A ledger from elsewhere may hold any number."""
-    plan = (*TESTS, PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}))
-    for value in (-3.0, 0.0, 7.5, np.inf, -np.inf):
-        names = ("membership", "wrong_client(membership)", MEMBERSHIP_LIMIT)
-        odd = {"membership": [value, 0.5], "membership_at_1_percent": [value, 1.0], "held_membership": [value]}
-        cells = {(1, client, name): odd for client in range(2) for name in names}
-        with written(tmp_path / f"{value}.sqlite", cells, plan) as ledger:
-            scores = scores_of(ledger)
-            assert roc_curves(scores) and membership_table(LedgerAlone(ledger)).written and membership_results(scores)
-            assert verdict_on(ledger).sentence
 
 
 def test_no_verdict_says_that_nothing_leaks_where_membership_was_not_tested(tmp_path: Path) -> None:

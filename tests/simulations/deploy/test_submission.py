@@ -97,3 +97,23 @@ def test_a_submission_that_was_refused_never_began(run: Run, answering: Answerin
     submitted = answering("echo never asked; exit 1", begun="no SuperLink is there")
     with pytest.raises(TrainingFailed, match="it never started"):
         status(run, submitted)
+
+
+def test_a_superlink_that_comes_back_ends_the_wait_with_the_runs_own_status(
+    run: Run, answering: Answering, tmp_path: Path
+) -> None:
+    asked = tmp_path / "asked"
+    submitted = answering(f"""echo >> {asked}
+case $(wc -l < {asked}) in 1|2) exit 1;; 3) status=running;; *) status=finished:completed;; esac
+echo "{{\\"runs\\": [{{\\"status\\": \\"$status\\"}}]}}\"""")
+    assert submitted.wait(str, lambda: False) == "finished:completed"
+    assert len(asked.read_text()) == 4
+
+
+def test_a_superlink_that_stays_away_fails_the_run(
+    run: Run, answering: Answering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted = answering("exit 1")
+    monkeypatch.setattr(submission, "PATIENCE", 0.5)
+    with pytest.raises(TrainingFailed):
+        submitted.wait(str, lambda: False)

@@ -23,7 +23,7 @@ IDLG = {"use": "idlg", "labels": "restored", "iterations": 3, "metrics": ["mse",
 @pytest.fixture
 def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "toys").mkdir()
-    write("adding-components.md", tmp_path / "toys")
+    write("papers/README.md", tmp_path / "toys")
     monkeypatch.setattr(paper_table_files, "PAPERS", tmp_path)
 
 

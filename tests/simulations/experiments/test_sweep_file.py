@@ -42,7 +42,6 @@ def test_a_cell_is_the_shared_scenario_with_the_defenses_own_tables(tmp_path: Pa
         (changed("defense", 0, chain=[]), "none needs a name and a chain"),
         (changed("defense", 0, chain=[{"use": "sign"}]), "[[defense]] none: [[chain]]"),
         (changed("defense", 0, model={"width": 2}), "'width'"),
-        (changed("defense", 0, promise=3), "promise"),
         (changed("defense", 1, name="none"), "'none-seed0'"),
         (changed("attack", 1, defenses=["nothing"]), "'nothing'"),
         (changed("attack", 0, iterations=0), "iterations"),

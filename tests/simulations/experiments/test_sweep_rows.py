@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ def row(defense: str, attack: str, seed: int, **values: Any) -> SweepRow:
     return SweepRow(defense, attack, seed, **{**numbers, **values})
 
 
-def lines_of(found: list[SweepRow], promises: dict[str, str]) -> list[str]:
-    return summary_as_markdown(found, promises).splitlines()[2:]
+def lines_of(found: list[SweepRow], defenses: Sequence[str] = ()) -> list[str]:
+    return summary_as_markdown(found, defenses).splitlines()[2:]
 
 
 def test_of_several_seeds_only_the_largest_epsilon_holds_for_all() -> None:
-    (line,) = lines_of([row("a", "b", 0, epsilon=1.0), row("a", "b", 1, epsilon=3.0)], {})
+    (line,) = lines_of([row("a", "b", 0, epsilon=1.0), row("a", "b", 1, epsilon=3.0)])
     assert line.split(" | ")[-3] == "3"
 
 
@@ -47,32 +48,29 @@ def test_the_summary_names_the_strongest_attack_and_the_cost_beside_the_first_de
         row("blend", "b", 0, accuracy=0.5, mean=11.5, augmented=30.0, limit=24.0, bound=27.0, gap=1.5, epsilon=5.551),
         row("hopeless", "a", 0, accuracy=None, mean=None, reason="diverged"),
     ]
-    promises = {"none": "", "blend": "blends", "hopeless": ""}
-    assert lines_of(found, promises) == [
-        "| none |  | `b` | 21.0 (19.5 to 22.5) | 11.0 | – | – | – | not tested | – | 80 % | 0 |",
-        "| blend | blends | `a` | 12.0 (18.0 to 22.0); 30.0 to what was trained on, by `b` | 11.0 | 24.0 | 27.0 | 1.5 | not tested "
+    assert lines_of(found, ["none", "blend", "hopeless"]) == [
+        "| none | `b` | 21.0 (19.5 to 22.5) | 11.0 | – | – | – | not tested | – | 80 % | 0 |",
+        "| blend | `a` | 12.0 (18.0 to 22.0); 30.0 to what was trained on, by `b` | 11.0 | 24.0 | 27.0 | 1.5 | not tested "
         "| 5.55 | 50 % | 30 |",
-        "| hopeless |  | none gave a number | – | 11.0 | – | – | – | not tested | – | – | – |",
+        "| hopeless | none gave a number | – | 11.0 | – | – | – | not tested | – | – | – |",
     ]
 
 
 def test_before_the_first_defense_has_ended_no_cost_is_told() -> None:
-    (line,) = lines_of([row("blend", "a", 0)], {"none": "", "blend": "blends"})
+    (line,) = lines_of([row("blend", "a", 0)], ["none", "blend"])
     assert line.endswith("| 80 % | – |")
 
 
 def test_over_several_seeds_the_summary_takes_means_and_their_range() -> None:
     found = [row("none", "a", 0), row("none", "a", 1, mean=22.0, accuracy=0.7), row("none", "b", 0, mean=20.9)]
-    assert (
-        lines_of(found, {})[0] == "| none |  | `a` | 21.0 (seeds 20.0 to 22.0) | 11.0 | – | not tested | – | 75 % | 0 |"
-    )
+    assert lines_of(found)[0] == "| none | `a` | 21.0 (seeds 20.0 to 22.0) | 11.0 | – | not tested | – | 75 % | 0 |"
 
 
 def test_what_a_seeds_rows_share_counts_once_however_many_rows_it_has() -> None:
     """Three rows of the first seed, of two trainings, and one of the second."""
     two = (("a", 0.9, 10.0), ("b", 0.7, 12.0), ("c", 0.7, 12.0))
     first = [row("none", a, 0, accuracy=x, baseline=b) for a, x, b in two]
-    (line,) = lines_of([*first, row("none", "b", 1, accuracy=0.6, baseline=12.0)], {})
+    (line,) = lines_of([*first, row("none", "b", 1, accuracy=0.6, baseline=12.0)])
     assert "| 11.5 |" in line and "| 70 % |" in line
 
 
@@ -85,9 +83,9 @@ def test_membership_stands_beside_the_strongest_attack_and_is_never_it() -> None
         row("noise", "a", 0),
         row("noise", "ratio", 0, **{**of_members, "mean": None, "reason": "few strangers"}),
     ]
-    assert lines_of(found, {}) == [
-        "| none |  | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | 0.98; 75 % told | – | 80 % | 0 |",
-        "| noise |  | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | no test gave a number | – | 80 % | 0 |",
+    assert lines_of(found) == [
+        "| none | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | 0.98; 75 % detected | – | 80 % | 0 |",
+        "| noise | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | no test gave a number | – | 80 % | 0 |",
     ]
 
 
@@ -101,6 +99,6 @@ def test_the_strongest_attack_is_that_of_the_comparison_whichever_way_a_metric_l
 def test_whom_a_clients_data_holds_stands_beside_who_was_in_a_batch() -> None:
     held = {"metric": "held_membership", "baseline": 0.5, "low": None, "high": None}
     found = [row("none", "a", 0), row("none", "over", 0, mean=0.8, told=0.25, **held)]
-    header, _, line = summary_as_markdown(found, {}).splitlines()
+    header, _, line = summary_as_markdown(found, []).splitlines()
     assert "| in the batch | in the client's data |" in header
-    assert line == "| none |  | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | not tested | 0.80; 25 % told | – | 80 % | 0 |"
+    assert line == "| none | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | not tested | 0.80; 25 % detected | – | 80 % | 0 |"

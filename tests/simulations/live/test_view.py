@@ -8,7 +8,6 @@ from rich.console import Console
 
 from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import DeviceUse
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import leakage_of_all
 from fedgauge.server.views.strength import best_of
@@ -96,16 +95,3 @@ def test_quiet_says_nothing_but_where_the_results_are(taped: Run, capsys: pytest
     told = capsys.readouterr()
     assert told.err == ""
     assert told.out == f"report: {taped.folder / 'report.html'}\n{taped.folder}\n"
-
-
-def test_gpus_at_work_are_told_one_by_one(taped: Run, clock: Clock) -> None:
-    cores = [DeviceUse("cpu", 3, 2, 4, 0.75)]
-    with taped.ledger() as ledger:
-        run_progress = RunProgress(ledger, taped.scenario(), clock=clock)
-        ledger.set_devices(cores)
-        run_progress.refresh(force=True)
-        assert "cpu" not in progress_line(run_progress)
-        ledger.set_devices([DeviceUse("cuda:0", 1, 1, 12, 0.93), *cores])
-        run_progress.refresh(force=True)
-        told = "cuda:0 busy 93%, 12 waves; cpu busy 75%, 4 waves"
-        assert f"16 waiting; {told}" in progress_line(run_progress)

@@ -16,7 +16,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Ungraded, comparable
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.gallery import Gallery, Query
+from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
@@ -72,7 +72,7 @@ def test_page_and_report_show_rows_side_by_side_and_both_kinds_of_leak(
     (ledger,) = tmp_path.glob("*/ledger.sqlite")
     run = Run(ledger.parent)
     with closing(Reading(run)) as reading, reading.now():
-        page, found = in_json(Gallery(reading).page(Query())), verdict_of(reading)
+        page, found = in_json(Gallery(reading).page()), verdict_of(reading)
         scores = {(row["attack"], row["metric"]) for row in reading.ledger.scores()}
     assert (page["kind"], page["noun"], page["total"]) == ("text", "row", 4)
     for card in page["cards"]:

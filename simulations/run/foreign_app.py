@@ -1,5 +1,0 @@
-"""`tap` and `curious` for users' apps, as in `fedgauge.server.tap`."""
-
-from fedgauge.server.tap import curious, tap
-
-__all__ = ["curious", "tap"]

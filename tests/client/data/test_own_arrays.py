@@ -1,0 +1,46 @@
+"""Rows and token ids from a user's arrays."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedgauge.client.components import SpecError, build
+from fedgauge.client.data.own_arrays import rows, token_ids
+from fedgauge.client.federation import DATASET
+
+
+def test_rows_stay_as_they_are_and_one_hot_entries_are_one_column(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    numbers, kinds = rng.normal(5, 0.1, (20, 2)), np.eye(3)[np.arange(20) % 3]
+    x = np.concatenate([numbers[:, :1], kinds, numbers[:, 1:], np.ones((20, 1))], 1)
+    np.savez(tmp_path / "mine.npz", x=x, y=np.arange(20) % 2)
+    found = rows(tmp_path / "mine.npz")
+    found.check()
+    assert [len(column.categories) for column in found.columns] == [0, 3, 0, 0]
+    both = torch.cat([found.x, found.x_test])
+    assert torch.equal(both.sort(0).values, torch.from_numpy(x).float().sort(0).values), "nothing is scaled"
+    assert torch.allclose(found.columns.rows(found.columns.cells(both)), both)
+    assert float(found.columns.tolerance[0]) == pytest.approx(0.319 * numbers[:, 0].std())
+
+
+def test_token_ids_are_sentences_of_their_tokenizer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra [text] is not installed")
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(9)}, unk_token="0"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0").save_pretrained(tmp_path)
+    x, y = np.array([[1, 2, 0], [3, 4, 5]]), np.array([0, 1])
+    np.savez(tmp_path / "mine.npz", x=x, y=y, x_test=x, y_test=y)
+    found = token_ids(tmp_path / "mine.npz", tmp_path)
+    assert found.x.tolist() == x.tolist() and found.classes == 2 and found.tokenizer.tokens([3]) == ["3"]
+    learnt = token_ids(tmp_path / "mine.npz", tmp_path, task="next_token")
+    assert learnt.y.tolist() == [[1, 2, -100], [3, 4, 5]] and learnt.classes == 9
+
+
+@pytest.mark.parametrize("bad", [{"x": np.zeros((2, 3))}, {"x": np.zeros((2, 3), int), "y": np.zeros(2)}])
+def test_other_arrays_are_refused(bad: dict[str, np.ndarray], tmp_path: Path) -> None:
+    np.savez(tmp_path / "mine.npz", **bad)
+    with pytest.raises(SpecError, match=r"mine\.npz"):
+        build({"use": "rows", "path": str(tmp_path / "mine.npz")}, "[data]", DATASET)

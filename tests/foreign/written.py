@@ -1,0 +1,278 @@
+"""Small Flower apps as their authors write them: a plain one, and others that differ from it in some of its pieces."""
+
+from textwrap import indent
+
+APP = """\
+{imports}import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+client = ClientApp()
+server = ServerApp()
+
+
+def examples(partition):
+    digits = load_digits()
+    mine = range(partition, 400, 10)[:{count}]
+    return torch.tensor(digits.images[mine, None], dtype=torch.float32) / 16, torch.tensor(digits.target[mine])
+
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, width, 3, padding=1), {norm}nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(width * 64, {outputs})
+
+    def forward(self, x):
+        return {forward}
+
+
+{further}@client.train()
+def train(message, context):
+    net = {network}
+    {load}
+    x, y = examples(context.node_config["{partition}"])
+    {optimizer}
+{train}
+    arrays = ArrayRecord({upload})
+    records = {{"arrays": arrays, "metrics": MetricRecord({{"num-examples": {examples}}}){records}}}
+    return Message(RecordDict(records), reply_to=message)
+
+
+@server.main()
+def main(grid, context):
+    rounds = context.run_config["num-server-rounds"]
+    start = ArrayRecord({start})
+{server}
+"""
+PLAIN = {
+    "imports": "",
+    "count": "8",
+    "norm": "",
+    "outputs": "10",
+    "forward": "self.head(self.body(x))",
+    "further": "",
+    "network": "Net()",
+    "load": 'net.load_state_dict(message.content["arrays"].to_torch_state_dict())',
+    "partition": "partition-id",
+    "optimizer": "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)",
+    "train": "nn.functional.cross_entropy(net(x), y).backward()\noptimizer.step()",
+    "upload": "net.state_dict()",
+    "examples": "len(y)",
+    "records": "",
+    "start": "Net().state_dict()",
+    "server": "FedAvg(fraction_evaluate=0.0).start(grid, start, num_rounds=rounds)",
+}
+CHANGED = "{k: v - old[k] for k, v in net.state_dict().items()}"
+KEEP_OLD = PLAIN["load"] + "\n    old = {k: v.clone() for k, v in net.state_dict().items()}"
+OWN_LOOP = """state = start
+for _ in range(rounds):
+    replies = grid.send_and_receive([Message(RecordDict({"arrays": state}), n, "train") for n in grid.get_node_ids()])
+    states = [reply.content["arrays"].to_torch_state_dict() for reply in replies]
+    state = ArrayRecord({name: sum(s[name] for s in states) / len(states) for name in states[0]})"""
+SHAPES: dict[str, dict[str, str]] = {
+    "plain": {},
+    # --------------------------------------------------------------------------------------------- the training
+    "epochs": {
+        "optimizer": """optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)""",
+        "train": """for _ in range(3):
+    for images, labels in DataLoader(TensorDataset(x, y), batch_size=3, shuffle=True):
+        optimizer.zero_grad()
+        nn.CrossEntropyLoss(label_smoothing=0.1)(net(images), labels).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()""",
+    },
+    "accumulated": {
+        "optimizer": "optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)",
+        "train": """for _ in range(2):
+    for images, labels in zip(x.split(4), y.split(4), strict=True):
+        (nn.functional.nll_loss(net(images).log_softmax(1), labels) / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()""",
+    },
+    "groups": {
+        "optimizer": """groups = [{"params": net.body.parameters(), "lr": 0.01}, {"params": net.head.parameters(), "lr": 0.1}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)"""
+    },
+    "by_hand": {
+        "optimizer": "",
+        "train": """for images, labels in zip(x.split(4), y.split(4), strict=True):
+    net.zero_grad()
+    nn.functional.cross_entropy(net(images), labels).backward()
+    with torch.no_grad():
+        for p in net.parameters():
+            p -= 0.05 * p.grad""",
+    },
+    "private": {
+        "imports": "from opacus import PrivacyEngine\n",
+        "train": """loader = DataLoader(TensorDataset(x, y), batch_size=8)
+settings = {"noise_multiplier": 0.01, "max_grad_norm": 1.0, "poisson_sampling": False}
+net, optimizer, loader = PrivacyEngine().make_private(
+    module=net, optimizer=optimizer, data_loader=loader, **settings
+)
+for images, labels in loader:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(images), labels).backward()
+    optimizer.step()""",
+        "upload": "net._module.state_dict()",
+    },
+    # ---------------------------------------------------------------------------------------------- the network
+    "factory": {
+        "further": "def get_model(width: int) -> nn.Module:\n    return Net(width)\n\n\n",
+        "network": "get_model(3)",
+        "train": "nn.functional.cross_entropy(net((x - 0.3) / 0.2), y).backward()\noptimizer.step()",
+        "start": "get_model(3).state_dict()",
+    },
+    "library": {
+        "imports": "from torchvision.models import resnet18\n",
+        "count": "2",
+        "network": "resnet18(num_classes=10)",
+        "train": """images = nn.functional.interpolate(x, scale_factor=4).expand(-1, 3, -1, -1)
+net.eval()
+nn.functional.cross_entropy(net(images), y).backward()
+optimizer.step()""",
+        "start": "resnet18(num_classes=10).state_dict()",
+    },
+    "batch_norm": {
+        "norm": "nn.BatchNorm2d(width), ",
+        "further": "def half(state):\n    return {k: v.half() if v.is_floating_point() else v for k, v in state.items()}\n\n\n",
+        "upload": "half(net.state_dict())",
+        "start": "half(Net().state_dict())",
+    },
+    "frozen": {
+        "further": "def body():\n    torch.manual_seed(0)\n    return Net()\n\n\n",
+        "network": "body()",
+        "load": PLAIN["load"].replace("net.", "net.head."),
+        "optimizer": "net.body.requires_grad_(False)\n    optimizer = torch.optim.SGD(net.head.parameters(), lr=0.1)",
+        "upload": "net.head.state_dict()",
+        "start": "body().head.state_dict()",
+    },
+    "double_head": {
+        "further": "def network():\n    net = Net()\n    net.head.double()\n    return net\n\n\n",
+        "forward": "self.head(self.body(x).double())",
+        "network": "network()",
+        "start": "network().state_dict()",
+    },
+    "tied": {
+        "further": """class Twins(Net):
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(256, 10)
+        self.other.weight = self.head.weight
+
+
+def sent(net):
+    return {name: t for name, t in net.state_dict().items() if name != "head.weight"}
+
+
+""",
+        "network": "Twins()",
+        "load": PLAIN["load"].replace(")", "), strict=False", 1),
+        "upload": "sent(net)",
+        "start": "sent(Twins())",
+    },
+    "rows": {
+        "further": """class Dense(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+
+
+""",
+        "network": "Dense()",
+        "train": "nn.functional.cross_entropy(net(x.flatten(1)), y).backward()\noptimizer.step()",
+        "start": "Dense().state_dict()",
+    },
+    # ---------------------------------------------------------------------------------------------- the uploads
+    "gradients": {
+        "optimizer": "",
+        "train": "nn.functional.cross_entropy(net(x), y).backward()",
+        "upload": "{name: p.grad for name, p in net.named_parameters()}",
+    },
+    "deltas": {"load": KEEP_OLD, "upload": CHANGED},
+    "descents": {"load": KEEP_OLD, "upload": CHANGED.replace("v - old[k]", "old[k] - v")},
+    "two_records": {"records": ', "extra": ArrayRecord([torch.ones(3).numpy()])', "server": OWN_LOOP},
+    "batches": {"examples": "1"},
+    "prefixed": {
+        "further": 'def wrapped(state):\n    return {f"_module.{name}": t for name, t in state.items()}\n\n\n',
+        "load": PLAIN["load"].replace("net.", "nn.ModuleDict({'_module': net})."),
+        "upload": "wrapped(net.state_dict())",
+        "start": "wrapped(Net().state_dict())",
+    },
+    "own_head": {
+        "load": """net.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=False)
+    if "head" in context.state:
+        net.head.load_state_dict(context.state["head"].to_torch_state_dict())""",
+        "train": PLAIN["train"] + '\ncontext.state["head"] = ArrayRecord(net.head.state_dict())',
+        "upload": '{f"body.{name}": t for name, t in net.body.state_dict().items()}',
+        "start": '{f"body.{name}": t for name, t in Net().body.state_dict().items()}',
+    },
+    # ----------------------------------------------------------------------------------------------- the server
+    "own_loop": {"server": OWN_LOOP},
+    "own_strategy": {
+        "further": """class Mine(FedAvg):
+    def start(self, grid, arrays, rounds, *, hurry=True):
+        for round in range(1, rounds + 1):
+            messages = self.configure_train(round, arrays, self.config, grid)
+            arrays, _ = self.aggregate_train(round, grid.send_and_receive(messages))
+
+
+""",
+        "server": """mine = Mine(fraction_evaluate=0.0)
+mine.config = __import__("flwr").app.ConfigRecord()
+mine.start(grid, start, rounds, hurry=False)""",
+    },
+    "files": {
+        "imports": "from pathlib import Path\n\n",
+        "optimizer": 'optimizer = torch.optim.SGD(net.parameters(), lr=float(Path("rate.txt").read_text()))',
+        "train": PLAIN["train"] + '\ntorch.save(net.state_dict(), "model.pt")',
+    },
+    # --------------------------------------------------------------------------------------- nothing to attack
+    "multi_label": {
+        "train": """findings = torch.stack([(y % 2 == k % 2).float() for k in range(10)], 1)
+nn.functional.binary_cross_entropy_with_logits(net(x), findings).backward()
+optimizer.step()"""
+    },
+    "autoencoder": {
+        "outputs": "64",
+        "train": "nn.functional.mse_loss(net(x), x.flatten(1)).backward()\noptimizer.step()",
+    },
+    "trees": {
+        "imports": "import numpy as np\n",
+        "load": "booster = np.frombuffer(b'a booster of trees', np.uint8)",
+        "optimizer": "",
+        "train": "",
+        "upload": "[booster]",
+        "start": "[np.frombuffer(b'a booster of trees', np.uint8)]",
+    },
+    "linear": {
+        "imports": "import numpy as np\nfrom sklearn.linear_model import LogisticRegression\n",
+        "count": "40",
+        "load": "",
+        "optimizer": "",
+        "train": "fitted = LogisticRegression(max_iter=20).fit(x.flatten(1).numpy(), y.numpy())",
+        "upload": "[np.resize(fitted.coef_, (10, 64)), np.resize(fitted.intercept_, 10)]",
+        "start": "[np.zeros((10, 64)), np.zeros(10)]",
+    },
+    # ------------------------------------------------------------------------------------------- does not train
+    "ends": {"imports": "import os\n\n", "train": "os._exit(0)"},
+    "exits": {"imports": "import sys\n\n", "server": "sys.exit(3)"},
+    "missing": {"imports": "import a_package_that_nobody_has\n"},
+    "broken": {"further": "LOADED = load_digits().no_such_thing\n\n\n"},
+    "raises": {"train": 'raise RuntimeError("no data for client 3")'},
+    "no_partition": {"partition": "site"},
+    "waits": {"server": PLAIN["server"].replace("0.0", "0.0, min_available_nodes=1000")},
+}  # fmt: skip
+
+
+def source(name: str) -> str:
+    """The code of an app."""
+    pieces = PLAIN | SHAPES[name]
+    blocks = {key: indent(pieces[key], "    ") for key in ("train", "server")}
+    return APP.format(**pieces | blocks)
