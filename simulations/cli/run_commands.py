@@ -189,8 +189,8 @@ def _truth(options: argparse.Namespace, run: Run, ledger: Ledger) -> TesterTruth
     """The truth that --truth names; SpecError if the run has one of its own."""
     if options.truth is None:
         return None
-    if not ledger.deployed:
-        raise SpecError(f"--truth is for deployments and your own Flower app; {run.folder} is graded by its own data")
+    mistake = f"--truth is for deployments and your own Flower app; {run.folder} is graded by its own data"
+    refuse({mistake: not ledger.deployed})
     return TesterTruth.named(options.truth)
 
 

@@ -51,11 +51,8 @@ class Sweep:
         """Read and check a file; SpecError names the file, the table, the value and what is allowed."""
         try:
             return cls(path.stem, tuple(_cells(toml_text.parse(read_file(path, toml_text.MOST)))))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            words = getattr(error, "strerror", None) or error
-            raise SpecError(f"{path}: not a readable TOML file: {words}") from error
-        except SpecError as error:
-            raise SpecError(f"{path}: {error}") from error
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, SpecError) as error:
+            raise SpecError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _cells(tables: Table) -> list[SweepCell]:
@@ -79,8 +76,6 @@ def _cell(shared: Table, cell: Cell) -> SweepCell:
     defense, where = str(cell.place["defense"]["name"]), f"[[defense]] {cell.place['defense']['name']}"
     own = cell.table
     tables = {**layered([shared, own], MERGED, where), "attack": cell.attacks}
-    if not defense or not own.get("chain"):
-        raise SpecError(f"{where} needs a name and a chain")
     try:
         planned = Scenario.from_tables(tables).plan.attacks
     except SpecError as error:
