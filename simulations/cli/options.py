@@ -100,9 +100,9 @@ def add_gate(command: argparse.ArgumentParser) -> None:
 
 
 def metric_value(text: str) -> tuple[str, float]:
-    """Parse a metric and a number: psnr=20."""
+    """Parse a metric and a finite number: psnr=20."""
     name, _, value = text.partition("=")
-    return name, float(value)
+    return name, between(float, -math.inf)(value)
 
 
 def between(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], float]:

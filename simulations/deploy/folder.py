@@ -178,7 +178,7 @@ class Deployment:
 
 
 def _settings(folder: Path, clients: int) -> str:
-    """The settings of docker-compose.yml; containers of a machine's deployments are told apart by the folder's name."""
+    """The settings of docker-compose.yml; the folder's name is in the names of its containers."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.absolute().name.lower()).strip("-")
     project = "fedgauge" if name in ("", FIRST_RUN) else f"fedgauge-{name}"
     user, group = os.getuid() or CONTAINER_USER, os.getgid() or CONTAINER_USER

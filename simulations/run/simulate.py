@@ -89,6 +89,9 @@ def _train(run: Run, ledger: Ledger, supervisor: "AuditSupervisor", interrupt: I
             if not interrupt.asked:
                 training.verify()
                 state = "trained"
+    except TrainingFailed:
+        if not interrupt.asked:  # a training that the user ended has not failed
+            raise
     except BrokenPipeError:  # the reader of our events has gone: treat it as a Ctrl-C
         interrupt.asked = True
         raise
