@@ -134,7 +134,7 @@ def with_submissions(paper_table: PaperTable, attacks: Sequence[str]) -> PaperTa
         name, table = submitted(text)
         made = [_attacked(cell, name, table) for cell in cells]
         if made == cells:
-            raise SpecError(f"--attack: {name} fits none of the chosen cells: choose others with --cells")
+            raise SpecError(f"--attack: no chosen cell lacks {name} and fits it: add name=another, or change --cells")
         cells = made
     return replace(paper_table, cells=tuple(cells))
 
@@ -149,7 +149,7 @@ def _attacked(cell: Setting, name: str, table: Table) -> Setting:
     """A cell with a further attack, if it is about what the cell's first one is about."""
     like = cell.attacks[0]
     if name in {attack.name for attack in cell.attacks}:
-        raise SpecError(f"--attack: cell {cell.name} has an attack called {name} already; add name=another")
+        return cell
     spec = replace(like, name=name, table=table, paper={}, against="")
     spec.build()
     # nothing is known of what data a user's own module reconstructs
