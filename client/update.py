@@ -31,7 +31,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def average(updates: Sequence[Update], weights: Sequence[float]) -> Update:
-    """The weighted mean of several updates (or other tensors) of the same names, in their dtypes."""
+    """The weighted mean of several updates (or other tensors) of the same names, in their dtypes.
+
+    Example:
+        >>> average([{"w": torch.tensor([1.0])}, {"w": torch.tensor([4.0])}], weights=[2, 1])
+        {'w': tensor([2.])}
+    """
     parts = [weight / sum(weights) for weight in weights]
     return {
         k: torch.stack([update[k] * part for update, part in zip(updates, parts, strict=True)]).sum(0).to(t.dtype)
@@ -53,6 +58,10 @@ def norm(update: Update) -> Tensor:
     """Euclidean norm over all entries of an update, a scalar of single precision or better; NaN with a NaN among them.
 
     It is safe to differentiate at zero.
+
+    Example:
+        >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+        tensor(5.)
     """
     squares = torch.stack([t.square().sum() for t in at_least_single(update).values()]).sum()
     return torch.where(squares > 0, torch.where(squares > 0, squares, 1.0).sqrt(), squares.detach())
