@@ -84,7 +84,11 @@ def _form(tensor: Tensor) -> tuple[torch.Size, bool]:
 
 
 def only_arrays(message: Message) -> tuple[str, ArrayRecord]:
-    """The one record of arrays in a message, and its name; ValueError if there is none or another."""
+    """The one record of arrays in a message, and its name.
+
+    Raises:
+        ValueError: there is none or another.
+    """
     records = dict(message.content.array_records)
     if len(records) != 1:
         raise ValueError(f"expected exactly one ArrayRecord in a message, got {sorted(records) or 'none'}")

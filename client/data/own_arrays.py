@@ -19,7 +19,7 @@ from fedgauge.client.models.tokenizer import Task, load_tokenizer
 def rows(path: Path, classes: int | None = None, test: float = 0.2) -> Tabular:
     """Rows of numbers as a network takes them: x (N, F), y whole numbers (N,). Nothing is scaled.
 
-    Neighbouring entries of which each row has exactly one 1 and otherwise 0 become one categorical column.
+    Neighbouring entries with a single 1 in each row, and zeros, become one categorical column.
 
     Args:
         path: a NumPy archive.

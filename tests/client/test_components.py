@@ -88,7 +88,7 @@ def test_a_misspelt_name_gets_the_nearest(kind: str, misspelt: str, meant: str |
 )
 def test_wrong_arguments_are_refused(table: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as caught:
-        build({"use": "clip", **table}, "[[chain]] #1", TRANSFORM, beside=("max_norm", "each"))
+        build({"use": "clip", **table}, "[[chain]] #1", TRANSFORM, more_keys=("max_norm", "each"))
     assert str(caught.value).startswith("[[chain]] #1: ") and message in str(caught.value)
 
 
