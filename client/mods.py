@@ -20,13 +20,9 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
     Attach it to training, `@app.train(mods=[as_mod(clip(1.0)), as_mod(gaussian(1e-3))])`; the last one in the
     list is nearest to the training. It expects one ArrayRecord in the message, and one with the same names in the reply.
 
-    Put a clip and its noise into one mod, `as_mod(chain(clip(1.0), gaussian(1e-3)))`, for an epsilon: between two mods the
-    weights are rounded to the app's dtype, and so the clipped update moves beyond its bound.
-
-    No defense acts on whole and complex numbers: they leave as the app replies with them.
-
-    An epsilon of clip and noise covers only these weights: not the app's metrics (loss, accuracy, number of examples), and not
-    the fact that it answers at all.
+    For an epsilon, put a clip and its noise into one mod, `as_mod(chain(clip(1.0), gaussian(1e-3)))`: between two mods weights
+    are rounded. The epsilon covers these weights, not the app's metrics or that it answers. Integers and complex numbers pass
+    unchanged.
 
     Args:
         transform: a defense of the finished update (an UpdateTransform, or a chain of them): a mod has no examples.
