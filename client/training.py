@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.models.losses import loss_of
 from fedgauge.client.transforms import Link, UpdateDistribution
 from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
 
@@ -98,7 +99,7 @@ def gradient(
             held = {} if track else _kept(model)
 
             def objective(at: Params) -> Tensor:
-                value = loss(functional_call(model, {**at, **held}, (x,)), batch.y)
+                value = loss_of(loss, functional_call(model, {**at, **held}, (x,)), batch.y, x)
                 for layer in layers:
                     value = value if layer.penalty is None else value + layer.penalty
                 return value

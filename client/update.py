@@ -14,7 +14,7 @@ Update = dict[str, Tensor]
 
 
 class Batch(NamedTuple):
-    """Examples and labels: x (B, C, H, W) in [0, 1]; y (B,) int64, or at an attacker (B, classes) probabilities."""
+    """Examples and labels: x (B, C, H, W) in [0, 1]; y (B,) int64, or of another kind (client/labels.py)."""
 
     x: Tensor
     y: Tensor
@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     @property
     def labelled(self) -> bool:
         """Check that each example has one label; otherwise its words are its labels."""
-        return self.y.dim() == 1
+        return self.y.dim() == 1 or self.y.is_floating_point()
 
 
 UpdateFn = Callable[[Params, Batch, Generator | None], Update]

@@ -41,7 +41,7 @@ class Text(Dataset):
 
     @property
     def labels(self) -> Tensor:
-        return self.y if self.labelled else torch.zeros(len(self.y), dtype=torch.int64)
+        return super().labels if self.labelled else torch.zeros(len(self.y), dtype=torch.int64)
 
     def check(self) -> None:
         super().check()
