@@ -89,7 +89,7 @@ class Chain:
         bounded = False
         for part in _parts(self.links):
             bounded = bounded or part.bounds
-            if bounded and _noisy(part):
+            if bounded and (known := _alone(part)) is not None and known.noisy:
                 return True
         return False
 
@@ -195,11 +195,6 @@ def _stateful(link: Transform | None) -> bool:
 def _alone(link: Transform) -> UpdateDistribution | None:
     """Return a link's distribution for a known update."""
     return link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
-
-
-def _noisy(link: Link) -> bool:
-    known = _alone(link)
-    return known is not None and known.noisy
 
 
 def trained_on(chain: Chain, compute: UpdateFn, params: Params, batch: Batch, rng: Generator | None) -> Batch | None:

@@ -262,16 +262,9 @@ def resolve(table: Table, where: str, kind: ComponentKind) -> Callable[..., Any]
     return typing.cast(Callable[..., Any], target)
 
 
-def package_of(table: Table, kind: ComponentKind) -> str:
-    """Return the top-level package of the component that a table names; "" where there is none."""
-    name = str(table.get("use", ""))
-    modules = [name.partition(":")[0]] if ":" in name else [e.module for e in kind.entries() if e.name == name]
-    return modules[0].split(".")[0] if modules else ""
-
-
 def is_own(table: Table, kind: ComponentKind) -> bool:
     """Check whether the component that a table names is fedgauge's own."""
-    return package_of(table, kind) == OWN
+    return any(entry.own and entry.name == table.get("use") for entry in kind.entries())
 
 
 def _entry(name: str, where: str, kind: ComponentKind) -> Entry:
